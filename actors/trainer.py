@@ -7,7 +7,7 @@ what only one may do; the replies of the others are ignored.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,9 +93,10 @@ class TrainerActor(ModelActor):
         return self._trainer.recover()
 
     @endpoint
-    async def begin(self, arm: str, steps: int) -> int:
-        """Start an arm of `steps` steps from the untrained cartridges, as a new version."""
-        return self._trainer.begin(arm, steps)
+    async def begin(self, arm: str, steps: int, updates: Mapping[str, int] | None = None) -> int:
+        """Start an arm of `steps` steps from the untrained cartridges, as a new version. `updates`
+        is the number of steps that will train a cartridge, where that is not all."""
+        return self._trainer.begin(arm, steps, updates)
 
     @endpoint
     async def step(self, lesson: TrainBatch, version: int) -> TrainStepOutput:

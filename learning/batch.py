@@ -37,6 +37,18 @@ class PreparedBatch:
         wanted = self.sets if sets is None else sets
         return [s for name in wanted for i in self.read[name] for s in self.sets[name][i]]
 
+    def tokens(self) -> dict[str, int]:
+        """Return by cartridge the number of response tokens that train it."""
+        marked: dict[Member, set[int]] = {}
+        for channel in self.channels:
+            for i, bear in self.items[channel.name]:
+                marked.setdefault((channel.reads, i), set()).update(bear)
+        found: dict[str, int] = {}
+        for (name, i), tokens in marked.items():
+            cartridge = self.sets[name][i][0].cartridge
+            found[cartridge] = found.get(cartridge, 0) + len(tokens)
+        return found
+
     def units(self) -> list[tuple[Member, ...]]:
         """Return the units that no micro-batch divides: a group, with the groups of later sets that
         have the same text."""
@@ -122,6 +134,7 @@ class PreparedBatch:
             for channel, found in places.items():
                 tokens[channel] = ChannelTokens(
                     items=[item for item, _ in found],
+                    owners=[(groups[g][0].cartridge, len(bear)) for (g, bear), _ in found],
                     at=_index(at[[here[g] + t for (g, bear), _ in found for t in bear]].tolist()),
                     first=first,
                     own=_index([a + n for (_, bear), a in found for n in range(len(bear))]),

@@ -1,53 +1,79 @@
-"""Write checkpoints atomically: one safetensors file and one JSON manifest, both checksummed.
+"""Write checkpoints atomically: a safetensors file of each cartridge and one JSON manifest, all
+checksummed.
 
-    checkpoints/version-000040/state.safetensors
-    checkpoints/version-000040/manifest.json     {"facts": ..., "sha256": ..., "schema": 2}
+    checkpoints/version-000040/cartridge-0000-000040.safetensors
+    checkpoints/version-000040/cartridge-0001-000012.safetensors   unchanged since version 12
+    checkpoints/version-000040/manifest.json     {"facts": ..., "files": {...}, "schema": 3}
 
-The directory is filled under a temporary name, flushed to disk and renamed, so a checkpoint is
-either whole or absent. No pickle is written or read.
+A file that the checkpoint before it has already is linked, not written again, once its checksum has
+been verified; where the file system has no hard links it is copied. The directory is filled under a
+temporary name, flushed to disk and renamed, so a checkpoint is either whole or absent. No pickle is
+written or read.
 
-The trainer's last state is written after every step as one safetensors file, with the facts in its
-header. It survives the trainer's process but not the machine: it is renamed into place without a
-flush. Its checksum is a CRC, whose cost is negligible beside the writing.
+Checkpoints of schema 2 hold all cartridges stacked in one file; they are still read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from protocols.errors import CheckpointError
 from protocols.files import flush, sha256_of
 
-SCHEMA = 2
-STATE, MANIFEST = "state.safetensors", "manifest.json"
+SCHEMA = 3
+STACKED, STACKED_SCHEMA = "state.safetensors", 2
+MANIFEST, SUFFIX = "manifest.json", ".safetensors"
+CARTRIDGE = "cartridge"  # begins the name of a part with a cartridge's training state
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Hold the state of a trainer: `facts` are JSON-able, `tensors` are keyed by name."""
+    """Hold the state of a trainer.
+
+    facts  JSON-able; "names" are those of the cartridges, "cartridges" has the facts of each:
+           {"patient_01": {"since": 12, "step": 4, "steps": 60, "warmup_steps": 5}}
+    parts  tensors by name, by part (`part_name`); a part never changes under its name
+    path   the checkpoint's directory, of one that was read
+    """
 
     facts: dict[str, Any]
-    tensors: dict[str, Tensor]
+    parts: Mapping[str, Mapping[str, Tensor]]
+    path: Path | None = None
+
+    def cartridge(self, name: str) -> Mapping[str, Tensor]:
+        """Return a cartridge's tensors: `frozen` [L, 2, H_kv, F, D], `trainable`
+        [L, 2, H_kv, P-F, D], and of its shape Adam's moments and further averages."""
+        index = self.facts["names"].index(name)
+        since = self.facts["cartridges"][name]["since"]
+        return self.parts[part_name(CARTRIDGE, index, since)]
 
 
-def write_checkpoint(directory: Path, name: str, checkpoint: Checkpoint, keep: int) -> Path:
+def part_name(kind: str, index: int, since: int) -> str:
+    """Return the name of what is kept of the cartridge with this index, whose numbers are unchanged
+    since a version."""
+    return f"{kind}-{index:04d}-{since:06d}"
+
+
+def write_checkpoint(
+    directory: Path, name: str, checkpoint: Checkpoint, keep: int, before: Path | None = None
+) -> Path:
     """Write `directory/name` atomically and return its path. Delete all checkpoints but the newest
     `keep` and the last of every arm, which holds that arm's result.
 
-    A whole checkpoint of this name has the same state and is left unchanged. A damaged one (the run
-    was resumed from the one before it) is replaced.
+    `before` is a checkpoint from which the trainer went on to this one: parts of the same name are
+    taken from it. A whole checkpoint of this name has the same state and is left unchanged. A
+    damaged one (the run was resumed from the one before it) is replaced.
     """
     final = directory / name
     if final.exists() and _is_whole(final):
@@ -55,11 +81,19 @@ def write_checkpoint(directory: Path, name: str, checkpoint: Checkpoint, keep: i
     partial = directory / f".{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(_on_host(checkpoint.tensors), partial / STATE)
-    manifest = {"schema": SCHEMA, "sha256": sha256_of(partial / STATE), "facts": checkpoint.facts}
+    known = {} if before is None else _files(before)
+    files = {}
+    for part, tensors in checkpoint.parts.items():
+        path = partial / f"{part}{SUFFIX}"
+        if before is not None and _taken(before / path.name, path, known.get(part)):
+            files[part] = known[part]
+        else:
+            save_file(on_host(tensors), path)
+            files[part] = sha256_of(path)
+    manifest = {"schema": SCHEMA, "files": files, "facts": checkpoint.facts}
     manifest["facts_sha256"] = _facts_sha256(checkpoint.facts)
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
-    for path in (partial / STATE, partial / MANIFEST, partial):
+    for path in (*partial.iterdir(), partial):
         flush(path)
     if final.exists():
         shutil.rmtree(final)
@@ -75,6 +109,13 @@ def write_checkpoint(directory: Path, name: str, checkpoint: Checkpoint, keep: i
 def list_checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints, oldest version first, without partial ones."""
     return sorted(p for p in directory.glob("version-*") if p.is_dir())
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a directory has the files of a checkpoint, whole or not."""
+    return (path / MANIFEST).is_file() and (
+        (path / STACKED).is_file() or any(path.glob(f"{CARTRIDGE}-*{SUFFIX}"))
+    )
 
 
 def last_of_arms(directory: Path) -> dict[str, Path]:
@@ -93,61 +134,86 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Read and verify one checkpoint. Raises CheckpointError that names it and the fault."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        stated, facts = manifest["sha256"], manifest["facts"]
-        facts_stated, schema = manifest["facts_sha256"], manifest["schema"]
+        facts, facts_stated = manifest["facts"], manifest["facts_sha256"]
+        schema = manifest["schema"]
+        if schema == STACKED_SCHEMA:
+            files = {STACKED.removesuffix(SUFFIX): manifest["sha256"]}
+        else:
+            files = dict(manifest["files"]) if schema == SCHEMA else {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"checkpoint {path} has no readable manifest ({error}){_instead(path)}"
         ) from error
-    if schema != SCHEMA:
+    if schema not in (STACKED_SCHEMA, SCHEMA):
         raise CheckpointError(
-            f"checkpoint {path} has schema {schema}, this version reads {SCHEMA}; use the "
-            "cartridge-forge version that wrote it"
+            f"checkpoint {path} has schema {schema}, this version reads {STACKED_SCHEMA} and "
+            f"{SCHEMA}; use the cartridge-forge version that wrote it"
         )
-    if not (path / STATE).is_file() or sha256_of(path / STATE) != stated:
-        raise CheckpointError(
-            f"checkpoint {path} is damaged: {STATE} does not match its checksum{_instead(path)}"
-        )
+    for part, stated in files.items():
+        file = path / f"{part}{SUFFIX}"
+        if not file.is_file() or sha256_of(file) != stated:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {file.name} does not match its checksum"
+                f"{_instead(path)}"
+            )
     if _facts_sha256(facts) != facts_stated:
         raise CheckpointError(
             f"checkpoint {path} was edited: its facts do not match their checksum{_instead(path)}"
         )
     try:
-        tensors = load_file(path / STATE)
+        parts = {part: load_file(path / f"{part}{SUFFIX}") for part in files}
     except SafetensorError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
-    return Checkpoint(facts, tensors)
-
-
-def write_state(path: Path, state: Checkpoint) -> None:
-    """Write the state to `path` atomically, replacing the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    tensors = _on_host(state.tensors)
-    facts = json.dumps(state.facts)
-    save_file(tensors, partial, metadata={"facts": facts, "crc32": _crc32(facts, tensors)})
-    partial.replace(path)
-
-
-def read_state(path: Path) -> Checkpoint:
-    """Return the state that `write_state` wrote. Raises CheckpointError for a damaged or missing
-    file."""
+    if schema == SCHEMA:
+        return Checkpoint(facts, parts, path)
     try:
-        with safe_open(path, framework="pt") as file:
-            facts, stated = file.metadata()["facts"], file.metadata()["crc32"]
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no dict)
-        if _crc32(facts, tensors) != stated:
-            raise ValueError("it does not match its checksum")
-        return Checkpoint(json.loads(facts), tensors)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        return _unstacked(facts, *parts.values())
+    except (KeyError, IndexError) as error:
         raise CheckpointError(
-            f"the trainer's last state {path} cannot be read: {error}; end the run and resume it "
-            "from its last checkpoint"
+            f"checkpoint {path} is no checkpoint of a trainer ({error!r})"
         ) from error
 
 
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors as a file takes them."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _unstacked(facts: dict[str, Any], stacked: Mapping[str, Tensor]) -> Checkpoint:
+    """Return a checkpoint whose cartridges were trained and counted together, each with its share
+    of the stacked tensors [C, ...] and the common counts."""
+    common = {
+        "since": facts["version"], "step": facts.get("step", 0), "steps": facts.get("steps", 1),
+        "warmup_steps": facts.get("warmup_steps", 0), "balance": facts.get("balance", {}),
+    }  # fmt: skip
+    parts = {
+        part_name(CARTRIDGE, i, facts["version"]): {
+            name: tensor[i].clone() if tensor.ndim else tensor for name, tensor in stacked.items()
+        }
+        for i in range(len(facts["names"]))
+    }
+    own = {name: dict(common) for name in facts["names"]}
+    return Checkpoint({**facts, "cartridges": own}, parts)
+
+
+def _files(checkpoint: Path) -> dict[str, str]:
+    """Return the checksums of a checkpoint's parts; none where it cannot be read."""
+    try:
+        return dict(json.loads((checkpoint / MANIFEST).read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _taken(source: Path, path: Path, stated: str | None) -> bool:
+    """Link a file to `path`, or copy it; return False, with no file there, where it does not match
+    the checksum `stated`."""
+    if stated is None or not source.is_file() or sha256_of(source) != stated:
+        return False
+    try:
+        os.link(source, path)
+    except OSError:  # no hard links here
+        shutil.copyfile(source, path)
+    return True
 
 
 def _is_whole(path: Path) -> bool:
@@ -165,10 +231,3 @@ def _instead(path: Path) -> str:
 
 def _facts_sha256(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _crc32(facts: str, tensors: Mapping[str, Tensor]) -> str:
-    crc = zlib.crc32(facts.encode())
-    for name in sorted(tensors):
-        crc = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, crc)
-    return f"{crc:08x}"

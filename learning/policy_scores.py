@@ -11,7 +11,7 @@ number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,18 +31,17 @@ if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a mo
 def shared_logprobs(
     model: PreTrainedModel,
     samples: Sequence[Sample],
-    names: Sequence[str],
-    kv: Tensor,
+    prefixes: Mapping[str, Tensor],
     *,
     row_tokens: int,
     micro_tokens: int | None = None,
     ranks: ProcessGroup = ALONE,
 ) -> Tensor:
-    """Return the log-probability [N] (float32) of every response token over the cartridges `kv`
-    [C, L, 2, H_kv, P, D] of the documents `names`. One forward reads at most `micro_tokens` tokens,
+    """Return the log-probability [N] (float32) of every response token over the cartridges
+    `prefixes` [L, 2, H_kv, P, D]. One forward reads at most `micro_tokens` tokens,
     or one longer sample; None: all samples. Raises DataError for a sample longer than a row."""
     check_rows(samples, row_tokens)
-    prefixes = dict(zip(names, kv.detach().to(model.dtype), strict=True))
+    prefixes = {name: kv.to(model.dtype) for name, kv in prefixes.items()}
     begins = [0]
     for s in samples:
         begins.append(begins[-1] + len(s.response_ids))

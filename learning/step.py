@@ -1,7 +1,8 @@
-"""Run one training step: one optimizer update of the cartridges on a given batch.
+"""Run one training step: one optimizer update of the cartridges that a given batch trains.
 
     batch (its caller sampled it; its versions are checked here)
-      -> channels of weight 0 left out; advantages; each channel's own denominator
+      -> channels of weight 0 left out; advantages; each channel's own denominator for each
+         cartridge
       -> this rank's micro-batches, each packed over shared prefixes: samples of all channels
          together, and a text that several channels train on once
       -> student forward: the only forward with gradient
@@ -9,10 +10,10 @@
          exist for a chunk of tokens at a time
       -> the sampler's log-probabilities compared with those of these logits: a step of tokens that
          this version did not sample is refused before the update
-      -> one named term for each channel over its own denominator, times its weight
+      -> one named term for each channel and cartridge over its own denominator, times its weight
       -> backward into the cartridges only: one of the sum, or one for each channel where the
          channels are balanced (`learning.losses.balance`)
-      -> sums over all ranks -> clip -> Adam
+      -> sums over all ranks -> of each cartridge that has a loss: clip -> Adam
 
 Advantages and denominators are those of the whole batch, which every rank receives, so neither
 ranks nor micro-batches change a term.
@@ -26,11 +27,11 @@ Left out on purpose: a gradient of the base model, and a value function.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from learning.batch import prepare
 from learning.cartridge.bank import CartridgeBank
@@ -40,10 +41,11 @@ from learning.cartridge.composition import (
     stack_prefixes,
     student_prefixes,
 )
-from learning.losses.balance import GradientBalance
+from learning.losses.balance import report
 from learning.losses.channel import LossAccumulator, LossChannel
 from learning.model.distributed import ALONE, ProcessGroup, is_sharded
 from learning.packing import check_rows, pack, response_tokens
+from learning.progress import CartridgeProgress
 from learning.sampler_gap import GapBounds, SamplerGap
 from protocols.errors import RunError, StaleTokenError
 from protocols.train_batch import TrainBatch
@@ -53,29 +55,6 @@ if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a mo
     from transformers import PreTrainedModel
 
 OFFLINE_VERSION = -1  # the version of tokens that a document teacher wrote
-
-
-@dataclass(frozen=True)
-class LearningRateSchedule:
-    """Compute the learning rate over `steps`: linear warm-up, then cosine down to a tenth of the
-    peak."""
-
-    lr: float
-    warmup_steps: int
-    steps: int
-
-    def at(self, step: int) -> float:
-        """Return the learning rate of 0-based `step`."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        rest = max(1, self.steps - self.warmup_steps)
-        progress = min(1.0, (step - self.warmup_steps) / rest)
-        return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def new_optimizer(bank: CartridgeBank) -> torch.optim.Adam:
-    """Return Adam over the trainable cartridge tokens only, without weight decay."""
-    return torch.optim.Adam([bank.trainable], lr=0.0)
 
 
 def check_fresh(samples: Sequence[Sample], version: int, staleness: int) -> int:
@@ -105,24 +84,24 @@ def check_fresh(samples: Sequence[Sample], version: int, staleness: int) -> int:
 def train_step(
     model: PreTrainedModel,
     bank: CartridgeBank,
-    optimizer: torch.optim.Optimizer,
+    progress: Mapping[str, CartridgeProgress],
     batch: TrainBatch,
     channels: Sequence[LossChannel],
     *,
-    lr: float,
     clip: float,
     row_tokens: int,
     version: int,
     staleness: int,
     micro_tokens: int | None = None,
     compare_gradients: bool = False,
-    balance: GradientBalance | None = None,
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
     gap_bounds: GapBounds | None = None,
     ranks: ProcessGroup = ALONE,
 ) -> TrainStepOutput:
     """Run one update with `channels`, all of nonzero weight, with the same result on all `ranks`.
+    `progress` is that of each cartridge of `bank`; one without a loss-bearing token in the batch is
+    not changed by a bit.
 
     Raises StaleTokenError or DataError (nothing trained), RunError for a non-finite loss or ranks
     that differ.
@@ -130,9 +109,9 @@ def train_step(
     `micro_tokens` bounds the tokens of one forward, `logit_bytes` the logits that exist at a time,
     `recompute_layers` the activations kept to those of one layer: none of them changes a term.
     `gap_bounds` refuses tokens that sampler and trainer disagree on (StaleTokenError).
-    `compare_gradients` costs one more backward per channel and changes no term either. `balance`
-    replaces the weights by its coefficients, and is given the norms of the channels' gradients in
-    the steps in which it is due, which run one backward per channel.
+    `compare_gradients` costs one more backward per channel and changes no term either. The balance
+    of a cartridge replaces the weights by its coefficients, and is given the norms of the channels'
+    gradients in the steps in which it is due, which run one backward per channel.
     """
     prepared = prepare(batch, channels, version)
     sampled = dict.fromkeys(channel.reads for channel in channels if channel.sampled)
@@ -140,19 +119,37 @@ def train_step(
     texts = prepared.samples()
     check_rows(texts, row_tokens)
     weights = {channel.name: channel.weight for channel in channels}
-    counts = {channel.name: channel.denominator(batch) for channel in channels}
-    tally, gap = LossAccumulator(weights), SamplerGap()
-    measured = balance is not None and balance.is_due(version, [n for n, c in counts.items() if c])
-    coefficients = weights if balance is None else balance.coefficients(weights)
+    counts = {channel.name: channel.denominators(batch) for channel in channels}
+    whole = {name: sum(of.values()) for name, of in counts.items()}
+    learning = {
+        name: progress[name] for name in bank.names if any(of.get(name) for of in counts.values())
+    }
+    balances = {n: p.balance for n, p in learning.items() if p.balance is not None}
+    due = [
+        name
+        for name, balance in balances.items()
+        if balance.is_due(learning[name].steps, [n for n, of in counts.items() if of.get(name)])
+    ]
+    coefficients = {
+        name: balances[name].coefficients(weights) if name in balances else weights
+        for name in learning
+    }
+    parameters = {name: p.parameter for name, p in learning.items()}
+    tally, gap = LossAccumulator(weights, whole), SamplerGap()
 
-    alone = {name: bank.frozen.shape[4] + bank.trainable.shape[4] for name in bank.names}
+    alone = {name: bank.tokens(name) for name in bank.names}
     prefix_tokens = prefix_lengths(texts, alone)
+    spare = {name: alone[name] for name in learning}  # for a micro-batch without samples
     together = is_sharded(model)  # every pass gathers the base: all ranks must run equally many
     tokens, fault = 0, ""
-    optimizer.zero_grad(set_to_none=True)
+    for parameter in parameters.values():
+        parameter.grad = None
     for part in prepared.split(micro_tokens, ranks.rank, ranks.world, even=together):
         micro = prepared.micro_batch(
-            part, lambda samples: pack(samples, prefix_tokens, row_tokens, prefix_name)
+            part,
+            lambda samples: pack(
+                samples, prefix_tokens if samples else spare, row_tokens, prefix_name
+            ),
         )
         packed = micro.packed
 
@@ -168,27 +165,40 @@ def train_step(
         )
 
         terms = {c.name: c.term(student, micro) for c in channels if micro.tokens[c.name].items}
-        means = {name: term.total / max(counts[name], 1) for name, term in terms.items()}
-        for name, mean in means.items():
-            if not torch.isfinite(mean):
-                fault = fault or (
-                    f"{name} became {mean.item()} at version {version}; lower train.lr (now {lr:g})"
-                )
+        means = {
+            name: {
+                cartridge: total / max(counts[name][cartridge], 1)
+                for cartridge, total in term.totals().items()
+            }
+            for name, term in terms.items()
+        }
+        for name, of in means.items():
+            for cartridge, mean in of.items():
+                if not torch.isfinite(mean):
+                    fault = fault or (
+                        f"{name} of cartridge {cartridge} became {mean.item()} at version "
+                        f"{version}; lower train.lr (now {progress[cartridge].lr:g})"
+                    )
         if micro.sampled.compared.any():
             gap.add(micro.sampled, student.observed())
         tokens += len(packed.targets)
-        tally.add(terms, means)
+        tally.add(terms)
         nothing = [0.0 * student.hidden.sum()] if together else []
-        if compare_gradients or measured:
-            tally.add_gradients(means, bank.trainable, *nothing)
-        if not measured:
-            weighted = [coefficients[name] * mean for name, mean in means.items()] + nothing
-            sum(weighted[1:], weighted[0]).backward()  # type: ignore[no-untyped-call]  # torch's own
+        if compare_gradients or due:
+            sums = {name: _sum(list(of.values())) for name, of in means.items()}
+            tally.add_gradients(sums, parameters, *nothing)
+        if not due:
+            weighted = [
+                coefficients[cartridge][name] * mean
+                for name, of in means.items()
+                for cartridge, mean in of.items()
+            ]
+            _sum(weighted + nothing).backward()  # type: ignore[no-untyped-call]  # torch's own
 
     found = ranks.gather(
         {
             "fault": fault,
-            "stands": [version, bank.fingerprint()],
+            "stands": [version, bank.fingerprint(learning)],
             "tokens": tokens,
             "sums": tally.sums(),
             "gap": gap.sums(),
@@ -197,33 +207,45 @@ def train_step(
     _check_agreement(found)
     gap = SamplerGap.of_ranks([one["gap"] for one in found])
     gap.refuse(gap_bounds, version)
-    tally.merge([one["sums"] for one in found], ranks.add, bank.trainable)
-    if balance is not None and measured:
-        balance.add(tally.norms())
-        coefficients = balance.coefficients(weights)
-        bank.trainable.grad = tally.gradient(coefficients)
-    elif texts:
-        if bank.trainable.grad is None:  # this rank had no micro-batch
-            bank.trainable.grad = torch.zeros_like(bank.trainable)
-        ranks.add(bank.trainable.grad)
-    norm = torch.nn.utils.clip_grad_norm_([bank.trainable], clip)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    facts = {channel.name: channel.facts(batch) for channel in channels}
-    told = tally.terms(counts, facts)
+    tally.merge([one["sums"] for one in found], ranks.add_all, parameters)
+    norms = {name: tally.norms(name) for name in learning}
+    if due:
+        for name in due:
+            balances[name].add(norms[name])
+            coefficients[name] = balances[name].coefficients(weights)
+        for name, parameter in parameters.items():
+            parameter.grad = tally.gradient(name, coefficients[name])
+    else:
+        for parameter in parameters.values():
+            if parameter.grad is None:  # this rank had no micro-batch of it
+                parameter.grad = torch.zeros_like(parameter)
+        ranks.add_all([p.grad for p in parameters.values() if p.grad is not None])
+    own_tokens = prepared.tokens()
+    updates = {
+        name: {
+            "lr": own.lr, "grad_norm": own.update(clip), "step": own.steps + 1,
+            "tokens": own_tokens[name],
+        }
+        for name, own in learning.items()
+    }  # fmt: skip
+    told = tally.terms({channel.name: channel.facts(batch) for channel in channels})
     return TrainStepOutput(
         compute_seconds=0.0,  # measured by the caller
         version=version + 1,
         kl=tally.values.get("doc_kl", 0.0),
-        grad_norm=norm.item(),
-        lr=lr,
+        grad_norm=math.hypot(*(update["grad_norm"] for update in updates.values())),
+        lr=max(progress[name].lr for name in learning or progress),
         tokens=sum(one["tokens"] for one in found),
         stale_tokens=stale,
-        terms=told if balance is None else balance.report(told, coefficients),
+        terms=report(told, balances, coefficients, norms) if balances else told,
         cosines=tally.cosines() if compare_gradients else {},
         sampler_gap=gap.facts(),
+        cartridges=updates,
     )
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return sum(parts[1:], parts[0])
 
 
 def _check_agreement(found: list[dict[str, Any]]) -> None:

@@ -3,8 +3,9 @@
     rollout -> pass 1: minibatch 1, 2, ... -> pass 2: the same data, divided anew -> one version
 
 What belongs together stays together: the episodes of a group, with the samples of the same ids that
-the document teacher scored and with their hinted turns. Groups, further samples, pairs and further
-channels' data are each drawn in a random order and dealt to the minibatches in turn.
+the document teacher scored and with their hinted turns. A cartridge's groups, further samples,
+pairs and further channels' data are each drawn in a random order and dealt to the minibatches in
+turn, by a generator of that cartridge: how its data is divided does not depend on the others'.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from learning.progress import CartridgeProgress
 from protocols.spec.mesh import HINTED_TEACHER
 from protocols.train_batch import TrainBatch
 from protocols.types import TrainStepOutput
@@ -29,7 +32,7 @@ LAST = ("ratio", "clipped_low", "clipped_high", "approx_kl")  # also told of the
 def run_updates(
     batch: TrainBatch,
     update: Callable[[TrainBatch, bool], TrainStepOutput],
-    trained: tuple[Tensor, torch.optim.Optimizer],
+    progress: Mapping[str, CartridgeProgress],
     *,
     passes: int,
     minibatches: int,
@@ -38,27 +41,27 @@ def run_updates(
     """Call `update` for every minibatch of every pass, and return one result for all.
 
     `update` gets the minibatch, and whether it is the first. `stream` names the draws of the
-    divisions. After an error the parameter and the optimizer `trained` are as before the first
-    update.
+    divisions, with the cartridge's own step. After an error the cartridges are as before the first
+    update; `progress` is that of each.
     """
-    parameter, optimizer = trained
     if passes * minibatches == 1:
         return update(batch, True)
-    held = {k: v.clone() for k, v in optimizer.state.get(parameter, {}).items()}
-    before = parameter.detach().clone()
+    learning = {_cartridge(s) for s in (*batch.doc, *(r.sample for r in batch.rl), *batch.pairs)}
+    learning |= {_cartridge(item) for items in batch.extra.values() for item in items}
+    held = {name: own.hold() for name, own in progress.items() if name in learning}
     outputs: list[TrainStepOutput] = []
+
+    def draws(cartridge: str, n: int) -> random.Random:
+        step = progress[cartridge].steps if cartridge in progress else 0
+        return random.Random(f"{stream}/{step}/{n}")
+
     try:
         for n in range(passes):
-            for part in divide(batch, minibatches, random.Random(f"{stream}/{n}")):
+            for part in divide(batch, minibatches, partial(draws, n=n)):
                 outputs.append(update(part, not outputs))
     except BaseException:
-        if outputs:
-            with torch.no_grad():
-                parameter.copy_(before)
-            parameter.grad = None
-            optimizer.state.clear()
-            if held:
-                optimizer.state[parameter] = held
+        for name, before in held.items():
+            progress[name].take_back(before)
         raise
     return joined_output(outputs, passes)
 
@@ -82,18 +85,21 @@ class Share:
             self.extra.setdefault(name, []).extend(indices)
 
 
-def divide(batch: TrainBatch, parts: int, draws: random.Random) -> list[TrainBatch]:
+def divide(
+    batch: TrainBatch, parts: int, draws: Callable[[str], random.Random]
+) -> list[TrainBatch]:
     """Return `parts` batches that together hold each item of the batch once, in its order; one part
-    is the batch itself. A part may be empty."""
+    is the batch itself. A part may be empty. `draws` gives the generator of a cartridge's draws."""
     if parts == 1:
         return [batch]
     shares = [Share() for _ in range(parts)]
-    dealt = 0
-    for units in _units(batch):
-        draws.shuffle(units)
-        for unit in units:
-            shares[dealt % parts].add(unit)
-            dealt += 1
+    for cartridge, kinds in _units(batch).items():
+        own, dealt = draws(cartridge), 0
+        for units in kinds:
+            own.shuffle(units)
+            for unit in units:
+                shares[dealt % parts].add(unit)
+                dealt += 1
     return [_part(batch, share) for share in shares]
 
 
@@ -101,8 +107,9 @@ def joined_output(outputs: Sequence[TrainStepOutput], passes: int) -> TrainStepO
     """Return one result for the updates of `passes` over a rollout.
 
     Values and facts of a channel are means over the updates, weighted by their denominators; of
-    LAST also those of the last update. Counts are those of one pass. The gradient norm is the mean
-    over updates; channels' gradients were compared in the first.
+    LAST also those of the last update. Counts are those of one pass. Gradient norms are means over
+    updates, a cartridge's over those that trained it; channels' gradients were compared in the
+    first.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -119,7 +126,20 @@ def joined_output(outputs: Sequence[TrainStepOutput], passes: int) -> TrainStepO
         terms=terms,
         cosines=outputs[0].cosines,
         sampler_gap=outputs[0].sampler_gap,  # later updates changed the policy
+        cartridges=_joined_cartridges([output.cartridges for output in outputs], passes),
     )
+
+
+def _joined_cartridges(
+    parts: Sequence[Mapping[str, Mapping[str, float]]], passes: int
+) -> dict[str, dict[str, float]]:
+    found = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        own = [part[name] for part in parts if name in part]
+        norm = sum(update["grad_norm"] for update in own) / len(own)
+        tokens = sum(int(update["tokens"]) for update in own) // passes
+        found[name] = {**own[0], "grad_norm": norm, "tokens": tokens}
+    return found
 
 
 def _joined_term(parts: Sequence[Mapping[str, float]], passes: int) -> dict[str, float]:
@@ -139,26 +159,41 @@ def _joined_term(parts: Sequence[Mapping[str, float]], passes: int) -> dict[str,
     return {**found, "updates": len(parts)}
 
 
-def _units(batch: TrainBatch) -> list[list[Share]]:
-    """Return what is never divided, by kind."""
-    groups: dict[str, Share] = {}
+def _units(batch: TrainBatch) -> dict[str, list[list[Share]]]:
+    """Return what is never divided, by cartridge and kind."""
+    kinds: dict[str, list[list[Share]]] = {}
+
+    def add(cartridge: str, kind: int, unit: Share) -> Share:
+        kinds.setdefault(cartridge, [[], [], [], []])[kind].append(unit)
+        return unit
+
+    groups: dict[tuple[str, str], Share] = {}
     group_of: dict[str, Share] = {}
     for i, r in enumerate(batch.rl):
-        unit = group_of[r.sample.id] = groups.setdefault(r.group, Share())
-        unit.rl.append(i)
+        key = (r.sample.cartridge, r.group)
+        if key not in groups:
+            groups[key] = add(r.sample.cartridge, 0, Share())
+        group_of[r.sample.id] = groups[key]
+        groups[key].rl.append(i)
     for i, turn in enumerate(batch.turns):
         group_of[turn.sample].turns.append(i)
-    others = []
     for i, s in enumerate(batch.doc):
         if s.id in group_of:
             group_of[s.id].doc.append(i)
         else:
-            others.append(Share(doc=[i]))
-    pairs = [Share(pairs=[i]) for i in range(len(batch.pairs))]
-    extra = [
-        Share(extra={name: [i]}) for name, items in batch.extra.items() for i in range(len(items))
-    ]
-    return [list(groups.values()), others, pairs, extra]
+            add(s.cartridge, 1, Share(doc=[i]))
+    for i, pair in enumerate(batch.pairs):
+        add(pair.cartridge, 2, Share(pairs=[i]))
+    for name, items in batch.extra.items():
+        for i, item in enumerate(items):
+            add(_cartridge(item), 3, Share(extra={name: [i]}))
+    return kinds
+
+
+def _cartridge(item: Any) -> str:
+    """Return the cartridge that an item of a batch trains, "" for a further channel's data that
+    names none."""
+    return str(getattr(item, "cartridge", ""))
 
 
 def _part(batch: TrainBatch, share: Share) -> TrainBatch:

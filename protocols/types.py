@@ -323,7 +323,10 @@ class TrainStepOutput(TimedReply):
 
     `cosines` is between channels' gradients: {"doc_kl/grpo": 0.31}. `sampler_gap` compares the
     sampler with the trainer (`learning.sampler_gap`): {"mean": 1e-6, "signed": 2e-8, "max": 9e-6,
-    "tokens": 512}; empty where no token of the trained version was.
+    "tokens": 512}; empty where no token of the trained version was. `cartridges` holds the updates
+    of the cartridges that had a loss: {"patient_01": {"lr": 0.02, "grad_norm": 0.3, "step": 12,
+    "tokens": 212}}, with `step` the number of the cartridge's own step. `lr` is the largest of
+    theirs, and `grad_norm` that of all of them together.
     """
 
     version: int = 0
@@ -335,6 +338,7 @@ class TrainStepOutput(TimedReply):
     terms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     cosines: Mapping[str, float] = field(default_factory=dict)
     sampler_gap: Mapping[str, float] = field(default_factory=dict)
+    cartridges: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

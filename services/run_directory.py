@@ -91,7 +91,7 @@ class RunDirectory:
     ledger = RunFile("teachers.jsonl")
     events = RunFile("events.jsonl")
     checkpoints = RunFile("checkpoints")
-    last_state = RunFile("checkpoints/last-state.safetensors")
+    last_state = RunFile("checkpoints/last-state")
     results = RunFile("results.json")
     report = RunFile("report.html")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -181,7 +182,8 @@ class ControllerActor(Actor):
         self._show(stage="starting the mesh")
         course = open_course(spec, mesh, self._directory)
         # It is left from an interrupted run; this one starts from its own checkpoint.
-        self._directory.last_state.unlink(missing_ok=True)
+        shutil.rmtree(self._directory.last_state, ignore_errors=True)
+        self._directory.last_state.with_suffix(".safetensors").unlink(missing_ok=True)  # older form
         await spawn_roles(spec, course.documents, course.end_ids, mesh, self._directory)
         for role, pool in mesh.pools.items():
             recorder.event(

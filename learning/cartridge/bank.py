@@ -1,15 +1,15 @@
 """Hold the cartridges of a run in training.
 
-A cartridge is a trainable key/value prefix, one for each document.
-Every cartridge of a run has P tokens. The first `frozen` ones (the attention sink) are not trained,
-because training them costs the model its general ability; the other P - frozen are. The master copy
-is float32. Keys are stored post-RoPE for positions 0..P-1; the input starts at position P. This is
-the layout of HazyResearch/cartridges, stacked over layers and documents.
+A cartridge is a trainable key/value prefix of P tokens; P may differ between cartridges. The first
+`frozen` tokens (the attention sink) are not trained, because training them costs the model its
+general ability; the other P - frozen are. The master copy is float32. Keys are stored post-RoPE for
+positions 0..P-1; the input starts at position P. This is the layout of HazyResearch/cartridges,
+stacked over layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,43 +17,50 @@ from torch import Tensor, nn
 from protocols.errors import DataError
 
 
-class CartridgeBank(nn.Module):
-    """Hold C cartridges: `frozen` [C, L, 2, H_kv, F, D] and `trainable` [C, L, 2, H_kv, P-F, D]."""
+class CartridgeBank:
+    """Hold the cartridges `names`, each apart from the others.
 
-    frozen: Tensor
+    frozen     by name, [L, 2, H_kv, F, D]
+    trainable  by name, a parameter [L, 2, H_kv, P-F, D]
+    """
 
-    def __init__(self, names: Sequence[str], kv: Tensor, frozen: int) -> None:
-        """Take the initial keys and values [C, L, 2, H_kv, P, D] of the named documents."""
-        super().__init__()
-        if len(names) != len(kv) or not 1 <= frozen < kv.shape[4]:
+    def __init__(self, names: Sequence[str], kv: Sequence[Tensor], frozen: int) -> None:
+        """Take the initial keys and values [L, 2, H_kv, P, D] of each name."""
+        lengths = [part.shape[3] for part in kv]
+        if len(names) != len(kv) or not all(1 <= frozen < tokens for tokens in lengths):
             raise DataError(
                 f"a bank needs one prefix a name and 1 <= frozen < P: got {len(names)} names, "
-                f"{len(kv)} prefixes of P={kv.shape[4]}, frozen={frozen}"
+                f"{len(kv)} prefixes of P={lengths}, frozen={frozen}"
             )
         self.names = tuple(names)
-        self.register_buffer("frozen", kv[..., :frozen, :].detach().float().clone())
-        self.trainable = nn.Parameter(kv[..., frozen:, :].detach().float().clone())
+        masters = {n: part.detach().float() for n, part in zip(names, kv, strict=True)}
+        self.frozen = {n: part[..., :frozen, :].clone() for n, part in masters.items()}
+        self.trainable = {
+            n: nn.Parameter(part[..., frozen:, :].clone()) for n, part in masters.items()
+        }
 
-    def kv(self, names: Sequence[str] | None = None) -> Tensor:
-        """Return keys and values [len(names), L, 2, H_kv, P, D], with gradient into the trainable
-        part."""
-        whole = torch.cat([self.frozen, self.trainable], dim=4)
-        if names is None:
-            return whole
-        return whole[[self.names.index(n) for n in names]]
+    def tokens(self, name: str) -> int:
+        """Return the cartridge's tokens P."""
+        return self.frozen[name].shape[3] + self.trainable[name].shape[3]
+
+    def kv(self, names: Iterable[str]) -> list[Tensor]:
+        """Return the named cartridges' keys and values [L, 2, H_kv, P, D], with gradient into their
+        trainable parts."""
+        return [self.whole(name, self.trainable[name]) for name in names]
+
+    def whole(self, name: str, trainable: Tensor) -> Tensor:
+        """Return the cartridge [L, 2, H_kv, P, D] with this `trainable` part."""
+        return torch.cat([self.frozen[name], trainable], dim=3)
 
     @torch.no_grad()
-    def fingerprint(self) -> int:
-        """Return the sum of the numbers' bits, read as integers: it changes with any single bit and
-        does not depend on the order of summation."""
-        return sum(int(x.view(torch.int32).sum()) for x in (self.frozen, self.trainable))
-
-    @torch.no_grad()
-    def snapshot(self, dtype: torch.dtype, trainable: Tensor | None = None) -> Tensor:
-        """Return a detached contiguous copy [C, L, 2, H_kv, P, D] to publish, with another
-        `trainable` part where one is given."""
-        part = self.trainable if trainable is None else trainable
-        return torch.cat([self.frozen, part], dim=4).to(dtype, copy=True).contiguous()
+    def fingerprint(self, names: Iterable[str]) -> int:
+        """Return the sum of the bits of the named cartridges' numbers, read as integers: it changes
+        with any single bit and does not depend on the order of summation."""
+        return sum(
+            int(x.view(torch.int32).sum())
+            for name in names
+            for x in (self.frozen[name], self.trainable[name])
+        )
 
 
 def first_tokens(documents: Mapping[str, Tensor], tokens: int, frozen: int) -> CartridgeBank:
@@ -63,9 +70,7 @@ def first_tokens(documents: Mapping[str, Tensor], tokens: int, frozen: int) -> C
     for name, kv in documents.items():
         check_longer(name, kv.shape[3], tokens)
     names = sorted(documents)
-    return CartridgeBank(
-        names, torch.stack([documents[n][:, :, :, :tokens] for n in names]), frozen
-    )
+    return CartridgeBank(names, [documents[n][:, :, :, :tokens] for n in names], frozen)
 
 
 def check_longer(name: str, document: int, tokens: int) -> None:

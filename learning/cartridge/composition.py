@@ -51,12 +51,12 @@ def student_prefixes(
     """Return the KV [L, 2, H_kv, P_c, D] of each named prefix. Gradient flows into the cartridges
     that learn."""
     if not any(SEPARATOR in name for name in names):
-        return list(bank.kv(names))
+        return bank.kv(names)
     own = {name: name.split(SEPARATOR)[0] for name in names}
     found = []
     for name in names:
         order = name.split(SEPARATOR)[1:] or [own[name]]
-        parts = [bank.kv([one])[0] for one in order]
+        parts = bank.kv(order)
         learns = [
             part if one == own[name] else part.detach()
             for one, part in zip(order, parts, strict=True)

@@ -62,7 +62,7 @@ def initial_bank(
         check_longer(source.name, len(source.ids), start.tokens)
     ordered = sorted(sources, key=lambda source: source.name)
     made = [INITS[start.init](model, source, start) for source in ordered]
-    return CartridgeBank([source.name for source in ordered], torch.stack(made), start.frozen)
+    return CartridgeBank([source.name for source in ordered], made, start.frozen)
 
 
 def beginning(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:

@@ -1,5 +1,8 @@
 """Balance the loss channels: each channel's share of the gradient's norm follows its weight.
 
+Every cartridge has a balance of its own: norms are those of its own gradient, so its coefficients
+do not depend on the other cartridges of the batch.
+
     n_c            running mean of the norm of channel c's own gradient (of its value, unweighted)
     scale          sum of w_k * n_k / sum of w_k, over the channels k that have such a mean
     coefficient_c  w_c * scale / n_c, within [w_c / bound, w_c * bound]
@@ -20,23 +23,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from statistics import fmean
 from typing import Any
 
 DECAY = 0.9
 
 
 class GradientBalance:
-    """Hold the running means of the channels' gradient norms. Norms are measured every `every`
-    versions, and whenever a channel with data has no mean yet."""
+    """Hold the running means of the norms of the channels' gradients of one cartridge. Norms are
+    measured every `every` of the steps that train it, and whenever a channel with data has no mean
+    yet."""
 
     def __init__(self, every: int = 1, bound: float = 100.0) -> None:
         self._every, self._bound = every, bound
         self._sums: dict[str, float] = {}  # exponential sums that start at 0
         self._counts: dict[str, int] = {}
 
-    def is_due(self, version: int, channels: Collection[str]) -> bool:
-        """Return whether the step of `version` measures norms; `channels` have data in it."""
-        return version % self._every == 0 or any(name not in self._counts for name in channels)
+    def is_due(self, step: int, channels: Collection[str]) -> bool:
+        """Return whether the cartridge's 0-based `step` measures norms; `channels` have data in
+        it."""
+        return step % self._every == 0 or any(name not in self._counts for name in channels)
 
     def add(self, norms: Mapping[str, float]) -> None:
         """Add the norms of one step; a norm of 0 is left out."""
@@ -65,23 +71,6 @@ class GradientBalance:
             for name, weight in weights.items()
         }
 
-    def report(
-        self, terms: Mapping[str, Mapping[str, float]], coefficients: Mapping[str, float]
-    ) -> dict[str, dict[str, float]]:
-        """Return the channels' terms with their coefficient, their running mean (mean_grad_norm)
-        and, where their norms were measured, their share of the sum of coefficient * norm."""
-        means = self.means()
-        sizes = {n: coefficients[n] * t["grad_norm"] for n, t in terms.items() if "grad_norm" in t}
-        whole = sum(sizes.values())
-        found = {}
-        for name, term in terms.items():
-            found[name] = {**term, "coefficient": coefficients[name]}
-            if name in means:
-                found[name]["mean_grad_norm"] = means[name]
-            if whole and name in sizes:
-                found[name]["share"] = sizes[name] / whole
-        return found
-
     def state(self) -> dict[str, Any]:
         """Return what the next step depends on, JSON-able."""
         return {"sums": dict(self._sums), "counts": dict(self._counts)}
@@ -89,3 +78,31 @@ class GradientBalance:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take what `state` returned; an empty mapping clears the means."""
         self._sums, self._counts = dict(state.get("sums", {})), dict(state.get("counts", {}))
+
+
+def report(
+    terms: Mapping[str, Mapping[str, float]],
+    balances: Mapping[str, GradientBalance],
+    coefficients: Mapping[str, Mapping[str, float]],
+    norms: Mapping[str, Mapping[str, float]],
+) -> dict[str, dict[str, float]]:
+    """Return the channels' terms with their coefficient and their running mean (mean_grad_norm),
+    both means over the cartridges, and where norms were measured their share of the sum of
+    coefficient * norm over all cartridges. `balances`, `coefficients` and `norms` are keyed by
+    cartridge."""
+    sizes: dict[str, float] = {}
+    for cartridge, of in norms.items():
+        for name, norm in of.items():
+            sizes[name] = sizes.get(name, 0.0) + coefficients[cartridge][name] * norm
+    whole = sum(sizes.values())
+    known = [balance.means() for balance in balances.values()]
+    found = {}
+    for name, term in terms.items():
+        found[name] = dict(term)
+        if coefficients:
+            found[name]["coefficient"] = fmean(of[name] for of in coefficients.values())
+        if means := [of[name] for of in known if name in of]:
+            found[name]["mean_grad_norm"] = fmean(means)
+        if whole and name in sizes:
+            found[name]["share"] = sizes[name] / whole
+    return found

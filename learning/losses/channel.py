@@ -6,7 +6,7 @@ A new channel is a file in this folder with a class of this interface, a section
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, ClassVar, Protocol, Self
@@ -32,6 +32,7 @@ class ChannelTokens:
     indices [n].
 
     items    the channel's items in this micro-batch
+    owners   the cartridge that each item trains, and the item's number of tokens
     at       positions among the N tokens whose logits the student computes
     first    the first of these N tokens that belongs to the channel's set
     own      positions among the tokens of all the channel's items in the whole batch
@@ -39,6 +40,7 @@ class ChannelTokens:
     """
 
     items: Sequence[Item]
+    owners: Sequence[tuple[str, int]]
     at: slice | Tensor
     first: int
     own: slice | Tensor
@@ -58,7 +60,10 @@ class MicroBatch:
 
 
 class LossChannel(Protocol):
-    """Define one term of the objective, weight * total / denominator.
+    """Define one term of the objective: the sum over cartridges of weight * total / denominator.
+
+    Both are of the samples that train the cartridge, so what a cartridge learns does not depend on
+    the others in the batch.
 
     name     the channel's key in CHANNELS, and in metrics
     reads    the set of samples that it reads; channels that name the same set share its logits
@@ -103,8 +108,9 @@ class LossChannel(Protocol):
         """Return what the parts of a divided rollout must know of the whole, as further scores."""
         return {}
 
-    def denominator(self, batch: TrainBatch) -> int:
-        """Return the divisor of the total over the whole batch; 0 without data."""
+    def denominators(self, batch: TrainBatch) -> Mapping[str, int]:
+        """Return by cartridge that learns the divisor of its total over the whole batch; a
+        cartridge without data is left out or has 0."""
         ...
 
     def facts(self, batch: TrainBatch) -> Mapping[str, float]:
@@ -118,20 +124,45 @@ class LossChannel(Protocol):
 
 @dataclass(frozen=True)
 class LossTerm:
-    """Hold one channel's term over one micro-batch; the loss is total / max(1, count over all of
-    them).
+    """Hold one channel's term over one micro-batch.
 
-    total   scalar with graph
-    count   the channel's own denominator
+    losses  [n] with graph: one of each loss-bearing token, or of each pair
+    owners  the cartridges that the losses train, in order: (name, number of losses)
+    count   the channel's own denominator, of all cartridges together
     facts   detached scalars summed over `items` (trained tokens, or pairs), reported as their mean
     shares  detached scalars (part, whole), reported as part / whole over all micro-batches
     """
 
-    total: Tensor
+    losses: Tensor
     count: int
     items: int
     facts: Mapping[str, Tensor] = field(default_factory=dict)
     shares: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    owners: Sequence[tuple[str, int]] = ()
+
+    @property
+    def total(self) -> Tensor:
+        """Return the sum of the losses, a scalar with graph."""
+        return self.losses.sum()
+
+    def totals(self) -> dict[str, Tensor]:
+        """Return by cartridge the sum of its losses, a scalar with graph."""
+        names = dict.fromkeys(name for name, _ in self.owners)
+        if len(names) == 1:
+            return {name: self.total for name in names}
+        parts: dict[str, list[Tensor]] = {name: [] for name in names}
+        lengths = [n for _, n in self.owners]
+        for (name, _), part in zip(self.owners, self.losses.split_with_sizes(lengths), strict=True):
+            parts[name].append(part)
+        return {name: torch.cat(own).sum() for name, own in parts.items()}
+
+
+def counted(owners: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return the sum of the numbers of each name."""
+    found: dict[str, int] = {}
+    for name, n in owners:
+        found[name] = found.get(name, 0) + n
+    return found
 
 
 def check_scores(batch: TrainBatch, name: str, tokens: int, *, needed: bool) -> None:
@@ -158,18 +189,20 @@ class LossAccumulator:
     """Add up the terms of a step's micro-batches, for channels of nonzero weight. `values[channel]`
     is 0 for a channel without data."""
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self._weights = weights
+    def __init__(self, weights: Mapping[str, float], counts: Mapping[str, int]) -> None:
+        """Take by channel its weight and its denominator over the whole batch."""
+        self._weights, self._whole = weights, counts
         self.values = dict.fromkeys(weights, 0.0)
         self._counts = dict.fromkeys(weights, 0)
         # by channel and fact: a sum, and what it is divided by
         self._facts: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in weights}
-        self._gradients: dict[str, Tensor] = {}
+        # by channel and cartridge
+        self._gradients: dict[str, dict[str, Tensor]] = {}
 
-    def add(self, terms: Mapping[str, LossTerm], means: Mapping[str, Tensor]) -> None:
-        """Add a micro-batch: its terms, and their totals over the step's denominators."""
+    def add(self, terms: Mapping[str, LossTerm]) -> None:
+        """Add a micro-batch's terms."""
         for name, term in terms.items():
-            self.values[name] += means[name].item()
+            self.values[name] += (term.total.detach() / max(self._whole[name], 1)).item()
             self._counts[name] += term.count
             for fact, value in term.facts.items():
                 self._add_fact(name, fact, value.item(), term.items)
@@ -177,18 +210,26 @@ class LossAccumulator:
                 self._add_fact(name, fact, part.item(), whole.item())
 
     def add_gradients(
-        self, means: Mapping[str, Tensor], parameter: Tensor, nothing: Tensor | None = None
+        self,
+        means: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],
+        nothing: Tensor | None = None,
     ) -> None:
-        """Add each channel's own gradient; the graph is kept for a backward that trains. With
-        `nothing`, a zero with graph, every channel of nonzero weight runs a backward: ranks that
-        share a base must run equally many."""
+        """Add each channel's own gradient of the cartridges `parameters`; the graph is kept for a
+        backward that trains. With `nothing`, a zero with graph, every channel of nonzero weight
+        runs a backward: ranks that share a base must run equally many."""
         for name in means if nothing is None else self._weights:
             mean = means.get(name, nothing)
             assert mean is not None
-            (gradient,) = torch.autograd.grad(mean, parameter, retain_graph=True)
+            gradients = torch.autograd.grad(
+                mean, list(parameters.values()), retain_graph=True, allow_unused=True
+            )
             if name in means:
-                held = self._gradients.get(name)
-                self._gradients[name] = gradient if held is None else held + gradient
+                held = self._gradients.setdefault(name, {})
+                for cartridge, gradient in zip(parameters, gradients, strict=True):
+                    if gradient is not None:
+                        known = held.get(cartridge)
+                        held[cartridge] = gradient if known is None else known + gradient
 
     def sums(self) -> dict[str, Any]:
         """Return this rank's sums, JSON-able."""
@@ -196,14 +237,17 @@ class LossAccumulator:
             "values": self.values,
             "counts": self._counts,
             "facts": self._facts,
-            "compared": list(self._gradients),
+            "compared": {name: list(held) for name, held in self._gradients.items()},
         }
 
     def merge(
-        self, sums: Sequence[Mapping[str, Any]], add: Callable[[Tensor], None], like: Tensor
+        self,
+        sums: Sequence[Mapping[str, Any]],
+        add: Callable[[Sequence[Tensor]], None],
+        parameters: Mapping[str, Tensor],
     ) -> None:
-        """Replace the sums by those of all ranks, added in the order of ranks. `add` sums a tensor
-        of the shape of `like` over the ranks."""
+        """Replace the sums by those of all ranks, added in the order of ranks. `add` sums tensors
+        over the ranks; the cartridges `parameters` give the order and the shapes."""
         first, *others = sums
         self.values, self._counts = dict(first["values"]), dict(first["counts"])
         self._facts = {name: dict(facts) for name, facts in first["facts"].items()}
@@ -213,23 +257,26 @@ class LossAccumulator:
                 self._counts[name] += other["counts"][name]
                 for fact, (part, whole) in other["facts"][name].items():
                     self._add_fact(name, fact, part, whole)
-        compared = {name for one in sums for name in one["compared"]}
-        for name in [name for name in self._weights if name in compared]:
-            gradient = self._gradients.get(name, torch.zeros_like(like)).contiguous()
-            add(gradient)
-            self._gradients[name] = gradient
+        gradients: dict[str, dict[str, Tensor]] = {}
+        for name in self._weights:
+            compared = {cartridge for one in sums for cartridge in one["compared"].get(name, ())}
+            own = self._gradients.get(name, {})
+            for cartridge in [c for c in parameters if c in compared]:
+                gradient = own.get(cartridge, torch.zeros_like(parameters[cartridge]))
+                gradients.setdefault(name, {})[cartridge] = gradient.contiguous()
+        add([gradient for held in gradients.values() for gradient in held.values()])
+        self._gradients = gradients
 
-    def terms(
-        self, counts: Mapping[str, int], facts: Mapping[str, Mapping[str, float]]
-    ) -> dict[str, dict[str, float]]:
+    def terms(self, facts: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
         """Return by channel: value, count, weight, the means of its facts, those given, and
-        grad_norm."""
-        found, norms = {}, self.norms()
+        grad_norm, that of the gradient of all cartridges together."""
+        found = {}
         for name, weight in self._weights.items():
-            assert self._counts[name] == counts[name], (name, self._counts[name], counts[name])
+            counts = self._counts[name], self._whole[name]
+            assert counts[0] == counts[1], (name, *counts)
             found[name] = {
                 "value": self.values[name],
-                "count": counts[name],
+                "count": self._whole[name],
                 "weight": weight,
                 **{
                     fact: part / whole if whole else 0.0
@@ -237,33 +284,47 @@ class LossAccumulator:
                 },
                 **facts.get(name, {}),
             }
-            if name in norms:
-                found[name]["grad_norm"] = norms[name]
+            if name in self._gradients:
+                found[name]["grad_norm"] = _flat(self._gradients[name].values()).norm().item()
         return found
 
-    def norms(self) -> dict[str, float]:
-        """Return the norm of each channel's own gradient, where gradients were added."""
-        return {name: self._gradients[name].double().norm().item() for name in self._compared()}
+    def norms(self, cartridge: str) -> dict[str, float]:
+        """Return the norm of each channel's own gradient of a cartridge, where gradients were
+        added."""
+        return {
+            name: held[cartridge].double().norm().item()
+            for name, held in self._gradients.items()
+            if cartridge in held
+        }
 
-    def gradient(self, coefficients: Mapping[str, float]) -> Tensor | None:
-        """Return the sum of the channels' gradients times `coefficients`; None without any."""
-        parts = [coefficients[name] * self._gradients[name] for name in self._compared()]
+    def gradient(self, cartridge: str, coefficients: Mapping[str, float]) -> Tensor | None:
+        """Return the sum of the channels' gradients of a cartridge times `coefficients`; None
+        without any."""
+        parts = [
+            coefficients[name] * held[cartridge]
+            for name, held in self._gradients.items()
+            if cartridge in held
+        ]
         return sum(parts[1:], parts[0]) if parts else None
 
     def cosines(self) -> dict[str, float]:
-        """Return the cosine between the gradients of every two channels, {"doc_kl/grpo": 0.31},
-        without pairs in which one gradient is zero."""
-        flat = {name: g.flatten().double() for name, g in self._gradients.items() if g.any()}
-        return {
-            f"{a}/{b}": (flat[a] @ flat[b] / (flat[a].norm() * flat[b].norm())).item()
-            for a, b in combinations([name for name in self._weights if name in flat], 2)
-        }
-
-    def _compared(self) -> list[str]:
-        """Return the channels with gradients, in the order of the weights: that of a rank's own
-        micro-batches would add in another order than the other ranks."""
-        return [name for name in self._weights if name in self._gradients]
+        """Return the cosine between the gradients of every two channels, of the cartridges that
+        both train together, {"doc_kl/grpo": 0.31}, without pairs in which one gradient is zero."""
+        found = {}
+        for (a, of_a), (b, of_b) in combinations(self._gradients.items(), 2):
+            both = [cartridge for cartridge in of_a if cartridge in of_b]
+            if not both:
+                continue
+            first, second = _flat(of_a[c] for c in both), _flat(of_b[c] for c in both)
+            if first.any() and second.any():
+                cosine = first @ second / (first.norm() * second.norm())
+                found[f"{a}/{b}"] = cosine.item()
+        return found
 
     def _add_fact(self, name: str, fact: str, part: float, whole: float) -> None:
         held = self._facts[name].get(fact, (0.0, 0.0))
         self._facts[name][fact] = (held[0] + part, held[1] + whole)
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten().double() for tensor in tensors])

@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch, check_scores
+from learning.losses.channel import (
+    Item,
+    LossChannel,
+    LossTerm,
+    MicroBatch,
+    check_scores,
+    counted,
+)
 from learning.packing import ChunkedLogits
 from learning.scoring import TeacherDistribution
 from protocols.errors import SpecError
@@ -66,9 +73,13 @@ class DocKL(LossChannel):
     def check(self, batch: TrainBatch, version: int) -> None:
         check_scores(batch, "doc_teacher", sum(map(sum, batch.doc_marks)), needed=True)
 
-    def denominator(self, batch: TrainBatch) -> int:
+    def denominators(self, batch: TrainBatch) -> dict[str, int]:
         teacher = batch.scores.get("doc_teacher")
-        return doc_kl_count(teacher, self.spec) if teacher else 0
+        if teacher is None:
+            return {}
+        each = _counted_as(teacher, self.spec)
+        marks = zip(batch.doc, batch.doc_marks, strict=True)
+        return counted((sample.cartridge, sum(own) * each) for sample, own in marks)
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
@@ -78,7 +89,7 @@ class DocKL(LossChannel):
             return (doc_kl_tokens(chunk, teacher.rows(of), self.spec),)
 
         (kl,) = logits.read(tokens.at, distance)
-        return LossTerm(kl.sum(), doc_kl_count(teacher, self.spec), len(kl))
+        return LossTerm(kl, doc_kl_count(teacher, self.spec), len(kl), owners=tokens.owners)
 
 
 def doc_kl(student: Tensor, teacher: TeacherDistribution, spec: LossSpec) -> tuple[Tensor, int]:
@@ -96,9 +107,14 @@ def doc_kl_tokens(student: Tensor, teacher: TeacherDistribution, spec: LossSpec)
 
 def doc_kl_count(teacher: TeacherDistribution, spec: LossSpec) -> int:
     """Return doc_kl's denominator, which does not depend on the student."""
+    return teacher.tokens * _counted_as(teacher, spec)
+
+
+def _counted_as(teacher: TeacherDistribution, spec: LossSpec) -> int:
+    """Return what a token counts in the denominator: 1, or its k of the form "pairs"."""
     if spec.form == "pairs" and teacher.logprobs is not None:
-        return teacher.logprobs.numel()
-    return teacher.tokens
+        return teacher.logprobs.shape[-1]
+    return 1
 
 
 def aligned(

@@ -13,11 +13,11 @@ a margin m = v(chosen) - v(rejected), and a loss of a pair:
     regression              v = (pi - ref) / n   the mean of (sigmoid(beta v) - share of votes)^2
                                                  over the two completions
 
-kto's reference point z is the mean of v over all completions of the step, at least 0, without
-gradient: it stands for the KL to the reference, for which its authors score mismatched pairs. All
-pairs of a step are therefore in one micro-batch. ipo takes means over tokens, as TRL does on its
-authors' advice. regression reads a completion's score as a process reward: the share of the
-teachers' votes.
+kto's reference point z is the mean of v over all completions of a cartridge in the step, at least
+0, without gradient: it stands for the KL to the reference, for which its authors score mismatched
+pairs. All pairs of a cartridge are therefore in one micro-batch. ipo takes means over tokens, as
+TRL does on its authors' advice. regression reads a completion's score as a process reward: the
+share of the teachers' votes.
 
 With `smoothing: votes` the two completions count as exchanged with the probability
 eps = (1 - share of the votes for the chosen) / 2, in every variant but regression:
@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.losses.channel import LossChannel, LossTerm
+from learning.losses.channel import LossChannel, LossTerm, counted
 from learning.packing import ChunkedLogits
 from learning.scoring import response_logprobs
 from protocols.errors import StaleTokenError
@@ -92,8 +92,8 @@ class ReplayDPO(LossChannel):
                     "learning.losses.dpo.with_references; nothing was trained on it"
                 )
 
-    def denominator(self, batch: TrainBatch) -> int:
-        return len(batch.pairs)
+    def denominators(self, batch: TrainBatch) -> dict[str, int]:
+        return counted((pair.cartridge, 1) for pair in batch.pairs)
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
@@ -103,10 +103,14 @@ class ReplayDPO(LossChannel):
         return replay_dpo(chosen, rejected, pairs, self.spec)
 
     def _groups(self, batch: TrainBatch) -> list[Sequence[PreferencePair]]:
-        """Return the pairs in groups that no micro-batch divides: of kto all pairs together."""
-        if self.spec.variant == "kto":
-            return [batch.pairs] if batch.pairs else []
-        return [(pair,) for pair in batch.pairs]
+        """Return the pairs in groups that no micro-batch divides: of kto all pairs of a
+        cartridge."""
+        if self.spec.variant != "kto":
+            return [(pair,) for pair in batch.pairs]
+        groups: dict[str, list[PreferencePair]] = {}
+        for pair in batch.pairs:
+            groups.setdefault(pair.cartridge, []).append(pair)
+        return list(groups.values())
 
 
 def replay_dpo(
@@ -130,18 +134,19 @@ def replay_dpo(
     if spec.variant == "regression":
         losses = _regression(better, worse, shares, spec.sharpness)
     else:
-        point = _reference_point(better, worse)
+        point = _reference_points(better, worse, [p.cartridge for p in pairs])
         losses = _preference(better, worse, point, spec)
         if spec.smoothing == "votes":
             swapped = (1 - shares[0]) / 2
             losses = (1 - swapped) * losses + swapped * _preference(worse, better, point, spec)
         if spec.variant == "kto":
-            facts["reference_point"] = point.expand_as(margin)
+            facts["reference_point"] = point
     if spec.nll:
         facts["nll"] = -chosen / lengths[0]
         losses = losses + spec.nll * facts["nll"]
     return LossTerm(
-        total=losses.sum(),
+        losses=losses,
+        owners=[(p.cartridge, 1) for p in pairs],
         count=len(pairs),
         items=len(pairs),
         facts={name: values.detach().sum() for name, values in facts.items()},
@@ -168,10 +173,14 @@ def _regression(better: Tensor, worse: Tensor, shares: Sequence[Tensor], beta: f
     return (errors[0] ** 2 + errors[1] ** 2) / 2
 
 
-def _reference_point(better: Tensor, worse: Tensor) -> Tensor:
-    """Return kto's reference point, a scalar without gradient; 0 without pairs."""
-    values = torch.cat([better, worse]).detach()
-    return values.mean().clamp(min=0) if len(values) else values.sum()
+def _reference_points(better: Tensor, worse: Tensor, cartridges: Sequence[str]) -> Tensor:
+    """Return kto's reference point [M] of each pair, that of its cartridge, without gradient."""
+    points = torch.zeros_like(better)
+    for name in set(cartridges):
+        own = [i for i, cartridge in enumerate(cartridges) if cartridge == name]
+        values = torch.cat([better[own], worse[own]]).detach()
+        points[own] = values.mean().clamp(min=0)
+    return points
 
 
 def summed_by_pair(logprobs: Tensor, pairs: Sequence[PreferencePair]) -> tuple[Tensor, Tensor]:

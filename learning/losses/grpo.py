@@ -59,6 +59,7 @@ from learning.losses.channel import (
     LossTerm,
     MicroBatch,
     check_scores,
+    counted,
 )
 from learning.packing import ChunkedLogits
 from protocols.errors import DataError, StaleTokenError
@@ -111,8 +112,11 @@ class GRPO(LossChannel):
         own = self._advantages(batch).items()
         return {"advantages": {batch.rl[i].sample.id: value for i, value in own}}
 
-    def denominator(self, batch: TrainBatch) -> int:
-        return grpo_count([sum(batch.rl[i].trained) for i in self._advantages(batch)], self.spec)
+    def denominators(self, batch: TrainBatch) -> dict[str, int]:
+        episodes = [batch.rl[i] for i in self._advantages(batch)]
+        return counted(
+            (r.sample.cartridge, grpo_count([sum(r.trained)], self.spec)) for r in episodes
+        )
 
     def facts(self, batch: TrainBatch) -> dict[str, float]:
         rl, spec = batch.rl, self.spec
@@ -123,7 +127,10 @@ class GRPO(LossChannel):
         elif spec.overlong == "shape":
             found["overlong"] = sum(shaped(rl[i], spec) != rl[i].reward for i in judged)
         if spec.zero_variance == "drop":
-            found["dropped_groups"] = len({rl[i].group for i in judged} - varying(rl, spec))
+            found["dropped_groups"] = sum(
+                len({rl[i].group for i in own if i in set(judged)} - varying(rl, spec))
+                for own in by_cartridge(rl)
+            )
         return found
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
@@ -150,7 +157,7 @@ class GRPO(LossChannel):
             sampler=sampler,
             ref=None if ref is None else ref[tokens.inside].to(pi),
         )
-        return replace(term, facts={**term.facts, **facts})
+        return replace(term, facts={**term.facts, **facts}, owners=tokens.owners)
 
     @property
     def _reference(self) -> str:
@@ -165,16 +172,29 @@ class GRPO(LossChannel):
         if (known := batch.scores.get("advantages")) is not None:
             ids = [r.sample.id for r in batch.rl]
             return {i: known[name] for i, name in enumerate(ids) if name in known}
-        judged = compared(batch.rl, self.spec)
-        if self.spec.zero_variance == "drop":
-            groups = varying(batch.rl, self.spec)
-            judged = [i for i in judged if batch.rl[i].group in groups]
-        values = group_advantages(
-            [shaped(batch.rl[i], self.spec) for i in judged],
-            [batch.rl[i].group for i in judged],
-            self.spec.baseline,
-        )
-        return {i: a for i, a in zip(judged, values, strict=True) if a is not None}
+        found: dict[int, float] = {}
+        for indices in by_cartridge(batch.rl):
+            rl = [batch.rl[i] for i in indices]
+            judged = compared(rl, self.spec)
+            if self.spec.zero_variance == "drop":
+                groups = varying(rl, self.spec)
+                judged = [n for n in judged if rl[n].group in groups]
+            values = group_advantages(
+                [shaped(rl[n], self.spec) for n in judged],
+                [rl[n].group for n in judged],
+                self.spec.baseline,
+            )
+            found |= {indices[n]: a for n, a in zip(judged, values, strict=True) if a is not None}
+        return dict(sorted(found.items()))
+
+
+def by_cartridge(rl: Sequence[PolicySample]) -> list[list[int]]:
+    """Return the indices of the episodes that train each cartridge: rewards are compared within a
+    cartridge only."""
+    found: dict[str, list[int]] = {}
+    for i, r in enumerate(rl):
+        found.setdefault(r.sample.cartridge, []).append(i)
+    return list(found.values())
 
 
 def episodes_of(batch: TrainBatch) -> list[tuple[Sample, ...]]:
@@ -271,7 +291,7 @@ def grpo(
         counts = torch.tensor(list(lengths), dtype=torch.long)
         loss = loss / counts.repeat_interleave(counts).to(loss)
     return LossTerm(
-        total=loss.sum(),
+        losses=loss,
         count=grpo_count(lengths, spec),
         items=len(pi),
         facts={name: values.detach().sum() for name, values in facts.items()},

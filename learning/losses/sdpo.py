@@ -34,7 +34,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch, check_scores
+from learning.losses.channel import (
+    Item,
+    LossChannel,
+    LossTerm,
+    MicroBatch,
+    check_scores,
+    counted,
+)
 from learning.losses.doc_kl import aligned, jensen_shannon_entries, jensen_shannon_slopes
 from learning.losses.grpo import (
     LOG_RATIO_BOUND,
@@ -90,8 +97,9 @@ class SDPO(LossChannel):
     def references(self, updates: int) -> frozenset[str]:
         return frozenset({"old"} if self.spec.variant == "sampled" and updates > 1 else ())
 
-    def denominator(self, batch: TrainBatch) -> int:
-        return sum(turn.tokens for turn in batch.turns)
+    def denominators(self, batch: TrainBatch) -> dict[str, int]:
+        learns = {r.sample.id: r.sample.cartridge for r in batch.rl}
+        return counted((learns[turn.sample], turn.tokens) for turn in batch.turns)
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
@@ -102,7 +110,8 @@ class SDPO(LossChannel):
         def hints(chunk: Tensor, of: slice) -> tuple[Tensor, ...]:
             return sdpo_tokens(chunk, teacher.rows(of), turns[of], sampled[of], self.spec)
 
-        return sdpo_term(logits.read(tokens.at, hints), self.spec)
+        term = sdpo_term(logits.read(tokens.at, hints), self.spec)
+        return replace(term, owners=tokens.owners)
 
 
 def sdpo_tokens(
@@ -128,12 +137,12 @@ def sdpo_term(tokens: tuple[Tensor, ...], spec: SdpoSpec) -> LossTerm:
     if spec.variant == "sampled":
         difference, ratio = sums
         facts = {"difference": difference, "ratio": ratio}
-        return LossTerm(loss.sum(), len(loss), len(loss), facts=facts)
+        return LossTerm(loss, len(loss), len(loss), facts=facts)
     shares = {}
     if sums:
         removed, whole = sums
         shares["gradient_removed"] = (removed, whole)
-    return LossTerm(loss.sum(), len(loss), len(loss), shares=shares)
+    return LossTerm(loss, len(loss), len(loss), shares=shares)
 
 
 def alpha_at(step: int, alpha: float, warmup_steps: int) -> float:

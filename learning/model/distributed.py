@@ -3,7 +3,7 @@
     every rank gets the same calls with the same arguments, and
       takes its share of the batch        (`learning.batch`)
       gathers the others' counts          two small collectives a step
-      adds the cartridges' gradient       one collective a step: the bank is one tensor
+      adds the cartridges' gradients      one collective a step, of those that the batch trains
       makes the same update               cartridges and moments are replicated, bit for bit
 
 A rank that loses the others raises RanksLostError, at once where one died and after the timeout
@@ -19,7 +19,7 @@ backward ends.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -70,6 +70,15 @@ class ProcessGroup:
         if self.world > 1:
             with _losing(self):
                 dist.all_reduce(tensor)
+
+    def add_all(self, tensors: Sequence[Tensor]) -> None:
+        """Run `add` on every tensor, in one collective."""
+        if self.world > 1 and tensors:
+            joined = torch.cat([tensor.flatten() for tensor in tensors])
+            self.add(joined)
+            sums = joined.split_with_sizes([tensor.numel() for tensor in tensors])
+            for tensor, total in zip(tensors, sums, strict=True):
+                tensor.copy_(total.view_as(tensor))
 
     def follow(self, tensor: Tensor) -> None:
         """Replace a tensor, in place, by that of rank 0."""

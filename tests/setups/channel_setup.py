@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
 from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
-from learning.step import new_optimizer, train_step
+from learning.progress import CartridgeProgress, LearningRateSchedule
+from learning.step import train_step
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch, hinted
@@ -81,7 +82,32 @@ def episode(
 
 
 def prefixes(bank: CartridgeBank) -> dict[str, Tensor]:
-    return dict(zip(bank.names, bank.kv().detach(), strict=True))
+    return {name: kv.detach() for name, kv in zip(bank.names, bank.kv(bank.names), strict=True)}
+
+
+def trained(bank: CartridgeBank) -> Tensor:
+    """The trainable parts, stacked [C, L, 2, H_kv, P-F, D]: a copy."""
+    return torch.stack([part.detach() for part in bank.trainable.values()])
+
+
+def gradients(bank: CartridgeBank) -> Tensor | None:
+    """Their gradients, stacked, with 0 for a cartridge that has none; None where none has one."""
+    found = [part.grad for part in bank.trainable.values()]
+    if all(one is None for one in found):
+        return None
+    parts = zip(found, bank.trainable.values(), strict=True)
+    return torch.stack([torch.zeros_like(part) if one is None else one for one, part in parts])
+
+
+def progress_of(
+    bank: CartridgeBank, lr: float = 0.02, balance: bool = False
+) -> dict[str, CartridgeProgress]:
+    """The progress of untrained cartridges at a constant rate."""
+    constant = LearningRateSchedule(lr, 0, 10**9)
+    return {
+        name: CartridgeProgress(part, constant, GradientBalance() if balance else None)
+        for name, part in bank.trainable.items()
+    }
 
 
 def bank_of(twin: Twin, names: str = "ab", tokens: int = 8) -> CartridgeBank:
@@ -158,13 +184,12 @@ def do(
     loss: LossSpec | None = None,
     *,
     bank: CartridgeBank | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    progress: Mapping[str, CartridgeProgress] | None = None,
     version: int = 0,
     staleness: int = 0,
     row_tokens: int = 24,
     micro_tokens: int | None = None,
     compare_gradients: bool = False,
-    balance: GradientBalance | None = None,
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
     gap_bounds: GapBounds | None = None,
@@ -174,21 +199,17 @@ def do(
     result = train_step(
         twin.model,
         bank,
-        optimizer or new_optimizer(bank),
+        progress or progress_of(bank),
         batch,
         active_channels(objective, loss),
-        lr=0.02,
         clip=1e9,
         row_tokens=row_tokens,
         version=version,
         staleness=staleness,
         micro_tokens=micro_tokens,
         compare_gradients=compare_gradients,
-        balance=balance,
         logit_bytes=logit_bytes,
         recompute_layers=recompute_layers,
         gap_bounds=gap_bounds,
     )
-    gradient = bank.trainable.grad
-    held = None if gradient is None else gradient.clone()
-    return Done(result, held, bank.trainable.detach().clone())
+    return Done(result, gradients(bank), trained(bank))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from channel_setup import prefixes, trained
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
 from learning.model.loading import base_hash, load_model
@@ -61,8 +62,13 @@ def advance(
 
 
 def parts(trainer: CartridgeTrainer) -> dict[str, torch.Tensor]:
-    adam = trainer._optimizer.state.get(trainer.bank.trainable, {})
-    return {"trainable": trainer.bank.trainable, "frozen": trainer.bank.frozen, **adam}
+    """Every tensor of the trainer's state, by its cartridge."""
+    state = trainer._state.checkpoint({})
+    return {
+        f"{cartridge}/{name}": tensor
+        for cartridge in trainer.bank.names
+        for name, tensor in state.cartridge(cartridge).items()
+    }
 
 
 def test_a_resumed_arm_equals_the_uninterrupted_one_bit_for_bit(
@@ -88,7 +94,11 @@ def test_a_resumed_arm_equals_the_uninterrupted_one_bit_for_bit(
     assert resumed.version == 6
     assert advance(resumed, llama, make_samples, 3) == expected[3:]  # kl, norm, rate: all equal
     assert resumed.version == whole.version == 9
-    assert parts(resumed).keys() == {"trainable", "frozen", "step", "exp_avg", "exp_avg_sq"}
+    assert parts(resumed).keys() == {
+        f"{cartridge}/{name}"
+        for cartridge in "ab"
+        for name in ("trainable", "frozen", "adam.step", "adam.exp_avg", "adam.exp_avg_sq")
+    }
     for name, tensor in parts(whole).items():
         assert torch.equal(parts(resumed)[name], tensor), name
 
@@ -103,7 +113,7 @@ def test_a_checkpoint_before_the_first_step(
     resumed = trainer_of(llama)
     resumed.restore(read_checkpoint(path))
     assert advance(resumed, llama, make_samples, 2) == advance(whole, llama, make_samples, 2)
-    assert torch.equal(resumed.bank.trainable, whole.bank.trainable)
+    same(parts(resumed), parts(whole))
 
 
 def test_the_whole_bank_comes_from_the_checkpoint(llama: Twin, tmp_path: Path) -> None:
@@ -112,8 +122,10 @@ def test_the_whole_bank_comes_from_the_checkpoint(llama: Twin, tmp_path: Path) -
     checkpoint = saved(first, tmp_path)
     bank = first_tokens({n: llama.kv[n] * 1.001 for n in "ab"}, 6, 1)
     again = CartridgeTrainer(llama.model, bank, CONFIG)
+    kv = prefixes(again.bank)
     again.restore(checkpoint)
-    assert torch.equal(again.bank.kv(), first.bank.kv())
+    assert not torch.equal(kv["a"], prefixes(first.bank)["a"])
+    same(prefixes(again.bank), prefixes(first.bank))
 
 
 def test_training_on_after_a_save_does_not_reach_into_a_restored_twin(
@@ -125,9 +137,9 @@ def test_training_on_after_a_save_does_not_reach_into_a_restored_twin(
     saved = read_checkpoint(first.save(tmp_path, {}, 1))
     second = trainer_of(llama)
     second.restore(saved)
-    before = {name: tensor.clone() for name, tensor in saved.tensors.items()}
+    before = {name: tensor.clone() for name, tensor in saved.cartridge("a").items()}
     advance(second, llama, make_samples, 1)
-    assert all(torch.equal(saved.tensors[name], tensor) for name, tensor in before.items())
+    same(dict(saved.cartridge("a")), before)
 
 
 def test_rates_follow_the_arm_own_schedule(llama: Twin, make_samples: MakeSamples) -> None:
@@ -145,14 +157,14 @@ def test_every_arm_starts_untrained_and_no_version_comes_twice(
     llama: Twin, make_samples: MakeSamples, tmp_path: Path
 ) -> None:
     trainer = trainer_of(llama)
-    untrained = trainer.bank.trainable.detach().clone()
+    untrained = trained(trainer.bank)
     assert trainer.begin("on_policy", 3) == 0
     first = advance(trainer, llama, make_samples, 3)
     assert trainer.version == 3
-    assert not torch.equal(trainer.bank.trainable, untrained)
+    assert not torch.equal(trained(trainer.bank), untrained)
     assert trainer.begin("offline", 3) == 4
-    assert torch.equal(trainer.bank.trainable, untrained)
-    assert trainer._optimizer.state == {}
+    assert torch.equal(trained(trainer.bank), untrained)
+    assert parts(trainer).keys() == {"a/trainable", "a/frozen", "b/trainable", "b/frozen"}
     path = trainer.save(tmp_path, {}, 4)
     resumed = trainer_of(llama)
     resumed.restore(read_checkpoint(path))
@@ -167,13 +179,13 @@ def test_a_step_on_another_version_is_refused(
     trainer = trainer_of(llama)
     trainer.begin("on_policy", 5)
     advance(trainer, llama, make_samples, 2)
-    before = trainer.bank.trainable.detach().clone()
+    before = trained(trainer.bank)
     with pytest.raises(
         StaleTokenError,
         match=f"asked to train version {version}, and the trainer stands at 2: a step was lost",
     ):
         trainer.step(make_samples(("a", 4, 5), version=version), TeacherDistribution(), version)
-    assert torch.equal(trainer.bank.trainable, before)
+    assert torch.equal(trained(trainer.bank), before)
     assert trainer.version == 2
 
 
@@ -196,20 +208,21 @@ def test_a_snapshot_keeps_what_it_was_published_with(
 ) -> None:
     trainer = trainer_of(llama)
     trainer.begin("on_policy", 5)
-    names, kv = trainer.snapshot(0)
-    assert names == ("a", "b")
-    assert torch.equal(kv[1], llama.kv["b"][:, :, :, :6])
-    before = kv.clone()
+    kv = trainer.snapshot(0).kv
+    assert list(kv) == ["a", "b"]
+    assert torch.equal(kv["b"], llama.kv["b"][:, :, :, :6])
+    before = kv["b"].clone()
     advance(trainer, llama, make_samples, 2)
-    assert torch.equal(kv, before)
-    assert not torch.equal(trainer.snapshot(2)[1], before)
+    assert torch.equal(kv["b"], before)
+    assert not torch.equal(trainer.snapshot(2).kv["b"], before)
 
 
 def test_snapshots_are_published_in_the_asked_dtype(llama: Twin) -> None:
     trainer = trainer_of(llama, publish_dtype="bfloat16")
     trainer.begin("on_policy", 1)
-    assert torch.equal(trainer.snapshot(0)[1], trainer.bank.kv().detach().bfloat16())
-    assert trainer.bank.trainable.dtype == torch.float32
+    for name, kv in prefixes(trainer.bank).items():
+        assert kv.dtype == torch.float32
+        assert torch.equal(trainer.snapshot(0).kv[name], kv.bfloat16())
 
 
 def test_the_newest_checkpoints_are_kept(
@@ -267,13 +280,13 @@ def test_a_checkpoint_of_other_cartridges_is_refused(
 ) -> None:
     checkpoint = saved(trainer_of(llama), tmp_path)
     other = trainer_of(llama, names, tokens=tokens, frozen=frozen)
-    before = other.bank.kv().detach().clone()
+    before = prefixes(other.bank)
     with pytest.raises(
         CheckpointError,
         match=r"holds cartridges \['a', 'b'\] of shapes .* resume with the spec of its run",
     ):
         other.restore(checkpoint)
-    assert torch.equal(other.bank.kv(), before)
+    same(prefixes(other.bank), before)
     assert other.version == -1
 
 
@@ -332,7 +345,7 @@ def killed() -> None:
 
 
 def test_without_a_last_state_nothing_was_trained(llama: Twin, tmp_path: Path) -> None:
-    fresh = trainer_of(llama, last_state=tmp_path / "checkpoints" / "last-state.safetensors")
+    fresh = trainer_of(llama, last_state=tmp_path / "checkpoints" / "last-state")
     assert fresh.recover() == -1
     assert trainer_of(llama).recover() == -1, "without a place for it either"
     assert fresh.begin("on_policy", 3) == 0
@@ -341,11 +354,12 @@ def test_without_a_last_state_nothing_was_trained(llama: Twin, tmp_path: Path) -
 def test_a_damaged_last_state_is_refused(
     llama: Twin, make_samples: MakeSamples, tmp_path: Path
 ) -> None:
-    path = tmp_path / "last-state.safetensors"
+    path = tmp_path / "last-state"
     trainer = trainer_of(llama, last_state=path)
     trainer.begin("on_policy", 3)
     advance(trainer, llama, make_samples, 1)
-    path.write_bytes(path.read_bytes()[:-9])
+    file = min(path.glob("cartridge-*"))
+    file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match=r"the trainer's last state .* cannot be read"):
         trainer_of(llama, last_state=path).recover()
 
@@ -354,7 +368,7 @@ def test_a_restored_checkpoint_replaces_a_later_last_state(
     llama: Twin, make_samples: MakeSamples, tmp_path: Path
 ) -> None:
     """A run that is resumed goes back to its checkpoint: who dies then must not leap ahead."""
-    path = tmp_path / "last-state.safetensors"
+    path = tmp_path / "last-state"
     trainer = trainer_of(llama, last_state=path)
     trainer.begin("on_policy", 5)
     (first,) = advance(trainer, llama, make_samples, 1)
@@ -378,13 +392,13 @@ def test_as_many_snapshots_are_kept_as_the_bound_needs(
 ) -> None:
     trainer = trainer_of(llama, config=CONFIG.model_copy(update={"staleness": staleness}))
     trainer.begin("on_policy", 9)
-    published = [trainer.snapshot(0)[1]]
+    published = [trainer.snapshot(0).kv]
     for version in range(1, 5):
         advance(trainer, llama, make_samples, 1)
-        published.append(trainer.snapshot(version)[1])
+        published.append(trainer.snapshot(version).kv)
         oldest = max(0, version - staleness)
         for again in range(oldest, version + 1):
-            assert torch.equal(trainer.snapshot(again)[1], published[again])
+            same(dict(trainer.snapshot(again).kv), dict(published[again]))
         for gone in range(oldest):
             held = list(range(oldest, version + 1))
             message = (

@@ -1,0 +1,107 @@
+"""Keep a trainer's last state on disk, so that the replacement of a lost trainer continues from it.
+
+    last-state/cartridge-0000-000041-9c1d02aa.safetensors   numbers and moments since version 41
+    last-state/published-0000-000040-51f0be17.safetensors   the copy published with version 40
+    last-state/manifest.json                                {"facts": ..., "files": {...}, ...}
+
+A step writes the parts that it changed and then the manifest, which is renamed into place: it names
+every file of the state, so a crash at any point leaves the state before it or the new one, whole.
+Files that the manifest does not name are deleted after that. A file's name ends with the CRC of its
+tensors: another content never replaces a file that the manifest names.
+
+It survives the trainer's process but not the machine: nothing is flushed to disk. A CRC costs
+nothing beside the writing.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from learning.checkpoint import MANIFEST, SUFFIX, Checkpoint, on_host
+from protocols.errors import CheckpointError
+
+PARTIAL = ".partial"
+
+
+class LastState:
+    """Write and read the state in the directory `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: dict[str, str] = {}  # by part: its file, of the state written or read last
+
+    def write(self, state: Checkpoint) -> None:
+        """Replace the state on disk. Parts that the state written or read before has are not
+        written again."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        files = {}
+        for part, tensors in state.parts.items():
+            files[part] = self._files.get(part) or self._write(part, on_host(tensors))
+        told = json.dumps({"facts": state.facts, "files": files})
+        whole = json.dumps({"crc32": f"{zlib.crc32(told.encode()):08x}", "state": told})
+        partial = self._path / f"{MANIFEST}{PARTIAL}"
+        partial.write_text(whole)
+        partial.replace(self._path / MANIFEST)
+        self._files = files
+        for file in self._path.iterdir():
+            if file.name not in (*files.values(), MANIFEST):
+                file.unlink()
+
+    def forget(self) -> None:
+        """Write every part of the next state: its line is another than that of the one on disk."""
+        self._files = {}
+
+    def read(self) -> Checkpoint | None:
+        """Return the state on disk; None where none was written. Raises CheckpointError for a
+        damaged one, and for one of an earlier version."""
+        old = self._path.with_name(self._path.name + SUFFIX)
+        if old.exists():
+            raise CheckpointError(
+                f"the trainer's last state {old} was written by an earlier version of "
+                "cartridge-forge; end the run and resume it from its last checkpoint"
+            )
+        if not (self._path / MANIFEST).exists():
+            return None
+        try:
+            whole = json.loads((self._path / MANIFEST).read_text())
+            if f"{zlib.crc32(whole['state'].encode()):08x}" != whole["crc32"]:
+                raise ValueError(f"{MANIFEST} does not match its checksum")
+            state = json.loads(whole["state"])
+            parts = {part: self._read(part, file) for part, file in state["files"].items()}
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the trainer's last state {self._path} cannot be read: {error}; end the run and "
+                "resume it from its last checkpoint"
+            ) from error
+        self._files = state["files"]
+        return Checkpoint(state["facts"], parts)
+
+    def _write(self, part: str, tensors: dict[str, Tensor]) -> str:
+        """Write a part; return the name of its file."""
+        name = _file_name(part, tensors)
+        partial = self._path / f"{name}{PARTIAL}"
+        save_file(tensors, partial)
+        partial.replace(self._path / name)
+        return name
+
+    def _read(self, part: str, file: str) -> dict[str, Tensor]:
+        tensors = load_file(self._path / file)
+        if _file_name(part, tensors) != file:
+            raise ValueError(f"{file} does not match its checksum")
+        return tensors
+
+
+def _file_name(part: str, tensors: Mapping[str, Tensor]) -> str:
+    crc = 0
+    for name in sorted(tensors):
+        crc = zlib.crc32(name.encode(), crc)
+        crc = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, crc)
+    return f"{part}-{crc:08x}{SUFFIX}"

@@ -1,0 +1,126 @@
+"""Hold how far the training of one cartridge has come: its optimizer, schedule and counts.
+
+Every cartridge of a bank has these of its own. A step that has no loss-bearing token for a
+cartridge changes none of them, so what a cartridge becomes does not depend on the others of a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learning.losses.balance import GradientBalance
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Compute the learning rate over `steps`: linear warm-up, then cosine down to a tenth of the
+    peak."""
+
+    lr: float
+    warmup_steps: int
+    steps: int
+
+    def at(self, step: int) -> float:
+        """Return the learning rate of 0-based `step`."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        rest = max(1, self.steps - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / rest)
+        return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass(frozen=True)
+class HeldProgress:
+    """Hold copies of what one optimizer update changes."""
+
+    numbers: Tensor
+    moments: Mapping[str, Tensor]
+    balance: Mapping[str, Any]
+
+
+class CartridgeProgress:
+    """Train one parameter with Adam of its own, without weight decay.
+
+    steps    steps of the arm that trained the cartridge
+    since    the version that last changed its numbers
+    balance  of the channels' gradients; None where the weights are taken as they are
+    """
+
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        schedule: LearningRateSchedule,
+        balance: GradientBalance | None = None,
+    ) -> None:
+        self.parameter, self.schedule, self.balance = parameter, schedule, balance
+        self.since, self.steps = -1, 0
+        self._adam = torch.optim.Adam([parameter], lr=0.0)
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate of the cartridge's next step."""
+        return self.schedule.at(self.steps)
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """Return Adam's tensors by name; none before the first update."""
+        held: dict[str, Tensor] = self._adam.state.get(self.parameter, {})
+        return held
+
+    def _set_moments(self, moments: Mapping[str, Tensor]) -> None:
+        self._adam.state.clear()
+        if moments:
+            self._adam.state[self.parameter] = dict(moments)
+
+    def restart(
+        self,
+        schedule: LearningRateSchedule,
+        since: int,
+        steps: int = 0,
+        moments: Mapping[str, Tensor] | None = None,
+        balance: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Stand at these counts, moments (copied) and means of the balance; by default at the start
+        of an arm. The parameter is not changed."""
+        self.schedule, self.since, self.steps = schedule, since, steps
+        self._set_moments(
+            {
+                # Adam keeps its step count on the host, wherever its moments are.
+                name: t.clone() if name == "step" else t.to(self.parameter, copy=True)
+                for name, t in (moments or {}).items()
+            }
+        )
+        if self.balance is not None:
+            self.balance.restore(balance or {})
+
+    def update(self, clip: float) -> float:
+        """Clip the parameter's gradient to the norm `clip` and make one update; return the norm
+        before."""
+        norm = torch.nn.utils.clip_grad_norm_([self.parameter], clip)
+        for group in self._adam.param_groups:
+            group["lr"] = self.lr
+        self._adam.step()
+        return norm.item()
+
+    def hold(self) -> HeldProgress:
+        """Return copies of what an update changes."""
+        return HeldProgress(
+            self.parameter.detach().clone(),
+            {name: tensor.clone() for name, tensor in self.moments.items()},
+            {} if self.balance is None else self.balance.state(),
+        )
+
+    def take_back(self, held: HeldProgress) -> None:
+        """Return to what `hold` copied."""
+        with torch.no_grad():
+            self.parameter.copy_(held.numbers)
+        self.parameter.grad = None
+        self._set_moments(held.moments)
+        if self.balance is not None:
+            self.balance.restore(held.balance)

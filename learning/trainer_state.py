@@ -1,0 +1,201 @@
+"""Hold the state of a trainer that its next step depends on; turn it into a checkpoint and back.
+
+Random streams have no state: every draw has a generator named by seed, step and index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learning.cartridge.bank import CartridgeBank
+from learning.checkpoint import CARTRIDGE, Checkpoint, part_name
+from learning.progress import CartridgeProgress, LearningRateSchedule
+from learning.snapshot import TrainerSnapshot
+from protocols.errors import CheckpointError
+from protocols.types import TrainStepOutput
+
+PUBLISHED = "published"  # begins the name of a part with a copy that was published
+MOMENTS = "adam."
+
+
+@dataclass
+class TrainerState:
+    """Hold a bank with the progress of each cartridge, by name.
+
+    hinted     the trainable parts of the cartridges that read hints; None where the bank's own do
+    reference  those of GRPO's reference, of objectives that have one
+    version    of the bank; -1 before the first arm
+    step       steps done of the arm
+    last       the output of the last of them
+    """
+
+    bank: CartridgeBank
+    progress: dict[str, CartridgeProgress]
+    hinted: dict[str, Tensor] | None
+    reference: dict[str, Tensor] | None
+    base_hash: str
+    version: int = -1
+    arm: str = ""
+    step: int = 0
+    last: TrainStepOutput | None = None
+
+    @property
+    def since(self) -> dict[str, int]:
+        """Return by cartridge the version that last changed its numbers."""
+        return {name: own.since for name, own in self.progress.items()}
+
+    def checkpoint(
+        self, position: dict[str, Any], snapshots: Sequence[TrainerSnapshot] = ()
+    ) -> Checkpoint:
+        """Return the state with the run's `position` and the published `snapshots`. Of these it
+        holds the copies of numbers that have changed since."""
+        facts: dict[str, Any] = {
+            "names": list(self.bank.names),
+            "version": self.version,
+            "arm": self.arm,
+            "step": self.step,
+            "last": None if self.last is None else _told(self.last),
+            "base_hash": self.base_hash,
+            "position": position,
+            "cartridges": {name: _facts(own) for name, own in self.progress.items()},
+            "published": {
+                str(snapshot.version): [snapshot.since[name] for name in self.bank.names]
+                for snapshot in snapshots
+            },
+        }
+        parts: dict[str, dict[str, Tensor]] = {}
+        for i, name in enumerate(self.bank.names):
+            own = self.progress[name]
+            parts[part_name(CARTRIDGE, i, own.since)] = self._tensors(name)
+            for snapshot in snapshots:
+                if snapshot.since[name] != own.since:
+                    parts[part_name(PUBLISHED, i, snapshot.since[name])] = {
+                        "kv": snapshot.kv[name],
+                        **({} if snapshot.hinted is None else {"hinted": snapshot.hinted[name]}),
+                    }
+        return Checkpoint(facts, parts)
+
+    def take(self, checkpoint: Checkpoint, lr: float, dtype: torch.dtype) -> list[TrainerSnapshot]:
+        """Take a checkpoint's state and return its published snapshots, in `dtype`. `lr` is the
+        peak learning rate. Raises CheckpointError, and changes nothing, for a checkpoint of another
+        base, other cartridges or another objective."""
+        facts = checkpoint.facts
+        self._check(checkpoint)
+        for name, own in self.progress.items():
+            tensors, told = checkpoint.cartridge(name), facts["cartridges"][name]
+            with torch.no_grad():
+                own.parameter.copy_(tensors["trainable"])
+                self.bank.frozen[name].copy_(tensors["frozen"])
+            if self.hinted is not None:
+                self.hinted[name] = tensors["hinted"].to(own.parameter, copy=True)
+            if self.reference is not None:
+                self.reference[name] = tensors["reference"].to(own.parameter, copy=True)
+            own.restart(
+                LearningRateSchedule(lr, told["warmup_steps"], told["steps"]),
+                told["since"],
+                told["step"],
+                {k.removeprefix(MOMENTS): v for k, v in tensors.items() if k.startswith(MOMENTS)},
+                told.get("balance", {}),  # none in those of older versions
+            )
+        self.version, self.arm, self.step = facts["version"], facts["arm"], facts["step"]
+        last = facts["last"]
+        self.last = last and TrainStepOutput(0.0, self.version, **last)
+        return self._snapshots(checkpoint, dtype)
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        own = self.progress[name]
+        return {
+            "trainable": own.parameter.detach(),
+            "frozen": self.bank.frozen[name],
+            **{f"{MOMENTS}{k}": v for k, v in own.moments.items()},
+            **({} if self.hinted is None else {"hinted": self.hinted[name]}),
+            **({} if self.reference is None else {"reference": self.reference[name]}),
+        }
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        facts = checkpoint.facts
+        if facts["base_hash"] != self.base_hash:
+            raise CheckpointError(
+                "the checkpoint was made with other base weights; resume with the model.path of "
+                "its run"
+            )
+        held = {
+            name: [tuple(checkpoint.cartridge(name)[k].shape) for k in ("frozen", "trainable")]
+            for name in facts["names"]
+        }
+        bank = self.bank
+        here = {
+            name: [tuple(part[name].shape) for part in (bank.frozen, bank.trainable)]
+            for name in bank.names
+        }
+        if held != here:
+            raise CheckpointError(
+                f"the checkpoint holds cartridges {facts['names']} of shapes (frozen, trainable) "
+                f"{_shapes(held)}, this run has {list(bank.names)} of {_shapes(here)}; resume with "
+                "the spec of its run"
+            )
+        holds = set.intersection(*(set(checkpoint.cartridge(name)) for name in facts["names"]))
+        if (self.hinted is not None) != ("hinted" in holds):
+            raise CheckpointError(
+                "the checkpoint was made with another teacher of hints; resume with the "
+                "objective of its run"
+            )
+        if self.reference is not None and "reference" not in holds:
+            raise CheckpointError(
+                "the checkpoint holds no reference for objective.grpo.kl; resume with the spec "
+                "of its run"
+            )
+
+    def _snapshots(self, checkpoint: Checkpoint, dtype: torch.dtype) -> list[TrainerSnapshot]:
+        """Return the published snapshots, which share equal copies. A copy that the checkpoint does
+        not hold is of numbers that are still the trainer's."""
+        copies: dict[tuple[int, int], Mapping[str, Tensor]] = {}
+
+        def copy(i: int, name: str, since: int) -> Mapping[str, Tensor]:
+            if (i, since) not in copies:
+                stored = checkpoint.parts.get(part_name(PUBLISHED, i, since))
+                copies[i, since] = self._copies(name, dtype) if stored is None else stored
+            return copies[i, since]
+
+        found = []
+        for version, since in checkpoint.facts.get("published", {}).items():
+            of = {n: copy(i, n, since[i]) for i, n in enumerate(self.bank.names)}
+            kv = {name: tensors["kv"] for name, tensors in of.items()}
+            hinted = None
+            if self.hinted is not None:
+                hinted = {name: tensors["hinted"] for name, tensors in of.items()}
+            sinces = dict(zip(self.bank.names, since, strict=True))
+            found.append(TrainerSnapshot(int(version), sinces, kv, hinted))
+        return found
+
+    def _copies(self, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        parts = {"kv": self.progress[name].parameter.detach()}
+        if self.hinted is not None:
+            parts["hinted"] = self.hinted[name]
+        return {key: self.bank.whole(name, part).to(dtype) for key, part in parts.items()}
+
+
+def _shapes(shapes: Mapping[str, list[tuple[int, ...]]]) -> list[list[tuple[int, ...]]]:
+    """Return the different shapes."""
+    return [list(pair) for pair in dict.fromkeys(tuple(one) for one in shapes.values())]
+
+
+def _facts(own: CartridgeProgress) -> dict[str, Any]:
+    return {
+        "since": own.since,
+        "step": own.steps,
+        "steps": own.schedule.steps,
+        "warmup_steps": own.schedule.warmup_steps,
+        **({} if own.balance is None else {"balance": own.balance.state()}),
+    }
+
+
+def _told(output: TrainStepOutput) -> dict[str, Any]:
+    """Return a step's output, JSON-able, without its time and its version, which is stored beside
+    it."""
+    return {k: v for k, v in asdict(output).items() if k not in ("compute_seconds", "version")}
