@@ -32,8 +32,9 @@ from learning.losses.objective import active_channels
 from learning.model.attention import DecodeCache, PrefixContext, hidden_states, kv_shape, register
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.packing import context_of, pack, response_logits
+from learning.progress import CartridgeProgress, LearningRateSchedule
 from learning.scoring import TeacherDistribution, contexts_of, score_kept
-from learning.step import new_optimizer, train_step
+from learning.step import train_step
 from protocols.ports import TensorPlane
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import ShapeSpec
@@ -138,9 +139,10 @@ class PhaseStep:
         if kv is None:
             kv = self.timed("document", lambda: document_kv(self.model, self._document))
         self.cache = DocumentKVCache(lambda _: kv, {NAME: self._document}, kv.nbytes)
-        self.bank = CartridgeBank((NAME,), kv[None, ..., : work.cartridge, :], frozen=1)
-        self._optimizer = new_optimizer(self.bank)
-        self._cartridge = self.bank.snapshot(self.model.dtype)[0]
+        self.bank = CartridgeBank((NAME,), [kv[..., : work.cartridge, :]], frozen=1)
+        constant = LearningRateSchedule(lr=1e-3, warmup_steps=1, steps=1)
+        self._progress = {NAME: CartridgeProgress(self.bank.trainable[NAME], constant)}
+        self._cartridge = self.snapshot()
 
     def sample(
         self, i: int, response: Sequence[int], logprobs: tuple[float, ...] | None = None
@@ -203,19 +205,24 @@ class PhaseStep:
 
     def student(self, teacher: TeacherDistribution) -> None:
         train_step(
-            self.model, self.bank, self._optimizer,
+            self.model, self.bank, self._progress,
             TrainBatch(doc=self.samples, scores={"doc_teacher": teacher}),
-            active_channels(ObjectiveSpec()), lr=1e-3, clip=1.0,
+            active_channels(ObjectiveSpec()), clip=1.0,
             row_tokens=self.setting.work.sample_tokens, version=0, staleness=0,
             micro_tokens=self._micro_tokens,
         )  # fmt: skip
 
+    def snapshot(self) -> Tensor:
+        """Return the cartridge [L, 2, H_kv, P, D] as it is published."""
+        (kv,) = self.bank.kv()
+        return kv.detach().to(self.model.dtype)
+
     async def publish(self) -> None:
         """Publish from the trainer's float32 to a reader's device: snapshot, put, read, copy."""
         assert self._plane is not None
-        packet = await self._plane.put("cartridges/0", {"kv": self.bank.snapshot(self.model.dtype)})
+        packet = await self._plane.put("cartridges/0", {"kv": self.snapshot()})
         tensors = await self._plane.get(packet)
-        self._cartridge = tensors["kv"].to(self.device, copy=True)[0]
+        self._cartridge = tensors["kv"].to(self.device, copy=True)
         await self._plane.delete(packet.key)
 
     # -- counting: the same forwards, without operations that read a tensor's values -------------
@@ -242,7 +249,7 @@ class PhaseStep:
         """Run the student's forward and backward, without the optimiser."""
         tokens = self.setting.work.sample_tokens
         packed = pack(self.samples, {NAME: self.setting.work.cartridge}, tokens)
-        kv = self.bank.kv(packed.names).to(self.model.dtype)
+        kv = torch.stack(self.bank.kv(packed.names)).to(self.model.dtype)
         # Not the tail: which tokens have a small one depends on data that counting does without.
         form = LossSpec(form="renormalised")
         total, count = doc_kl(response_logits(self.model, packed, kv), teacher, form)

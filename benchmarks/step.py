@@ -47,7 +47,6 @@ from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import load_model
 from learning.packing import context_of
 from learning.scoring import TeacherDistribution, contexts_of, score_kept, top_k
-from learning.step import new_optimizer
 from learning.trainer import CartridgeTrainer
 from protocols.files import flush
 from protocols.spec.objective import LossSpec
@@ -133,6 +132,7 @@ def seed_step(
             response_logits(model, s, (), bank.kv()[0]).log_softmax(-1).gather(-1, targets)
     laps.done("old log-probabilities")
 
+    parameter = bank.trainable["d"]
     optimizer.zero_grad(set_to_none=True)
     tokens = sum(len(s.response_ids) for s in samples)
     for s, teacher in zip(samples, teachers, strict=True):
@@ -140,13 +140,13 @@ def seed_step(
         loss = doc_kl_tokens(student, teacher, LossSpec()).sum() / tokens
         loss.backward()
         laps.loss += loss.item()
-    laps.norm = torch.nn.utils.clip_grad_norm_([bank.trainable], CONFIG.clip).item()
+    laps.norm = torch.nn.utils.clip_grad_norm_([parameter], CONFIG.clip).item()
     for group in optimizer.param_groups:
         group["lr"] = CONFIG.lr
     optimizer.step()
     laps.done("train")
 
-    save_file({"kv": bank.snapshot(torch.float32)}, path)
+    save_file({"kv": bank.kv()[0].detach()}, path)
     flush(path)
     load_file(path)
     laps.done("publish")
@@ -173,7 +173,7 @@ async def compare(
     trainer.begin("ours", steps + 1)
     documents = DocumentKVCache(partial(document_kv, model), {"d": document}, 1 << 30)
     theirs = first_tokens(beginning, CARTRIDGE, FROZEN)
-    optimizer = new_optimizer(theirs)
+    optimizer = torch.optim.Adam([theirs.trainable["d"]], lr=0.0)
 
     async def our_step(samples: list[Sample], version: int) -> StepLaps:
         kv = trainer.bank.kv()[0].detach()
@@ -191,7 +191,7 @@ async def compare(
         result = trainer.step(samples, teacher, version)
         laps.loss, laps.norm = result.kl, result.grad_norm
         laps.done("train")
-        kv = trainer.snapshot(version + 1)[1]
+        kv = trainer.snapshot(version + 1).kv["d"]
         packet = await plane.put(f"{document_tokens}/{batch}/{version}", {"kv": kv})
         await plane.get(packet)
         laps.done("publish")
@@ -202,7 +202,7 @@ async def compare(
     for version in range(steps + 1):
         samples = samples_of(batch, vocabulary, version)
         with torch.no_grad():
-            theirs.trainable.copy_(trainer.bank.trainable)
+            theirs.trainable["d"].copy_(trainer.bank.trainable["d"])
         ours = await our_step(samples, version)
         found["ours"].append(ours.seconds)
         if version:  # the first reads the document, and initialises what is lazy
@@ -226,7 +226,7 @@ async def compare(
 
 def check_same(*steps: tuple[StepLaps, CartridgeBank]) -> None:
     """Raise AssertionError unless both steps have the same loss and gradient."""
-    gradients = [bank.trainable.grad for _, bank in steps]
+    gradients = [bank.trainable["d"].grad for _, bank in steps]
     scale = gradients[1].abs().max().item()
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-3 * scale)
     for name in ("loss", "norm"):

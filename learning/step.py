@@ -176,8 +176,8 @@ def train_step(
             for cartridge, mean in of.items():
                 if not torch.isfinite(mean):
                     fault = fault or (
-                        f"{name} of cartridge {cartridge} became {mean.item()} at version "
-                        f"{version}; lower train.lr (now {progress[cartridge].lr:g})"
+                        f"{name} became {mean.item()} at version {version}, of cartridge "
+                        f"{cartridge}; lower train.lr (now {progress[cartridge].lr:g})"
                     )
         if micro.sampled.compared.any():
             gap.add(micro.sampled, student.observed())

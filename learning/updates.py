@@ -100,7 +100,7 @@ def divide(
             for unit in units:
                 shares[dealt % parts].add(unit)
                 dealt += 1
-    return [_part(batch, share) for share in shares]
+    return [part_of(batch, share) for share in shares]
 
 
 def joined_output(outputs: Sequence[TrainStepOutput], passes: int) -> TrainStepOutput:
@@ -196,7 +196,8 @@ def _cartridge(item: Any) -> str:
     return str(getattr(item, "cartridge", ""))
 
 
-def _part(batch: TrainBatch, share: Share) -> TrainBatch:
+def part_of(batch: TrainBatch, share: Share) -> TrainBatch:
+    """Return what a share holds of a batch, with its scores."""
     doc, rl, turns = sorted(share.doc), sorted(share.rl), sorted(share.turns)
     place = {i: n for n, i in enumerate(doc)}
     marks = batch.doc_trained

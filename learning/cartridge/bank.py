@@ -43,10 +43,11 @@ class CartridgeBank:
         """Return the cartridge's tokens P."""
         return self.frozen[name].shape[3] + self.trainable[name].shape[3]
 
-    def kv(self, names: Iterable[str]) -> list[Tensor]:
-        """Return the named cartridges' keys and values [L, 2, H_kv, P, D], with gradient into their
-        trainable parts."""
-        return [self.whole(name, self.trainable[name]) for name in names]
+    def kv(self, names: Iterable[str] | None = None) -> list[Tensor]:
+        """Return the named cartridges' keys and values [L, 2, H_kv, P, D], or those of all, with
+        gradient into their trainable parts."""
+        chosen = self.names if names is None else names
+        return [self.whole(name, self.trainable[name]) for name in chosen]
 
     def whole(self, name: str, trainable: Tensor) -> Tensor:
         """Return the cartridge [L, 2, H_kv, P, D] with this `trainable` part."""

@@ -49,7 +49,7 @@ async def put_changed(
                 "other numbers than were published then: the trainer's state is damaged; resume "
                 "the run from its last checkpoint"
             )
-    put_now = {}
+    put_now: dict[str, PublishedCartridge] = {}
     for names in packet_names({name: one.nbytes for name, one in changed.items()}):
         packet = await put({name: changed[name] for name in names})
         put_now |= {n: PublishedCartridge(n, since[n], packet, own[n]) for n in names}

@@ -86,10 +86,10 @@ def report(
     coefficients: Mapping[str, Mapping[str, float]],
     norms: Mapping[str, Mapping[str, float]],
 ) -> dict[str, dict[str, float]]:
-    """Return the channels' terms with their coefficient and their running mean (mean_grad_norm),
-    both means over the cartridges, and where norms were measured their share of the sum of
-    coefficient * norm over all cartridges. `balances`, `coefficients` and `norms` are keyed by
-    cartridge."""
+    """Return the channels' terms with their coefficient, the mean over the cartridges, with the
+    norm of the cartridges' running means together (mean_grad_norm), and where norms were measured
+    with their share of the sum of coefficient * norm over all cartridges. `balances`,
+    `coefficients` and `norms` are keyed by cartridge."""
     sizes: dict[str, float] = {}
     for cartridge, of in norms.items():
         for name, norm in of.items():
@@ -102,7 +102,7 @@ def report(
         if coefficients:
             found[name]["coefficient"] = fmean(of[name] for of in coefficients.values())
         if means := [of[name] for of in known if name in of]:
-            found[name]["mean_grad_norm"] = fmean(means)
+            found[name]["mean_grad_norm"] = math.hypot(*means)
         if whole and name in sizes:
             found[name]["share"] = sizes[name] / whole
     return found

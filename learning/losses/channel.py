@@ -6,6 +6,7 @@ A new channel is a file in this folder with a class of this interface, a section
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -285,14 +286,15 @@ class LossAccumulator:
                 **facts.get(name, {}),
             }
             if name in self._gradients:
-                found[name]["grad_norm"] = _flat(self._gradients[name].values()).norm().item()
+                own = (_norm(gradient) for gradient in self._gradients[name].values())
+                found[name]["grad_norm"] = math.hypot(*own)
         return found
 
     def norms(self, cartridge: str) -> dict[str, float]:
         """Return the norm of each channel's own gradient of a cartridge, where gradients were
         added."""
         return {
-            name: held[cartridge].double().norm().item()
+            name: _norm(held[cartridge])
             for name, held in self._gradients.items()
             if cartridge in held
         }
@@ -324,6 +326,10 @@ class LossAccumulator:
     def _add_fact(self, name: str, fact: str, part: float, whole: float) -> None:
         held = self._facts[name].get(fact, (0.0, 0.0))
         self._facts[name][fact] = (held[0] + part, held[1] + whole)
+
+
+def _norm(gradient: Tensor) -> float:
+    return gradient.double().norm().item()
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learning.checkpoint import MANIFEST, STATE, last_of_arms, list_checkpoints, read_checkpoint
+from learning.checkpoint import is_checkpoint, last_of_arms, list_checkpoints, read_checkpoint
 from protocols.errors import DataError
 from protocols.spec.loading import load_resolved
 from registry.formats.base_model import model_name, read_base
@@ -21,14 +21,14 @@ from registry.formats.cartridge_file import CartridgeFile, Provenance
 
 def is_run(path: Path) -> bool:
     """Return whether a path is a run's directory, its `checkpoints`, or a checkpoint."""
-    return _is_checkpoint(path) or bool(_checkpoints(path))
+    return is_checkpoint(path) or bool(_checkpoints(path))
 
 
 def chosen_checkpoint(path: Path) -> Path:
     """Return the checkpoint at `path`, a run directory, its `checkpoints` or a checkpoint. Of a
     run: the newest on policy, as the offline arm, its baseline, is trained later. Raises DataError.
     """
-    if _is_checkpoint(path):
+    if is_checkpoint(path):
         return path
     found = _checkpoints(path)
     if not found:
@@ -44,7 +44,7 @@ def read_cartridges(checkpoint: Path) -> tuple[int, dict[str, Tensor]]:
     Raises DataError or CheckpointError.
     """
     facts, kv, _ = _whole(checkpoint)
-    return int(facts["version"]), dict(zip(facts["names"], kv, strict=True))
+    return int(facts["version"]), kv
 
 
 def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, CartridgeFile]:
@@ -68,7 +68,7 @@ def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, Cart
     made_for, data = _of_spec(run, facts.get("base_hash", ""))
     return {
         name: CartridgeFile(part, frozen, made_for).with_source({**source, **data, "name": name})
-        for name, part in zip(facts["names"], kv, strict=True)
+        for name, part in kv.items()
         if names is None or name in names
     }
 
@@ -81,24 +81,20 @@ def read(path: Path, name: str | None) -> CartridgeFile:
     return next(iter(have.values()))
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST).is_file() and (path / STATE).is_file()
-
-
 def _checkpoints(path: Path) -> list[Path]:
     return list_checkpoints(path / "checkpoints") or list_checkpoints(path)
 
 
-def _whole(checkpoint: Path) -> tuple[dict[str, Any], Tensor, int]:
-    """Return the facts, [C, L, 2, H_kv, P, D] and the number of frozen tokens of a checkpoint."""
+def _whole(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+    """Return the facts of a checkpoint, its cartridges [L, 2, H_kv, P, D] by name, and their number
+    of frozen tokens."""
     read = read_checkpoint(checkpoint)
     try:
-        frozen = read.tensors["frozen"]
-        kv = torch.cat([frozen, read.tensors["trainable"]], dim=4)
-        if len(kv) != len(read.facts["names"]):
-            raise ValueError(f"{len(kv)} cartridges, {len(read.facts['names'])} names")
+        parts = {name: read.cartridge(name) for name in read.facts["names"]}
+        kv = {n: torch.cat([of["frozen"], of["trainable"]], dim=3) for n, of in parts.items()}
+        (frozen,) = {of["frozen"].shape[3] for of in parts.values()}
         int(read.facts["version"])
-        return read.facts, kv, frozen.shape[4]
+        return read.facts, kv, frozen
     except (KeyError, RuntimeError, ValueError, IndexError) as error:
         raise DataError(
             f"{checkpoint} is no checkpoint of a run's cartridges ({error!r})"

@@ -15,10 +15,11 @@ from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.losses.balance import GradientBalance
 from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
+from learning.progress import CartridgeProgress, LearningRateSchedule
 from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
-from learning.progress import CartridgeProgress, LearningRateSchedule
 from learning.step import train_step
+from learning.updates import Share, part_of
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch, hinted
@@ -88,6 +89,11 @@ def prefixes(bank: CartridgeBank) -> dict[str, Tensor]:
 def trained(bank: CartridgeBank) -> Tensor:
     """The trainable parts, stacked [C, L, 2, H_kv, P-F, D]: a copy."""
     return torch.stack([part.detach() for part in bank.trainable.values()])
+
+
+def whole_kv(bank: CartridgeBank, trainable: Tensor) -> Tensor:
+    """The cartridges [C, L, 2, H_kv, P, D] with these stacked trainable parts."""
+    return torch.cat([torch.stack(list(bank.frozen.values())), trainable], dim=4)
 
 
 def gradients(bank: CartridgeBank) -> Tensor | None:
@@ -168,6 +174,22 @@ def scene(twin: Twin, bank: CartridgeBank, seed: int = 0, version: int = 0) -> T
             ),
         },
     )
+
+
+def of_cartridge(batch: TrainBatch, name: str) -> TrainBatch:
+    """What of a batch trains one cartridge, with its scores."""
+    learns = {r.sample.id: r.sample.cartridge for r in batch.rl}
+    share = Share(
+        doc=[i for i, s in enumerate(batch.doc) if s.cartridge == name],
+        rl=[i for i, r in enumerate(batch.rl) if r.sample.cartridge == name],
+        turns=[i for i, turn in enumerate(batch.turns) if learns[turn.sample] == name],
+        pairs=[i for i, pair in enumerate(batch.pairs) if pair.cartridge == name],
+        extra={
+            channel: [i for i, item in enumerate(items) if item.cartridge == name]
+            for channel, items in batch.extra.items()
+        },
+    )
+    return part_of(batch, share)
 
 
 @dataclass(frozen=True)

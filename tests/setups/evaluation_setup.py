@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_setup import checkpoint_of
 from torch import Tensor
 
-from learning.checkpoint import Checkpoint, write_checkpoint
+from learning.checkpoint import write_checkpoint
 from learning.decoding.decode_batch import generate
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model, load_tokenizer
@@ -98,6 +99,6 @@ def finished_run(
         }  # fmt: skip
         tensors = {"frozen": kv[:, :, :, :, :1], "trainable": kv[:, :, :, :, 1:]}
         write_checkpoint(
-            path / "checkpoints", f"version-{version:06d}", Checkpoint(facts, tensors), 9
+            path / "checkpoints", f"version-{version:06d}", checkpoint_of(facts, tensors), 9
         )
     return path

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from channel_setup import ALL, changed, in_chunks, scene
+from channel_setup import ALL, changed, in_chunks, scene, trained
 from safetensors.torch import save_file
 from twins import Twin, build
 
@@ -87,7 +87,7 @@ def bits(trainer: CartridgeTrainer) -> str:
 
 def told(job: str, house: House, trainer: CartridgeTrainer, results: list[Any]) -> dict[str, Any]:
     if trainer._ranks.leads:
-        save_file({"trainable": trainer.bank.trainable.detach()}, house.out / f"{job}.safetensors")
+        save_file({"trainable": trained(trainer.bank)}, house.out / f"{job}.safetensors")
     return {"results": results, "bits": bits(trainer)}
 
 

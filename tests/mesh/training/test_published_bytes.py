@@ -54,8 +54,9 @@ def test_a_step_moves_two_of_twenty_and_every_reader_has_all(tmp_path: Path) -> 
         pool = run._generator.pool
         os.kill(await pool.route("ready"), signal.SIGKILL)
         pool.scale(2)
-        while pool.restarts < 1 or not pool.is_settled():
-            await asyncio.sleep(0.2)
+        while pool.restarts < 1:
+            await pool._change()
+        await pool.settled(300.0)
         seen["served"] = await served(run)
         seen["published"] = {c.name: c.fingerprint for c in snapshot.cartridges}
 

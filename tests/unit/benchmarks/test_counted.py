@@ -98,7 +98,7 @@ def test_bytes_of_real_tensors(step: PhaseStep) -> None:
     assert sum(p.nbytes for p in matrices) == weights * work.value_bytes
     kv = kv_values_per_token(shape) * work.value_bytes
     assert step.cache.get("document").nbytes == work.document * kv
-    snapshot = step.bank.snapshot(torch.float32)
+    snapshot = step.snapshot()[None]
     assert snapshot.nbytes == work.cartridge * kv == bounds(TINY)["publish"].bytes
     assert packed_bytes(layout_of({"kv": snapshot})) == math.ceil(snapshot.nbytes / 64) * 64
     layers, heads, _ = kv_shape(step.model)

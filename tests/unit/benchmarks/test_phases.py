@@ -45,13 +45,13 @@ class OneProcess:
 def test_a_step_trains_what_it_sampled_and_publishes_it() -> None:
     plane = OneProcess()
     step = PhaseStep(SMALL, CPU, plane)
-    before, drawn = step.bank.trainable.detach().clone(), step.samples
+    before, drawn = step.snapshot().clone(), step.samples
     step.run()
     assert not step.failures
     assert set(step.laps) == {"document", *PHASES}
     assert [len(s.response_ids) for s in step.samples] == [7, 7, 7]
     assert step.samples != drawn
-    assert not torch.equal(step.bank.trainable, before)
+    assert not torch.equal(step.snapshot(), before)
     # What the next rollout samples from is what was trained.
     sampled_from = step.rollout()
     asyncio.run(step.publish())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from channel_setup import ALL, bank_of, scene
+from channel_setup import ALL, bank_of, gradients, progress_of, scene
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,7 +22,7 @@ from learning.model import attention, flex_attention
 from learning.model.attention import PrefixContext, cartridge_attention, query_chunk
 from learning.model.flex_attention import TOKENS, bucket
 from learning.model.loading import load_model
-from learning.step import new_optimizer, train_step
+from learning.step import train_step
 
 if TYPE_CHECKING:
     from twins import Twin
@@ -58,7 +58,7 @@ def attend(given: tuple[Tensor, ...], lengths: Tensor | None, prefixed: bool) ->
     return cartridge_attention(module, query, key, value, mask, SCALE, context)[0]
 
 
-def gradients(out: Tensor, given: tuple[Tensor, ...], prefixed: bool) -> list[Tensor]:
+def slopes(out: Tensor, given: tuple[Tensor, ...], prefixed: bool) -> list[Tensor]:
     leaves = [*given[:3], *([given[4]] if prefixed else [])]
     weight = torch.sin(torch.arange(out.numel(), dtype=out.dtype)).view(out.shape)
     return list(torch.autograd.grad((out * weight).sum(), leaves))
@@ -81,13 +81,13 @@ def test_chunks_of_queries_equal_all_at_once(
     given = case(groups, rows, length, prefix, seed=seed)
     lengths = given[5] if ragged else None
     whole = attend(given, lengths, prefixed)
-    expected = gradients(whole, given, prefixed)
+    expected = slopes(whole, given, prefixed)
     with pytest.MonkeyPatch.context() as patch:
         seen = length + prefix * prefixed
         patch.setattr(attention, "SCORE_BYTES", 4 * groups * rows * 6 * seen * queries)
         assert query_chunk(groups * rows * 6, seen, attention.SCORE_BYTES) == queries
         parts = attend(given, lengths, prefixed)
-        got = gradients(parts, given, prefixed)
+        got = slopes(parts, given, prefixed)
     close(parts, whole)
     for one, other in zip(got, expected, strict=True):
         close(one, other)
@@ -110,11 +110,11 @@ def test_no_tensor_is_larger_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> 
     given = case(1, 2, 96, 200)
     scores = 4 * 2 * 6 * 96 * (96 + 200)
     with Largest() as explicit:
-        gradients(attend(given, None, True), given, True)
+        slopes(attend(given, None, True), given, True)
     assert explicit.bytes == scores
     monkeypatch.setattr(attention, "SCORE_BYTES", scores // 10)
     with Largest() as chunked:
-        gradients(attend(given, None, True), given, True)
+        slopes(attend(given, None, True), given, True)
     inputs = max(x.nbytes for x in given)
     assert max(inputs, scores // 20) <= chunked.bytes <= max(inputs, scores // 10)
 
@@ -163,9 +163,8 @@ def test_shapes_that_are_compiled_over_a_run(monkeypatch: pytest.MonkeyPatch) ->
 def stepped(twin: Twin, bank: CartridgeBank, model: Any = None) -> TrainStepOutput:
     batch = scene(twin, bank_of(twin))
     return train_step(
-        model or twin.model, bank, new_optimizer(bank), batch, active_channels(ALL),
-        lr=0.01, clip=1.0,
-        row_tokens=24, version=0, staleness=0,
+        model or twin.model, bank, progress_of(bank, lr=0.01), batch, active_channels(ALL),
+        clip=1.0, row_tokens=24, version=0, staleness=0,
     )  # fmt: skip
 
 
@@ -180,9 +179,10 @@ def test_a_step_in_chunks_is_the_step(
         monkeypatch.setattr("learning.step.response_tokens", recomputing_layers)
     got = stepped(llama, parts)
     assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
-    assert parts.trainable.grad is not None
-    assert whole.trainable.grad is not None
-    close(parts.trainable.grad, whole.trainable.grad)
+    ours, theirs = gradients(parts), gradients(whole)
+    assert ours is not None
+    assert theirs is not None
+    close(ours, theirs)
 
 
 def recomputing_layers(*given: Any, **named: Any) -> Any:
@@ -197,10 +197,11 @@ def test_a_base_in_bfloat16_trains_a_cartridge_in_float32(llama: Twin) -> None:
     half = load_model(str(llama.path), "bfloat16")
     assert half.dtype == torch.bfloat16
     got, expected = stepped(llama, ours, half), stepped(llama, theirs)
-    gradient, exact = ours.trainable.grad, theirs.trainable.grad
+    gradient, exact = gradients(ours), gradients(theirs)
     assert gradient is not None
     assert exact is not None
-    assert {x.dtype for x in (ours.trainable, gradient, ours.frozen)} == {torch.float32}
+    held = (*ours.trainable.values(), *ours.frozen.values(), gradient)
+    assert {x.dtype for x in held} == {torch.float32}
     assert got.kl == pytest.approx(expected.kl, rel=0.05)
     cosine = torch.nn.functional.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0)
     assert cosine > 0.98

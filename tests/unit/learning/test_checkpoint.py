@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from learning import checkpoint
 from learning.checkpoint import (
     MANIFEST,
-    STATE,
     Checkpoint,
+    is_checkpoint,
     last_of_arms,
     list_checkpoints,
+    part_name,
     read_checkpoint,
-    read_state,
     write_checkpoint,
-    write_state,
 )
 from protocols.errors import CheckpointError
+from protocols.files import sha256_of
+
+STATE = "cartridge-0000-000000.safetensors"
 
 
 def state(number: int) -> Checkpoint:
     return Checkpoint(
         {"version": number, "position": {"arm": "offline", "cursor": [1, 2]}},
-        {"x": torch.full((3,), float(number)), "step": torch.tensor(7.0)},
+        {STATE[:-12]: {"x": torch.full((3,), float(number)), "step": torch.tensor(7.0)}},
     )
 
 
@@ -43,14 +47,16 @@ def test_what_is_written_is_read_back_bit_for_bit(tmp_path: Path) -> None:
         "double": torch.tensor([1e-300], dtype=torch.float64),
     }
     facts = {"names": ["ä", "b"], "nested": {"n": 1, "none": None}, "rate": 0.1}
-    path = write_checkpoint(tmp_path, "version-000003", Checkpoint(facts, tensors), keep=1)
+    whole = Checkpoint(facts, {"first": tensors, "second": {"x": torch.ones(2)}})
+    path = write_checkpoint(tmp_path, "version-000003", whole, keep=1)
     assert path == tmp_path / "version-000003"
     found = read_checkpoint(path)
-    assert found.facts == facts
-    assert found.tensors.keys() == tensors.keys()
+    assert (found.facts, found.path) == (facts, path)
+    assert found.parts["second"]["x"].tolist() == [1, 1]
+    assert found.parts["first"].keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found.tensors[name].dtype == tensor.dtype
-        assert torch.equal(found.tensors[name].nan_to_num(9), tensor.nan_to_num(9))
+        assert found.parts["first"][name].dtype == tensor.dtype
+        assert torch.equal(found.parts["first"][name].nan_to_num(9), tensor.nan_to_num(9))
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -63,7 +69,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_there_is_left_alone(tmp_path: Path) -> None:
     path = write(tmp_path, 4)
     before = (path / STATE).stat().st_mtime_ns, (path / MANIFEST).stat().st_mtime_ns
-    other = Checkpoint({"version": 4}, {"x": torch.zeros(1)})
+    other = Checkpoint({"version": 4}, {"x": {"x": torch.zeros(1)}})
     assert write_checkpoint(tmp_path, path.name, other, keep=9) == path
     assert ((path / STATE).stat().st_mtime_ns, (path / MANIFEST).stat().st_mtime_ns) == before
 
@@ -73,7 +79,7 @@ def test_a_damaged_one_is_replaced_when_the_run_comes_by_again(tmp_path: Path) -
     path = write(tmp_path, 4)
     (path / STATE).write_bytes(b"torn")
     assert write(tmp_path, 4) == path
-    assert read_checkpoint(path).tensors["x"].tolist() == [4.0, 4.0, 4.0]
+    assert read_checkpoint(path).parts[STATE[:-12]]["x"].tolist() == [4.0, 4.0, 4.0]
 
 
 def test_a_crash_before_the_rename_leaves_nothing_to_see(
@@ -111,9 +117,8 @@ def test_all_is_on_disk_before_it_gets_its_name(
     monkeypatch.setattr(checkpoint, "flush", flushed)
     monkeypatch.setattr(Path, "rename", renamed)
     write(tmp_path, 5)
-    assert events == [
-        f"flush {STATE}",
-        f"flush {MANIFEST}",
+    assert sorted(events[:2]) == [f"flush {STATE}", f"flush {MANIFEST}"]
+    assert events[2:] == [
         "flush .version-000005.partial",
         ".version-000005.partial -> version-000005",
         f"flush {tmp_path.name}",
@@ -138,10 +143,10 @@ def flip(path: Path) -> None:
 
 def forge(path: Path) -> None:
     (path / STATE).write_bytes(b"no safetensors")
-    edit(path, lambda m: m.update(sha256=checkpoint.sha256_of(path / STATE)))
+    edit(path, lambda m: m["files"].update({STATE[:-12]: sha256_of(path / STATE)}))
 
 
-DAMAGE = r"is damaged: state.safetensors does not match its checksum"
+DAMAGE = rf"is damaged: {STATE} does not match its checksum"
 MANIFESTLESS = r"has no readable manifest \(.+\)"
 
 
@@ -151,7 +156,7 @@ MANIFESTLESS = r"has no readable manifest \(.+\)"
         (truncate, DAMAGE),
         (flip, DAMAGE),
         (lambda path: (path / STATE).unlink(), DAMAGE),
-        (lambda path: edit(path, lambda m: m.update(sha256="0" * 64)), DAMAGE),
+        (lambda path: edit(path, lambda m: m["files"].update({STATE[:-12]: "0" * 64})), DAMAGE),
         (
             lambda path: edit(path, lambda m: m["facts"].update(version=9)),
             "was edited: its facts do not match their checksum",
@@ -196,87 +201,118 @@ def test_a_file_that_is_no_safetensors_whatever_its_checksum(tmp_path: Path) -> 
 def test_another_schema(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     edit(path, lambda m: m.update(schema=1))
-    with pytest.raises(CheckpointError, match="has schema 1, this version reads 2; use the cartr"):
+    with pytest.raises(CheckpointError, match="has schema 1, this version reads 2 and 3; use"):
         read_checkpoint(path)
 
 
-def test_a_last_state_is_read_back_bit_for_bit_and_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoints" / "last-state.safetensors"
-    tensors = {
-        "transposed": torch.arange(6.0).view(2, 3).T,
-        "scalar": torch.tensor(1 / 3),
-        "half": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
-        "none": torch.zeros(0, 4),
+def numbered(since: dict[str, int], step: int) -> Checkpoint:
+    """A trainer's state: each cartridge's numbers tell since when they are unchanged."""
+    names = list(since)
+    parts = {
+        part_name("cartridge", i, since[name]): {
+            "trainable": torch.full((2, 2, 1, 3, 4), i + since[name] / 100),
+            "frozen": torch.full((2, 2, 1, 1, 4), float(i)),
+        }
+        for i, name in enumerate(names)
     }
-    facts = {"names": ["ä", "b"], "last": {"kl": 0.1, "tokens": 3}, "none": None}
-    for number in (1, 2):
-        write_state(path, Checkpoint({**facts, "version": number}, tensors))
-    found = read_state(path)
-    assert found.facts == {**facts, "version": 2}
-    assert found.tensors.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert found.tensors[name].dtype == tensor.dtype
-        assert torch.equal(found.tensors[name].nan_to_num(9), tensor.nan_to_num(9))
-    assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing else is left"
+    facts = {
+        "names": names, "version": step, "arm": "on_policy",
+        "cartridges": {name: {"since": since[name]} for name in names},
+    }  # fmt: skip
+    return Checkpoint(facts, parts)
 
 
-def test_a_crash_while_the_last_state_is_written_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def inodes(path: Path) -> dict[str, int]:
+    return {p.name: p.stat().st_ino for p in path.glob("cartridge-*")}
+
+
+def test_what_did_not_change_is_linked_from_the_checkpoint_before(tmp_path: Path) -> None:
+    first = write_checkpoint(tmp_path, "version-000002", numbered({"a": 2, "b": 1}, 2), 1)
+    held = inodes(first)
+    second = write_checkpoint(
+        tmp_path, "version-000004", numbered({"a": 4, "b": 1}, 4), 1, before=first
+    )
+    assert list_checkpoints(tmp_path) == [second]  # and the links outlive the first
+    assert inodes(second).keys() == {
+        "cartridge-0000-000004.safetensors", "cartridge-0001-000001.safetensors",
+    }  # fmt: skip
+    assert (
+        inodes(second)["cartridge-0001-000001.safetensors"]
+        == held["cartridge-0001-000001.safetensors"]
+    )
+    found = read_checkpoint(second)
+    assert found.cartridge("a")["trainable"].unique().item() == pytest.approx(0.04)
+    assert found.cartridge("b")["trainable"].unique().item() == pytest.approx(1.01)
+
+
+@pytest.mark.parametrize("fault", ["damaged", "gone", "no links", "no manifest"])
+def test_what_cannot_be_linked_is_copied_or_written_anew(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "last-state.safetensors"
-    write_state(path, state(1))
-
-    def crash(tensors: object, file: Path, metadata: object) -> None:
-        file.write_bytes(b"half of")
-        raise OSError("killed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", crash)
-        with pytest.raises(OSError, match="killed"):
-            write_state(path, state(2))
-    assert read_state(path).facts["version"] == 1
-    write_state(path, state(3))
-    assert read_state(path).facts["version"] == 3
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda whole: whole[:-1],
-        lambda whole: whole[:20],
-        lambda whole: b"",
-        lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]),  # a weight
-        lambda whole: whole.replace(b'version\\": 4', b'version\\": 5'),  # a fact
-        lambda whole: whole.replace(b"crc32", b"crc23"),
-        lambda whole: whole.replace(b"facts", b"stcaf"),
-    ],
-    ids=["torn", "torn header", "empty", "weight", "fact", "no checksum", "no facts"],
-)
-def test_a_damaged_last_state_is_refused_by_name(
-    tmp_path: Path, damage: Callable[[bytes], bytes]
-) -> None:
-    path = tmp_path / "last-state.safetensors"
-    write_state(path, state(4))
-    whole = path.read_bytes()
-    damaged = damage(whole)
-    assert damaged != whole, "this damage changes nothing"
-    path.write_bytes(damaged)
-    with pytest.raises(
-        CheckpointError, match=r"^the trainer's last state .*last-state\.safetensors"
-    ) as e:
-        read_state(path)
-    assert str(e.value).endswith("; end the run and resume it from its last checkpoint")
+    first = write_checkpoint(tmp_path, "version-000002", numbered({"a": 2, "b": 1}, 2), 9)
+    shared = first / "cartridge-0001-000001.safetensors"
+    if fault == "damaged":
+        shared.write_bytes(shared.read_bytes()[:-1])
+    elif fault == "gone":
+        shared.unlink()
+    elif fault == "no manifest":
+        (first / MANIFEST).unlink()
+    else:
+        monkeypatch.setattr(checkpoint.os, "link", unsupported)
+    state = numbered({"a": 4, "b": 1}, 4)
+    second = write_checkpoint(tmp_path, "version-000004", state, 9, before=first)
+    assert not set(inodes(first).values()) & set(inodes(second).values())
+    b = read_checkpoint(second).cartridge("b")
+    assert torch.equal(b["trainable"], state.cartridge("b")["trainable"])
 
 
-def test_no_last_state(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"last state .*/none cannot be read"):
-        read_state(tmp_path / "none")
+def unsupported(source: Path, target: Path) -> None:
+    raise OSError("no hard links here")
+
+
+def write_stacked(path: Path) -> None:
+    """A checkpoint of schema 2, as versions before wrote it."""
+    tensors = {
+        "trainable": torch.arange(48.0).view(2, 1, 2, 1, 3, 4),
+        "frozen": torch.arange(16.0).view(2, 1, 2, 1, 1, 4),
+        "adam.step": torch.tensor(5.0),
+        "adam.exp_avg": torch.ones(2, 1, 2, 1, 3, 4) * torch.tensor([1, 2]).view(2, 1, 1, 1, 1, 1),
+    }
+    facts = {
+        "names": ["a", "b"], "version": 7, "arm": "on_policy", "step": 5, "steps": 9,
+        "warmup_steps": 2, "last": None, "base_hash": "f0", "position": {"step": 5},
+    }  # fmt: skip
+    path.mkdir(parents=True)
+    save_file(tensors, path / "state.safetensors")
+    told = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    manifest = {
+        "schema": 2, "sha256": sha256_of(path / "state.safetensors"), "facts": facts,
+        "facts_sha256": told,
+    }  # fmt: skip
+    (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_a_checkpoint_of_all_cartridges_stacked_is_still_read(tmp_path: Path) -> None:
+    path = tmp_path / "version-000007"
+    write_stacked(path)
+    assert is_checkpoint(path)
+    found = read_checkpoint(path)
+    b = found.cartridge("b")
+    assert b["trainable"].flatten().tolist() == list(range(24, 48))
+    assert b["frozen"].flatten().tolist() == list(range(8, 16))
+    assert b["adam.exp_avg"].unique().tolist() == [2]
+    assert b["adam.step"] == found.cartridge("a")["adam.step"] == 5
+    told = {"since": 7, "step": 5, "steps": 9, "warmup_steps": 2, "balance": {}}
+    assert found.facts["cartridges"] == {"a": told, "b": told}
+    (path / "state.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"damaged: state\.safetensors does not match"):
+        read_checkpoint(path)
 
 
 def test_what_an_arm_came_to_outlives_the_next_arm(tmp_path: Path) -> None:
     for number, arm in enumerate(["on_policy"] * 3 + ["offline"] * 4, start=1):
         facts = {"version": number, "arm": arm}
-        whole = Checkpoint(facts, {"x": torch.zeros(1)})
+        whole = Checkpoint(facts, {"x": {"x": torch.zeros(1)}})
         write_checkpoint(tmp_path, f"version-{number:06d}", whole, keep=2)
     kept = [f"version-00000{n}" for n in (3, 6, 7)]
     assert [p.name for p in list_checkpoints(tmp_path)] == kept

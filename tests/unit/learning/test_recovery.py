@@ -15,6 +15,11 @@ from protocols.errors import PublishError
 from protocols.spec.sections import TrainSpec
 
 
+def stacked(trainer: CartridgeTrainer, version: int) -> torch.Tensor:
+    """What the trainer publishes of a version."""
+    return torch.stack(list(trainer.snapshot(version).kv.values()))
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_successor_publishes_what_rollouts_under_way_are_sampled_with(
     staleness: int, llama: Any, make_samples: Any, tmp_path: Path
@@ -29,17 +34,17 @@ def test_a_successor_publishes_what_rollouts_under_way_are_sampled_with(
     killed.begin("on_policy", 3)
     published = {}
     for version in range(3):
-        published[version] = killed.snapshot(version)[1].clone()
+        published[version] = stacked(killed, version)
         samples = make_samples(("a", 4, 5), ("b", 2, 3), seed=version, version=version)
         teacher = TeacherDistribution(logits=score(llama.model, samples, llama.cached(), 64))
         killed.step(samples, teacher, version)
-    current = killed.snapshot(3)[1]
+    current = stacked(killed, 3)
 
     successor = trainer()
     assert successor.recover() == 3
     # Versions 3 - staleness .. 3 may still be asked for, and no older one.
     if staleness:
-        assert torch.equal(successor.snapshot(2)[1], published[2])
+        assert torch.equal(stacked(successor, 2), published[2])
     with pytest.raises(PublishError, match=f"version {2 - staleness} cannot be published"):
         successor.snapshot(2 - staleness)
-    assert torch.equal(successor.snapshot(3)[1], current)
+    assert torch.equal(stacked(successor, 3), current)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from channel_setup import ALL, Done, bank_of, changed, do, prefixes, scene
+from channel_setup import ALL, Done, bank_of, changed, do, prefixes, scene, trained
 from torch import Tensor
 
 from learning.packing import ChunkedLogits
@@ -176,10 +176,10 @@ def test_tokens_over_another_cartridge_are_refused_and_nothing_is_trained(twin: 
     given = prefixes(bank)
     moved = {**given, "b": given["b"] + 1e-2 * torch.sin(99 * given["b"])}
     batch = honest(twin, scene(twin, bank), moved)  # document b's alone
-    before = bank.trainable.detach().clone()
+    before = trained(bank)
     with pytest.raises(StaleTokenError, match=r"bounds 1e-05 and 0\.0001") as told:
         do(twin, batch, ALL, bank=bank, gap_bounds=TIGHT)
-    assert torch.equal(bank.trainable, before)
+    assert torch.equal(trained(bank), before)
     assert told.value.samples[0] in ("d1", "e4", "e5")
     measured = do(twin, batch, ALL, bank=bank).result.sampler_gap
     assert measured["max"] > 1e-3

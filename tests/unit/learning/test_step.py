@@ -8,21 +8,26 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from channel_setup import loss_form
+from channel_setup import (
+    bank_of,
+    gradients,
+    loss_form,
+    progress_of,
+    trained,
+    whole_kv,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.losses.objective import active_channels
 from learning.model.loading import base_hash
+from learning.progress import CartridgeProgress, LearningRateSchedule
 from learning.scoring import TeacherDistribution, score, top_k
 from learning.step import (
     OFFLINE_VERSION,
-    LearningRateSchedule,
     check_fresh,
-    new_optimizer,
     train_step,
 )
 from protocols.errors import RunError, StaleTokenError
@@ -30,20 +35,17 @@ from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from twins import Twin
 
+    from learning.cartridge.bank import CartridgeBank
     from protocols.types import Sample, TrainStepOutput
 
     MakeSamples = Callable[..., list[Sample]]
 
 SHAPES = (("a", 4, 5), ("b", 2, 3), ("a", 6, 7), ("b", 3, 1))
 NO_CLIP = 1e9
-
-
-def bank_of(twin: Twin, names: str = "ab", tokens: int = 8) -> CartridgeBank:
-    return first_tokens({name: twin.kv[name] for name in names}, tokens, frozen=1)
 
 
 def teacher_of(twin: Twin, samples: list[Sample]) -> TeacherDistribution:
@@ -55,7 +57,7 @@ def step(
     bank: CartridgeBank,
     samples: list[Sample],
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    progress: Mapping[str, CartridgeProgress] | None = None,
     teacher: TeacherDistribution | None = None,
     loss: LossSpec | None = None,
     lr: float = 0.01,
@@ -63,13 +65,15 @@ def step(
     version: int = 0,
     staleness: int = 0,
 ) -> TrainStepOutput:
+    progress = progress or progress_of(bank)
+    for own in progress.values():
+        own.schedule = LearningRateSchedule(lr, 0, 10**9)
     return train_step(
         twin.model,
         bank,
-        optimizer or new_optimizer(bank),
+        progress,
         TrainBatch(doc=samples, scores={"doc_teacher": teacher or teacher_of(twin, samples)}),
         active_channels(ObjectiveSpec(), loss),
-        lr=lr,
         clip=clip,
         row_tokens=20,
         version=version,
@@ -78,21 +82,24 @@ def step(
 
 
 def by_transformers(twin: Twin, bank: CartridgeBank, samples: list[Sample]) -> tuple[float, Tensor]:
-    """Mean forward KL per token and its gradient into the trainable tokens, one sample at a time:
-    plain transformers over past_key_values for the student, over the whole text for the teacher."""
-    trainable = bank.trainable.detach().clone().requires_grad_()
-    kv = torch.cat([bank.frozen, trainable], dim=4)
-    total, tokens = torch.zeros(()), 0
+    """Mean forward KL per token, and the gradient of each cartridge's own mean into its trainable
+    tokens, one sample at a time: plain transformers over past_key_values for the student, over the
+    whole text for the teacher."""
+    trainable = trained(bank).requires_grad_()
+    kv = whole_kv(bank, trainable)
+    totals, tokens = torch.zeros(len(bank.names)), torch.zeros(len(bank.names))
     for s in samples:
-        student = twin.response_logits(s, kv[bank.names.index(s.cartridge)])
+        c = bank.names.index(s.cartridge)
+        student = twin.response_logits(s, kv[c])
         text = twin.documents[s.cartridge] + s.prompt_ids + s.response_ids
         teacher = twin.logits(text)[-len(s.response_ids) - 1 : -1]
-        total = total + F.kl_div(
+        kl = F.kl_div(
             student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="sum"
         )
-        tokens += len(s.response_ids)
-    (gradient,) = torch.autograd.grad(total / tokens, trainable)
-    return (total / tokens).item(), gradient
+        totals = totals.index_add(0, torch.tensor([c]), kl[None])
+        tokens[c] += len(s.response_ids)
+    (gradient,) = torch.autograd.grad((totals / tokens).sum(), trainable)
+    return (totals.sum() / tokens.sum()).item(), gradient
 
 
 def test_loss_and_gradient_equal_transformers_autograd(
@@ -101,62 +108,71 @@ def test_loss_and_gradient_equal_transformers_autograd(
     samples, bank = make_samples(*SHAPES), bank_of(twin)
     kl, gradient = by_transformers(twin, bank, samples)
     result = step(twin, bank, samples)
-    assert bank.trainable.grad is not None
+    assert gradients(bank) is not None
     assert kl > 0.1
     assert result.kl == pytest.approx(kl, rel=1e-4)
     assert result.grad_norm == pytest.approx(gradient.norm().item(), rel=1e-4)
     assert result.tokens == 16
     scale = gradient.abs().max().item()
-    torch.testing.assert_close(bank.trainable.grad, gradient, rtol=0, atol=1e-4 * scale)
+    torch.testing.assert_close(gradients(bank), gradient, rtol=0, atol=1e-4 * scale)
 
 
 def test_the_gradient_is_the_slope_of_the_loss(llama: Twin, make_samples: MakeSamples) -> None:
     """Along a random direction d: (loss(x + h d) - loss(x - h d)) / 2h = gradient . d."""
-    samples, bank = make_samples(*SHAPES), bank_of(llama)
+    samples, bank = make_samples(("a", 4, 5), ("a", 6, 7)), bank_of(llama, "a")
     teacher = TeacherDistribution(None, *top_k(teacher_of(llama, samples).logits, 5))
     spec = loss_form("jsd", beta=0.3)
-    start = bank.trainable.detach().clone()
+    start = trained(bank)
     direction = torch.randn(start.shape, generator=torch.Generator().manual_seed(0))
     h = 3e-3
 
     def loss_at(point: Tensor) -> float:
         with torch.no_grad():
-            bank.trainable.copy_(point)
+            bank.trainable["a"].copy_(point[0])
         return step(llama, bank, samples, teacher=teacher, loss=spec, lr=0.0).kl
 
     slope = (loss_at(start + h * direction) - loss_at(start - h * direction)) / (2 * h)
     loss_at(start)
-    assert bank.trainable.grad is not None
-    assert slope == pytest.approx((bank.trainable.grad * direction).sum().item(), rel=0.02)
+    assert gradients(bank) is not None
+    assert slope == pytest.approx((gradients(bank) * direction).sum().item(), rel=0.02)
 
 
 def test_three_steps_of_adam_written_out(llama: Twin, make_samples: MakeSamples) -> None:
     """beta 0.9 and 0.999, epsilon 1e-8, no weight decay, each step at its own rate."""
     bank = bank_of(llama)
-    optimizer = new_optimizer(bank)
-    x = bank.trainable.detach().clone().double()
+    progress = progress_of(bank)
+    x = trained(bank).double()
     mean, square = torch.zeros_like(x), torch.zeros_like(x)
     for t, lr in enumerate([0.01, 0.03, 0.02], start=1):
-        result = step(llama, bank, make_samples(*SHAPES, seed=t), optimizer=optimizer, lr=lr)
+        result = step(llama, bank, make_samples(*SHAPES, seed=t), progress=progress, lr=lr)
         assert result.lr == lr
-        assert bank.trainable.grad is not None
-        g = bank.trainable.grad.double()
+        assert gradients(bank) is not None
+        g = gradients(bank).double()
         mean = 0.9 * mean + 0.1 * g
         square = 0.999 * square + 0.001 * g**2
         x = x - lr * (mean / (1 - 0.9**t)) / ((square / (1 - 0.999**t)).sqrt() + 1e-8)
-        torch.testing.assert_close(bank.trainable.detach().double(), x, rtol=0, atol=1e-5)
+        torch.testing.assert_close(trained(bank).double(), x, rtol=0, atol=1e-5)
 
 
 def test_the_gradient_is_clipped_to_the_norm_and_reported_before(
     llama: Twin, make_samples: MakeSamples
 ) -> None:
+    """Each cartridge's gradient by its own norm; the norm reported is that of all of them."""
     samples = make_samples(*SHAPES)
     free, clipped = bank_of(llama), bank_of(llama)
-    norm = step(llama, free, samples).grad_norm
-    assert free.trainable.grad is not None
-    assert norm == pytest.approx(free.trainable.grad.norm().item(), rel=1e-6)
-    assert step(llama, clipped, samples, clip=norm / 4).grad_norm == norm
-    torch.testing.assert_close(clipped.trainable.grad, free.trainable.grad / 4)
+    found = step(llama, free, samples)
+    gradient = gradients(free)
+    assert gradient is not None
+    assert found.grad_norm == pytest.approx(gradient.norm().item(), rel=1e-6)
+    norms = [found.cartridges[name]["grad_norm"] for name in "ab"]
+    assert norms == pytest.approx([g.norm().item() for g in gradient], rel=1e-6)
+    small, large = sorted(norms)
+    assert small < 0.95 * large
+    bound = (small + large) / 2
+    assert step(llama, clipped, samples, clip=bound).grad_norm == found.grad_norm
+    scales = torch.tensor([min(1.0, bound / norm) for norm in norms])
+    expected = gradient * scales.reshape(2, *[1] * (gradient.ndim - 1))
+    torch.testing.assert_close(gradients(clipped), expected)
 
 
 @pytest.mark.parametrize(
@@ -190,35 +206,33 @@ def test_a_schedule_without_warm_up_or_without_anything_else() -> None:
 
 def test_only_the_trainable_cartridge_tokens_change(twin: Twin, make_samples: MakeSamples) -> None:
     bank = bank_of(twin)
-    before, frozen = base_hash(twin.model), bank.frozen.clone()
-    trainable = bank.trainable.detach().clone()
-    optimizer = new_optimizer(bank)
+    before, frozen = base_hash(twin.model), torch.stack(list(bank.frozen.values())).clone()
+    trainable = trained(bank)
+    progress = progress_of(bank)
     for seed in range(3):
-        step(twin, bank, make_samples(*SHAPES, seed=seed), optimizer=optimizer)
+        step(twin, bank, make_samples(*SHAPES, seed=seed), progress=progress)
     assert base_hash(twin.model) == before
     assert all(p.grad is None for p in twin.model.parameters())
-    assert torch.equal(bank.frozen, frozen)
-    assert torch.equal(bank.kv()[:, :, :, :, :1], frozen)
-    moved = (bank.trainable - trainable).abs().flatten(4).amax(-1)  # [C, L, 2, H_kv]
+    assert torch.equal(torch.stack(bank.kv(bank.names))[:, :, :, :, :1], frozen)
+    moved = (trained(bank) - trainable).abs().flatten(4).amax(-1)  # [C, L, 2, H_kv]
     assert moved.min() > 1e-3  # keys and values of every head of every layer of both documents
 
 
 def test_documents_not_sampled_are_not_moved(llama: Twin, make_samples: MakeSamples) -> None:
     bank = bank_of(llama, "abc")
-    before = bank.trainable.detach().clone()
+    before = trained(bank)
     step(llama, bank, make_samples(("b", 4, 5), ("b", 3, 2)))
-    assert bank.trainable.grad is not None
     for c, name in enumerate(bank.names):
-        still = torch.equal(bank.trainable[c], before[c])
+        still = torch.equal(bank.trainable[name], before[c])
         assert still == (name != "b")
-        assert (bank.trainable.grad[c].abs().max() == 0) == (name != "b")
+        assert (bank.trainable[name].grad is None) == (name != "b")
 
 
 def test_doc_kl_falls(twin: Twin, make_samples: MakeSamples) -> None:
     samples, bank = make_samples(*SHAPES), bank_of(twin)
-    optimizer, teacher = new_optimizer(bank), teacher_of(twin, samples)
+    progress, teacher = progress_of(bank), teacher_of(twin, samples)
     kl = [
-        step(twin, bank, samples, optimizer=optimizer, teacher=teacher, lr=0.1, clip=1.0).kl
+        step(twin, bank, samples, progress=progress, teacher=teacher, lr=0.1, clip=1.0).kl
         for _ in range(15)
     ]
     assert kl[-1] < kl[0] / 3
@@ -229,10 +243,10 @@ def test_the_same_seed_gives_bit_identical_cartridges(
 ) -> None:
     def train() -> Tensor:
         bank = bank_of(llama)
-        optimizer = new_optimizer(bank)
+        progress = progress_of(bank)
         for seed in range(5):
-            step(llama, bank, make_samples(*SHAPES, seed=seed), optimizer=optimizer, clip=1.0)
-        return bank.trainable.detach()
+            step(llama, bank, make_samples(*SHAPES, seed=seed), progress=progress, clip=1.0)
+        return trained(bank)
 
     assert torch.equal(train(), train())
 
@@ -242,11 +256,13 @@ def test_a_loss_that_is_no_number_ends_the_run_before_the_update(
     llama: Twin, make_samples: MakeSamples, bad: float
 ) -> None:
     samples, bank = make_samples(*SHAPES), bank_of(llama)
-    before = bank.trainable.detach().clone()
+    before = trained(bank)
     scored = teacher_of(llama, samples).logits
     assert scored is not None
     scored[3, 50] = bad
-    with pytest.raises(RunError, match=r"doc_kl became nan at version 6; lower train.lr \(now 0.5"):
+    with pytest.raises(
+        RunError, match=r"doc_kl became nan at version 6, of cartridge a; lower train.lr \(now 0.5"
+    ):
         step(
             llama,
             bank,
@@ -255,7 +271,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_the_update(
             lr=0.5,
             version=6,
         )
-    assert torch.equal(bank.trainable, before)
+    assert torch.equal(trained(bank), before)
 
 
 def with_versions(samples: list[Sample], *versions: int) -> list[Sample]:
@@ -321,12 +337,12 @@ def test_no_token_older_than_the_bound_is_ever_let_through(
 
 def test_a_stale_batch_trains_nothing(llama: Twin, make_samples: MakeSamples) -> None:
     bank = bank_of(llama)
-    before = bank.trainable.detach().clone()
+    before = trained(bank)
     fresh = make_samples(*SHAPES, version=4)
     late = [*fresh[:3], replace(fresh[3], versions=(3,))]
     with pytest.raises(StaleTokenError, match="sample s3 was sampled by version 3"):
         step(llama, bank, late, version=4)
-    assert torch.equal(bank.trainable, before)
-    assert bank.trainable.grad is None
+    assert torch.equal(trained(bank), before)
+    assert gradients(bank) is None
     assert step(llama, bank, late, version=4, staleness=1).stale_tokens == 1
-    assert not torch.equal(bank.trainable, before)
+    assert not torch.equal(trained(bank), before)

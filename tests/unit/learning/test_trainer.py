@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-
 from channel_setup import prefixes, trained
+
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
 from learning.model.loading import base_hash, load_model

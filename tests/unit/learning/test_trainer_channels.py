@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from channel_setup import ALL, bank_of, changed, prefixes, scene
+from channel_setup import ALL, bank_of, changed, prefixes, scene, trained
 
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
@@ -70,7 +70,7 @@ def test_a_replaced_trainer_answers_what_was_done_with_every_term(
     second = trainer_of(llama, last_state=tmp_path / "state")
     assert second.recover() == first.version == 2
     assert second.step_on(batches[-1], 1) == done
-    assert torch.equal(second.bank.trainable, first.bank.trainable)
+    assert torch.equal(trained(second.bank), trained(first.bank))
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -90,7 +90,7 @@ def test_a_resumed_trainer_balances_to_the_bit(llama: Twin, tmp_path: Path, ever
     for v in (2, 3):
         again = resumed.step_on(batches[v], v)
     assert again == last
-    assert torch.equal(resumed.bank.trainable, whole.bank.trainable)
+    assert torch.equal(trained(resumed.bank), trained(whole.bank))
     # Its mean is of several steps; "sdpo" warms up and has one step fewer.
     assert last.terms["grpo"]["mean_grad_norm"] != last.terms["grpo"].get("grad_norm")
     assert ("share" in last.terms["grpo"]) == (every == 1)
@@ -101,7 +101,7 @@ def test_a_checkpoint_without_running_norms_begins_them(llama: Twin, tmp_path: P
     old.begin("all", 4)
     old.step_on(scene(llama, old.bank, 0, version=0), 0)
     checkpoint = read_checkpoint(old.save(tmp_path, {}, 1))
-    assert "balance" not in checkpoint.facts
+    assert "balance" not in checkpoint.facts["cartridges"]["a"]
     new = trainer_of(llama)
     new.restore(checkpoint)
     term = new.step_on(scene(llama, new.bank, 1, version=1), 1).terms["grpo"]
@@ -125,7 +125,7 @@ def test_one_channel_is_trained_as_its_weight_says_to_the_bit(llama: Twin) -> No
         trainer = trainer_of(llama, alone)
         trainer.begin("grpo", 2)
         done = trainer.step_on(scene(llama, trainer.bank), 0)
-        results.append((done, trainer.bank.trainable.detach().clone()))
+        results.append((done, trained(trainer.bank)))
     (plain, first), (balanced, second) = results
     assert plain == balanced
     assert "coefficient" not in balanced.terms["grpo"]
@@ -142,7 +142,7 @@ def test_references_are_of_the_untrained_cartridges(llama: Twin, tmp_path: Path)
     for v in range(2):
         trainer.step_on(scene(llama, trainer.bank, v, version=v), v)
         assert trainer.references(lacking) == expected
-    assert not torch.equal(trainer.bank.trainable, bank.trainable)
+    assert not torch.equal(trained(trainer.bank), trained(bank))
     (one,) = trainer.references(lacking[:1])
     sample = completions(lacking[:1])[0]
     logs = llama.response_logits(sample, prefixes(bank)[sample.cartridge]).log_softmax(-1)
@@ -169,7 +169,7 @@ def test_documents_alone_are_the_step_of_samples_and_teacher(
     done = ours.step(samples, teacher, 0)
     assert done == theirs.step_on(TrainBatch(doc=samples, scores={"doc_teacher": teacher}), 0)
     assert done.terms["doc_kl"]["value"] == done.kl > 0
-    assert torch.equal(ours.bank.trainable, theirs.bank.trainable)
+    assert torch.equal(trained(ours.bank), trained(theirs.bank))
 
 
 def test_what_bounds_memory_and_the_form_of_doc_kl_reach_the_step(

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from channel_setup import ALL, bank_of, changed, ids, prefixes, scene, scored
+from channel_setup import (
+    ALL,
+    bank_of,
+    changed,
+    ids,
+    of_cartridge,
+    prefixes,
+    scene,
+    scored,
+    trained,
+    whole_kv,
+)
 from torch import Tensor
 
 from learning.checkpoint import read_checkpoint
@@ -80,7 +91,7 @@ def whole(twin: Twin) -> TrainBatch:
 @pytest.mark.parametrize("parts", [2, 3, 7])
 def test_everything_is_in_one_minibatch_with_what_it_belongs_to(llama: Twin, parts: int) -> None:
     batch = whole(llama)
-    found = divide(batch, parts, random.Random("a"))
+    found = divide(batch, parts, random.Random)
     assert len(found) == parts
 
     def rows(one: TrainBatch) -> dict[str, Tensor]:
@@ -115,13 +126,26 @@ def test_a_division_is_decided_by_its_generator(llama: Twin) -> None:
 
     def drawn(name: str) -> list[list[str]]:
         return [
-            [r.sample.id for r in part.rl] + [p.id for p in part.pairs]
-            for part in divide(batch, 3, random.Random(name))
+            [r.sample.id for r in part.rl] + list(part.extra["demonstrations"])
+            for part in divide(batch, 3, lambda cartridge: random.Random(name + cartridge))
         ]
 
     assert drawn("a") == drawn("a")
     assert len({str(drawn(name)) for name in "abcdefgh"}) > 1
-    assert divide(batch, 1, random.Random("a")) == [batch]
+    assert divide(batch, 1, random.Random) == [batch]
+
+
+def test_a_cartridge_s_data_is_divided_as_it_is_alone(llama: Twin) -> None:
+    batch = whole(llama)
+    batch = replace(batch, extra={})
+    for name in "ab":
+        together = divide(batch, 2, lambda cartridge: random.Random("draws"))
+        alone = divide(of_cartridge(batch, name), 2, lambda cartridge: random.Random("draws"))
+        for both, own in zip(together, alone, strict=True):
+            of = of_cartridge(both, name)
+            assert [s.id for s in of.doc] == [s.id for s in own.doc]
+            assert [r.sample.id for r in of.rl] == [r.sample.id for r in own.rl]
+            assert [p.id for p in of.pairs] == [p.id for p in own.pairs]
 
 
 def test_results_join_by_their_denominators() -> None:
@@ -170,14 +194,14 @@ def test_minibatches_hold_the_terms_of_the_whole(llama: Twin, baseline: str) -> 
 def by_hand(twin: Twin, batch: TrainBatch, updates: int, low: float, high: float) -> Tensor:
     """The clipped updates through plain transformers, an episode at a time, with Adam."""
     bank = bank_of(twin)
-    trainable = bank.trainable.detach().clone().requires_grad_()
+    trainable = trained(bank).requires_grad_()
     adam = torch.optim.Adam([trainable], lr=0.02)
     rl = [r for r in batch.rl if r.reward is not None]
     advantages = group_advantages([r.reward for r in rl], [r.group for r in rl])
     old: list[Tensor] = []
     for _ in range(updates):
-        kv = dict(zip(bank.names, torch.cat([bank.frozen, trainable], dim=4), strict=True))
-        total, tokens = torch.zeros(()), 0
+        kv = dict(zip(bank.names, whole_kv(bank, trainable), strict=True))
+        totals, tokens = torch.zeros(2), torch.zeros(2)
         for i, (r, a) in enumerate(zip(rl, advantages, strict=True)):
             assert a is not None
             s = r.sample
@@ -187,16 +211,18 @@ def by_hand(twin: Twin, batch: TrainBatch, updates: int, low: float, high: float
             if len(old) <= i:
                 old.append(pi.detach())
             ratio = (pi - old[i]).exp()
-            total = total - torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a).sum()
-            tokens += len(pi)
+            gain = torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a).sum()
+            c = bank.names.index(s.cartridge)
+            totals = totals.index_add(0, torch.tensor([c]), -gain[None])
+            tokens[c] += len(pi)
         adam.zero_grad()
-        (total / tokens).backward()  # type: ignore[no-untyped-call]
+        (totals / tokens).sum().backward()  # type: ignore[no-untyped-call]
         adam.step()
     return trainable.detach()
 
 
 def lr_of(trainer: CartridgeTrainer) -> float:
-    return trainer._schedule.at(0)
+    return trainer._state.progress["a"].lr
 
 
 @pytest.mark.parametrize("old", ["trainer", "sampler"])
@@ -207,9 +233,9 @@ def test_four_updates_are_those_of_plain_transformers(llama: Twin, old: str) -> 
     assert lr_of(trainer) == 0.02
     found = trainer.step_on(batch, 0)
     expected = by_hand(llama, batch, 4, 0.05, 0.05)
-    start = bank_of(llama).trainable.detach()
+    start = trained(bank_of(llama))
     moved = (expected - start).abs().mean().item()
-    assert (trainer.bank.trainable - expected).abs().mean().item() < 0.02 * moved
+    assert (trained(trainer.bank) - expected).abs().mean().item() < 0.02 * moved
     assert found.terms["grpo"]["clipped"] > 0
     without = by_hand(llama, batch, 4, 1.0, 1e6)
     assert (without - expected).abs().mean().item() > 0.1 * moved
@@ -231,7 +257,7 @@ def test_clipping_binds_where_there_are_several_updates(llama: Twin) -> None:
     assert 0 < four["clipped"] < four["clipped_low_last"] + four["clipped_high_last"]
     assert 0 < four["approx_kl"] < four["approx_kl_last"]
     assert wide["clipped"] == 0
-    assert not torch.allclose(clipped.bank.trainable, free.bank.trainable, atol=1e-4)
+    assert not torch.allclose(trained(clipped.bank), trained(free.bank), atol=1e-4)
 
 
 def lowered(batch: TrainBatch, offset: float) -> TrainBatch:
@@ -257,7 +283,7 @@ def test_dual_clip_and_the_sequence_s_ratio_have_an_effect(
     )  # fmt: skip
     for trainer in (plain, other):
         trainer.step_on(batch, 0)
-    assert not torch.allclose(plain.bank.trainable, other.bank.trainable, atol=1e-4)
+    assert not torch.allclose(trained(plain.bank), trained(other.bank), atol=1e-4)
 
 
 def test_an_exact_sampler_s_record_is_the_plain_policy_gradient(llama: Twin) -> None:
@@ -268,7 +294,7 @@ def test_an_exact_sampler_s_record_is_the_plain_policy_gradient(llama: Twin) -> 
     theirs.step_on(batch, 0)
     assert found["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert "mismatch_weight" not in found
-    torch.testing.assert_close(ours.bank.trainable, theirs.bank.trainable, rtol=0, atol=2e-3)
+    torch.testing.assert_close(trained(ours.bank), trained(theirs.bank), rtol=0, atol=2e-3)
     # A tenth of a nat lower on every token: the ratio is exp(.1), not a weight beside it.
     off = trainer_of(llama, changed(RL, grpo=recorded)).step_on(lowered(batch, 0.1), 0)
     assert off.terms["grpo"]["ratio"] == pytest.approx(1.1051709, abs=1e-4)
@@ -283,14 +309,13 @@ def test_the_sampled_hints_get_the_policy_before_the_updates(llama: Twin) -> Non
 def test_the_trainer_s_own_numbers_depend_on_no_division(llama: Twin) -> None:
     batch, bank = lesson(llama), bank_of(llama)
     samples = [r.sample for r in batch.rl]
-    kv = bank.kv().detach()
     expected = response_logprobs(llama.model, samples, prefixes(bank), 64)
     for micro in (None, 1, 17):
         found = shared_logprobs(
-            llama.model, samples, bank.names, kv, row_tokens=24, micro_tokens=micro
+            llama.model, samples, prefixes(bank), row_tokens=24, micro_tokens=micro
         )
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert shared_logprobs(llama.model, [], bank.names, kv, row_tokens=24).shape == (0,)
+    assert shared_logprobs(llama.model, [], prefixes(bank), row_tokens=24).shape == (0,)
 
 
 def test_another_version_s_episodes_are_not_given_this_one_s_ratio(llama: Twin) -> None:
@@ -314,14 +339,14 @@ def test_an_update_that_fails_takes_those_before_it_back(llama: Twin) -> None:
     )
     struck, calm = (trainer_of(llama, ALL, updates_per_rollout=2, minibatches=2) for _ in range(2))
     struck.step_on(batch, 0)
-    before = struck.bank.trainable.detach().clone()
+    before = trained(struck.bank)
     later = exact(llama, scene(llama, bank_of(llama), 1, version=1))
     with pytest.raises(RunError, match="replay_dpo became nan"):
         struck.step_on(replace(later, pairs=[replace(p, ref_version=1) for p in spoilt.pairs]), 1)
-    assert torch.equal(struck.bank.trainable, before)
+    assert torch.equal(trained(struck.bank), before)
     calm.step_on(batch, 0)
     assert struck.step_on(later, 1) == calm.step_on(later, 1)
-    assert torch.equal(struck.bank.trainable, calm.bank.trainable)
+    assert torch.equal(trained(struck.bank), trained(calm.bank))
 
 
 def test_a_lost_reply_a_death_and_a_checkpoint_change_nothing(llama: Twin, tmp_path: Path) -> None:
@@ -340,7 +365,7 @@ def test_a_lost_reply_a_death_and_a_checkpoint_change_nothing(llama: Twin, tmp_p
     for trainer in (second, third):
         assert trainer.step_on(batches[0], 0) == done[0]
         assert trainer.step_on(batches[1], 1) == done[1]
-        assert torch.equal(trainer.bank.trainable, calm.bank.trainable)
+        assert torch.equal(trained(trainer.bank), trained(calm.bank))
 
 
 def test_more_minibatches_than_groups_train_what_there_is(llama: Twin) -> None:
@@ -354,5 +379,5 @@ def test_more_minibatches_than_groups_train_what_there_is(llama: Twin) -> None:
 def test_samples_outside_episodes_are_dealt_too(llama: Twin) -> None:
     draws = random.Random(3)
     doc = [Sample(f"d{i}", "a", ids(draws, 3), ids(draws, 2), (), (0, 0)) for i in range(9)]
-    sizes = [len(part.doc) for part in divide(TrainBatch(doc=doc), 4, random.Random("a"))]
+    sizes = [len(part.doc) for part in divide(TrainBatch(doc=doc), 4, random.Random)]
     assert sorted(sizes) == [2, 2, 2, 3]

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_setup import checkpoint_of
 from safetensors.torch import load_file, save_file
 
-from learning.checkpoint import Checkpoint, write_checkpoint
+from learning.checkpoint import write_checkpoint
 from protocols.errors import DataError
 from protocols.files import sha256_of
 from registry.formats.base_model import BaseModelInfo, config_hash
@@ -155,7 +156,9 @@ def checkpoint(run: Path, version: int, arm: str = "on_policy") -> None:
             [torch.full((*shape[1:], 2, 4), 10.0 * version + c) for c in (1, 2)]
         ),
     }
-    write_checkpoint(run / "checkpoints", f"version-{version:06d}", Checkpoint(facts, tensors), 3)
+    write_checkpoint(
+        run / "checkpoints", f"version-{version:06d}", checkpoint_of(facts, tensors), 3
+    )
 
 
 def test_the_newest_checkpoint_on_policy_of_a_run_is_added(

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_setup import checkpoint_of
 
 from forge_run.cli import forge
-from learning.checkpoint import Checkpoint, write_checkpoint
+from learning.checkpoint import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -30,7 +31,7 @@ def test_the_plan_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_cartridges_of_a_run_are_added(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"names": ["p1", "p2"], "version": 9, "arm": "on_policy", "step": 9}
     parts = {"frozen": torch.ones(2, 4, 2, 2, 1, 32), "trainable": torch.ones(2, 4, 2, 2, 3, 32)}
-    write_checkpoint(tmp_path / "run/checkpoints", "version-000009", Checkpoint(facts, parts), 2)
+    write_checkpoint(tmp_path / "run/checkpoints", "version-000009", checkpoint_of(facts, parts), 2)
     words = ["cartridges", "add", str(tmp_path / "run"), "--serve", SERVE]
     words += ["--set", f"library={tmp_path / 'library'}"]
     assert forge(words) == 0
@@ -49,7 +50,7 @@ def run_of(home: Path, name: str, status: str | None, value: float = 1.0) -> Non
     facts = {"names": ["p1"], "version": 9, "arm": "on_policy", "step": 9}
     parts = {"frozen": torch.ones(1, 4, 2, 2, 1, 32), "trainable": torch.ones(1, 4, 2, 2, 3, 32)}
     parts["trainable"] *= value
-    write_checkpoint(home / name / "checkpoints", "version-000009", Checkpoint(facts, parts), 2)
+    write_checkpoint(home / name / "checkpoints", "version-000009", checkpoint_of(facts, parts), 2)
     if status:
         (home / name / "results.json").write_text(json.dumps({"status": status}))
 

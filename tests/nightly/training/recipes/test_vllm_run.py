@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from small_run import command, latest, rows, run_to_end
 from vllm_replica import require_vllm
 
@@ -49,7 +48,7 @@ def test_the_run_trains_on_what_vllm_sampled_which_is_what_torch_samples(tmp_pat
     model = load_model(learn.model.path)
     kv = {n: document_kv(model, ids) for n, ids in tasks.documents.items() if n != NO_DOCUMENT}
     bank = first_tokens(kv, learn.cartridge.tokens, learn.cartridge.frozen)
-    cartridges = dict(zip(bank.names, bank.snapshot(torch.float32), strict=True))
+    cartridges = dict(zip(bank.names, (kv.detach() for kv in bank.kv()), strict=True))
     asked = [p.request for p in tasks.rollout(0, 0)]
     again = generate(
         model, asked, lambda ref: cartridges[ref.name.removeprefix("cartridge/")], tasks.end_ids

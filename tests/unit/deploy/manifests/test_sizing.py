@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from channel_setup import progress_of, trained
 
 from deploy.manifests.objects import Resources
 from deploy.manifests.sizing import (
@@ -33,11 +33,13 @@ from forge_run.cli import forge
 from forge_run.commands.k8s import model_size
 from forge_run.plan.sizing import step_bytes
 from learning.cartridge.bank import first_tokens
+from learning.checkpoint import write_checkpoint
 from learning.model import attention
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model
 from learning.packing import pack, response_logits
 from learning.scoring import top_k
+from learning.trainer_state import TrainerState
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import HINTED_TEACHER
 from protocols.spec.sections import ShapeSpec
@@ -201,21 +203,20 @@ def test_kv_cartridges_optimizer_and_scores_are_as_large_as_they_are_said_to_be(
     documents = {name: document_kv(reader, tuple(range(3, 43))) for name in ("a", "b")}
     assert sum(map(size_of, documents.values())) == document_bytes(learn, size)
     bank = first_tokens(documents, 16, learn.cartridge.frozen)
-    assert sum(map(size_of, bank.kv(bank.names))) == published_bytes(learn, size)
-    assert sum(part.numel() for part in bank.trainable.values()) == trainable_numbers(learn, size)
-    state, held = {}, []
-    for name, part in bank.trainable.items():
-        part.grad = torch.zeros_like(part)
-        optimizer = torch.optim.Adam([part])
-        optimizer.step()
-        moments = {f"{name}.{k}": v for k, v in optimizer.state[part].items() if v.ndim}
-        held += [part, part.grad, *moments.values()]
-        state |= {name: part.detach(), f"{name}.frozen": bank.frozen[name], **moments}
+    assert sum(map(size_of, bank.kv())) == published_bytes(learn, size)
+    assert trained(bank).numel() == trainable_numbers(learn, size)
+    held: list[torch.Tensor] = []
+    progress = progress_of(bank)
+    for own in progress.values():
+        own.parameter.grad = torch.zeros_like(own.parameter)
+        own.update(clip=1.0)
+        moments = [v for v in own.moments.values() if v.ndim]
+        held += [own.parameter, own.parameter.grad, *moments]
     assert sum(map(size_of, held)) == 16 * trainable_numbers(learn, size)
-    save_file(state, tmp_path / "state")
-    assert (tmp_path / "state").stat().st_size == pytest.approx(
-        checkpoint_bytes(learn, size), rel=0.01
-    )
+    state = TrainerState(bank, progress, None, None, "")
+    path = write_checkpoint(tmp_path, "version-000000", state.checkpoint({}), 1)
+    written = sum(file.stat().st_size for file in path.glob("cartridge-*"))
+    assert written == pytest.approx(checkpoint_bytes(learn, size), rel=0.01)
     indices, logprobs = top_k(torch.zeros(7, 100), learn.teacher.top_k)
     assert size_of(indices) + size_of(logprobs) == scores_bytes(learn, size, PackedShape(1, 7, 7))
     tied = sum(p.numel() for p in reader.parameters() if p.ndim > 1) * 4

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_setup import checkpoint_of
 from format_setup import cartridge, same
 from logits_setup import READER, trained
 
 from forge_run.cli import forge
-from learning.checkpoint import Checkpoint, write_checkpoint
+from learning.checkpoint import write_checkpoint
 from registry.formats.convert import FORMATS, read
 
 REPOSITORY = Path(__file__).parents[4]
@@ -25,7 +26,7 @@ def run(tmp_path: Path) -> Path:
     facts = {"names": ["p1", "p2"], "arm": "on_policy", "last": {"kl": 0.25, "tokens": 9, "lr": 1}}
     for version in (1, 2):
         tensors = {"frozen": kv[..., :1, :], "trainable": kv[..., 1:, :] * version}
-        made = Checkpoint({**facts, "step": version, "version": version}, tensors)
+        made = checkpoint_of({**facts, "step": version, "version": version}, tensors)
         write_checkpoint(tmp_path / "r1/checkpoints", f"version-00000{version}", made, 2)
     return tmp_path / "r1"
 

@@ -24,18 +24,19 @@ def numbered(cartridges: int, tokens: int) -> torch.Tensor:
 def test_a_bank_starts_from_the_first_tokens_of_each_document(llama: Twin) -> None:
     bank = first_tokens({"c": llama.kv["c"], "a": llama.kv["a"]}, tokens=6, frozen=2)
     assert bank.names == ("a", "c")
-    assert torch.equal(bank.kv()[0], llama.kv["a"][:, :, :, :6])
-    assert torch.equal(bank.kv()[1], llama.kv["c"][:, :, :, :6])
-    assert torch.equal(bank.frozen[1], llama.kv["c"][:, :, :, :2])
-    assert [p.shape[4] for p in bank.parameters()] == [4]
-    assert bank.trainable.dtype == torch.float32
+    for name, kv in zip(bank.names, bank.kv(bank.names), strict=True):
+        assert torch.equal(kv, llama.kv[name][:, :, :, :6])
+        assert torch.equal(bank.frozen[name], llama.kv[name][:, :, :, :2])
+        assert bank.trainable[name].shape[3] == 4
+        assert bank.trainable[name].dtype == torch.float32
+        assert bank.tokens(name) == 6
 
 
 def test_frozen_tokens_stand_before_trainable_ones_and_names_choose_rows() -> None:
     bank = CartridgeBank(["x", "y", "z"], numbered(3, 4), frozen=1)
-    assert bank.frozen.flatten().tolist() == [0, 10, 100, 110, 200, 210]
-    assert bank.trainable[1].flatten().tolist() == [101, 102, 103, 111, 112, 113]
-    assert bank.kv(["z", "x"]).flatten(1).tolist() == [
+    assert [bank.frozen[n].flatten().tolist() for n in "xyz"] == [[0, 10], [100, 110], [200, 210]]
+    assert bank.trainable["y"].flatten().tolist() == [101, 102, 103, 111, 112, 113]
+    assert [kv.flatten().tolist() for kv in bank.kv(["z", "x"])] == [
         [200, 201, 202, 203, 210, 211, 212, 213],
         [0, 1, 2, 3, 10, 11, 12, 13],
     ]
@@ -43,29 +44,34 @@ def test_frozen_tokens_stand_before_trainable_ones_and_names_choose_rows() -> No
 
 def test_gradient_reaches_the_trainable_tokens_of_the_named_cartridges() -> None:
     bank = CartridgeBank(["x", "y"], numbered(2, 3), frozen=1)
-    (bank.kv(["y"]) * torch.tensor([5.0, 6.0, 7.0])[:, None]).sum().backward()
-    assert bank.trainable.grad is not None
-    assert bank.trainable.grad.flatten(1).tolist() == [[0, 0, 0, 0], [6, 7, 6, 7]]
-    assert bank.frozen.grad is None
+    (bank.kv(["y"])[0] * torch.tensor([5.0, 6.0, 7.0])[:, None]).sum().backward()
+    gradient = bank.trainable["y"].grad
+    assert gradient is not None
+    assert gradient.flatten().tolist() == [6, 7, 6, 7]
+    assert bank.trainable["x"].grad is None
+    assert bank.frozen["y"].grad is None
+
+
+def test_cartridges_may_differ_in_length() -> None:
+    bank = CartridgeBank(["x", "y"], [numbered(1, 3)[0], numbered(1, 5)[0]], frozen=2)
+    assert [kv.shape[3] for kv in bank.kv("yx")] == [5, 3]
+    assert [bank.trainable[name].shape[3] for name in "xy"] == [1, 3]
+
+
+def test_a_fingerprint_is_of_the_named_cartridges_and_every_bit() -> None:
+    bank = CartridgeBank(["x", "y"], numbered(2, 3), frozen=1)
+    both, x = bank.fingerprint("xy"), bank.fingerprint("x")
+    with torch.no_grad():
+        bank.trainable["y"].view(torch.int32)[0, 0, 0, 0, 0] ^= 1
+    assert bank.fingerprint("x") == x
+    assert bank.fingerprint("xy") != both
 
 
 def test_the_bank_owns_its_numbers() -> None:
     source = numbered(2, 3)
     bank = CartridgeBank(["x", "y"], source, frozen=1)
     source.fill_(-1)
-    assert bank.kv().min() == 0
-
-
-def test_a_snapshot_is_detached_from_what_is_trained_on() -> None:
-    bank = CartridgeBank(["x", "y"], numbered(2, 3), frozen=1)
-    snapshot = bank.snapshot(torch.float32)
-    rounded = bank.snapshot(torch.bfloat16)
-    with torch.no_grad():
-        bank.trainable.zero_()
-    assert torch.equal(snapshot, numbered(2, 3))
-    assert torch.equal(rounded, numbered(2, 3).bfloat16())
-    assert not snapshot.requires_grad
-    assert snapshot.is_contiguous()
+    assert min(kv.min() for kv in bank.kv("xy")) == 0
 
 
 def test_a_document_no_longer_than_the_cartridge_is_refused(llama: Twin) -> None:
@@ -80,6 +86,7 @@ def test_a_document_no_longer_than_the_cartridge_is_refused(llama: Twin) -> None
 def test_a_bank_that_cannot_be_is_refused(names: str, frozen: int) -> None:
     with pytest.raises(
         DataError,
-        match=rf"1 <= frozen < P: got {len(names)} names, 2 prefixes of P=3, frozen={frozen}",
+        match=rf"1 <= frozen < P: got {len(names)} names, 2 prefixes of P=\[3, 3\], "
+        rf"frozen={frozen}",
     ):
         CartridgeBank(names, numbered(2, 3), frozen)

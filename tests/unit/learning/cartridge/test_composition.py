@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from channel_setup import progress_of, trained
 
 from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.cartridge.composition import (
@@ -18,7 +19,7 @@ from learning.cartridge.composition import (
 from learning.losses.objective import active_channels
 from learning.packing import pack, response_logits
 from learning.scoring import TeacherDistribution, score
-from learning.step import new_optimizer, train_step
+from learning.step import train_step
 from protocols.spec.objective import ObjectiveSpec
 from protocols.train_batch import TrainBatch
 
@@ -61,13 +62,13 @@ def test_the_student_reads_what_was_sampled_over(twin: Twin, make_samples: MakeS
 def test_only_the_document_s_own_cartridge_learns(llama: Twin, make_samples: MakeSamples) -> None:
     samples, bank = in_company(make_samples)[1:2], bank_of(llama)
     teacher = TeacherDistribution(logits=score(llama.model, samples, llama.cached(), 40))
-    before = bank.trainable.detach().clone()
+    before = trained(bank)
     result = train_step(
-        llama.model, bank, new_optimizer(bank),
+        llama.model, bank, progress_of(bank, lr=0.1),
         TrainBatch(doc=samples, scores={"doc_teacher": teacher}),
-        active_channels(ObjectiveSpec()), lr=0.1, clip=1.0, row_tokens=40, version=0, staleness=0,
+        active_channels(ObjectiveSpec()), clip=1.0, row_tokens=40, version=0, staleness=0,
     )  # fmt: skip
-    moved = (bank.trainable.detach() - before).flatten(1).abs().amax(1) > 0
+    moved = (trained(bank) - before).flatten(1).abs().amax(1) > 0
     assert dict(zip(bank.names, moved.tolist(), strict=True)) == {"a": True, "b": False, "c": False}
     assert result.tokens == 4
     assert result.kl > 0
@@ -84,7 +85,7 @@ def test_alone_nothing_is_stacked_anew(llama: Twin) -> None:
     bank = bank_of(llama)
     kv, lengths = stack_prefixes(student_prefixes(llama.model, bank, ("a", "c")))
     assert lengths is None
-    assert torch.equal(kv, bank.kv(["a", "c"]))
+    assert torch.equal(kv, torch.stack(bank.kv(["a", "c"])))
     kv, lengths = stack_prefixes(student_prefixes(llama.model, bank, ("a", "a\nb\na")))
     assert lengths is not None
     assert lengths.tolist() == [8, 16]

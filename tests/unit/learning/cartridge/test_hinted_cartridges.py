@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from channel_setup import bank_of
+from channel_setup import bank_of, prefixes
 
 from learning.checkpoint import read_checkpoint
 from learning.scoring import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
-from protocols.errors import CheckpointError
+from protocols.errors import CheckpointError, PublishError
 from protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from protocols.spec.sections import TrainSpec
 
@@ -46,12 +46,13 @@ def advance(trainer: CartridgeTrainer, twin: Twin, make_samples: MakeSamples) ->
     samples = make_samples(("a", 4, 5), ("b", 2, 3), seed=v, version=v)
     logits = score(twin.model, samples, twin.cached(), 64)
     trainer.step(samples, TeacherDistribution(logits=logits), v)
-    return trainer.bank.kv().detach().clone()
+    return torch.stack(list(prefixes(trainer.bank).values()))
 
 
-def published(trainer: CartridgeTrainer) -> torch.Tensor | None:
-    trainer.snapshot(trainer.version)
-    return trainer.hinted_snapshot(trainer.version)
+def published(trainer: CartridgeTrainer, version: int | None = None) -> torch.Tensor | None:
+    """The cartridges that read hints at a version, by default the trainer's own."""
+    hinted = trainer.snapshot(trainer.version if version is None else version).hinted
+    return None if hinted is None else torch.stack(list(hinted.values()))
 
 
 def test_the_average_is_the_recursion_over_the_versions(
@@ -61,7 +62,7 @@ def test_the_average_is_the_recursion_over_the_versions(
     0.421875 s0 + 0.140625 s1 + 0.1875 s2 + 0.25 s3. Frozen tokens are those of all versions."""
     trainer = trainer_of(llama, SdpoSpec(teacher="ema", ema_decay=0.75))
     trainer.begin("on_policy", 9)
-    students = [trainer.bank.kv().detach().clone()]
+    students = [torch.stack(list(prefixes(trainer.bank).values()))]
     first = published(trainer)
     assert first is not None
     assert torch.equal(first, students[0])
@@ -94,7 +95,7 @@ def test_an_average_of_the_newest_alone_is_the_live_cartridge(
 def test_the_base_stays_untrained(llama: Twin, make_samples: MakeSamples) -> None:
     trainer = trainer_of(llama, SdpoSpec(teacher="base"))
     trainer.begin("on_policy", 9)
-    untrained = trainer.bank.kv().detach().clone()
+    untrained = torch.stack(list(prefixes(trainer.bank).values()))
     for _ in range(2):
         assert not torch.equal(advance(trainer, llama, make_samples), untrained)
         found = published(trainer)
@@ -112,7 +113,7 @@ def test_nothing_more_is_published_or_kept_where_the_live_ones_read(
     advance(trainer, llama, make_samples)
     assert published(trainer) is None
     saved = read_checkpoint(trainer.save(tmp_path, {}, 1))
-    assert not [name for name in saved.tensors if name.startswith("hinted")]
+    assert "hinted" not in saved.cartridge("a")
 
 
 def test_a_resumed_run_continues_the_average_bit_for_bit(
@@ -153,9 +154,9 @@ def test_a_replacement_publishes_the_same_again(
     replacement = trainer_of(llama, spec, staleness=staleness, last=last)
     assert replacement.recover() == 3
     for version in range(3 - staleness, 4):
-        replacement.snapshot(version)
-        found, expected = replacement.hinted_snapshot(version), told[version]
+        found, expected = published(replacement, version), told[version]
         assert found is not None
         assert expected is not None
         assert torch.equal(found, expected)
-    assert lost.hinted_snapshot(2 - staleness) is None
+    with pytest.raises(PublishError, match=f"version {2 - staleness} cannot be published"):
+        lost.snapshot(2 - staleness)

@@ -27,11 +27,8 @@ def sources(twin: Twin, names: str = "ac") -> list[InitSource]:
 
 
 def made(twin: Twin, init: str, seed: int = 0) -> torch.Tensor:
-    return (
-        initial_bank(twin.model, sources(twin, "ca"), CartridgeInit(init, 12, 2, seed))
-        .kv()
-        .detach()
-    )
+    bank = initial_bank(twin.model, sources(twin, "ca"), CartridgeInit(init, 12, 2, seed))
+    return torch.stack(bank.kv()).detach()
 
 
 def read_back(twin: Twin, kv: torch.Tensor) -> list[int]:
@@ -103,9 +100,8 @@ def test_random_vectors_have_the_document_s_mean_and_spread(llama: Twin) -> None
     """Means of 4,000 draws lie within five standard errors of the document's."""
     kv = llama.kv["a"].repeat(1, 1, 1, 200, 1)
     source = InitSource("a", llama.documents["a"] * 200, kv, lambda: TEXT)
-    drawn = initial_bank(llama.model, [source], CartridgeInit("random_vectors", 4001, 1)).kv()[
-        0, ..., 1:, :
-    ]
+    (whole,) = initial_bank(llama.model, [source], CartridgeInit("random_vectors", 4001, 1)).kv()
+    drawn = whole[..., 1:, :]
     real = kv[..., 1:, :]
     spread = real.std(3)
     assert ((drawn.mean(3) - real.mean(3)).abs() <= 5 * spread / 4000**0.5).all()

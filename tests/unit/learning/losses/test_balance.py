@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from channel_setup import ALL, bank_of, changed, do, scene
+from channel_setup import ALL, bank_of, changed, do, of_cartridge, progress_of, scene
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +20,9 @@ from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
     from twins import Twin
+
+    from learning.cartridge.bank import CartridgeBank
+    from learning.progress import CartridgeProgress
 
 WEIGHTS = dict(zip(CHANNELS, ("w_doc", "w_rl", "alpha", "beta"), strict=True))
 NONE = ObjectiveSpec(w_doc=0.0)
@@ -110,20 +113,32 @@ def test_the_state_crosses_json_to_the_bit() -> None:
     assert again.means() == {}
 
 
+def balanced(
+    twin: Twin, every: int = 1
+) -> tuple[GradientBalance, dict[str, CartridgeProgress], CartridgeBank]:
+    """The balance of a bank's one cartridge."""
+    bank = bank_of(twin, "a")
+    balance, progress = GradientBalance(every), progress_of(bank)
+    progress["a"].balance = balance
+    return balance, progress, bank
+
+
 @pytest.mark.parametrize("micro_tokens", [None, 24])
 def test_a_step_takes_every_channel_at_its_coefficient(
     llama: Twin, micro_tokens: int | None
 ) -> None:
-    batch = scene(llama, bank_of(llama))
+    batch = of_cartridge(scene(llama, bank_of(llama)), "a")
     alone, norms = {}, {}
     for name, weight in WEIGHTS.items():
-        gradient = do(llama, batch, changed(NONE, **{weight: 1.0})).gradient
+        gradient = do(
+            llama, batch, changed(NONE, **{weight: 1.0}), bank=bank_of(llama, "a")
+        ).gradient
         assert gradient is not None
         alone[name], norms[name] = gradient.double(), gradient.double().norm().item()
     weights = {name: getattr(ALL, weight) for name, weight in WEIGHTS.items()}
     scale = sum(weights[n] * norms[n] for n in norms) / sum(weights.values())
-    balance = GradientBalance()
-    done = do(llama, batch, ALL, micro_tokens=micro_tokens, balance=balance)
+    balance, progress, bank = balanced(llama)
+    done = do(llama, batch, ALL, micro_tokens=micro_tokens, bank=bank, progress=progress)
     assert done.gradient is not None
     assert balance.means() == pytest.approx(norms, rel=1e-4)
     expected = torch.zeros_like(alone["grpo"])
@@ -140,18 +155,21 @@ def test_a_step_takes_every_channel_at_its_coefficient(
 
 
 def test_between_two_measurements_the_coefficients_stay(llama: Twin) -> None:
-    batch = scene(llama, bank_of(llama), version=1)
-    balance = GradientBalance(every=2)
+    batch = of_cartridge(scene(llama, bank_of(llama), version=1), "a")
+    balance, progress, bank = balanced(llama, every=2)
+    progress["a"].steps = 1
     balance.add(dict.fromkeys(CHANNELS, 1.0))
     balance.add({"replay_dpo": 3.0})
     expected = balance.coefficients({n: getattr(ALL, w) for n, w in WEIGHTS.items()})
     before = balance.state()
-    done = do(llama, batch, ALL, version=1, balance=balance)
+    done = do(llama, batch, ALL, version=1, bank=bank, progress=progress)
     assert balance.state() == before
     terms = done.result.terms
     assert {name: term["coefficient"] for name, term in terms.items()} == expected
     assert "grad_norm" not in terms["grpo"]
-    compared = do(llama, batch, ALL, version=1, balance=balance, compare_gradients=True)
+    _, again, bank = balanced(llama, every=2)
+    again["a"].balance, again["a"].steps = balance, 1
+    compared = do(llama, batch, ALL, version=1, bank=bank, progress=again, compare_gradients=True)
     assert balance.state() == before
     assert len(compared.result.cosines) == 6
     assert torch.equal(compared.trained, done.trained)
@@ -159,21 +177,23 @@ def test_between_two_measurements_the_coefficients_stay(llama: Twin) -> None:
 
 def test_equal_rewards_leave_the_pairs_as_they_are(llama: Twin) -> None:
     """The policy has no gradient once every episode of a group ends alike; the pairs stay small."""
-    batch = scene(llama, bank_of(llama))
+    batch = of_cartridge(scene(llama, bank_of(llama)), "a")
     keep = GrpoSpec(zero_variance="keep")
     objective = changed(ALL, w_doc=0.0, alpha=0.0, grpo=keep)
-    balance = GradientBalance()
-    first = do(llama, batch, objective, balance=balance).result.terms["replay_dpo"]
+    balance, progress, bank = balanced(llama)
+    first = do(llama, batch, objective, bank=bank, progress=progress).result.terms["replay_dpo"]
+    _, progress, bank = balanced(llama)
+    progress["a"].balance = balance
     alike = replace(batch, rl=[replace(r, reward=0.0, error_kind="") for r in batch.rl])
-    done = do(llama, alike, objective, balance=balance).result.terms
+    done = do(llama, alike, objective, bank=bank, progress=progress).result.terms
     assert done["grpo"]["grad_norm"] == 0.0
     assert done["replay_dpo"]["coefficient"] == pytest.approx(first["coefficient"])
     assert done["replay_dpo"]["share"] == 1.0
 
 
 def test_a_batch_without_data_trains_nothing(llama: Twin) -> None:
-    balance = GradientBalance()
-    done = do(llama, TrainBatch(), ALL, balance=balance)
+    balance, progress, bank = balanced(llama)
+    done = do(llama, TrainBatch(), ALL, bank=bank, progress=progress)
     assert done.gradient is None
     assert balance.means() == {}
     assert "mean_grad_norm" not in done.result.terms["grpo"]

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 import torch
-from channel_setup import ALL, bank_of, do, scene
+from channel_setup import ALL, bank_of, do, of_cartridge, scene, trained, whole_kv
 from pydantic import Field
 from torch import Tensor
 
-from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch
+from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch, counted
 from learning.losses.objective import CHANNELS
 from learning.packing import ChunkedLogits
 from learning.trainer import CartridgeTrainer
@@ -63,13 +63,14 @@ class Imitation(LossChannel):
         if any(s.cartridge == "c" for (s,) in self.samples(batch)):
             raise DataError("nobody demonstrates document c")
 
-    def denominator(self, batch: TrainBatch) -> int:
-        return sum(len(s.response_ids) for (s,) in self.samples(batch))
+    def denominators(self, batch: TrainBatch) -> dict[str, int]:
+        return counted((s.cartridge, len(s.response_ids)) for (s,) in self.samples(batch))
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
         loss = -logits.logprobs(tokens.at, tokens.first)
-        return LossTerm(loss.sum(), len(loss), len(loss), {"perplexity": loss.detach().exp().sum()})
+        perplexity = {"perplexity": loss.detach().exp().sum()}
+        return LossTerm(loss, len(loss), len(loss), perplexity, owners=tokens.owners)
 
 
 @dataclass(frozen=True)
@@ -94,16 +95,17 @@ class Entropy(LossChannel):
     def check(self, batch: TrainBatch, version: int) -> None:
         pass
 
-    def denominator(self, batch: TrainBatch) -> int:
-        return len(batch.rl)
+    def denominators(self, batch: TrainBatch) -> dict[str, int]:
+        return counted((r.sample.cartridge, 1) for r in batch.rl)
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         def negative(chunk: Tensor, of: slice) -> tuple[Tensor, ...]:
             logs = chunk.log_softmax(-1)
             return ((logs.exp() * logs).sum(-1),)
 
-        (values,) = logits.read(micro.tokens[self.name].at, negative)
-        return LossTerm(values.sum(), len(values), len(values))
+        tokens = micro.tokens[self.name]
+        (values,) = logits.read(tokens.at, negative)
+        return LossTerm(values, len(values), len(values), owners=tokens.owners)
 
 
 @pytest.fixture(autouse=True)
@@ -130,10 +132,18 @@ def shown(twin: Twin) -> TrainBatch:
 
 
 def by_transformers(twin: Twin, batch: TrainBatch) -> tuple[list[float], list[Tensor]]:
+    """Values and gradients of both channels, the gradient of each cartridge of its own values."""
+    values, _ = of_one(twin, batch, [5, 6])
+    counts = {"a": [3, 4], "b": [2, 2]}
+    own = [of_one(twin, of_cartridge(batch, n), of)[1] for n, of in counts.items()]
+    return values, [sum(parts[1:], parts[0]) for parts in zip(*own, strict=True)]
+
+
+def of_one(twin: Twin, batch: TrainBatch, counts: list[int]) -> tuple[list[float], list[Tensor]]:
     """Values and gradients of both channels, a sample at a time through plain transformers."""
     bank = bank_of(twin)
-    trainable = bank.trainable.detach().clone().requires_grad_()
-    kv = dict(zip(bank.names, torch.cat([bank.frozen, trainable], dim=4), strict=True))
+    trainable = trained(bank).requires_grad_()
+    kv = dict(zip(bank.names, whole_kv(bank, trainable), strict=True))
     demonstrated = torch.zeros(())
     for s in batch.extra["imitation"]:
         logs = twin.response_logits(s, kv[s.cartridge]).log_softmax(-1)
@@ -142,8 +152,13 @@ def by_transformers(twin: Twin, batch: TrainBatch) -> tuple[list[float], list[Te
     for r in batch.rl:
         logs = twin.response_logits(r.sample, kv[r.sample.cartridge])[0].log_softmax(-1)
         spread = spread + (logs.exp() * logs).sum()
-    means = [demonstrated / 5, spread / 6]
-    gradients = [torch.autograd.grad(mean, trainable, retain_graph=True)[0] for mean in means]
+    means = [demonstrated / max(counts[0], 1), spread / counts[1]]
+    gradients = [
+        torch.autograd.grad(mean, trainable, retain_graph=True)[0]
+        if mean.requires_grad
+        else torch.zeros_like(trainable)
+        for mean in means
+    ]
     return [mean.item() for mean in means], gradients
 
 

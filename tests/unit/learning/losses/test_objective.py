@@ -12,7 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from channel_setup import ALL, bank_of, changed, do, episode, loss_form, prefixes, scene, scored
+from channel_setup import (
+    ALL,
+    bank_of,
+    changed,
+    do,
+    episode,
+    gradients,
+    loss_form,
+    of_cartridge,
+    prefixes,
+    progress_of,
+    scene,
+    scored,
+    trained,
+    whole_kv,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -27,7 +42,6 @@ from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, load_model, load_tokenizer
 from learning.packing import pack, response_logits
 from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
-from learning.step import new_optimizer
 from protocols.errors import DataError, ForgeError, RunError, StaleTokenError
 from protocols.spec.objective import DpoSpec, GrpoSpec, ObjectiveSpec, SdpoSpec
 from protocols.train_batch import HintedTurn, PolicySample, TrainBatch, hinted
@@ -65,10 +79,19 @@ def with_sampler(batch: TrainBatch, offset: float = 0.0) -> TrainBatch:
 def by_transformers(
     twin: Twin, bank: CartridgeBank, batch: TrainBatch, o: ObjectiveSpec
 ) -> tuple[dict[str, float], Tensor]:
+    """The four values of the batch, and the gradient: each cartridge's is of its own values."""
+    values, _ = of_one(twin, bank, batch, o)
+    own = [of_one(twin, bank, of_cartridge(batch, name), o)[1] for name in bank.names]
+    return values, sum(own[1:], own[0])
+
+
+def of_one(
+    twin: Twin, bank: CartridgeBank, batch: TrainBatch, o: ObjectiveSpec
+) -> tuple[dict[str, float], Tensor]:
     """The four values and the gradient of their weighted sum, one sample at a time through plain
     transformers, as the formulas are written: no packing, no micro-batches."""
-    trainable = bank.trainable.detach().clone().requires_grad_()
-    kv = dict(zip(bank.names, torch.cat([bank.frozen, trainable], dim=4), strict=True))
+    trainable = trained(bank).requires_grad_()
+    kv = dict(zip(bank.names, whole_kv(bank, trainable), strict=True))
 
     def logprobs(s: Sample) -> Tensor:
         return twin.response_logits(s, kv[s.cartridge]).log_softmax(-1)
@@ -157,22 +180,20 @@ def test_every_term_and_the_gradient_equal_transformers(twin: Twin) -> None:
 
 def test_doc_kl_alone_is_bit_for_bit_the_step_written_out(llama: Twin) -> None:
     """Document distillation as it was before there were other channels."""
-    ours, bank = bank_of(llama), bank_of(llama)
-    adam, optimizer = new_optimizer(ours), new_optimizer(bank)
+    ours, bank = bank_of(llama, "a"), bank_of(llama, "a")
+    progress, optimizer = progress_of(ours), torch.optim.Adam([bank.trainable["a"]], lr=0.02)
     for seed in range(4):
-        full = scene(llama, bank, seed)
-        done = do(llama, full, ObjectiveSpec(), bank=ours, optimizer=adam)
+        full = of_cartridge(scene(llama, bank_of(llama), seed), "a")
+        done = do(llama, full, ObjectiveSpec(), bank=ours, progress=progress)
         packed = pack(full.doc, {"a": 8, "b": 8}, 24)
-        logits = response_logits(llama.model, packed, bank.kv(packed.names))
+        logits = response_logits(llama.model, packed, torch.stack(bank.kv(packed.names)))
         total, count = doc_kl(logits, full.scores["doc_teacher"], loss_form())
         mean = total / max(count, 1)
         optimizer.zero_grad(set_to_none=True)
         mean.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_([bank.trainable], 1e9)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.02
+        norm = torch.nn.utils.clip_grad_norm_([bank.trainable["a"]], 1e9)
         optimizer.step()
-        assert torch.equal(ours.trainable, bank.trainable)
+        assert torch.equal(trained(ours), trained(bank))
         assert (done.result.kl, done.result.grad_norm) == (mean.item(), norm.item())
         assert done.result.tokens == count
 
@@ -184,31 +205,31 @@ def plain_grpo(twin: Twin, bank: CartridgeBank, rl: list[PolicySample]) -> Tenso
     of_token = [a for r, a in zip(rl, advantages, strict=True) for own in r.trained if own]
     own = torch.tensor([own for r in rl for own in r.trained])
     packed = pack([r.sample for r in rl], {"a": 8, "b": 8}, 24).only(own)
-    logits = response_logits(twin.model, packed, bank.kv(packed.names))
+    logits = response_logits(twin.model, packed, torch.stack(bank.kv(packed.names)))
     pi = logits.log_softmax(-1).gather(-1, packed.targets[:, None])[:, 0]
     sampler = torch.tensor([x for r in rl for x in r.sample.sampler_logprobs])[own]
     weight = (pi.detach() - sampler).exp().clamp(max=2.0)
     ratio, advantage = (pi - pi.detach()).exp(), torch.tensor(of_token)
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
     loss = -(weight * gain).sum() / len(pi)
-    bank.trainable.grad = None
+    bank.trainable["a"].grad = None
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
 def test_alpha_beta_and_w_doc_of_zero_are_bit_for_bit_plain_grpo(llama: Twin) -> None:
     """Other channels' data lie in the batch, and even spoilt do not matter."""
-    ours, bank = bank_of(llama), bank_of(llama)
-    adam, optimizer = new_optimizer(ours), torch.optim.Adam([bank.trainable], lr=0.02)
+    ours, bank = bank_of(llama, "a"), bank_of(llama, "a")
+    progress, optimizer = progress_of(ours), torch.optim.Adam([bank.trainable["a"]], lr=0.02)
     for seed in range(4):
-        full = with_sampler(scene(llama, bank, seed), 3.0)
+        full = with_sampler(of_cartridge(scene(llama, bank_of(llama), seed), "a"), 3.0)
         spoilt = replace(full, scores={}, pairs=full.pairs * 2)
         zero = ObjectiveSpec(w_doc=0.0, w_rl=1.0, alpha=0.0, beta=0.0)
-        done = do(llama, spoilt, zero, bank=ours, optimizer=adam)
+        done = do(llama, spoilt, zero, bank=ours, progress=progress)
         loss = plain_grpo(llama, bank, list(full.rl))
         optimizer.step()
         assert done.result.terms["grpo"]["value"] == loss.item()
-        assert torch.equal(ours.trainable, bank.trainable)
+        assert torch.equal(trained(ours), trained(bank))
         assert list(done.result.terms) == ["grpo"]
 
 
@@ -258,24 +279,24 @@ def test_an_empty_channel_is_zero_and_changes_nothing(llama: Twin, empty: tuple[
         without = do(llama, batch, only(*left))
         assert torch.equal(done.trained, without.trained)
     else:
-        assert torch.equal(done.trained, bank_of(llama).trainable)
+        assert torch.equal(done.trained, trained(bank_of(llama)))
 
 
 @pytest.mark.parametrize("batch", ["nothing", "errors"])
 def test_with_nothing_at_all_the_cartridge_stays(llama: Twin, batch: str) -> None:
     """Also in the middle of a run, when Adam has momentum."""
     bank = bank_of(llama)
-    optimizer = new_optimizer(bank)
+    progress = progress_of(bank)
     full = scene(llama, bank)
-    do(llama, full, ALL, bank=bank, optimizer=optimizer)
-    before = bank.trainable.detach().clone()
+    do(llama, full, ALL, bank=bank, progress=progress)
+    before = trained(bank)
     none = (
         TrainBatch()
         if batch == "nothing"
         else TrainBatch(rl=[r for r in full.rl if r.reward is None])
     )
-    done = do(llama, none, ALL, bank=bank, optimizer=optimizer)
-    assert torch.equal(bank.trainable, before)
+    done = do(llama, none, ALL, bank=bank, progress=progress)
+    assert torch.equal(trained(bank), before)
     assert [t["value"] for t in done.result.terms.values()] == [0.0] * 4
     assert (done.result.grad_norm, done.result.tokens) == (0.0, 0)
     assert done.result.terms["grpo"]["excluded"] == len(none.rl)
@@ -686,12 +707,12 @@ def test_what_does_not_fit_trains_nothing(
         grpo=GrpoSpec(kl=0.1, distill=0.1, zero_variance="keep"),
         dpo=DpoSpec(reference="first_use", max_reference_age=2),
     )
-    before = bank.trainable.detach().clone()
+    before = trained(bank)
     do(llama, batch, objective)
     with pytest.raises(error, match=message):
         do(llama, spoil(batch, what), objective, bank=bank)
-    assert torch.equal(bank.trainable, before)
-    assert bank.trainable.grad is None
+    assert torch.equal(trained(bank), before)
+    assert gradients(bank) is None
 
 
 @pytest.mark.parametrize("micro", [None, 20])
@@ -699,12 +720,14 @@ def test_a_term_that_is_no_number_ends_the_run_before_the_update(
     llama: Twin, micro: int | None
 ) -> None:
     bank = bank_of(llama)
-    before = bank.trainable.detach().clone()
+    before = trained(bank)
     batch = scene(llama, bank)
     spoilt = replace(batch, pairs=[batch.pairs[0], replace(batch.pairs[1], ref_chosen=math.nan)])
-    with pytest.raises(RunError, match=r"replay_dpo became nan at version 0; lower train\.lr"):
+    with pytest.raises(
+        RunError, match=r"replay_dpo became nan at version 0, of cartridge a; lower train\.lr"
+    ):
         do(llama, spoilt, ALL, bank=bank, micro_tokens=micro)
-    assert torch.equal(bank.trainable, before)
+    assert torch.equal(trained(bank), before)
 
 
 @pytest.mark.parametrize("wrong", [{"w_rl": -1.0}, {"alpha": math.inf}, {"alpha_warmup_steps": -1}])

@@ -118,25 +118,25 @@ def test_the_gradient_removed_is_that_of_autograd(
 def test_shares_are_of_the_sums_over_micro_batches_and_ranks() -> None:
     """(1 + 2 + 3) / (2 + 4 + 6), not the mean of three shares; a fact is a mean over tokens."""
 
-    def tally(*terms: LossTerm) -> LossAccumulator:
-        made = LossAccumulator({"sdpo": 1.0})
+    def tally(tokens: int, *terms: LossTerm) -> LossAccumulator:
+        made = LossAccumulator({"sdpo": 1.0}, {"sdpo": tokens})
         for term in terms:
-            made.add({"sdpo": term}, {"sdpo": term.total})
+            made.add({"sdpo": term})
         return made
 
     def term(tokens: int, part: float, whole: float, fact: float) -> LossTerm:
         pair = (torch.tensor(part), torch.tensor(whole))
-        zero = torch.tensor(0.0)
+        zero = torch.zeros(tokens)
         return LossTerm(zero, tokens, tokens, {"seen": torch.tensor(fact)}, {"removed": pair})
 
     ours, theirs = (
-        tally(term(1, 1.0, 2.0, 3.0), term(2, 2.0, 1.0, 0.0)),
-        tally(term(3, 3.0, 9.0, 9.0)),
+        tally(6, term(1, 1.0, 2.0, 3.0), term(2, 2.0, 1.0, 0.0)),
+        tally(6, term(3, 3.0, 9.0, 9.0)),
     )
-    ours.merge([ours.sums(), theirs.sums()], lambda _: None, torch.zeros(1))
-    found = ours.terms({"sdpo": 6}, {})["sdpo"]
+    ours.merge([ours.sums(), theirs.sums()], lambda _: None, {})
+    found = ours.terms({})["sdpo"]
     assert (found["removed"], found["seen"]) == (0.5, 2.0)
-    nothing = tally(term(0, 0.0, 0.0, 0.0)).terms({"sdpo": 0}, {})["sdpo"]
+    nothing = tally(0, term(0, 0.0, 0.0, 0.0)).terms({})["sdpo"]
     assert (nothing["removed"], nothing["seen"]) == (0.0, 0.0)
 
 

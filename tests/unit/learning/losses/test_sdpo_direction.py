@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from channel_setup import prefixes
+from channel_setup import prefixes, progress_of
 from desk_tasks import replayed
 
 from environments.clinic.desk import HINTS, draw_case, draw_desk
@@ -59,14 +59,15 @@ class DeskScene:
         """Train one plain step of norm STEP; return what it added to `log_right`."""
         bank = self.bank()
         before = self.log_right(bank)
+        progress = progress_of(bank, lr=1.0)
+        progress[self.name]._adam = torch.optim.SGD([bank.trainable[self.name]])  # type: ignore[assignment]
         done = train_step(
             self.model,
             bank,
-            torch.optim.SGD([bank.trainable]),
+            progress,
             self.batch,
             # doc_kl is compared and hardly trained
             active_channels(ObjectiveSpec(w_doc=1e-12, alpha=1e6, sdpo=sdpo)),
-            lr=1.0,
             clip=STEP,
             row_tokens=ROW_TOKENS,
             version=0,
