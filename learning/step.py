@@ -135,6 +135,8 @@ def train_step(
         for name in learning
     }
     parameters = {name: p.parameter for name, p in learning.items()}
+    plain = {name: p for name, p in parameters.items() if name not in due}
+    compared = parameters if compare_gradients else {name: parameters[name] for name in due}
     tally, gap = LossAccumulator(weights, whole), SamplerGap()
 
     alone = {name: bank.tokens(name) for name in bank.names}
@@ -184,15 +186,16 @@ def train_step(
         tokens += len(packed.targets)
         tally.add(terms)
         nothing = [0.0 * student.hidden.sum()] if together else []
-        if compare_gradients or due:
+        if compared:
             sums = {name: _sum(list(of.values())) for name, of in means.items()}
-            tally.add_gradients(sums, parameters, *nothing)
-        if not due:
-            weighted = [
-                coefficients[cartridge][name] * mean
-                for name, of in means.items()
-                for cartridge, mean in of.items()
-            ]
+            tally.add_gradients(sums, compared, *nothing)
+        weighted = [
+            coefficients[cartridge][name] * mean
+            for name, of in means.items()
+            for cartridge, mean in of.items()
+            if cartridge in plain
+        ]
+        if weighted or (plain and nothing):
             _sum(weighted + nothing).backward()  # type: ignore[no-untyped-call]  # torch's own
 
     found = ranks.gather(
@@ -209,17 +212,14 @@ def train_step(
     gap.refuse(gap_bounds, version)
     tally.merge([one["sums"] for one in found], ranks.add_all, parameters)
     norms = {name: tally.norms(name) for name in learning}
-    if due:
-        for name in due:
-            balances[name].add(norms[name])
-            coefficients[name] = balances[name].coefficients(weights)
-        for name, parameter in parameters.items():
-            parameter.grad = tally.gradient(name, coefficients[name])
-    else:
-        for parameter in parameters.values():
-            if parameter.grad is None:  # this rank had no micro-batch of it
-                parameter.grad = torch.zeros_like(parameter)
-        ranks.add_all([p.grad for p in parameters.values() if p.grad is not None])
+    for name in due:
+        balances[name].add(norms[name])
+        coefficients[name] = balances[name].coefficients(weights)
+        parameters[name].grad = tally.gradient(name, coefficients[name])
+    for parameter in plain.values():
+        if parameter.grad is None:  # this rank had no micro-batch of it
+            parameter.grad = torch.zeros_like(parameter)
+    ranks.add_all([p.grad for p in plain.values() if p.grad is not None])
     own_tokens = prepared.tokens()
     updates = {
         name: {

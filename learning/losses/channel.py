@@ -329,7 +329,7 @@ class LossAccumulator:
 
 
 def _norm(gradient: Tensor) -> float:
-    return gradient.double().norm().item()
+    return float(gradient.double().norm())
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -78,10 +78,11 @@ def curve(trainer: CartridgeTrainer, house: House, start: int = 0, stop: int = S
 
 def bits(trainer: CartridgeTrainer) -> str:
     """A hash of cartridges and moments."""
-    state = trainer._optimizer.state[trainer.bank.trainable]
+    state = trainer._state.checkpoint({})
     digest = hashlib.sha256()
-    for tensor in (trainer.bank.frozen, trainer.bank.trainable, *state.values()):
-        digest.update(tensor.detach().numpy().tobytes())
+    for name in trainer.bank.names:
+        for tensor in state.cartridge(name).values():
+            digest.update(tensor.detach().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -171,7 +172,7 @@ def torn(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     if ranks.rank == 1:
         if job == "differ":
             with torch.no_grad():
-                trainer.bank.trainable.view(-1)[5] += 1e-6
+                trainer.bank.trainable["a"].view(-1)[5] += 1e-6
         else:
             kv = {"fails": fail, "silent": silent, "dies": die}[job]
             trainer.bank.kv = kv  # type: ignore[method-assign]

@@ -123,7 +123,7 @@ def test_another_spec_is_refused(cut_short: Path) -> None:
 
 def test_a_damaged_checkpoint_is_refused_by_name(cut_short: Path) -> None:
     before, newest = sorted((latest(cut_short) / "checkpoints").glob("version-*"))[-2:]
-    state = newest / "state.safetensors"
+    state = max(newest.glob("cartridge-*"))
     whole = state.read_bytes()
     state.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     try:
