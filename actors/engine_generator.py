@@ -22,7 +22,7 @@ from torch import Tensor
 
 from actors.base import VLLM_REMEDY, ModelSource, missing_vllm
 from actors.engine_thread import Engine, EngineThread
-from learning.cartridge.transfer import get_missing
+from learning.cartridge.transfer import get_missing, since_of
 from learning.decoding.engine import TorchEngine
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import flush_denormals, text_of
@@ -83,7 +83,7 @@ class EngineGeneratorActor(Actor):
         With `in_flight: drain` it first waits for the requests in flight, and later ones wait for
         it.
         """
-        since = {c.name: c.since for c in snapshot.cartridges}
+        since = since_of(snapshot.cartridges)
         missing = await asyncio.wrap_future(self._engine.missing(since))
         new = await get_missing(self._plane.get, snapshot.cartridges, missing)
         return await asyncio.wrap_future(self._engine.hold(snapshot.version, since, new))

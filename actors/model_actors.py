@@ -19,7 +19,7 @@ from torch import Tensor
 from actors.base import ModelSource
 from learning.cartridge.composition import composed
 from learning.cartridge.fingerprint import Fingerprints
-from learning.cartridge.transfer import get_missing
+from learning.cartridge.transfer import get_missing, since_of
 from learning.cartridge.versions import CartridgeVersions
 from learning.decoding.decode_batch import generate
 from learning.losses.dpo import with_references
@@ -84,16 +84,16 @@ class CartridgeReaderActor(ModelActor):
     async def load(self, snapshot: CartridgeSnapshot) -> int:
         """Load what is not held of a published version from the tensor plane; requests may name the
         version from now on."""
-        await self._load(self._cartridges, snapshot.version, snapshot.cartridges)
+        new = await self._missing(self._cartridges, snapshot.cartridges)
+        self._cartridges.add(snapshot.version, since_of(snapshot.cartridges), new)
         return snapshot.version
 
-    async def _load(
-        self, held: CartridgeVersions, version: int, cartridges: Sequence[PublishedCartridge]
-    ) -> None:
-        since = {c.name: c.since for c in cartridges}
-        new = await get_missing(self._plane.get, cartridges, held.missing(since))
-        model = self._model
-        held.add(version, since, {n: kv.to(model.device, model.dtype) for n, kv in new.items()})
+    async def _missing(
+        self, held: CartridgeVersions, cartridges: Sequence[PublishedCartridge]
+    ) -> dict[str, Tensor]:
+        """Return the tensors that are not held, on the model's device."""
+        new = await get_missing(self._plane.get, cartridges, held.missing(since_of(cartridges)))
+        return {n: kv.to(self._model.device, self._model.dtype) for n, kv in new.items()}
 
 
 class GeneratorActor(CartridgeReaderActor):
@@ -186,9 +186,12 @@ class SDPOTeacherActor(CartridgeReaderActor):
     @endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
         """Load what is not held of a published version, with those that read hints."""
-        await self._load(self._cartridges, snapshot.version, snapshot.cartridges)
+        # Both before either is added: a call that a lost plane ends is repeated.
+        new = await self._missing(self._cartridges, snapshot.cartridges)
+        hinted = await self._missing(self._hinted, snapshot.hinted)
+        self._cartridges.add(snapshot.version, since_of(snapshot.cartridges), new)
         if snapshot.hinted:
-            await self._load(self._hinted, snapshot.version, snapshot.hinted)
+            self._hinted.add(snapshot.version, since_of(snapshot.hinted), hinted)
             self._reads_hints = self._hinted
         return snapshot.version
 

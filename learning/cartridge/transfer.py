@@ -66,6 +66,11 @@ async def get_missing(
     return {c.name: got[c.packet.key][c.name] for c in wanted}
 
 
+def since_of(cartridges: Sequence[PublishedCartridge]) -> dict[str, int]:
+    """Return by name the version that last changed each cartridge."""
+    return {cartridge.name: cartridge.since for cartridge in cartridges}
+
+
 def packet_names(sizes: Mapping[str, int], most: int = PACKET_BYTES) -> list[list[str]]:
     """Split names into packets, in order: each of one name, or of at most `most` bytes."""
     packets: list[list[str]] = []

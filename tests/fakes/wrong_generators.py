@@ -15,8 +15,7 @@ from monarch.actor import endpoint
 from torch import Tensor
 
 from actors.model_actors import GeneratorActor
-from learning.cartridge.transfer import get_missing
-from learning.cartridge.versions import CartridgeVersions
+from learning.cartridge.transfer import since_of
 from learning.decoding.decode_batch import generate
 from protocols.types import (
     CARTRIDGE,
@@ -24,7 +23,6 @@ from protocols.types import (
     GenerateOutput,
     GenerateRequest,
     PrefixRef,
-    PublishedCartridge,
 )
 
 
@@ -39,11 +37,15 @@ class WrongGenerator(GeneratorActor):
 
     @endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
-        await self._load(self._cartridges, snapshot.version, snapshot.cartridges)
+        new = self.filed(await self._missing(self._cartridges, snapshot.cartridges))
+        self._cartridges.add(snapshot.version, since_of(snapshot.cartridges), new)
         for c in snapshot.cartridges:
             self._told[c.name, snapshot.version] = c.fingerprint
             self._first.setdefault(c.name, self._cartridges.get(c.name, snapshot.version))
         return snapshot.version
+
+    def filed(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
+        return new
 
     def wrong(self, name: str, version: int) -> Tensor:
         raise NotImplementedError
@@ -57,12 +59,8 @@ class WrongGenerator(GeneratorActor):
 class FilesFirst(WrongGenerator):
     """Files version 0's numbers under every new label."""
 
-    async def _load(
-        self, held: CartridgeVersions, version: int, cartridges: Sequence[PublishedCartridge]
-    ) -> None:
-        since = {c.name: c.since for c in cartridges}
-        new = await get_missing(self._plane.get, cartridges, held.missing(since))
-        held.add(version, since, {name: self._first.get(name, kv) for name, kv in new.items()})
+    def filed(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._first.get(name, kv) for name, kv in new.items()}
 
     def wrong(self, name: str, version: int) -> Tensor:
         return self._cartridges.get(name, version)

@@ -35,8 +35,9 @@ async def served(run: TrainingRun) -> dict[str, dict[str, str]]:
 
 @pytest.mark.timeout(600)
 def test_a_step_moves_two_of_twenty_and_every_reader_has_all(tmp_path: Path) -> None:
-    """Before step 3 one generator dies and one more is started: each answers over the numbers that
-    were published, most of them with version 0."""
+    """Before step 3 a generator dies and another is started beside it: each answers over the
+    numbers that were published, most of them with version 0. The trainer dies too, and its
+    successor publishes no more than before."""
     spec = small_spec(
         data__patients=20, rollout__prompts=2, train__steps=4, evaluate__questions=4,
         train__checkpoint_every=0,
@@ -51,12 +52,13 @@ def test_a_step_moves_two_of_twenty_and_every_reader_has_all(tmp_path: Path) -> 
         seen[f"packets {step}"] = len(snapshot.packets)
         if step != 2:
             return
-        pool = run._generator.pool
-        os.kill(await pool.route("ready"), signal.SIGKILL)
-        pool.scale(2)
-        while pool.restarts < 1:
-            await pool._change()
-        await pool.settled(300.0)
+        generators, trainers = run._generator.pool, run._trainer.pool
+        generators.scale(2)
+        for pool in (generators, trainers):
+            os.kill(await pool.route("ready"), signal.SIGKILL)
+            while pool.restarts < 1:
+                await pool._change()
+            await pool.settled(300.0)
         seen["served"] = await served(run)
         seen["published"] = {c.name: c.fingerprint for c in snapshot.cartridges}
 

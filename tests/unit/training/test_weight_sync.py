@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_mesh import FakeProcess, House, house, run
 
-from learning.cartridge.transfer import get_missing
+from learning.cartridge.transfer import get_missing, since_of
 from learning.cartridge.versions import VersionLedger
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.spec.mesh import RoleSpec
@@ -125,7 +125,7 @@ class Generator:
 
     async def load(self, snapshot: CartridgeSnapshot) -> None:
         await asyncio.sleep(self.seconds)
-        since = {c.name: c.since for c in snapshot.cartridges}
+        since = since_of(snapshot.cartridges)
         new: dict[str, int] = await get_missing(
             self.plane.get, snapshot.cartridges, self.ledger.missing(since)
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learning.cartridge.fingerprint import Fingerprints, fingerprint
-from learning.cartridge.transfer import get_missing, packet_names, put_changed
+from learning.cartridge.transfer import get_missing, packet_names, put_changed, since_of
 from learning.cartridge.versions import CartridgeVersions
 from protocols.errors import PublishError
 from protocols.types import PublishedCartridge
@@ -65,7 +65,7 @@ async def load(
     files: Files, held: CartridgeVersions, version: int, cartridges: tuple[PublishedCartridge, ...]
 ) -> set[str]:
     """The reader's side; returns the names that it got."""
-    since = {c.name: c.since for c in cartridges}
+    since = since_of(cartridges)
     new = await get_missing(files.plane.get, cartridges, held.missing(since))
     held.add(version, since, new)
     return set(new)
