@@ -93,7 +93,7 @@ class TrainerActor(ModelActor):
         return self._trainer.recover()
 
     @endpoint
-    async def begin(self, arm: str, steps: int, updates: Mapping[str, int] | None = None) -> int:
+    async def begin(self, arm: str, steps: int, updates: Mapping[str, int]) -> int:
         """Start an arm of `steps` steps from the untrained cartridges, as a new version. `updates`
         is the number of steps that will train a cartridge, where that is not all."""
         return self._trainer.begin(arm, steps, updates)

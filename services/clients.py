@@ -260,9 +260,10 @@ class TrainerClient(RoleClient):
         digest: str = await self.pool.route("base_hash")
         return digest
 
-    async def begin(self, arm: str, steps: int) -> int:
-        """Start an arm of `steps` steps from the untrained cartridges and return its version, 0."""
-        version: int = await self.pool.route("begin", arm, steps)
+    async def begin(self, arm: str, steps: int, updates: Mapping[str, int]) -> int:
+        """Start an arm of `steps` steps from the untrained cartridges and return its version, 0.
+        `updates` is the number of steps that will train a cartridge, where that is not all."""
+        version: int = await self.pool.route("begin", arm, steps, updates)
         return version
 
     async def step(self, batch: TrainBatch, version: int) -> TrainStepOutput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -105,7 +106,8 @@ class TrainingRun:
     async def _train_on_policy(self) -> None:
         state, train, course = self._state, self._learn.train, self._course
         if not self._resumed:
-            state.first_version = await self._trainer.begin("on_policy", train.steps)
+            updates = course.updates(train.steps)
+            state.first_version = await self._trainer.begin("on_policy", train.steps, updates)
         self._begun_arm = True
         await self._weights.publish(state.version)
         for arm, prefix in (("none", NO_DOCUMENT), ("document", "document")):
@@ -147,7 +149,8 @@ class TrainingRun:
         rollouts = await self._offline_data(state.tokens["on_policy"])
         if state.arm != "offline":
             state.arm, state.step, state.pending = "offline", 0, []
-            state.first_version = await self._trainer.begin("offline", len(rollouts))
+            drawn = Counter(name for r in rollouts for name in {s.cartridge for s in r.samples})
+            state.first_version = await self._trainer.begin("offline", len(rollouts), drawn)
         await self._checkpoint_due(len(rollouts), force=True)
         for rollout in rollouts[state.step :]:
             await self._look_up()
@@ -194,6 +197,7 @@ class TrainingRun:
             arm=arm, step=step, version=output.version, kl=kl,
             grad_norm=output.grad_norm, lr=output.lr, tokens=output.tokens,
             stale_tokens=output.stale_tokens, sampler_gap=output.sampler_gap,
+            cartridges=output.cartridges,
             **self._course.facts(record),
         )  # fmt: skip
         self._course.record(record.rollout, arm, step, self._directory)

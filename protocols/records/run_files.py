@@ -57,7 +57,11 @@ class MetricRow:
     "tokens": 812, "stale_tokens": 0, "accuracy": null}`
     `step` counts from 1 in each arm. `kl` is null without document distillation, and `accuracy`
     without a validation at this step. `sampler_gap` is that of `TrainStepOutput`, left out where no
-    token was compared. Episodes add three fields, each left out where it is empty:
+    token was compared. `cartridges` holds the updates of the cartridges that had a loss:
+
+        {"cartridges": {"patient_01": {"lr": 0.02, "grad_norm": 0.3, "step": 12, "tokens": 212}}}
+
+    Episodes add three fields, each left out where it is empty:
     `channels` holds the value, denominator ("count"), weight and facts of every channel with a
     weight, `cosines` those between channels' gradients, and `episodes` counts and means over the
     step's episodes:
@@ -79,6 +83,7 @@ class MetricRow:
     cosines: Mapping[str, float] = field(default_factory=dict)
     sampler_gap: Mapping[str, float] = field(default_factory=dict)
     episodes: Mapping[str, float] = field(default_factory=dict)
+    cartridges: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

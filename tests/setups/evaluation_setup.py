@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_setup import checkpoint_of
+from format_setup import checkpoint_of
 from torch import Tensor
 
 from learning.checkpoint import write_checkpoint

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
+from learning.checkpoint import CARTRIDGE, Checkpoint, part_name
 from registry.formats.cartridge_file import DTYPES, CartridgeFile, Provenance
 from registry.formats.convert import FORMATS
 
@@ -77,3 +81,15 @@ def cartridges(draw: st.DrawFn) -> CartridgeFile:
         dtype=draw(st.sampled_from(sorted(DTYPES))), frozen=draw(st.integers(0, tokens - 1)),
         seed=draw(st.integers(0, 999)), facts=facts,
     )  # fmt: skip
+
+
+def checkpoint_of(facts: Mapping[str, Any], stacked: Mapping[str, Tensor]) -> Checkpoint:
+    """A checkpoint of the facts "names" and "version" (with any others) and of `stacked`: `frozen`
+    and `trainable` [C, L, 2, H_kv, F or P-F, D]."""
+    version = facts["version"]
+    parts = {
+        part_name(CARTRIDGE, i, version): {k: part[i] for k, part in stacked.items()}
+        for i in range(len(facts["names"]))
+    }
+    own = {name: {"since": version} for name in facts["names"]}
+    return Checkpoint({**facts, "cartridges": own}, parts)

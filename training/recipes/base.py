@@ -9,7 +9,8 @@ DocumentsRecipe     answers about a user's own documents           (training.rec
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from protocols.records.answers import KeepAnswers
@@ -17,6 +18,16 @@ from protocols.records.run_files import MeasuredAccuracy
 from protocols.train_batch import TrainBatch
 from services.run_directory import RunDirectory
 from training.rollouts import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
+
+
+def drawn_steps(names: Sequence[str], each: int, steps: int) -> dict[str, int]:
+    """Return in how many of `steps` each name is drawn, where names take turns, `each` a step."""
+    drawn = Counter(
+        name
+        for step in range(steps)
+        for name in {names[(step * each + i) % len(names)] for i in range(each)}
+    )
+    return {name: drawn[name] for name in names}
 
 
 class Recipe(Protocol):
@@ -29,6 +40,11 @@ class Recipe(Protocol):
     def prepare(self, step: int) -> None:
         """Make the prompts of `step` beforehand, while the models work."""
         return
+
+    def updates(self, steps: int) -> Mapping[str, int]:
+        """Return by cartridge in how many of an arm's `steps` it is drawn, where that is not in
+        all: its learning rate falls over these."""
+        return {}
 
     @abstractmethod
     async def sample(

@@ -46,7 +46,7 @@ from training.recipes.agreement import (
     teachers_answer,
     users_answer,
 )
-from training.recipes.base import Recipe
+from training.recipes.base import Recipe, drawn_steps
 from training.recipes.contamination import clean
 from training.recipes.longhealth import in_company, in_turns, reading
 from training.recipes.question_files import UserQuestion, read_questions
@@ -175,6 +175,9 @@ class DocumentsRecipe(Recipe):
         return found
 
     # -- rollouts -------------------------------------------------------------------------------
+
+    def updates(self, steps: int) -> Mapping[str, int]:
+        return drawn_steps(sorted(self._parts.parts), self._spec.rollout.prompts, steps)
 
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard

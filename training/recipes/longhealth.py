@@ -47,7 +47,7 @@ from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import TrainBatch
 from protocols.types import GenerateRequest, PrefixRef, Sampling, composed_ref
 from services.run_directory import RunDirectory
-from training.recipes.base import Recipe
+from training.recipes.base import Recipe, drawn_steps
 from training.rollouts import (
     Rollout,
     ScoreGroup,
@@ -75,6 +75,9 @@ class LongHealthRecipe(Recipe):
 
     def prepare(self, step: int) -> None:
         self._tasks.prepare(step)
+
+    def updates(self, steps: int) -> Mapping[str, int]:
+        return drawn_steps(sorted(self._tasks.patients), self._tasks.prompts, steps)
 
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
@@ -230,6 +233,11 @@ class LongHealthPrompts:
             )
             prompts.append(StudyPrompt(document, kind, request))
         return prompts
+
+    @property
+    def prompts(self) -> int:
+        """Return the prompts of a step."""
+        return self._spec.rollout.prompts
 
     @cached_property
     def exams(self) -> list[LongHealthQuestion]:

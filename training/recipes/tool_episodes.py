@@ -51,7 +51,7 @@ from services.clients import EnvironmentClient
 from services.mesh import Mesh
 from services.run_directory import RunDirectory
 from teachers.ledger import RunSpending
-from training.recipes.base import Recipe
+from training.recipes.base import Recipe, drawn_steps
 from training.recipes.hint_writers import HintWriter
 from training.recipes.preferences import AskedState, PreferenceQueue
 from training.rollouts import (
@@ -93,6 +93,9 @@ class ToolEpisodesRecipe(Recipe):
         self.end_ids = frozenset({tokenizer.eos_token_id})
 
     # -- episodes -------------------------------------------------------------------------------
+
+    def updates(self, steps: int) -> Mapping[str, int]:
+        return drawn_steps(self._desks, self._episodes.tasks, steps)
 
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard

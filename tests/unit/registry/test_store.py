@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_setup import checkpoint_of
+from format_setup import checkpoint_of
 from safetensors.torch import load_file, save_file
 
 from learning.checkpoint import write_checkpoint

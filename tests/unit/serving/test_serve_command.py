@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_setup import checkpoint_of
+from format_setup import checkpoint_of
 
 from forge_run.cli import forge
 from learning.checkpoint import write_checkpoint

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_setup import checkpoint_of
 from fake_hub import TOKEN, fake_hub
+from format_setup import checkpoint_of
 from logits_setup import trained
 
 from forge_run.cli import forge

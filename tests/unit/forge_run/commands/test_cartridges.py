@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_setup import checkpoint_of
-from format_setup import cartridge, same
+from format_setup import cartridge, checkpoint_of, same
 from logits_setup import READER, trained
 
 from forge_run.cli import forge

@@ -13,6 +13,7 @@ from channel_setup import ALL, bank_of, changed, of_cartridge, prefixes, scene
 
 from learning.checkpoint import list_checkpoints, read_checkpoint
 from learning.trainer import CartridgeTrainer
+from protocols.errors import PublishError
 from protocols.spec.objective import DpoSpec, GrpoSpec, ObjectiveSpec, SdpoSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch
@@ -163,6 +164,8 @@ def test_a_successor_publishes_the_same_and_shares_the_same(
         for name in "ab":
             assert torch.equal(ours.kv[name], theirs.kv[name])
             assert torch.equal(ours.hinted[name], theirs.hinted[name])
+    with pytest.raises(PublishError, match=f"version {3 - staleness} cannot be published"):
+        successor.snapshot(3 - staleness)
     if staleness:
         assert successor.snapshot(4).kv["b"] is successor.snapshot(3).kv["b"]
     both = [t.step_on(lessons(llama)[4], 4) for t in (lost, successor)]
