@@ -22,6 +22,7 @@ from torch import Tensor
 
 from actors.base import VLLM_REMEDY, ModelSource, missing_vllm
 from actors.engine_thread import Engine, EngineThread
+from learning.cartridge.transfer import get_missing, since_of
 from learning.decoding.engine import TorchEngine
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import flush_denormals, text_of
@@ -76,21 +77,24 @@ class EngineGeneratorActor(Actor):
 
     @concurrent_endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
-        """Load a published version from the tensor plane; requests may name it from now on.
+        """Load what is not held of a published version from the tensor plane; requests may name the
+        version from now on.
 
         With `in_flight: drain` it first waits for the requests in flight, and later ones wait for
         it.
         """
-        tensors = await self._plane.get(snapshot.packet)
-        held = self._engine.hold(snapshot.version, snapshot.names, tensors["kv"])
-        return await asyncio.wrap_future(held)
+        since = since_of(snapshot.cartridges)
+        missing = await asyncio.wrap_future(self._engine.missing(since))
+        new = await get_missing(self._plane.get, snapshot.cartridges, missing)
+        return await asyncio.wrap_future(self._engine.hold(snapshot.version, since, new))
 
     @concurrent_endpoint
     async def load_file(self, version: int, name: str, path: str) -> int:
         """Load one cartridge, "kv" [L, 2, H_kv, P, D] of a safetensors file, as a version of its
         own. Raises PublishError for a file without one, or one that does not fit the model."""
         kv = await asyncio.to_thread(read_cartridge, path)
-        return await asyncio.wrap_future(self._engine.hold(version, (name,), kv[None]))
+        held = self._engine.hold(version, {name: version}, {name: kv})
+        return await asyncio.wrap_future(held)
 
     @concurrent_endpoint
     async def drop(self, version: int) -> None:

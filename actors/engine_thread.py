@@ -17,20 +17,20 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from learning.cartridge.bank import VersionLedger
+from learning.cartridge.versions import CartridgeId, VersionLedger
 from protocols.errors import ForgeError, PublishError
 from protocols.types import (
-    CARTRIDGE,
     Completion,
     EngineReport,
     GenerateRequest,
+    PrefixRef,
     TokenChunk,
     refused,
 )
@@ -41,8 +41,11 @@ class Engine(Protocol):
 
     first_token_seconds: float | None
 
-    def add(self, key: str, request: GenerateRequest, stream: bool = False) -> None:
-        """Add a request whose prefix is held. Raises DataError for a malformed one."""
+    def add(
+        self, key: str, request: GenerateRequest, prefix: PrefixRef, stream: bool = False
+    ) -> None:
+        """Add a request. `prefix` is its prefix, of which each cartridge's version is the one that
+        it is held under. Raises DataError for a malformed request."""
         ...
 
     def step(self) -> Iterable[tuple[str, TokenChunk | Completion]]:
@@ -53,11 +56,12 @@ class Engine(Protocol):
         """End a request early: a later step returns it as "cancelled"."""
         ...
 
-    def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
-        """Keep [C, L, 2, H_kv, P, D]. Raises PublishError when they do not fit the model."""
+    def hold(self, cartridges: Mapping[CartridgeId, Tensor]) -> None:
+        """Keep cartridges [L, 2, H_kv, P, D]. Raises PublishError, and keeps none, when one does
+        not fit the model."""
         ...
 
-    def let_go(self, version: int) -> None: ...
+    def let_go(self, cartridges: Sequence[CartridgeId]) -> None: ...
 
     def loads(self) -> tuple[int, int]:
         """Return the number of loads so far, and of the tokens they wrote."""
@@ -82,7 +86,7 @@ class EngineCall:
 @dataclass
 class RequestInFlight:
     future: Future[Completion]
-    versions: tuple[int, ...]  # of the cartridges, kept until the request ends
+    prefix: PrefixRef  # as the engine has it, kept until the request ends
     id: str
     told: Callable[[TokenChunk], None] | None
 
@@ -128,14 +132,24 @@ class EngineThread:
 
         return self._post(EngineCall(work, _promise()))
 
-    def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> Future[int]:
-        """Return a future of the version, resolved when requests may name it; it raises
-        PublishError for a version that was used before."""
+    def missing(self, since: Mapping[str, int]) -> Future[set[str]]:
+        """Return a future of the names whose numbers, of the versions `since`, are not held."""
+        return self._post(
+            EngineCall(lambda future: future.set_result(self._ledger.missing(since)), _promise())
+        )
+
+    def hold(
+        self, version: int, since: Mapping[str, int], new: Mapping[str, Tensor]
+    ) -> Future[int]:
+        """Return a future of the version, resolved when requests may name it. `new` are its
+        cartridges [L, 2, H_kv, P, D] that are not held. The future raises PublishError for a
+        version that was used before."""
 
         def work(future: Future[int]) -> None:
-            self._ledger.check_new(version)
-            self._engine.hold(version, names, kv)
-            self._let_go(self._ledger.add(version, names))
+            self._ledger.check(version, since, new.keys())
+            if new:
+                self._engine.hold({(name, since[name]): kv for name, kv in new.items()})
+            self._let_go(self._ledger.add(version, since, new.keys()))
             future.set_result(version)
 
         return self._post(EngineCall(work, _promise(), when_idle=self._drain))
@@ -225,29 +239,24 @@ class EngineThread:
         future: Future[Completion],
         told: Callable[[TokenChunk], None] | None,
     ) -> None:
-        cartridges = [p for p in request.prefix.parts if p.name.startswith(CARTRIDGE)]
         try:
-            for part in cartridges:
-                self._ledger.index(part.name.removeprefix(CARTRIDGE), part.version)
+            prefix = self._ledger.resolved(request.prefix)
         except PublishError as error:
             future.set_result(refused(request, str(error)))
             return
         key = next(self._keys)
-        self._engine.add(key, request, stream=told is not None)
-        versions = tuple(part.version for part in cartridges)
-        self._running[key] = RequestInFlight(future, versions, request.id, told)
-        for version in versions:
-            self._ledger.begin(version)
+        self._engine.add(key, request, prefix, stream=told is not None)
+        self._running[key] = RequestInFlight(future, prefix, request.id, told)
+        self._ledger.begin(prefix)
 
     def _end(self, key: str, completion: Completion) -> None:
         ended = self._running.pop(key)
-        for version in ended.versions:
-            self._let_go(self._ledger.end(version))
+        self._let_go(self._ledger.end(ended.prefix))
         ended.future.set_result(completion)
 
-    def _let_go(self, versions: Iterable[int]) -> None:
-        for version in versions:
-            self._engine.let_go(version)
+    def _let_go(self, cartridges: Sequence[CartridgeId]) -> None:
+        if cartridges:
+            self._engine.let_go(cartridges)
 
     def _report(self) -> EngineReport:
         loads, tokens = self._engine.loads()

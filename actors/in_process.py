@@ -59,7 +59,8 @@ def local_sampler(
         engine.started.result(START_SECONDS)
         told, prefix = None, PrefixRef(f"document/{NO_DOCUMENT}", 0)
         if cartridge is not None:
-            engine.hold(0, (DOCUMENT,), read_cartridge(str(cartridge))[None]).result(START_SECONDS)
+            kv = read_cartridge(str(cartridge))
+            engine.hold(0, {DOCUMENT: 0}, {DOCUMENT: kv}).result(START_SECONDS)
             told, prefix = DOCUMENT, PrefixRef(f"cartridge/{DOCUMENT}", 0)
         elif document is not None:
             told, prefix = DOCUMENT, PrefixRef(f"document/{DOCUMENT}", 0)

@@ -17,9 +17,10 @@ from monarch.actor import Actor, endpoint
 from torch import Tensor
 
 from actors.base import ModelSource
-from learning.cartridge.bank import CartridgeVersions
 from learning.cartridge.composition import composed
 from learning.cartridge.fingerprint import Fingerprints
+from learning.cartridge.transfer import get_missing, since_of
+from learning.cartridge.versions import CartridgeVersions
 from learning.decoding.decode_batch import generate
 from learning.losses.dpo import with_references
 from learning.model.document_kv import DocumentKVCache, document_kv, host_spill
@@ -33,6 +34,7 @@ from protocols.types import (
     GenerateOutput,
     GenerateRequest,
     PrefixRef,
+    PublishedCartridge,
     Sample,
     ScoreOutput,
     TensorRef,
@@ -80,14 +82,18 @@ class CartridgeReaderActor(ModelActor):
 
     @endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
-        """Load a published version from the tensor plane; requests may name it from now on."""
-        kv = await self._read(snapshot.packet)
-        self._cartridges.add(snapshot.version, snapshot.names, kv)
+        """Load what is not held of a published version from the tensor plane; requests may name the
+        version from now on."""
+        new = await self._missing(self._cartridges, snapshot.cartridges)
+        self._cartridges.add(snapshot.version, since_of(snapshot.cartridges), new)
         return snapshot.version
 
-    async def _read(self, packet: TensorRef) -> Tensor:
-        tensors = await self._plane.get(packet)
-        return tensors["kv"].to(self._model.device, self._model.dtype)
+    async def _missing(
+        self, held: CartridgeVersions, cartridges: Sequence[PublishedCartridge]
+    ) -> dict[str, Tensor]:
+        """Return the tensors that are not held, on the model's device."""
+        new = await get_missing(self._plane.get, cartridges, held.missing(since_of(cartridges)))
+        return {n: kv.to(self._model.device, self._model.dtype) for n, kv in new.items()}
 
 
 class GeneratorActor(CartridgeReaderActor):
@@ -175,14 +181,18 @@ class SDPOTeacherActor(CartridgeReaderActor):
         self._row_tokens = row_tokens
         self._keep_top = keep_top
         self._hinted = CartridgeVersions(keep_versions)
+        self._reads_hints = self._cartridges
 
     @endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
-        """Load a published version from the tensor plane, with those that read hints."""
-        kv = await self._read(snapshot.packet)
-        hinted = kv if snapshot.hinted is None else await self._read(snapshot.hinted)
-        self._cartridges.add(snapshot.version, snapshot.names, kv)
-        self._hinted.add(snapshot.version, snapshot.names, hinted)
+        """Load what is not held of a published version, with those that read hints."""
+        # Both before either is added: a call that a lost plane ends is repeated.
+        new = await self._missing(self._cartridges, snapshot.cartridges)
+        hinted = await self._missing(self._hinted, snapshot.hinted)
+        self._cartridges.add(snapshot.version, since_of(snapshot.cartridges), new)
+        if snapshot.hinted:
+            self._hinted.add(snapshot.version, since_of(snapshot.hinted), hinted)
+            self._reads_hints = self._hinted
         return snapshot.version
 
     @endpoint
@@ -191,7 +201,7 @@ class SDPOTeacherActor(CartridgeReaderActor):
         with the cartridges that read hints at `version`, each sample's context before its own
         tokens."""
         begun = time.perf_counter()
-        prefixes = self._prefixes(self._hinted, [s.cartridge for s in samples], version)
+        prefixes = self._prefixes(self._reads_hints, [s.cartridge for s in samples], version)
         tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
         served = {name: self._fingerprints.of(kv) for name, kv in prefixes.items()}
         seconds = time.perf_counter() - begun

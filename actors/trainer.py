@@ -18,8 +18,9 @@ from monarch.actor import endpoint
 
 from actors.base import ModelSource, RankPlace
 from actors.model_actors import ModelActor
-from learning.cartridge.fingerprint import fingerprint
+from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
+from learning.cartridge.transfer import put_changed
 from learning.checkpoint import read_checkpoint
 from learning.model.distributed import join, shard_base
 from learning.model.document_kv import DocumentKVCache, document_kv
@@ -79,6 +80,7 @@ class TrainerActor(ModelActor):
             ),
             ranks=self._ranks,
         )
+        self._fingerprints = Fingerprints()
         objective = learn.objective
         self._asks_document = objective.w_rl > 0 and objective.grpo.asks_document
         self._ranks.gather({})
@@ -162,21 +164,24 @@ class TrainerActor(ModelActor):
         return self._trainer.references(pairs)
 
     @endpoint
-    async def publish(self, version: int) -> CartridgeSnapshot | None:
-        """Put one packed snapshot of every cartridge at `version` into the plane; rank 0 only."""
+    async def publish(
+        self, version: int, before: CartridgeSnapshot | None
+    ) -> CartridgeSnapshot | None:
+        """Put the cartridges of `version` that differ from `before`, a version in the plane (None:
+        all), into the plane; rank 0 only."""
         if not self._ranks.leads:
             return None
         snapshot = self._trainer.snapshot(version)
-        names, kv = tuple(snapshot.kv), list(snapshot.kv.values())
-        packet = await self._put(f"cartridges/{version}", {"kv": torch.stack(kv)})
-        own = tuple(map(fingerprint, kv))
-        if snapshot.hinted is None:
-            return CartridgeSnapshot(version, names, packet, own)
-        other = list(snapshot.hinted.values())
-        hinted = await self._put(f"cartridges/{version}/hinted", {"kv": torch.stack(other)})
-        return CartridgeSnapshot(
-            version, names, packet, own, hinted, tuple(map(fingerprint, other))
+        there = before or CartridgeSnapshot(version, ())
+        stem, of = f"cartridges/{version}", self._fingerprints.of
+        cartridges = await put_changed(
+            partial(self._put, stem), snapshot.since, snapshot.kv, of, there.cartridges
         )
+        hinted = await put_changed(
+            partial(self._put, f"{stem}/hinted"), snapshot.since, snapshot.hinted or {}, of,
+            there.hinted,
+        )  # fmt: skip
+        return CartridgeSnapshot(version, cartridges, hinted)
 
     @endpoint
     async def greedy_deficit(self, samples: Sequence[Sample], version: int) -> list[float]:

@@ -51,7 +51,8 @@ def through_engine(engine: Engine) -> Backend:
     def ask(prefix: str, prompts: Sequence[tuple[int, ...]], new: int) -> list[tuple[int, ...]]:
         greedy = Sampling(temperature=0.0, max_tokens=new)
         for i, prompt in enumerate(prompts):
-            engine.add(str(i), GenerateRequest(str(i), prompt, refs[prefix], greedy, 0))
+            request = GenerateRequest(str(i), prompt, refs[prefix], greedy, 0)
+            engine.add(str(i), request, request.prefix)
         said: dict[str, tuple[int, ...]] = {}
         while len(said) < len(prompts):
             for key, news in engine.step():
@@ -135,7 +136,7 @@ def backends(tokens: int) -> dict[str, Backend]:
         engines.append(engine)
         found[VLLM] = through_engine(engine)
     for held in engines:
-        held.hold(0, ("p",), kv[None])
+        held.hold({("p", 0): kv})
     return found
 
 

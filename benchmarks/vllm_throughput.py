@@ -44,7 +44,13 @@ from actors.model_actors import GeneratorActor
 from benchmarks.meters import Laps, processor_seconds
 from benchmarks.record import ROOT, benchmark
 from protocols.spec.sections import GeneratorSpec
-from protocols.types import CartridgeSnapshot, GenerateRequest, PrefixRef, Sampling
+from protocols.types import (
+    CartridgeSnapshot,
+    GenerateRequest,
+    PrefixRef,
+    PublishedCartridge,
+    Sampling,
+)
 from services.planes.open import OwnedPlane, PlaneKind, open_plane
 from services.pool.pool import Pool
 from services.pool.service import Service
@@ -89,10 +95,10 @@ async def opened(kind: PlaneKind) -> AsyncIterator[tuple[OwnedPlane, Replica]]:
 
 
 def cartridge(shape: tuple[int, int, int], tokens: int, dtype: str) -> Tensor:
-    """Return random keys and values [1, L, 2, H_kv, P, D]."""
+    """Return random keys and values [L, 2, H_kv, P, D]."""
     layers, heads, size = shape
     stream = torch.Generator().manual_seed(0)
-    kv = torch.randn((1, layers, 2, heads, tokens, size), generator=stream)
+    kv = torch.randn((layers, 2, heads, tokens, size), generator=stream)
     return kv.to(getattr(torch, dtype))
 
 
@@ -109,7 +115,7 @@ async def throughput(
     vllm = await replica("vllm", str(READER), "float32", documents, 0.5)
     embedded = await replica("embedded", str(READER), "float32", documents, 0)
     kv = cartridge(READER_SHAPE, asked.tokens, "float32")
-    snapshot = CartridgeSnapshot(0, ("p",), await plane.put("throughput", {"kv": kv}))
+    snapshot = await put(plane, 0, kv)
     for pool in (vllm, embedded):
         await pool.route("load", snapshot)
     arms = {
@@ -163,6 +169,12 @@ def request(ref: Any, prompt: Sequence[int], new: int) -> GenerateRequest:
     return GenerateRequest("r", tuple(prompt), ref, Sampling(temperature=0.0, max_tokens=new), 0)
 
 
+async def put(plane: OwnedPlane, version: int, kv: Tensor) -> CartridgeSnapshot:
+    """Publish [L, 2, H_kv, P, D] as the one cartridge of a version."""
+    packet = await plane.put(f"published/{version}", {"p": kv})
+    return CartridgeSnapshot(version, (PublishedCartridge("p", version, packet),))
+
+
 async def publishing(
     kind: PlaneKind, model: str, kv: Tensor, gib: float, times: int
 ) -> dict[str, Any]:
@@ -173,15 +185,16 @@ async def publishing(
         for version in range(times + 1):
             kv = kv * 1.01  # a new version needs a new tensor
             laps = Laps()
-            packet = await plane.put(f"published/{version}", {"kv": kv})
+            snapshot = await put(plane, version, kv)
             laps.done("put")
-            await pool.route("load", CartridgeSnapshot(version, ("p",), packet))
+            await pool.route("load", snapshot)
             laps.done("load")
             first = request(PrefixRef("cartridge/p", version), (5, 6, 7, 8), 1)
             (completion,) = (await pool.route("generate", (first,))).completions
             laps.done("first_token")
             assert completion.versions == (version,), completion
-            await plane.delete(packet.key)
+            for key in snapshot.packets:
+                await plane.delete(key)
             runs.append(laps.seconds | {"total": sum(laps.seconds.values())})
         report = await pool.route("shut_down")
     medians = {part: statistics.median(run[part] for run in runs[1:]) for part in runs[0]}

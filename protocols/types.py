@@ -196,26 +196,39 @@ class TensorRef:
 
 
 @dataclass(frozen=True)
+class PublishedCartridge:
+    """Refer to the numbers that cartridge `name` has since the version `since`.
+
+    They are the tensor `name` [L, 2, H_kv, P, D] of `packet`, with post-RoPE keys at positions
+    0..P-1. `fingerprint` is the trainer's own of them (`learning.cartridge.fingerprint`).
+    """
+
+    name: str
+    since: int
+    packet: TensorRef
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True)
 class CartridgeSnapshot:
     """Refer to one published version of every cartridge of a run.
 
-    `names[c]` is the document whose cartridge is row c of the packet's tensor "kv" [C, L, 2, H_kv,
-    P, D], with post-RoPE keys at positions 0..P-1. `fingerprints[c]` is the trainer's own of it
-    (`learning.cartridge.fingerprint`). `hinted` holds the cartridges that read hints in their
-    place, in the same form, with `hinted_fingerprints`; None where these do.
+    A cartridge that a step left unchanged keeps the `since` and the packet of the version before.
+    `hinted` holds the cartridges that read hints in their place, () where these do.
     """
 
     version: int
-    names: tuple[str, ...]
-    packet: TensorRef
-    fingerprints: tuple[str, ...] = ()
-    hinted: TensorRef | None = None
-    hinted_fingerprints: tuple[str, ...] = ()
+    cartridges: tuple[PublishedCartridge, ...]
+    hinted: tuple[PublishedCartridge, ...] = ()
 
     @property
-    def packets(self) -> tuple[TensorRef, ...]:
-        """Return the references to all its tensors."""
-        return (self.packet,) if self.hinted is None else (self.packet, self.hinted)
+    def names(self) -> tuple[str, ...]:
+        return tuple(cartridge.name for cartridge in self.cartridges)
+
+    @property
+    def packets(self) -> dict[str, TensorRef]:
+        """Return the references to all its packets, by key."""
+        return {c.packet.key: c.packet for c in (*self.cartridges, *self.hinted)}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 from monarch.actor import Channel
 
-from learning.cartridge.published import PublishedCartridges
 from protocols.episodes import EnvironmentRequest, Observation
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
@@ -41,6 +40,7 @@ from protocols.types import (
 )
 from services.pool.pool import Pool, PoolUpdate
 from services.pool.replica import Replica, ask
+from services.published import PublishedCartridges
 
 Replied = Callable[[Sequence[Completion]], None] | None
 """Called with the completions of each reply as soon as that reply arrives."""
@@ -277,10 +277,10 @@ class TrainerClient(RoleClient):
         referred: list[PreferencePair] = await self.pool.route("references", tuple(pairs))
         return referred
 
-    async def publish(self, version: int) -> CartridgeSnapshot:
-        """Put the cartridges of `version` into the tensor plane. Raises PublishError for a version
-        that the trainer does not keep."""
-        snapshot: CartridgeSnapshot = await self.pool.route("publish", version)
+    async def publish(self, version: int, before: CartridgeSnapshot | None) -> CartridgeSnapshot:
+        """Put the cartridges of `version` into the tensor plane, without those that are there as of
+        `before`. Raises PublishError for a version that the trainer does not keep."""
+        snapshot: CartridgeSnapshot = await self.pool.route("publish", version, before)
         return snapshot
 
     async def greedy_deficit(self, samples: Sequence[Sample], version: int) -> list[float]:

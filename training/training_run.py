@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from environments.renderer import NO_DOCUMENT
-from learning.cartridge.published import PublishedCartridges
 from learning.sampler_gap import gap_bounds
 from protocols.errors import RunError, StaleTokenError
 from protocols.records.answers import Answer, to_row
@@ -26,6 +25,7 @@ from protocols.spec.mesh import RunSpec
 from services.clients import GeneratorClient, TrainerClient
 from services.control.commands import StopRequested
 from services.mesh import Mesh
+from services.published import PublishedCartridges
 from services.roles import generator_evidence
 from services.run_directory import RunDirectory
 from services.telemetry.recorder import RunLog

@@ -1,7 +1,10 @@
 """Keep a run's tensors in the tensor plane: published cartridges and the scores of a step.
 
-    publish(v)   trainer -> plane -> every reader in service, and readers that join later
+    publish(v)   trainer -> plane -> every reader in service, and readers that join later: the
+                 cartridges that changed since the version before
     read(key)    marks a key as no longer needed; `tidy` deletes it beside the next work
+
+A packet of cartridges stays in the plane as long as a published version refers to it.
 
 A plane that is lost with its process is replaced, and `refill` publishes the cartridges into the
 new one. Calls that were using the lost plane raise PlaneError and are repeated (`Mesh.replaced`).
@@ -12,22 +15,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from learning.cartridge.published import PublishedCartridges
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.spec.mesh import CARTRIDGE_READERS, HINTED_TEACHER
-from protocols.types import CartridgeSnapshot
+from protocols.types import CartridgeSnapshot, PublishedCartridge
 from services.clients import TrainerClient, load_cartridges, remember_cartridges
 from services.mesh import Mesh
 from services.planes.codec import packed_bytes
 from services.pool.pool import Pool
+from services.published import PublishedCartridges
 from training.canary import Canary
 
 
 class WeightSync:
     """Publish cartridge versions and delete tensors that were read. `keep` versions stay published.
 
-    `moved_bytes` is the size of the last version, counted once for the put and once for each
-    reader. Every key is kept with the number of the plane that it was written to
+    `moved_bytes` is the size of what the last publish put, counted once for the put and once for
+    each reader of it. Every key is kept with the number of the plane that it was written to
     (`Mesh.plane_life`), and is never looked up or deleted in another plane. `canary` checks each
     published version, where generators give no better evidence.
     """
@@ -56,25 +59,32 @@ class WeightSync:
             life = self._mesh.plane_life
             try:
                 async with self._moving:
-                    snapshot = await self._publish(version)
+                    before = next((s for n, s in self._published[::-1] if n == life), None)
+                    snapshot = await self._publish(version, before)
                     if life == self._mesh.plane_life:
                         self._published.append((life, snapshot))
-                        while len(self._published) > self._keep:
-                            written, old = self._published.pop(0)
-                            self._read += [(written, packet.key) for packet in old.packets]
+                        self._evict()
                         break
                     self._sweep.add("")  # replaced meanwhile: unknown which plane has it
             except PlaneError as error:
                 await self._mesh.replaced(life, error)
         await self.tidy()
         readers = sum(len(pool) for pool in self._readers)
-        self.moved_bytes = packed_bytes(snapshot.packet.layout) * (1 + readers)
-        if snapshot.hinted is not None:
+        self.moved_bytes = _put_bytes(snapshot.cartridges, before) * (1 + readers)
+        if snapshot.hinted:
             hinted = len(self._mesh.pools[HINTED_TEACHER])
-            self.moved_bytes += packed_bytes(snapshot.hinted.layout) * (1 + hinted)
+            self.moved_bytes += _put_bytes(snapshot.hinted, before) * (1 + hinted)
 
-    async def _publish(self, version: int) -> CartridgeSnapshot:
-        snapshot = await self._trainer.publish(version)
+    def _evict(self) -> None:
+        """Mark the packets that only versions beyond `keep` refer to as no longer needed."""
+        evicted = self._published[: -self._keep]
+        self._published = self._published[-self._keep :]
+        live = {key for _, snapshot in self._published for key in snapshot.packets}
+        gone = {key: life for life, snapshot in evicted for key in snapshot.packets}
+        self._read += [(life, key) for key, life in gone.items() if key not in live]
+
+    async def _publish(self, version: int, before: CartridgeSnapshot | None) -> CartridgeSnapshot:
+        snapshot = await self._trainer.publish(version, before)
         if snapshot.version != version:
             raise RunError(
                 f"the trainer published version {snapshot.version} where {version} was due"
@@ -92,15 +102,17 @@ class WeightSync:
         return [pools[role] for role in CARTRIDGE_READERS if role in pools]
 
     async def refill(self) -> None:
-        """Publish all published versions into the plane that replaced the lost one, under new keys.
-        A publish that the loss interrupted is not repeated here: `publish` repeats it."""
+        """Publish all published versions into the plane that replaced the lost one, under new keys,
+        what they share once. A publish that the loss interrupted is not repeated here: `publish`
+        repeats it."""
         async with self._moving:
             life = self._mesh.plane_life
             there: list[tuple[int, CartridgeSnapshot]] = []
             for written, snapshot in self._published:
                 if written != life:
+                    before = there[-1][1] if there else None
                     try:
-                        snapshot = await self._trainer.publish(snapshot.version)
+                        snapshot = await self._trainer.publish(snapshot.version, before)
                     except PublishError:  # a recovered trainer has a later version; so do rollouts
                         continue
                 there.append((life, snapshot))
@@ -151,7 +163,7 @@ class WeightSync:
                 found = await plane.keys(prefix)
             except PlaneError:  # the plane is being replaced, and its keys are gone
                 return []
-            published = {packet.key for _, s in self._published for packet in s.packets}
+            published = {key for _, snapshot in self._published for key in snapshot.packets}
             known = published | {key for _, key in self._read}
             lost = []
             for key in (key for key in found if key not in known):
@@ -178,3 +190,10 @@ class WeightSync:
                     await plane.delete(key)
         except PlaneError as error:
             await self._mesh.replaced(life, error)  # the keys went with the plane
+
+
+def _put_bytes(cartridges: Sequence[PublishedCartridge], before: CartridgeSnapshot | None) -> int:
+    """Return the bytes of the packets of these cartridges that were not in the plane `before`."""
+    there = {} if before is None else before.packets
+    packets = {c.packet.key: c.packet for c in cartridges if c.packet.key not in there}
+    return sum(packed_bytes(packet.layout) for packet in packets.values())

@@ -19,18 +19,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
+from learning.cartridge.versions import CartridgeId
 from protocols.errors import DataError, PublishError
-from protocols.types import CARTRIDGE, GenerateRequest
+from protocols.types import CARTRIDGE, PrefixRef
 
 PLACEHOLDER = 0  # any id of the vocabulary, because it is never embedded
 
 
 @dataclass(frozen=True)
 class PromptCartridge:
-    """Describe one of the cartridges before a prompt, `tokens` long."""
+    """Describe one of the cartridges before a prompt, `tokens` long, with its numbers since the
+    version `since`."""
 
     name: str
-    version: int
+    since: int
     tokens: int
 
 
@@ -55,24 +57,23 @@ class CartridgeSlice:
 
 
 def cartridges_of(
-    request: GenerateRequest, tokens: Mapping[int, int]
+    request: str, prefix: PrefixRef, tokens: Mapping[CartridgeId, int]
 ) -> tuple[PromptCartridge, ...]:
-    """Return the cartridges before a request's prompt, in order; () where its prefix is a document.
-    `tokens` maps a version to P. Raises DataError for a document that is composed with others."""
-    refs = request.prefix.parts
+    """Return the cartridges of a request's prefix as it is held, in order; () for a document.
+    `tokens` maps a cartridge to P. Raises DataError, with the id of the `request`, for a document
+    that is composed with others."""
+    refs = prefix.parts
     documents = [ref.name for ref in refs if not ref.name.startswith(CARTRIDGE)]
     if documents and len(refs) > 1:
         raise DataError(
-            f"request {request.id} composes {documents[0]} with other prefixes: vLLM computes a "
+            f"request {request} composes {documents[0]} with other prefixes: vLLM computes a "
             "document as tokens, which would see the cartridges before it, and loads cartridges "
             "only before all tokens; compose cartridges alone, or use generator.backend torch"
         )
     if documents:
         return ()
-    return tuple(
-        PromptCartridge(ref.name.removeprefix(CARTRIDGE), ref.version, tokens[ref.version])
-        for ref in refs
-    )
+    held = [(ref.name.removeprefix(CARTRIDGE), ref.version) for ref in refs]
+    return tuple(PromptCartridge(*each, tokens[each]) for each in held)
 
 
 def pieces(parts: Sequence[PromptCartridge], first: int, stop: int) -> list[CartridgeSlice]:
@@ -99,11 +100,12 @@ def cache_salt(parts: Sequence[PromptCartridge], private_to: str = "") -> str:
     "a@7,b@7".
 
     Requests share blocks with the same salt and equal tokens. Placeholders are all equal, so the
-    salt alone identifies their keys: by cartridges and versions in their order, which never change
-    meaning. `private_to` names a request that must share with no other.
+    salt alone identifies their keys: by cartridges in their order, each with the version that last
+    changed it. So versions share the blocks of a cartridge that did not change, and a salt never
+    changes its meaning. `private_to` names a request that must share with no other.
     """
     # Quoted, so that no name contains a separator.
-    salt = ",".join(f"{quote(part.name, safe='')}@{part.version}" for part in parts)
+    salt = ",".join(f"{quote(part.name, safe='')}@{part.since}" for part in parts)
     return salt + (f"#{private_to}" if private_to else "")
 
 
@@ -120,12 +122,11 @@ def kv_heads(heads: int, rank: int, ranks: int) -> slice:
     return slice(head, head + 1)
 
 
-def check_shape(shape: Sequence[int], layers: int, heads: int, head_dim: int, names: int) -> None:
-    """Raise PublishError unless [C, L, 2, H_kv, P, D] are `names` cartridges of this model."""
-    expected = f"[{names}, {layers}, 2, {heads}, P, {head_dim}]"
-    fits = len(shape) == 6 and [*shape[:4], shape[5]] == [names, layers, 2, heads, head_dim]
-    if not fits or shape[4] < 1:
+def check_shape(name: str, shape: Sequence[int], layers: int, heads: int, head_dim: int) -> None:
+    """Raise PublishError unless [L, 2, H_kv, P, D] is a cartridge of this model."""
+    fits = len(shape) == 5 and [*shape[:3], shape[4]] == [layers, 2, heads, head_dim]
+    if not fits or shape[3] < 1:
         raise PublishError(
-            f"published keys and values are {list(shape)} and this generator's model takes "
-            f"{expected}; train and sample with one model.path"
+            f"keys and values of cartridge {name} are {list(shape)} and this generator's model "
+            f"takes [{layers}, 2, {heads}, P, {head_dim}]; train and sample with one model.path"
         )

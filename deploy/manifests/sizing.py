@@ -113,7 +113,7 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
         return _trainer(learn, size, step_rows(learn, ranks), ranks)
     rows = step_rows(learn)
     prefix = learn.cartridge.tokens
-    held = ("cartridge versions", _versions_bytes(learn, size) * _sets(learn))
+    held = ("cartridge versions", _read_bytes(learn, size) * _sets(learn))
     if name == "doc_teacher":
         prefix = learn.data.document_tokens or prefix
         held = ("document KV", document_bytes(learn, size))
@@ -132,7 +132,7 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
 
 def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
     learn = spec.learn
-    held = [("cartridge versions", _versions_bytes(learn, size))]
+    held = [("cartridge versions", _read_bytes(learn, size))]
     if _reads_documents(learn):
         held.append(("document KV", document_bytes(learn, size)))
     if learn.generator.backend == "vllm":
@@ -146,14 +146,15 @@ def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
 def _trainer(learn: LearnSpec, size: ModelSize, rows: PackedShape, ranks: int) -> MemoryNeeds:
     """Size one rank: only the base model, where it is sharded, and the batch are divided."""
     numbers = trainable_numbers(learn, size)
-    bank = learn.data.patients * learn.cartridge.tokens * size.kv_values * FLOAT
+    one = learn.cartridge.tokens * size.kv_values * FLOAT
+    bank = learn.data.patients * one
     items = (
         ("weights", _held_weights(size, ranks) if learn.train.shard_base else size.weights),
         ("cartridges, gradient, Adam", numbers * TRAINER_BYTES),
         ("untrained cartridges", numbers * FLOAT),  # the next arm starts from them
         ("cartridges that read hints", numbers * FLOAT * (_sets(learn) - 1)),
-        ("cartridges as one", bank),  # gathered for a step's documents
-        ("snapshots", (learn.train.staleness + 1) * published_bytes(learn, size) * _sets(learn)),
+        ("prefixes of a step", touched_cartridges(learn) * one),
+        ("snapshots", _versions_bytes(learn, size, learn.train.staleness + 1) * _sets(learn)),
         ("activations", activation_bytes(size, rows)),
         ("attention scores", held_score_bytes(size, rows, learn.cartridge.tokens)),
         ("logits", LOSS_COPIES * rows.responses * size.shape.vocab * FLOAT),
@@ -215,8 +216,22 @@ def trainable_numbers(learn: LearnSpec, size: ModelSize) -> int:
 
 
 def published_bytes(learn: LearnSpec, size: ModelSize) -> int:
-    """Return bytes of one version: every cartridge, as one tensor."""
+    """Return bytes of one version: every cartridge."""
     return learn.data.patients * learn.cartridge.tokens * size.kv_token
+
+
+def touched_cartridges(learn: LearnSpec) -> int:
+    """Return the most cartridges that a step changes: one for each prompt, task or problem."""
+    if learn.episodes is not None:
+        asked = learn.episodes.tasks
+    else:
+        asked = learn.rollout.prompts if learn.rsa is None else learn.rsa.examples
+    return min(learn.data.patients, asked)
+
+
+def touched_bytes(learn: LearnSpec, every: int) -> int:
+    """Return the part of `every`, bytes of all cartridges alike, that a step's cartridges have."""
+    return every // learn.data.patients * touched_cartridges(learn)
 
 
 def _sets(learn: LearnSpec) -> int:
@@ -233,13 +248,19 @@ def _reads_documents(learn: LearnSpec) -> bool:
     return "document" in arms or writes or (objective.alpha > 0 and objective.hints.reads_document)
 
 
-def _versions_bytes(learn: LearnSpec, size: ModelSize) -> int:
+def _versions_bytes(learn: LearnSpec, size: ModelSize, versions: int) -> int:
+    """Return bytes of this many versions in a row: each later one has a step's cartridges anew."""
+    whole = published_bytes(learn, size)
+    return whole + (versions - 1) * touched_bytes(learn, whole)
+
+
+def _read_bytes(learn: LearnSpec, size: ModelSize) -> int:
     """Return bytes of the versions a reader keeps: of rollouts under way, and the next."""
-    return (learn.train.staleness + 2) * published_bytes(learn, size)
+    return _versions_bytes(learn, size, learn.train.staleness + 2)
 
 
 def checkpoint_bytes(learn: LearnSpec, size: ModelSize) -> int:
-    """Return bytes of one checkpoint; the trainer's last state, written every step, is as large."""
+    """Return bytes of one checkpoint; the trainer's last state is as large."""
     frozen = learn.data.patients * learn.cartridge.frozen * size.kv_values * FLOAT
     hinted = FLOAT * (_sets(learn) - 1)
     return trainable_numbers(learn, size) * (STATE_BYTES + hinted) + frozen
@@ -320,7 +341,8 @@ def pod_resources(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> 
 
 
 def controller_resources(spec: RunSpec, size: ModelSize) -> Resources:
-    """Return the controller's resources, with a tensor store of two versions of every cartridge."""
+    """Return the controller's resources, with a tensor store of two versions of every cartridge:
+    where an arm begins, none is shared."""
     twice = 2 * published_bytes(spec.learn, size)
     return _resources(RoleSpec(procs=2), twice, shm=twice)
 

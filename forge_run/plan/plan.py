@@ -125,7 +125,7 @@ def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
             f"{shape.head_dim} x {size.value_bytes} B",
         ),
         ("one cartridge", bytes_text(tokens * per_token)),
-        ("all cartridges", f"{bytes_text(published_bytes(learn, size))}, published as one"),
+        ("all cartridges", f"{bytes_text(published_bytes(learn, size))}, published as they change"),
         (
             "trainable",
             f"{count_text(trainable)} numbers, {bytes_text(trainable * TRAINER_BYTES)} "

@@ -12,6 +12,8 @@ from deploy.manifests.sizing import (
     role_needs,
     scores_bytes,
     step_rows,
+    touched_bytes,
+    touched_cartridges,
 )
 from forge_run.formatting import TableSection, bytes_text, facts
 from protocols.spec.mesh import CARTRIDGE_READERS, HINTED_TEACHER, TEACHERS, RoleSpec, RunSpec
@@ -71,10 +73,12 @@ def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
     """Return rows on the bytes that each step moves over the tensor plane and writes to disk."""
     learn = spec.learn
     readers = sum(role.replicas for name, role in spec.roles if name in CARTRIDGE_READERS)
-    version, scores = published_bytes(learn, size), scores_bytes(learn, size, step_rows(learn))
+    version = touched_bytes(learn, published_bytes(learn, size))
+    scores = scores_bytes(learn, size, step_rows(learn))
     teachers = sum(name in TEACHERS for name, _ in spec.roles)
     moved = teachers * scores * (1 + spec.mesh.roles.trainer.procs)
     state, kept = checkpoint_bytes(learn, size), learn.train.keep_checkpoints
+    touched = f"{touched_cartridges(learn)} of {learn.data.patients} cartridges"
     arms = "offline" in learn.evaluate.arms
     hinted: tuple[tuple[str, str], ...] = ()
     if learn.objective.hinted_decay is not None:
@@ -84,11 +88,14 @@ def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
              f"{bytes_text(version * (1 + teachers_of_hints))}"),
         )  # fmt: skip
     return (
+        ("cartridges changed", f"at most {touched}"),
         ("published", f"{bytes_text(version)} put once, got by {readers} readers: "
          f"{bytes_text(version * (1 + readers))}"),
         *hinted,
         ("teachers' scores", f"at most {bytes_text(moved)}, put and got"),
-        ("last state, to disk", f"{bytes_text(state)}, of every step"),
-        ("checkpoints", f"{bytes_text(state)} each, {bytes_text(state * (kept + 1 + arms))} for "
-         f"{kept}{', the last on policy' * arms} and the one being written"),
+        ("last state, to disk", f"{bytes_text(touched_bytes(learn, state))} written, "
+         f"{bytes_text(state)} kept"),
+        ("checkpoints", f"at most {bytes_text(state)} each, without what the one before has; "
+         f"{bytes_text(state * (kept + 1 + arms))} for {kept}{', the last on policy' * arms} and "
+         "the one being written"),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from learning.cartridge.composition import composed, frequencies
 from learning.cartridge.fingerprint import Fingerprints
+from learning.cartridge.versions import CartridgeId
 from learning.decoding.decode_batch import DecodeBatch, DecodeState, new_row
 from learning.decoding.stopping import Decode
 from learning.model.attention import kv_shape
@@ -46,25 +47,28 @@ class TorchEngine:
         self.first_token_seconds: float | None = None
         self._model, self._document, self._end_ids = model, document, end_ids
         self._decode, self._max_rows = decode, max_rows
-        self._held: dict[int, tuple[tuple[str, ...], Tensor]] = {}
+        self._held: dict[CartridgeId, Tensor] = {}
         self._fingerprints = Fingerprints()
-        self._waiting: deque[str] = deque()
+        self._waiting: deque[tuple[str, PrefixRef]] = deque()
         self._rows: dict[str, DecodeState] = {}
         self._told: dict[str, int] = {}  # streamed requests: tokens sent so far
         self._lanes: dict[PrefixRef, DecodeBatch] = {}
         self._first_request: float | None = None
 
-    def add(self, key: str, request: GenerateRequest, stream: bool = False) -> None:
-        """Queue a request under `key`. Raises DataError for an unknown document or an invalid
+    def add(
+        self, key: str, request: GenerateRequest, prefix: PrefixRef, stream: bool = False
+    ) -> None:
+        """Queue a request under `key`. `prefix` is its prefix, with the versions that the
+        cartridges are held under. Raises DataError for an unknown document or an invalid
         request."""
-        for part in request.prefix.parts:
+        for part in prefix.parts:
             kind, _, name = part.name.partition("/")
             if kind == "document":
                 self._document(name)  # raises for an unknown document
-        if request.prefix.then:
+        if prefix.then:
             frequencies(self._model)  # raises for a model whose keys cannot be moved
         self._rows[key] = new_row(request, self._decode)
-        self._waiting.append(key)
+        self._waiting.append((key, prefix))
         if stream:
             self._told[key] = 0
         if self._first_request is None:
@@ -89,21 +93,24 @@ class TorchEngine:
             del self._lanes[ref]
         yield from self._news()
 
-    def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
-        """Load a version's cartridges. Raises PublishError for a shape that does not fit the
-        model."""
+    def hold(self, cartridges: Mapping[CartridgeId, Tensor]) -> None:
+        """Load cartridges [L, 2, H_kv, P, D]. Raises PublishError, and loads none, for a shape that
+        does not fit the model."""
         layers, heads, size = kv_shape(self._model)
-        expected = (len(names), layers, 2, heads, kv.shape[4] if kv.ndim == 6 else -1, size)
-        if tuple(kv.shape) != expected:
-            raise PublishError(
-                f"cartridges of shape {tuple(kv.shape)} do not fit this model, which takes "
-                f"[{len(names)}, {layers}, 2, {heads}, P, {size}]; was it trained for another base?"
-            )
-        self._held[version] = (names, kv.to(self._model.device, self._model.dtype))
+        for (name, _), kv in cartridges.items():
+            expected = (layers, 2, heads, kv.shape[3] if kv.ndim == 5 else -1, size)
+            if tuple(kv.shape) != expected:
+                raise PublishError(
+                    f"cartridge {name} of shape {tuple(kv.shape)} does not fit this model, which "
+                    f"takes [{layers}, 2, {heads}, P, {size}]; was it trained for another base?"
+                )
+        device, dtype = self._model.device, self._model.dtype
+        self._held |= {key: kv.to(device, dtype) for key, kv in cartridges.items()}
 
-    def let_go(self, version: int) -> None:
-        """Release a version's cartridges."""
-        del self._held[version]
+    def let_go(self, cartridges: Sequence[CartridgeId]) -> None:
+        """Release cartridges."""
+        for key in cartridges:
+            del self._held[key]
 
     def loads(self) -> tuple[int, int]:
         return 0, 0  # a decode batch reads the prefix in place: nothing is copied
@@ -120,9 +127,10 @@ class TorchEngine:
         )
         groups: dict[PrefixRef, list[DecodeState]] = {}
         while self._waiting and decoding < self._max_rows:
-            row = self._rows[self._waiting.popleft()]
+            key, over = self._waiting.popleft()
+            row = self._rows[key]
             if not row.reason:
-                groups.setdefault(row.request.prefix, []).append(row)
+                groups.setdefault(over, []).append(row)
                 decoding += 1
         for ref, rows in groups.items():
             prefix = self._prefix(ref)
@@ -142,8 +150,7 @@ class TorchEngine:
         kind, _, name = ref.name.partition("/")
         if kind == "document":
             return self._document(name)
-        names, kv = self._held[ref.version]
-        return kv[names.index(name)]
+        return self._held[name, ref.version]
 
     def _news(self) -> Iterator[tuple[str, TokenChunk | Completion]]:
         for key in [*self._told]:

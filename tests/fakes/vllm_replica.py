@@ -40,6 +40,7 @@ from protocols.types import (
     Completion,
     GenerateRequest,
     PrefixRef,
+    PublishedCartridge,
     Sampling,
     composed_ref,
 )
@@ -138,6 +139,7 @@ class Replica:
     plane: SharedMemoryPlane
     member: Member
     published: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    snapshots: dict[int, CartridgeSnapshot] = field(default_factory=dict)
     newest: int = -1
 
     def call(self, method: str, *args: Any) -> Any:
@@ -147,16 +149,34 @@ class Replica:
         """A Monarch future, to be got later."""
         return getattr(self.member.actor, method).call_one(*args)
 
-    def snapshot(self, version: int, names: Sequence[str], kv: Tensor) -> CartridgeSnapshot:
+    def snapshot(
+        self,
+        version: int,
+        names: Sequence[str],
+        kv: Sequence[Tensor],
+        unchanged: Sequence[PublishedCartridge] = (),
+    ) -> CartridgeSnapshot:
         key = f"cartridges/{version}/{random.getrandbits(60)}"
-        packet = asyncio.run(self.plane.put(key, {"kv": kv}))
-        return CartridgeSnapshot(version, tuple(names), packet)
+        packet = asyncio.run(self.plane.put(key, dict(zip(names, kv, strict=True))))
+        changed = [PublishedCartridge(name, version, packet) for name in names]
+        return CartridgeSnapshot(version, (*changed, *unchanged))
 
-    def publish(self, kv: Tensor, names: Sequence[str] = ("a", "b")) -> int:
-        """The next version, once the generator has it."""
-        self.newest += 1
-        self.call("load", self.snapshot(self.newest, names, kv))
-        self.published[self.newest] = dict(zip(names, kv, strict=True))
+    def publish(self, kv: Sequence[Tensor], names: Sequence[str] = ("a", "b")) -> int:
+        """The next version, once the generator has it: these cartridges and no others."""
+        return self._publish(self.snapshot(self.newest + 1, names, kv), kv)
+
+    def change(self, **kv: Tensor) -> int:
+        """The next version, in which these cartridges alone differ from the newest."""
+        unchanged = [c for c in self.snapshots[self.newest].cartridges if c.name not in kv]
+        tensors = list(kv.values())
+        return self._publish(self.snapshot(self.newest + 1, list(kv), tensors, unchanged), tensors)
+
+    def _publish(self, snapshot: CartridgeSnapshot, changed: Sequence[Tensor]) -> int:
+        self.call("load", snapshot)
+        before, self.newest = self.published.get(self.newest, {}), snapshot.version
+        new = dict(zip(snapshot.names, changed, strict=False))
+        self.published[self.newest] = {n: new.get(n, before.get(n)) for n in snapshot.names}
+        self.snapshots[self.newest] = snapshot
         return self.newest
 
     def generate(self, *requests: GenerateRequest) -> tuple[Completion, ...]:

@@ -15,6 +15,7 @@ from monarch.actor import endpoint
 from torch import Tensor
 
 from actors.model_actors import GeneratorActor
+from learning.cartridge.transfer import since_of
 from learning.decoding.decode_batch import generate
 from protocols.types import (
     CARTRIDGE,
@@ -36,12 +37,15 @@ class WrongGenerator(GeneratorActor):
 
     @endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
-        kv = (await self._plane.get(snapshot.packet))["kv"].to(self._model.dtype)
-        for c, name in enumerate(snapshot.names):
-            self._told[name, snapshot.version] = snapshot.fingerprints[c]
-            self._first.setdefault(name, kv[c].clone())
-        self._cartridges.add(snapshot.version, snapshot.names, kv)
+        new = self.filed(await self._missing(self._cartridges, snapshot.cartridges))
+        self._cartridges.add(snapshot.version, since_of(snapshot.cartridges), new)
+        for c in snapshot.cartridges:
+            self._told[c.name, snapshot.version] = c.fingerprint
+            self._first.setdefault(c.name, self._cartridges.get(c.name, snapshot.version))
         return snapshot.version
+
+    def filed(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
+        return new
 
     def wrong(self, name: str, version: int) -> Tensor:
         raise NotImplementedError
@@ -55,15 +59,8 @@ class WrongGenerator(GeneratorActor):
 class FilesFirst(WrongGenerator):
     """Files version 0's numbers under every new label."""
 
-    @endpoint
-    async def load(self, snapshot: CartridgeSnapshot) -> int:
-        kv = (await self._plane.get(snapshot.packet))["kv"].to(self._model.dtype)
-        for c, name in enumerate(snapshot.names):
-            self._told[name, snapshot.version] = snapshot.fingerprints[c]
-            self._first.setdefault(name, kv[c].clone())
-        first = torch.stack([self._first[name] for name in snapshot.names])
-        self._cartridges.add(snapshot.version, snapshot.names, first)
-        return snapshot.version
+    def filed(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._first.get(name, kv) for name, kv in new.items()}
 
     def wrong(self, name: str, version: int) -> Tensor:
         return self._cartridges.get(name, version)

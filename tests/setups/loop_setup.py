@@ -7,7 +7,7 @@ A fake's work takes a number of turns of the event loop, which stand for time: n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from small_run import MESH, SMALL
 
 from learning.step import check_fresh
-from protocols.records.status import RunStatus
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
 from protocols.train_batch import TeacherScores, TrainBatch
 from protocols.types import Sample, TensorLayout, TensorRef, TrainStepOutput
-from services.control.commands import RunCommands
 from services.mesh import open_mesh, spawn_roles
 from services.run_directory import RunDirectory
 from services.telemetry.hub import open_sinks
@@ -213,17 +211,25 @@ def small_spec(**more: object) -> RunSpec:
 
 async def run_with(spec: RunSpec, directory: RunDirectory) -> TrainingRun:
     """A run driven from this process, without a controller."""
+
+    async def nothing(run: TrainingRun) -> None:
+        pass
+
+    return await between_steps(spec, directory, nothing)
+
+
+async def between_steps(
+    spec: RunSpec, directory: RunDirectory, work: Callable[[TrainingRun], Awaitable[None]]
+) -> TrainingRun:
+    """The same, with some `work` before each step."""
     hub = open_sinks(spec, directory, lambda sink, message: None)
     recorder = RunLog(directory, hub)
     mesh = await open_mesh(spec, recorder.event, recorder.span)
-    helm = RunCommands(
-        RunStatus, lambda **_: None, lambda: mesh.pools, recorder, mesh.service.scale
-    )
     try:
         course = open_course(spec, mesh)
         await spawn_roles(spec, course.documents, course.end_ids, mesh, directory)
         run = TrainingRun(
-            spec, course, mesh, directory, recorder, lambda **_: None, helm.between_steps
+            spec, course, mesh, directory, recorder, lambda **_: None, lambda _: work(run)
         )
         await run.go()
         return run

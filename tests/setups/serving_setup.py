@@ -99,7 +99,7 @@ class InProcess:
 
     async def load(self, version: int, name: str, path: Path) -> None:
         kv = load_file(path)["kv"]
-        await asyncio.wrap_future(self._engine.hold(version, (name,), kv[None]))
+        await asyncio.wrap_future(self._engine.hold(version, {name: version}, {name: kv}))
         self.loaded.append((version, name))
 
     async def drop(self, version: int) -> None:

@@ -38,7 +38,8 @@ class Forgetful(EngineGeneratorActor):
         done: Future[None] = Future()
 
         def work(future: Future[None]) -> None:
-            self._engine._engine._engine.collective_rpc("drop_cartridges", args=(version,))
+            lost = [(name, version) for name in "ab"]
+            self._engine._engine._engine.collective_rpc("drop_cartridges", args=(lost,))
             future.set_result(None)
 
         self._engine._post(EngineCall(work, done)).result(60)
@@ -47,13 +48,14 @@ class Forgetful(EngineGeneratorActor):
     async def exchange(self, version: int, other: int) -> None:
         """Its worker holds the numbers of `other` under `version` from now on."""
         from actors.engine_thread import EngineCall
-        from actors.vllm import engine as module
+        from actors.vllm.connector import _connector
 
         done: Future[None] = Future()
 
         def work(future: Future[None]) -> None:
-            held = module._connector()._held
-            held[version] = held[other]
+            held = _connector()._held
+            for name in "ab":
+                held[name, version] = held[name, other]
             future.set_result(None)
 
         self._engine._post(EngineCall(work, done)).result(60)
@@ -186,11 +188,60 @@ def test_a_publish_is_what_the_next_request_sees(engine: Replica) -> None:
 
 def test_a_publish_of_another_shape_is_refused_and_harms_nobody(engine: Replica) -> None:
     wrong = engine.model.cartridges(1, 2, ALIGNED)[:, :1]
-    with pytest.raises(PublishError, match=r"\[2, 1, 2, 2, 64, 32\] and this generator's model"):
+    with pytest.raises(PublishError, match=r"\[1, 2, 2, 64, 32\] and this generator's model"):
         engine.call("load", engine.snapshot(engine.newest + 1, ("a", "b"), wrong))
     version = engine.publish(engine.model.cartridges(1, 2, ALIGNED))
     (c,) = engine.generate(over("cartridge/a", version, (5, 6)))
     assert c.finish_reason == "length"
+
+
+def test_a_cartridge_that_did_not_change_is_not_loaded_again(engine: Replica) -> None:
+    """Version 2 changes a alone: b's whole blocks stay valid, and each version serves its own."""
+    model = engine.model
+    (prompt,) = prompts(1, lambda i: 9, seed=18)
+    old = engine.publish(model.cartridges(101, 2, ALIGNED))
+    engine.generate(*(over(f"cartridge/{name}", old, prompt) for name in "ab"))
+    before = engine.loads()
+    new = engine.change(a=model.cartridges(102, 1, UNALIGNED)[0])
+    asked = [over(f"cartridge/{name}", v, prompt) for v in (old, new) for name in "ab"]
+    both = over_all([("cartridge/b", new), ("cartridge/a", new)], prompt)
+    done = engine.generate(*asked, both)
+    embedded = engine.embedded(*asked, both)
+    assert [c.token_ids for c in done] == [c.token_ids for c in embedded]
+    assert [set(c.versions) for c in done] == [{old}, {old}, {new}, {new}, {new}]
+    a, b = (fingerprint(engine.published[old][name]) for name in "ab")
+    changed = fingerprint(engine.published[new]["a"])
+    assert [c.served for c in done] == [(a,), (b,), (changed,), (b,), (b, changed)]
+    assert done[0].token_ids != done[2].token_ids
+    after = engine.loads()
+    # The changed a once, and both parts of the composition, which shares no block.
+    assert (after[0] - before[0], after[1] - before[1]) == (3, 2 * UNALIGNED + ALIGNED)
+
+
+def test_one_batch_over_a_corpus_compositions_and_none(engine: Replica) -> None:
+    """One cartridge of a whole corpus, two of documents that are shorter, of unequal length: alone,
+    composed, and no cartridge at all."""
+    model = engine.model
+    names = ("corpus", "a", "b")
+    lengths = (LONG, UNALIGNED, 7)
+    kv = [model.cartridges(110 + i, 1, n)[0] for i, n in enumerate(lengths)]
+    version = engine.publish(kv, names)
+    refs = [[n] for n in names] + [["a", "b"], ["b", "a"], ["corpus", "b"], ["b", "corpus", "a"]]
+    orders = [[(f"cartridge/{n}", version) for n in ref] for ref in refs]
+    orders.append([("document/none", 0)])
+    asked = [
+        over_all(order, prompt, 8, temperature=temperature)
+        for order in orders
+        for prompt in prompts(2, (9, 70).__getitem__, seed=19)
+        for temperature in (0.0, 1.0)
+    ]
+    done, embedded = engine.generate(*asked), engine.embedded(*asked)
+    for c, e in zip(done, embedded, strict=True):
+        assert (c.token_ids, c.finish_reason) == (e.token_ids, "length")
+        close(c.logprobs, torch.tensor(e.logprobs))
+    for r, c in list(zip(asked, done, strict=True))[::2]:
+        assert list(c.token_ids) == model.greedy(engine.lookup(r.prefix), r.prompt_ids, 8)
+    assert len({c.token_ids for c in done[::2]}) > 5, "prefixes make different continuations"
 
 
 def test_requests_in_flight_finish_on_the_version_they_started_with(engine: Replica) -> None:

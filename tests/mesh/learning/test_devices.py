@@ -68,13 +68,13 @@ def streamed(twin: Twin) -> list[Completion]:
     """Through the engine: requests join rows that are under way, and rows that ended are dropped;
     a cartridge that came over the tensor plane, from the host."""
     engine = TorchEngine(twin.model, lambda name: twin.kv[name], END, str)
-    engine.hold(3, ("a",), twin.kv["a"][None, :, :, :, :8].cpu())
+    engine.hold({("a", 3): twin.kv["a"][:, :, :, :8].cpu()})
     waiting, done = requests(), []
     waiting[2] = replace(waiting[2], prefix=PrefixRef("cartridge/a", 3))
     for turn in range(20):
         if waiting and turn % 2 == 0:
             request = waiting.pop(0)
-            engine.add(request.id, request)
+            engine.add(request.id, request, request.prefix)
         done += [came for _, came in engine.step() if isinstance(came, Completion)]
     assert len(done) == 5
     return done

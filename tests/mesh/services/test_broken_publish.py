@@ -12,6 +12,7 @@ from loop_setup import run_with, small_spec
 from monarch.actor import endpoint
 
 from actors.model_actors import GeneratorActor
+from learning.cartridge.transfer import since_of
 from protocols.errors import PublishError, StaleTokenError
 from protocols.types import CartridgeSnapshot, GenerateOutput, GenerateRequest, PrefixRef
 from services import roles
@@ -24,8 +25,8 @@ class Deaf(GeneratorActor):
     @endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
         if snapshot.version == 0:
-            tensors = await self._plane.get(snapshot.packet)
-            self._cartridges.add(0, snapshot.names, tensors["kv"])
+            new = await self._missing(self._cartridges, snapshot.cartridges)
+            self._cartridges.add(0, since_of(snapshot.cartridges), new)
         return snapshot.version
 
 

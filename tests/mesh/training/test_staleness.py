@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_setup import House, delays, drive, run, sampled_versions, turns_of
 
-from learning.cartridge.bank import VersionLedger
+from learning.cartridge.versions import VersionLedger
 from protocols.errors import PublishError, StaleTokenError
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample, TrainStepOutput
@@ -43,7 +43,7 @@ class Held:
 
     def load(self, version: int) -> None:
         if not self.deaf and version > self.newest:
-            self.ledger.add(version, (DOCUMENT,))
+            self.ledger.add(version, {DOCUMENT: version}, {DOCUMENT})
             self.newest = version
 
 
@@ -79,7 +79,7 @@ class Fleet(House):
             generator = self.generators[(step + attempt) % 2]
             held = self.snapshots[0] if generator.deaf else version
             if not generator.deaf:
-                generator.ledger.index(DOCUMENT, version)
+                generator.ledger.since(DOCUMENT, version)
             self.events.append(("rollout", step, held))
             await self.work("rollout", step)
             if generator in self.generators:

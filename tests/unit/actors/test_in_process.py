@@ -17,7 +17,7 @@ MODEL = str(Path(__file__).parents[3] / "models" / "clinic-panel")
 def test_a_cartridge_of_another_model_is_refused(tmp_path: Path) -> None:
     save_file({"kv": torch.zeros(1, 2, 2, 8, 32)}, tmp_path / "other.safetensors")
     with (
-        pytest.raises(PublishError, match="do not fit this model"),
+        pytest.raises(PublishError, match="does not fit this model"),
         local_sampler(MODEL, cartridge=tmp_path / "other.safetensors"),
     ):
         pass

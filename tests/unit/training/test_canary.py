@@ -12,6 +12,7 @@ from protocols.types import (
     CartridgeSnapshot,
     Completion,
     GenerateRequest,
+    PublishedCartridge,
     Sample,
     TensorLayout,
     TensorRef,
@@ -19,7 +20,10 @@ from protocols.types import (
 from training.canary import Canary
 
 DOCUMENTS = {"a": tuple(range(10, 30)), "b": (3, 4, 5), "none": (1,)}
-SNAPSHOT = CartridgeSnapshot(7, ("a", "b"), TensorRef("k", TensorLayout(())))
+PACKET = TensorRef("k", TensorLayout(()))
+SNAPSHOT = CartridgeSnapshot(
+    7, (PublishedCartridge("a", 7, PACKET), PublishedCartridge("b", 3, PACKET))
+)
 
 
 @dataclass

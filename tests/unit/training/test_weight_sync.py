@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_mesh import FakeProcess, House, house, run
 
+from learning.cartridge.transfer import get_missing, since_of
+from learning.cartridge.versions import VersionLedger
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.spec.mesh import RoleSpec
-from protocols.types import CartridgeSnapshot, TensorLayout, TensorRef
+from protocols.types import CartridgeSnapshot, PublishedCartridge, TensorLayout, TensorRef
 from services import mesh as mesh_module
 from services.mesh import Mesh
 from training.weight_sync import WeightSync
@@ -22,18 +24,21 @@ LAYOUT = TensorLayout((("kv", (5, 10), "float32"),))  # 200 bytes, in lines of 6
 
 
 class FakePlane:
-    """Keys in the store's process, which take 0.01 s each way and go with it."""
+    """Keys in the store's process, which take 0.01 s each way and go with it. A value maps a name
+    to a version; `gets` are the keys that were got."""
 
     def __init__(self, process: FakeProcess | None) -> None:
         self.process = process
-        self.held: dict[str, int] = {}
+        self.held: dict[str, dict[str, int]] = {}
+        self.gets: list[str] = []
 
-    async def put(self, key: str, value: int) -> TensorRef:
+    async def put(self, key: str, value: dict[str, int]) -> TensorRef:
         await self._reach()
         self.held[key] = value
         return TensorRef(key, LAYOUT)
 
-    async def get(self, packet: TensorRef) -> int:
+    async def get(self, packet: TensorRef) -> dict[str, int]:
+        self.gets.append(packet.key)
         await self._reach()
         if packet.key not in self.held:
             raise PlaneError(f"no tensor {packet.key}")
@@ -64,7 +69,10 @@ class Store:
 
 
 class Trainer:
-    """Publishes any version that it has `kept`."""
+    """Publishes any version that it has `kept`: of each cartridge `since(version)`, those that the
+    plane does not have. One cartridge that every step changes, if not said."""
+
+    since: Callable[[int], dict[str, int]] = staticmethod(lambda version: {"a": version})
 
     def __init__(self, mesh: Mesh) -> None:
         self.plane = mesh.plane
@@ -80,23 +88,33 @@ class Trainer:
     async def use_plane(self, plane: Any) -> None:
         self.plane = plane
 
-    async def publish(self, version: int) -> CartridgeSnapshot:
+    async def publish(self, version: int, before: CartridgeSnapshot | None) -> CartridgeSnapshot:
         await asyncio.sleep(self.seconds)
         if version not in self.kept:
             raise PublishError(f"version {version} cannot be published")
         key = f"cartridges/{version}/{next(self.count)}"
-        packet = await self.plane.put(key, version)
-        version += self.off_by
-        if not self.hinted:
-            return CartridgeSnapshot(version, ("a",), packet)
-        hinted = await self.plane.put(f"{key}/hinted", version)
-        return CartridgeSnapshot(version, ("a",), packet, (), hinted, ("f",))
+        there = before or CartridgeSnapshot(version, ())
+        cartridges = await self.changed(key, version, there.cartridges)
+        hinted = ()
+        if self.hinted:
+            hinted = await self.changed(f"{key}/hinted", version, there.hinted)
+        return CartridgeSnapshot(version + self.off_by, cartridges, hinted)
+
+    async def changed(
+        self, key: str, version: int, before: Sequence[PublishedCartridge]
+    ) -> tuple[PublishedCartridge, ...]:
+        since = self.since(version)
+        same = {c.name: c for c in before if c.since == since[c.name]}
+        new = {name: v for name, v in since.items() if name not in same}
+        packet = await self.plane.put(key, new) if new else None
+        return tuple(same.get(n) or PublishedCartridge(n, v, packet) for n, v in since.items())
 
 
 class Generator:
     def __init__(self, mesh: Mesh) -> None:
         self.plane = mesh.plane
         self.loaded: list[int] = []
+        self.ledger = VersionLedger(3)
         self.seconds = 0.0
 
     async def ready(self) -> int:
@@ -107,7 +125,12 @@ class Generator:
 
     async def load(self, snapshot: CartridgeSnapshot) -> None:
         await asyncio.sleep(self.seconds)
-        assert await self.plane.get(snapshot.packet) == snapshot.version
+        since = since_of(snapshot.cartridges)
+        new: dict[str, int] = await get_missing(
+            self.plane.get, snapshot.cartridges, self.ledger.missing(since)
+        )
+        assert new.items() <= since.items()
+        self.ledger.add(snapshot.version, since, new)
         self.loaded.append(snapshot.version)
 
 
@@ -125,10 +148,18 @@ class World:
         return self.process(role, slot).actor
 
     @property
-    def held(self) -> Mapping[str, int]:
+    def plane(self) -> FakePlane:
         plane: Any = self.mesh.plane
-        held: Mapping[str, int] = plane.held
-        return held
+        return plane
+
+    @property
+    def held(self) -> Mapping[str, dict[str, int]]:
+        return self.plane.held
+
+    @property
+    def versions(self) -> list[int]:
+        """Of every packet in the plane: the newest of it."""
+        return [max(packet.values()) for packet in self.held.values()]
 
     async def settled(self) -> None:
         await asyncio.sleep(3.0)
@@ -167,13 +198,87 @@ def test_a_publish_reaches_every_generator_and_the_old_are_deleted(
             await w.weights.publish(version)
             assert w.weights.moved_bytes == 256 * (1 + 2)  # put, and got by two generators
         await w.weights.tidied()
-        assert list(w.held.values()) == [4, 5][-keep:]
+        assert w.versions == [4, 5][-keep:]
         for slot in (0, 1):
             assert w.actor("generator", slot).loaded == [3, 4, 5]
         # A successor is told those that are kept.
         w.process("generator").die()
         await w.settled()
         assert w.actor("generator").loaded == [4, 5][-keep:]
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+def one_a_step(version: int) -> dict[str, int]:
+    """Of a, b, c and d, step v changes the v-th, counted round."""
+    return {name: max(0, version - (version - i) % 4) for i, name in enumerate("abcd")}
+
+
+def test_a_publish_moves_what_the_step_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four cartridges, of which each step changes one. A packet stays while a published version
+    needs any cartridge of it."""
+
+    async def scenario() -> None:
+        w = await world(monkeypatch, keep=2)
+        w.actor("trainer").since = one_a_step
+        await w.weights.publish(0)
+        assert list(w.held.values()) == [dict.fromkeys("abcd", 0)]
+        for version, changed in ((1, "b"), (2, "c"), (3, "d"), (4, "a")):
+            before = len(w.plane.gets)
+            await w.weights.publish(version)
+            assert list(w.held.values())[-1] == {changed: version}
+            # One packet, put, and got by two generators that get nothing else.
+            assert w.weights.moved_bytes == 256 * (1 + 2)
+            assert w.plane.gets[before:] == [list(w.held)[-1]] * 2
+        await w.weights.publish(5)
+        await w.weights.tidied()
+        # Version 4 has b since 1, and version 5 since 5; nobody needs the first packet any more.
+        assert list(w.held.values()) == [{"b": 1}, {"c": 2}, {"d": 3}, {"a": 4}, {"b": 5}]
+        await w.weights.publish(6)
+        await w.weights.tidied()
+        assert list(w.held.values()) == [{"c": 2}, {"d": 3}, {"a": 4}, {"b": 5}, {"c": 6}]
+        # A successor, and one more, get all that the kept versions have, each packet once.
+        w.process("generator").die()
+        before = len(w.plane.gets)
+        await w.settled()
+        assert w.actor("generator").loaded == [5, 6]
+        assert sorted(w.plane.gets[before:]) == sorted(w.held)
+        w.mesh.pools["generator"].scale(3)
+        await w.settled()
+        for slot in (0, 1, 2):
+            ledger = w.actor("generator", slot).ledger
+            assert [ledger.since(name, 6) for name in "abcd"] == [4, 5, 6, 3]
+            assert [ledger.since(name, 5) for name in "abcd"] == [4, 5, 2, 3]
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+def test_a_lost_plane_gets_what_versions_share_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        w = await world(monkeypatch, keep=2)
+        w.actor("trainer").since = one_a_step
+        for version in range(7):
+            await w.weights.publish(version)
+        w.process("store").die()
+        await w.settled()
+        # Version 5 whole, then what version 6 has beside.
+        assert list(w.held.values()) == [{"a": 4, "b": 5, "c": 2, "d": 3}, {"c": 6}]
+        assert w.plane.gets == [], "who has the versions is told nothing"
+        await w.weights.publish(7)
+        assert w.weights.moved_bytes == 256 * (1 + 2)
+        await w.weights.tidied()
+        assert list(w.held.values()) == [
+            {"a": 4, "b": 5, "c": 2, "d": 3}, {"c": 6}, {"d": 7},
+        ]  # fmt: skip
+        w.weights.replica_lost()
+        await w.weights.tidy()
+        await w.weights.tidied()
+        assert len(w.held) == 3, "a sweep knows the packets of older versions"
+        w.process("generator").die()
+        await w.settled()
+        assert w.actor("generator").loaded == [6, 7]
         await w.mesh.stop()
 
     run(scenario())
@@ -207,7 +312,7 @@ def test_what_was_read_is_deleted_beside_the_work(monkeypatch: pytest.MonkeyPatc
     async def scenario() -> None:
         w = await world(monkeypatch)
         for key in ("scores/1", "scores/2"):
-            await w.mesh.plane.put(key, 0)
+            await w.plane.put(key, {"score": 0})
         w.weights.read("scores/1", 0)
         await w.weights.tidy()
         assert set(w.held) == {"scores/1", "scores/2"}, "nobody waited for it"
@@ -227,8 +332,8 @@ def test_a_sweep_after_a_loss_finds_what_nobody_knows_of(monkeypatch: pytest.Mon
         w = await world(monkeypatch, keep=2)
         await w.weights.publish(1)
         await w.weights.publish(2)
-        await w.mesh.plane.put("scores/lost with its teacher", 0)
-        await w.mesh.plane.put("scores/read", 0)
+        await w.plane.put("scores/lost with its teacher", {"score": 0})
+        await w.plane.put("scores/read", {"score": 0})
         await w.weights.tidy()
         await w.weights.tidied()
         assert len(w.held) == 4, "without a loss nobody looks"
@@ -236,7 +341,7 @@ def test_a_sweep_after_a_loss_finds_what_nobody_knows_of(monkeypatch: pytest.Mon
         w.weights.read("scores/read", 0)
         await w.weights.tidy()
         await w.weights.tidied()
-        assert sorted(w.held.values()) == [1, 2]
+        assert sorted(w.versions) == [1, 2]
         await w.mesh.stop()
 
     run(scenario())
@@ -261,7 +366,7 @@ def test_a_publish_whose_plane_is_lost_under_it_is_made_again(
         assert w.weights.moved_bytes == 256 * (1 + 2)
         await w.settled()
         assert w.mesh.plane_life == 1
-        assert sorted(w.held.values()) == [1, 2], "what is kept is in the new plane"
+        assert sorted(w.versions) == [1, 2], "what is kept is in the new plane"
         for slot in (0, 1):
             assert w.actor("generator", slot).loaded == [1, 2], "told once"
         w.process("generator").die()
@@ -281,11 +386,11 @@ def test_a_lost_plane_is_filled_anew_under_new_keys(monkeypatch: pytest.MonkeyPa
         before = set(w.held)
         w.process("store").die()
         await w.settled()
-        assert list(w.held.values()) == [3, 4]
+        assert w.versions == [3, 4]
         assert not set(w.held) & before
         await w.weights.publish(5)
         await w.weights.tidied()  # the scores went with the plane: not deleted a second time
-        assert list(w.held.values()) == [4, 5]
+        assert w.versions == [4, 5]
         await w.mesh.stop()
 
     run(scenario())
@@ -300,12 +405,12 @@ def test_a_plane_that_is_lost_while_it_is_filled(monkeypatch: pytest.MonkeyPatch
         w.process("store").die()
         await asyncio.sleep(1.9)  # version 3 is there, version 4 under way
         assert w.mesh.plane_life == 1
-        assert list(w.held.values()) == [3]
+        assert w.versions == [3]
         w.process("store").die()
         await asyncio.sleep(3.0)
         await w.settled()
         assert w.mesh.plane_life == 2
-        assert list(w.held.values()) == [3, 4]
+        assert w.versions == [3, 4]
         w.process("generator").die()
         await w.settled()
         assert w.actor("generator").loaded == [3, 4]
@@ -325,11 +430,11 @@ def test_what_the_trainer_has_no_more_is_told_nobody(monkeypatch: pytest.MonkeyP
         w.process("store").die()
         w.process("generator").die()
         await w.settled()
-        assert list(w.held.values()) == [4]
+        assert w.versions == [4]
         assert w.actor("generator").loaded == [4]
         await w.weights.publish(5)
         await w.weights.tidied()
-        assert list(w.held.values()) == [4, 5]
+        assert w.versions == [4, 5]
         await w.mesh.stop()
 
     run(scenario())
@@ -342,7 +447,7 @@ def test_an_error_of_a_plane_that_is_well_means_what_it_says(
     async def scenario() -> None:
         w = await world(monkeypatch, store=store)
 
-        async def full(version: int) -> CartridgeSnapshot:
+        async def full(version: int, before: Any) -> CartridgeSnapshot:
             raise PlaneError("no space left")
 
         w.actor("trainer").publish = full

@@ -87,7 +87,7 @@ def test_whenever_they_come_they_get_what_they_would_alone(
     for r, wait in zip(ASKED, steps, strict=True):
         for _ in range(wait):
             done |= dict(served.step())
-        served.add(r.id, r)
+        served.add(r.id, r, r.prefix)
     for _ in range(200):
         if len(done) == len(ASKED):
             break

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.cartridge.bank import CartridgeVersions
+from learning.cartridge.versions import CartridgeVersions
 from learning.decoding import decode_batch
 from learning.decoding.decode_batch import draw, generate
 from protocols.errors import DataError
@@ -225,8 +225,8 @@ def test_sampled_tokens_follow_the_uniforms_of_their_seed(llama: Twin) -> None:
 
 def test_every_token_carries_the_version_it_was_sampled_from(llama: Twin) -> None:
     held = CartridgeVersions(keep=2)
-    held.add(3, ("a", "b"), torch.stack([llama.kv["a"], llama.kv["a"] * 0.5]))
-    held.add(7, ("a", "b"), torch.stack([llama.kv["a"] * 0.9, llama.kv["a"]]))
+    held.add(3, {"a": 3, "b": 3}, {"a": llama.kv["a"], "b": llama.kv["a"] * 0.5})
+    held.add(7, {"a": 7, "b": 3}, {"a": llama.kv["a"] * 0.9})
     requests = [
         request("x", PrefixRef("a", 7), 3, 2),
         request("y", PrefixRef("b", 3), 2, 4),
@@ -239,7 +239,7 @@ def test_every_token_carries_the_version_it_was_sampled_from(llama: Twin) -> Non
 @pytest.mark.parametrize("others", [1, 6], ids=["one batch", "batches by prefix"])
 def test_a_prefix_that_is_not_held_fails_its_own_requests_alone(llama: Twin, others: int) -> None:
     held = CartridgeVersions(keep=2)
-    held.add(3, ("a",), llama.kv["a"][None])
+    held.add(3, {"a": 3}, {"a": llama.kv["a"]})
     good = [request(f"g{i}", PrefixRef("a", 3), 3 + i, 4) for i in range(others)]
     bad = request("x", PrefixRef("a", 4), 3, 2)
 
@@ -275,14 +275,14 @@ def test_a_perturbed_cartridge_changes_the_next_output(twin: Twin) -> None:
     held = CartridgeVersions(keep=2)
     kv = twin.kv["a"]
     noise = torch.randn(kv.shape, generator=torch.Generator().manual_seed(1))
-    held.add(0, ("a",), kv[None])
+    held.add(0, {"a": 0}, {"a": kv})
 
     def ask(version: int, temperature: float) -> Completion:
         r = request("x", PrefixRef("a", version), 5, 12, seed=4, temperature=temperature)
         return generate(twin.model, [r], lambda f: held.get(f.name, f.version), NO_END)[0]
 
     before = [ask(0, 0.0), ask(0, 1.0)]
-    held.add(1, ("a",), (kv + 0.3 * noise)[None])
+    held.add(1, {"a": 1}, {"a": kv + 0.3 * noise})
     for old, new in zip(before, [ask(1, 0.0), ask(1, 1.0)], strict=True):
         assert new.token_ids != old.token_ids
         assert new.logprobs[0] != pytest.approx(old.logprobs[0], abs=1e-3)

@@ -17,7 +17,7 @@ from actors.vllm.kv_layout import (
     slots,
 )
 from protocols.errors import DataError, PublishError
-from protocols.types import GenerateRequest, PrefixRef, Sampling, composed_ref
+from protocols.types import PrefixRef, composed_ref
 
 
 def test_slots_by_hand() -> None:
@@ -73,23 +73,22 @@ def test_salts_are_apart_by_names_versions_order_and_request() -> None:
     assert cache_salt([PromptCartridge("a", 7, 9), PromptCartridge("b", 8, 9)]) == "a@7,b@8"
 
 
-def asked(*names: str) -> GenerateRequest:
-    refs = [PrefixRef(name, i) for i, name in enumerate(names)]
-    return GenerateRequest("r", (5,), composed_ref(refs), Sampling(), 0)
+def prefix(*names: str) -> PrefixRef:
+    return composed_ref([PrefixRef(name, i) for i, name in enumerate(names)])
 
 
 def test_the_cartridges_of_a_request() -> None:
-    tokens = {0: 50, 1: 30}
-    assert cartridges_of(asked("document/d"), tokens) == ()
-    assert cartridges_of(asked("cartridge/a"), tokens) == (PromptCartridge("a", 0, 50),)
+    tokens = {("a", 0): 50, ("b/c", 1): 30, ("a", 1): 9}
+    assert cartridges_of("r", prefix("document/d"), tokens) == ()
+    assert cartridges_of("r", prefix("cartridge/a"), tokens) == (PromptCartridge("a", 0, 50),)
     both = (PromptCartridge("a", 0, 50), PromptCartridge("b/c", 1, 30))
-    assert cartridges_of(asked("cartridge/a", "cartridge/b/c"), tokens) == both
+    assert cartridges_of("r", prefix("cartridge/a", "cartridge/b/c"), tokens) == both
 
 
 @pytest.mark.parametrize("names", [("cartridge/a", "document/d"), ("document/d", "cartridge/a")])
 def test_a_document_among_others_is_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(DataError) as caught:
-        cartridges_of(asked(*names), {0: 50, 1: 50})
+        cartridges_of("r", prefix(*names), {("a", 0): 50, ("a", 1): 50})
     assert str(caught.value) == (
         "request r composes document/d with other prefixes: vLLM computes a document as tokens, "
         "which would see the cartridges before it, and loads cartridges only before all tokens; "
@@ -114,16 +113,15 @@ def test_heads_of_every_rank(heads: int, ranks: int, expected: list[list[int]]) 
 @pytest.mark.parametrize(
     "shape",
     [
-        (1, 4, 2, 2, 28, 32),  # one cartridge for two names
-        (2, 3, 2, 2, 28, 32),  # another model's layers
-        (2, 4, 1, 2, 28, 32),  # keys without values
-        (2, 4, 2, 1, 28, 32),  # another number of heads
-        (2, 4, 2, 2, 28, 64),  # another size of head
-        (2, 4, 2, 2, 0, 32),  # no token
-        (4, 2, 2, 28, 32),  # no names at all
+        (3, 2, 2, 28, 32),  # another model's layers
+        (4, 1, 2, 28, 32),  # keys without values
+        (4, 2, 1, 28, 32),  # another number of heads
+        (4, 2, 2, 28, 64),  # another size of head
+        (4, 2, 2, 0, 32),  # no token
+        (1, 4, 2, 2, 28, 32),  # several cartridges as one
     ],
 )
 def test_tensors_that_do_not_fit_the_model_are_refused(shape: tuple[int, ...]) -> None:
-    check_shape((2, 4, 2, 2, 28, 32), 4, 2, 32, names=2)
-    with pytest.raises(PublishError, match=r"model takes \[2, 4, 2, 2, P, 32\]; train and sample"):
-        check_shape(shape, 4, 2, 32, names=2)
+    check_shape("a", (4, 2, 2, 28, 32), 4, 2, 32)
+    with pytest.raises(PublishError, match=r"cartridge a .* takes \[4, 2, 2, P, 32\]; train and"):
+        check_shape("a", shape, 4, 2, 32)

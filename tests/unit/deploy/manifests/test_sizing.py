@@ -26,6 +26,7 @@ from deploy.manifests.sizing import (
     score_bytes,
     scores_bytes,
     step_rows,
+    touched_cartridges,
     trainable_numbers,
 )
 from forge_run.cli import forge
@@ -89,6 +90,7 @@ def test_the_published_setting_by_hand() -> None:
     needs = dict(role_needs(spec, "trainer", LLAMA_3B).items)
     assert needs["cartridges, gradient, Adam"] == 20 * 2047 * 57_344 * 16
     assert needs["untrained cartridges"] == 20 * 2047 * 57_344 * 4
+    assert needs["prefixes of a step"] == 8 * 2048 * 57_344 * 4
     assert needs["logits"] == 3 * 4096 * 128_256 * 4
     # 24 heads, 8 x 712 tokens that see 2048 + 712 each: 1.5 GB a layer, so a chunk at a time
     assert needs["attention scores"] == 6 * 256 * 2**20
@@ -104,6 +106,38 @@ def test_the_published_setting_by_hand() -> None:
     generator = dict(role_needs(spec, "generator", LLAMA_3B).items)
     assert generator["paged KV"] == 24 * 1024**3
     assert role_needs(spec, "environment", LLAMA_3B).held == 0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sets", "cartridges"),
+    [
+        ("longhealth_3b", (), 8),  # 8 prompts
+        ("longhealth_3b", ("data.patients=5",), 5),
+        ("longhealth_3b", ("rollout.prompts=2",), 2),
+        ("three_channels", ("data.patients=40",), 8),  # 8 tasks of 8 episodes each
+        ("rsagent", ("data.patients=40", "rsa.examples=3"), 3),  # 3 problems
+    ],
+)
+def test_the_cartridges_that_a_step_changes(
+    mesh: str, sets: tuple[str, ...], cartridges: int
+) -> None:
+    learn = load_spec(str(REPOSITORY / f"meshes/{mesh}.yaml"), sets=sets).spec.learn
+    assert touched_cartridges(learn) == cartridges
+
+
+def test_versions_share_what_a_step_leaves() -> None:
+    """Two of twenty change: a reader of staleness 1 keeps three versions, the trainer two."""
+    spec = load_spec(
+        str(REPOSITORY / "meshes/longhealth_3b.yaml"),
+        sets=("rollout.prompts=2", "train.staleness=1"),
+    ).spec
+    one = 2048 * 114_688
+    generator = dict(role_needs(spec, "generator", LLAMA_3B).items)
+    assert generator["cartridge versions"] == (20 + 2 + 2) * one
+    assert dict(role_needs(spec, "trainer", LLAMA_3B).items)["snapshots"] == (20 + 2) * one
+    step = dict(step_bytes(spec, LLAMA_3B))
+    assert step["published"].startswith("470 MB put once")  # a tenth of 4.7 GB
+    assert step["last state, to disk"].startswith("2.82 GB written")
 
 
 def test_rows_of_a_step_by_hand() -> None:
@@ -225,9 +259,12 @@ def test_the_plan_says_it_in_tables_and_as_json(capsys: pytest.CaptureFixture[st
     assert forge(["plan", mesh, "--sizing", "--json"]) == 0
     sections = {s["title"]: s["rows"] for s in json.loads(capsys.readouterr().out)}
     roles = {row[0]: row[1:] for row in sections["sizing, by the model's shape"]}
-    assert roles["trainer"][:3] == ["1", "93.7 GB", "cartridges, gradient, Adam, 37.6 GB"]
+    assert roles["trainer"][:3] == ["1", "88 GB", "cartridges, gradient, Adam, 37.6 GB"]
     step = dict(sections["bytes of a step"])
-    assert step["published"] == "4.7 GB put once, got by 1 readers: 9.4 GB"
+    assert step["cartridges changed"] == "at most 8 of 20 cartridges"
+    # 8 x 2048 x 114,688 B; 8 x 57,344 x (2047 x 12 + 4) B of 20 times as much
+    assert step["published"] == "1.88 GB put once, got by 1 readers: 3.76 GB"
+    assert step["last state, to disk"] == "11.3 GB written, 28.2 GB kept"
     assert forge(["plan", mesh, "--sizing"]) == 0
     assert "memory of a trainer process" in capsys.readouterr().out
     assert forge(["plan", mesh, "--sizing", "--set", "model.shape=null"]) == 2

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from learning.cartridge.composition import composed
+from learning.cartridge.fingerprint import fingerprint
 from learning.decoding.decode_batch import generate
 from learning.decoding.engine import TorchEngine
 from protocols.errors import DataError, PublishError
@@ -49,6 +50,10 @@ def engine(twin: Twin, **more: int) -> TorchEngine:
     return TorchEngine(twin.model, document, END, decode, **more)
 
 
+def add(served: TorchEngine, r: GenerateRequest) -> None:
+    served.add(r.id, r, r.prefix)
+
+
 def alone(twin: Twin, r: GenerateRequest) -> Completion:
     return generate(twin.model, [r], lambda ref: twin.kv[ref.name[-1]], END, decode)[0]
 
@@ -66,8 +71,8 @@ ASKED = [
 
 def test_what_is_streamed_adds_up(twin: Twin) -> None:
     served, (r, other) = engine(twin), (request("s", "a", 4, 10, top_logprobs=2), ASKED[1])
-    served.add("s", r, stream=True)
-    served.add("b", other)
+    served.add("s", r, r.prefix, stream=True)
+    served.add("b", other, other.prefix)
     news = [(key, what) for _ in range(40) for key, what in served.step()]
     pieces = [what for key, what in news if isinstance(what, TokenChunk)]
     done = next(what for key, what in news if key == "s" and isinstance(what, Completion))
@@ -80,8 +85,8 @@ def test_what_is_streamed_adds_up(twin: Twin) -> None:
 
 def test_a_cancelled_request_ends_and_makes_room(twin: Twin) -> None:
     served = engine(twin, max_rows=1)
-    served.add("long", request("long", "a", 3, 400, 0.0))
-    served.add("next", request("next", "a", 3, 2, 0.0))
+    add(served, request("long", "a", 3, 400, 0.0))
+    add(served, request("next", "a", 3, 2, 0.0))
     assert dict(served.step()) == {}
     served.cancel("long")
     done = dict(served.step())
@@ -94,8 +99,8 @@ def test_a_cancelled_request_ends_and_makes_room(twin: Twin) -> None:
 
 def test_a_waiting_request_is_cancelled_unread(twin: Twin) -> None:
     served = engine(twin, max_rows=1)
-    served.add("first", request("first", "a", 3, 3, 0.0))
-    served.add("second", request("second", "a", 3, 3, 0.0))
+    add(served, request("first", "a", 3, 3, 0.0))
+    add(served, request("second", "a", 3, 3, 0.0))
     served.cancel("second")
     done = dict(served.step())
     assert (done["second"].finish_reason, done["second"].token_ids) == ("cancelled", ())
@@ -129,26 +134,45 @@ def test_confidence_and_top_logprobs_are_the_model_s_own(twin: Twin) -> None:
 
 def test_cartridges_are_held_by_version_and_must_fit(twin: Twin) -> None:
     served, kv = engine(twin), twin.kv["a"]
-    served.hold(4, ("p", "q"), torch.stack([kv, twin.kv["a"]]))
+    served.hold({("p", 4): kv[..., :3, :], ("q", 4): kv})
     over = GenerateRequest("x", (8, 9), PrefixRef("cartridge/q", 4), Sampling(0.0, max_tokens=3), 0)
-    served.add("x", over)
+    served.add("x", over, over.prefix)
     found = {}
     while not found:
         found = dict(served.step())
     plain = GenerateRequest("x", (8, 9), PrefixRef("document/a", 0), over.sampling, 0)
     assert found["x"].token_ids == alone(twin, plain).token_ids
     assert set(found["x"].versions) == {4}
-    served.let_go(4)
-    with pytest.raises(PublishError, match="do not fit this model"):
-        served.hold(5, ("p",), kv[None, :1])
+    served.let_go([("p", 4), ("q", 4)])
+    with pytest.raises(PublishError, match=r"cartridge q of shape .* does not fit this model"):
+        served.hold({("p", 5): kv, ("q", 5): kv[:1]})
+    assert not served._held
+
+
+def test_requests_of_two_versions_share_what_did_not_change(twin: Twin) -> None:
+    """q since version 4, asked for as of 4 and of 5: one batch, and each says its own version."""
+    served = engine(twin)
+    served.hold({("q", 4): twin.kv["a"]})
+    for version in (4, 5):
+        asked = GenerateRequest(
+            str(version), (8, 9), PrefixRef("cartridge/q", version), Sampling(0.0, max_tokens=3), 0
+        )
+        served.add(asked.id, asked, PrefixRef("cartridge/q", 4))
+    found: dict[str, Completion] = {}
+    while len(found) < 2:
+        found |= {key: c for key, c in served.step() if isinstance(c, Completion)}
+        assert len(served._lanes) <= 1
+    assert {set(found[v].versions) == {int(v)} for v in "45"} == {True}
+    assert found["4"].token_ids == found["5"].token_ids
+    assert found["4"].served == found["5"].served == (fingerprint(twin.kv["a"]),)
 
 
 def test_bad_requests_are_refused_at_once(twin: Twin) -> None:
     served = engine(twin)
     with pytest.raises(DataError, match="empty prompt"):
-        served.add("e", request("e", "a", 0, 3))
+        add(served, request("e", "a", 0, 3))
     with pytest.raises(DataError, match="no document 'z'"):
-        served.add("z", request("z", "z", 2, 3))
+        add(served, request("z", "z", 2, 3))
     with pytest.raises(DataError, match="no tokenizer is here"):
         generate(
             twin.model, [request("u", "a", 2, 3, until=StopCondition())], twin.kv.__getitem__, END
@@ -169,13 +193,13 @@ def test_a_composition_is_sampled_as_plain_transformers_scores_it(twin: Twin) ->
     """Cartridge c of version 3, then the document b: one prefix of 31 + 17, a prompt behind it."""
     parts = (PrefixRef("cartridge/c", 3), PrefixRef("document/b", 0))
     one = engine(twin)
-    one.hold(3, ("c",), twin.kv["c"][None])
+    one.hold({("c", 3): twin.kv["c"]})
     asked = {
         order: GenerateRequest(order, (9, 8, 7), composed_ref(refs), Sampling(0.0, max_tokens=5), 0)
         for order, refs in (("cb", parts), ("bc", parts[::-1]))
     }
     for order, r in asked.items():
-        one.add(order, r)
+        one.add(order, r, r.prefix)
     done: dict[str, Completion] = {}
     while len(done) < 2:
         done |= {key: news for key, news in one.step() if isinstance(news, Completion)}
@@ -191,4 +215,4 @@ def test_a_composition_is_sampled_as_plain_transformers_scores_it(twin: Twin) ->
 def test_a_composition_with_a_document_that_there_is_not_is_refused(llama: Twin) -> None:
     ref = PrefixRef("document/a", 0, (PrefixRef("document/z", 0),))
     with pytest.raises(DataError, match="no document 'z'"):
-        engine(llama).add("x", GenerateRequest("x", (9,), ref, Sampling(), 0))
+        add(engine(llama), GenerateRequest("x", (9,), ref, Sampling(), 0))

@@ -2,27 +2,32 @@
 
 import pytest
 
-from learning.cartridge.published import PublishedCartridges
 from protocols.errors import StaleTokenError
 from protocols.types import (
     CartridgeSnapshot,
     Completion,
     GenerateRequest,
     PrefixRef,
+    PublishedCartridge,
     Sampling,
     TensorLayout,
     TensorRef,
     composed_ref,
 )
+from services.published import PublishedCartridges
 
 PACKET = TensorRef("k", TensorLayout(()))
+
+
+def cartridges(since: int, **fingerprints: str) -> tuple[PublishedCartridge, ...]:
+    return tuple(PublishedCartridge(n, since, PACKET, f) for n, f in fingerprints.items())
 
 
 def published(keep: int = 3, versions: int = 3) -> PublishedCartridges:
     """Fingerprints are a0 b0, a1 b1, ..."""
     found = PublishedCartridges(keep)
     for v in range(versions):
-        found.add(CartridgeSnapshot(v, ("a", "b"), PACKET, (f"a{v}", f"b{v}")))
+        found.add(CartridgeSnapshot(v, cartridges(v, a=f"a{v}", b=f"b{v}")))
     return found
 
 
@@ -81,18 +86,18 @@ def test_evidence_that_a_backend_declares_must_come() -> None:
         ({"fingerprint"}, r"fingerprint \(none given\)"),
     ]:
         ledger = PublishedCartridges(3, frozenset(evidence))
-        ledger.add(CartridgeSnapshot(2, ("a",), PACKET, ("a2",)))
+        ledger.add(CartridgeSnapshot(2, cartridges(2, a="a2")))
         with pytest.raises(StaleTokenError, match=message):
             ledger.check("generator[1]", [asked], [bare])
     neither = PublishedCartridges(3, frozenset())
-    neither.add(CartridgeSnapshot(2, ("a",), PACKET, ("a2",)))
+    neither.add(CartridgeSnapshot(2, cartridges(2, a="a2")))
     neither.check("generator[1]", [asked], [bare])  # the canary checks such a backend
 
 
 def test_hints_are_read_by_what_was_published_for_them() -> None:
     ledger = PublishedCartridges(2)
-    ledger.add(CartridgeSnapshot(0, ("a",), PACKET, ("a0",), PACKET, ("mean0",)))
-    ledger.add(CartridgeSnapshot(1, ("a",), PACKET, ("a1",), PACKET, ("mean1",)))
+    ledger.add(CartridgeSnapshot(0, cartridges(0, a="a0"), cartridges(0, a="mean0")))
+    ledger.add(CartridgeSnapshot(1, cartridges(1, a="a1"), cartridges(1, a="mean1")))
     ledger.check_served("sdpo_teacher[0]", "scores/1", 1, {"a": "mean1"})
     for other in ("a1", "mean0"):
         with pytest.raises(StaleTokenError, match=r"sdpo_teacher\[0\] served scores/1"):

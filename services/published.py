@@ -1,8 +1,8 @@
 """Compare the cartridges that generators and teachers served with those that the trainer published.
 
-    trainer     -> CartridgeSnapshot.fingerprints -> PublishedCartridges.add
-    generator   -> Completion.served              -> PublishedCartridges.check
-    hinted teacher -> ScoreOutput.served          -> PublishedCartridges.check_served
+    trainer        -> PublishedCartridge.fingerprint -> PublishedCartridges.add
+    generator      -> Completion.served              -> PublishedCartridges.check
+    hinted teacher -> ScoreOutput.served             -> PublishedCartridges.check_served
 
 A label says which version a replica believes that it serves. A fingerprint is of the numbers that
 it read (`learning.cartridge.fingerprint`).
@@ -31,13 +31,9 @@ class PublishedCartridges:
 
     def add(self, snapshot: CartridgeSnapshot) -> None:
         """Add a version that is about to be published, or is published again."""
-        self._known[snapshot.version] = dict(
-            zip(snapshot.names, snapshot.fingerprints, strict=False)
-        )
-        if snapshot.hinted is not None:
-            self._hinted[snapshot.version] = dict(
-                zip(snapshot.names, snapshot.hinted_fingerprints, strict=True)
-            )
+        self._known[snapshot.version] = {c.name: c.fingerprint for c in snapshot.cartridges}
+        if snapshot.hinted:
+            self._hinted[snapshot.version] = {c.name: c.fingerprint for c in snapshot.hinted}
         for old in sorted(self._known)[: -self._keep]:
             del self._known[old]
             self._hinted.pop(old, None)

@@ -1,0 +1,153 @@
+"""Hold the published versions that a role loaded, each distinct set of numbers once.
+
+A version names every cartridge of a run, and a step changes few of them. So numbers are identified
+by the cartridge's name and the version that last changed them, and versions share them:
+
+    version 6    a since 6, b since 2
+    version 7    a since 7, b since 2    -> held: (a, 6), (a, 7), (b, 2)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import Tensor
+
+from protocols.errors import PublishError
+from protocols.types import CARTRIDGE, PrefixRef
+
+CartridgeId = tuple[str, int]
+"""A cartridge's name and the version that last changed its numbers."""
+
+
+class VersionLedger:
+    """Track which versions a request may name, and which numbers stay loaded for them.
+
+    A version id is never reused, so a version never changes under a request. Requests may name the
+    newest `keep` versions. An older one is *evicted*. Numbers are released once no version that is
+    held has them and the last request over them has ended.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._since: dict[int, dict[str, int]] = {}
+        self._in_flight: Counter[CartridgeId] = Counter()
+        self._newest = -1
+
+    def missing(self, since: Mapping[str, int]) -> set[str]:
+        """Return the names whose numbers, of the versions `since`, are not held."""
+        return {name for name, version in self._unheld(since.items())}
+
+    def add(
+        self, version: int, since: Mapping[str, int], new: Collection[str]
+    ) -> list[CartridgeId]:
+        """Add a version, and evict those beyond `keep`; return what to release now. Raises
+        PublishError as `check` does."""
+        self.check(version, since, new)
+        self._since[version] = dict(since)
+        self._newest = version
+        evicted = [self._since.pop(old) for old in sorted(self._since)[: -self._keep]]
+        return self._unheld(each for old in evicted for each in old.items())
+
+    def check(self, version: int, since: Mapping[str, int], new: Collection[str]) -> None:
+        """Raise PublishError when the version is not newer than every one before it, or when its
+        numbers are neither held nor among those of the `new` names, or are both."""
+        if version <= self._newest:
+            raise PublishError(
+                f"cartridge version {version} was offered after version {self._newest}: version "
+                "ids are never reused and never go back; publish a new one"
+            )
+        if odd := self.missing(since) ^ set(new):
+            told = ", ".join(f"{name} since {since.get(name)}" for name in sorted(odd))
+            raise PublishError(
+                f"version {version} came with other numbers than those that are not held here "
+                f"({told}); publish it again"
+            )
+
+    def drop(self, version: int) -> list[CartridgeId]:
+        """Remove a version. Return what to release now; what requests in flight read is released by
+        the last of them. Raises PublishError for a version that is not held."""
+        if version not in self._since:
+            raise PublishError(f"cartridge version {version} is not held: nothing to drop")
+        return self._unheld(self._since.pop(version).items())
+
+    def since(self, name: str, version: int) -> int:
+        """Return the version that last changed cartridge `name` as of `version`. Raises
+        PublishError for a version or name that is not held."""
+        if version not in self._since:
+            raise PublishError(
+                f"cartridge {name} version {version} is not held here (held: "
+                f"{sorted(self._since)}): it was never loaded by this generator, or was evicted"
+            )
+        cartridges = self._since[version]
+        if name not in cartridges:
+            raise PublishError(
+                f"version {version} has no cartridge {name!r}; it has {tuple(cartridges)}"
+            )
+        return cartridges[name]
+
+    def resolved(self, prefix: PrefixRef) -> PrefixRef:
+        """Return the prefix with each cartridge's version replaced by the one that last changed it:
+        equal prefixes are equal numbers. Raises PublishError as `since` does."""
+        parts = []
+        for part in prefix.parts:
+            name = part.name.removeprefix(CARTRIDGE)
+            trained = part.name.startswith(CARTRIDGE)
+            at = self.since(name, part.version) if trained else part.version
+            parts.append(PrefixRef(part.name, at))
+        return PrefixRef(parts[0].name, parts[0].version, tuple(parts[1:]))
+
+    def begin(self, prefix: PrefixRef) -> None:
+        """Count a request over this resolved prefix as started."""
+        self._in_flight.update(_cartridges(prefix))
+
+    def end(self, prefix: PrefixRef) -> list[CartridgeId]:
+        """Count a request over this resolved prefix as ended; return what to release now."""
+        cartridges = _cartridges(prefix)
+        self._in_flight.subtract(cartridges)
+        self._in_flight = +self._in_flight  # without those that nobody reads
+        return self._unheld(cartridges)
+
+    def _unheld(self, cartridges: Iterable[CartridgeId]) -> list[CartridgeId]:
+        """Return those that no version has and no request reads, each once."""
+        return [
+            (name, version)
+            for name, version in dict.fromkeys(cartridges)
+            if (name, version) not in self._in_flight
+            and all(since.get(name) != version for since in self._since.values())
+        ]
+
+
+def _cartridges(prefix: PrefixRef) -> list[CartridgeId]:
+    return [
+        (part.name.removeprefix(CARTRIDGE), part.version)
+        for part in prefix.parts
+        if part.name.startswith(CARTRIDGE)
+    ]
+
+
+class CartridgeVersions:
+    """Hold the newest `keep` versions of every cartridge, by version number, with their tensors."""
+
+    def __init__(self, keep: int) -> None:
+        self._ledger = VersionLedger(keep)
+        self._kv: dict[CartridgeId, Tensor] = {}
+
+    def missing(self, since: Mapping[str, int]) -> set[str]:
+        """Return the names whose numbers, of the versions `since`, are not held."""
+        return self._ledger.missing(since)
+
+    def add(self, version: int, since: Mapping[str, int], new: Mapping[str, Tensor]) -> None:
+        """Add a version with the tensors [L, 2, H_kv, P, D] of its cartridges that are not held,
+        and drop what only versions beyond `keep` have. Raises PublishError as
+        `VersionLedger.check` does."""
+        released = self._ledger.add(version, since, new.keys())
+        self._kv |= {(name, since[name]): kv for name, kv in new.items()}
+        for old in released:
+            del self._kv[old]
+
+    def get(self, name: str, version: int) -> Tensor:
+        """Return one cartridge [L, 2, H_kv, P, D]. Raises PublishError for a version or name that
+        is not held."""
+        return self._kv[name, self._ledger.since(name, version)]
