@@ -29,6 +29,7 @@ from protocols.errors import SpecError
 from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.loading import LoadedServeSpec, load_serve
 from protocols.spec.serving import ServeSpec
+from services.forkserver.client import fork_server
 
 STOP_SECONDS = 8.0
 END_SECONDS = 3.0
@@ -55,7 +56,7 @@ def serve(loaded: LoadedServeSpec) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.environ.update(monarch_environment(spec.health))
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    with listening:
+    with listening, fork_server():
         server = ServeProcess(spec, listening)
         try:
             asyncio.run(server.run())

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +46,7 @@ class ReplicaProcess:
     pids: tuple[int, ...] = ()
     given_up: bool = False
     last_beat: float = field(default_factory=time.monotonic)
+    _watched: dict[int, asyncio.AbstractEventLoop] = field(default_factory=dict)
 
     @property
     def heartbeat(self) -> Any:
@@ -69,6 +70,27 @@ class ReplicaProcess:
         self.pids, self.last_beat = tuple(beat.pid for beat in beats), time.monotonic()
         return sum(beat.memory_bytes for beat in beats)
 
+    def watch(self, ended: Callable[[int], None]) -> None:
+        """Call `ended` with the id of a local process, in the running loop, as soon as it has
+        ended. Remote ends are not seen."""
+        loop = asyncio.get_running_loop()
+        for pid in self.pids if self.local else ():
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:  # it has ended, and somebody has waited for it
+                loop.call_soon(ended, pid)
+                continue
+            self._watched[descriptor] = loop
+            loop.add_reader(descriptor, self._see, descriptor, ended, pid)
+
+    def _see(self, descriptor: int, ended: Callable[[int], None], pid: int) -> None:
+        self._unwatch(descriptor)
+        ended(pid)
+
+    def _unwatch(self, descriptor: int) -> None:
+        self._watched.pop(descriptor).remove_reader(descriptor)
+        os.close(descriptor)
+
     def ended_pid(self) -> int:
         """Return the id of a local process that has ended, 0 for none. Remote ends are not seen."""
         return next((pid for pid in self.pids if has_ended(pid)), 0) if self.local else 0
@@ -78,6 +100,8 @@ class ReplicaProcess:
         with contextlib.suppress(Exception):  # a failed stop is followed by a kill
             await asyncio.wait_for(finish(self.procs.stop()), STOP_SECONDS)
         self.kill()
+        for descriptor in list(self._watched):
+            self._unwatch(descriptor)
 
     def kill(self) -> None:
         for pid in self.pids if self.local else ():

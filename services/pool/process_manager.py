@@ -22,6 +22,7 @@ from actors.base import bootstrap, gpus_here
 from actors.heartbeat import HeartbeatActor
 from protocols.errors import RunError
 from protocols.spec.services import HealthSpec
+from services.forkserver.client import bootstrap_command
 from services.hosts.source import HostWorker, finish
 from services.pool.placement import choose, crowded, lack
 from services.pool.process import ProcessHost, ReplicaProcess, by_rank
@@ -282,7 +283,10 @@ class ProcessManager:
             devices = tuple(sorted(range(there), key=lambda device: used[device])[: len(gpus)])
         try:
             procs = host.mesh.spawn_procs(
-                per_host={"procs": ranks}, name=name, bootstrap=bootstrap(threads, devices, ranks)
+                per_host={"procs": ranks},
+                name=name,
+                bootstrap=bootstrap(threads, devices, ranks),
+                bootstrap_command=bootstrap_command() if host.local else None,
             )
             alone_s = None if host.local else ALONE * self._health.dead_after_s
             heartbeats = by_rank(procs.spawn(f"{name}heartbeat", HeartbeatActor, alone_s), ranks)
