@@ -97,11 +97,11 @@ class ReplicaProcess:
 
     async def end(self) -> None:
         """Stop the process, or kill it: a paused (SIGSTOP) process never answers."""
+        for descriptor in list(self._watched):
+            self._unwatch(descriptor)
         with contextlib.suppress(Exception):  # a failed stop is followed by a kill
             await asyncio.wait_for(finish(self.procs.stop()), STOP_SECONDS)
         self.kill()
-        for descriptor in list(self._watched):
-            self._unwatch(descriptor)
 
     def kill(self) -> None:
         for pid in self.pids if self.local else ():
