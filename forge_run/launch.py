@@ -50,16 +50,15 @@ ANYWHERE = ("192.0.2.1", 9)  # a documentation network: reached over the default
 def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, str]:
     """Return the environment that Monarch reads on import, in every process of the mesh.
 
-    `services.pool.process` sees the end of a local process at once; Monarch's own polling, which
-    takes processor time for every actor, is slow. Where an end was not seen, or a process is silent,
-    Monarch waits for `health.dead_after_s` instead of 30 s: calls to a lost tensor
-    store hang that long in the actors that made them. With other hosts than this one, not `local`,
-    a message is kept for as long as its link may be down.
+    `services.pool.process` sees the end of a local process at once. Monarch's own polling takes
+    processor time for every actor, so it is rare. Where an end was not seen, or a process is
+    silent, Monarch waits for `health.dead_after_s` instead of 30 s: calls to a lost tensor store
+    hang that long in the actors that made them. With other hosts than this one, not `local`, a
+    message is kept for as long as its link may be down.
     """
     patience = f"{math.ceil(health.dead_after_s)}s"
     return {
         "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
-        "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "2m",  # the first waits for the fork server's imports
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
         **({"HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s"} if local else LINK_ENVIRONMENT),
@@ -77,11 +76,11 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     console = Console()
     error: ForgeError | None = None
     cut_off = False
-    with caught, fork_server(), ConsoleDisplay(spec.mesh.name, console) as display:
+    with caught, fork_server() as ready, ConsoleDisplay(spec.mesh.name, console) as display:
         directory, resumed = open_directory(spec, run_dir, resume, display.line)
         display.line(f"run {directory.id}")
         try:
-            cut_off = not _drive(spec, directory, resumed, display, caught)
+            cut_off = not _drive(spec, directory, resumed, display, caught, ready)
         except ForgeError as failure:
             error = failure
     from forge_run.report.page import write_report
@@ -186,6 +185,7 @@ def _drive(
     resume: bool,
     display: ConsoleDisplay,
     caught: SignalFlag,
+    ready: Callable[[], None],
 ) -> bool:
     """Return False for a run that was cut off: then no part of Monarch may be used any more."""
     import monarch.actor as monarch
@@ -198,6 +198,7 @@ def _drive(
     # The controller supervises the mesh; only its own death reaches this process, and the next
     # poll notices that too. The default hook raises KeyboardInterrupt here.
     monarch.unhandled_fault_hook = lambda failure: None
+    ready()
     procs = monarch.this_host().spawn_procs(
         per_host={"procs": 1},
         name="controller",
@@ -206,7 +207,9 @@ def _drive(
     )
     cut_off = False
     try:
-        controller = procs.spawn("controller", ControllerActor, spec, str(directory.path), resume)
+        controller = procs.spawn(
+            "controller", ControllerActor, spec, str(directory.path), resume, os.getpid()
+        )
         running = controller.run.call_one()
         status = _poll(controller, spec.mesh.spawn_timeout_s)
         caught.listen()

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,19 +17,20 @@ if TYPE_CHECKING:  # Monarch reads its environment when it is imported
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 
 CHANNEL = "FORGE_FORK_SERVER"  # environment variable: the owner's id, and its end of the socket
+READY_SECONDS = 120.0  # its imports take 3 s on an idle machine
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
 
 @contextlib.contextmanager
-def fork_server() -> Iterator[None]:
+def fork_server() -> Iterator[Callable[[], None]]:
     """Run a fork server for the local processes that Monarch starts meanwhile.
 
-    Call it in the main thread, since the server ends with the thread that started it. Without
-    pidfds, which Linux alone has, processes start as Monarch starts them.
+    Yields a function to call before the first start: it returns once the server has imported
+    everything. Monarch's patience with a starting process is for a start. Without a server, after
+    a failed import too, processes start as Monarch starts them.
+
+    Call it in the main thread, since the server ends with the thread that started it.
     """
-    if not hasattr(os, "pidfd_open"):
-        yield
-        return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "services.forkserver.server"]
     with ours:
@@ -42,8 +43,17 @@ def fork_server() -> Iterator[None]:
             )
         ours.set_inheritable(True)  # for the stand-ins, which Monarch starts
         os.environ[CHANNEL] = f"{os.getpid()}:{ours.fileno()}"
+
+        def ready() -> None:
+            ours.settimeout(READY_SECONDS)
+            try:
+                ours.recv(1)  # nothing where the server has ended
+            except TimeoutError:
+                server.kill()
+            ours.settimeout(None)
+
         try:
-            yield
+            yield ready
         finally:
             del os.environ[CHANNEL]
             server.kill()

@@ -5,8 +5,8 @@
                                        <---exit status---
 
 A forked process shares the server's pages and starts in a fraction of a second. Only the forking
-thread lives on in a fork, so nothing here may start one: Monarch's extension does when imported, and
-is therefore imported after the fork. The server ends with the thread that started it, and the
+thread lives on in a fork, so nothing here may start one. Monarch's extension does when imported,
+and is therefore imported after the fork. The server ends with the thread that started it, and the
 forked processes end with the server: the kernel kills them (PR_SET_PDEATHSIG).
 """
 
@@ -43,6 +43,7 @@ PRELOAD = (
     "environments.renderer",
 )
 PR_SET_PDEATHSIG = 1
+READY = b"r"  # what the owner reads after the imports
 FORKED = b"f"  # what a stand-in reads once its process exists; the exit status follows
 STATUS = struct.Struct("i")  # as of `os.waitpid`
 DESCRIPTORS = 5  # stdin, stdout, stderr, a file with the request, and the stand-in's socket
@@ -160,8 +161,10 @@ def become(stdin: int, stdout: int, stderr: int, request: int) -> None:
 def main() -> None:
     """Serve requests over the inherited socket, argument 1, for the process of argument 2."""
     end_with_parent(int(sys.argv[2]))
+    channel = socket.socket(fileno=int(sys.argv[1]))
     preload(PRELOAD)
-    given = serve(socket.socket(fileno=int(sys.argv[1])))
+    channel.send(READY)
+    given = serve(channel)
     if given is None:
         os._exit(0)  # the libraries' own shutdown is for the forked processes
     become(*given)

@@ -6,6 +6,7 @@ process ends. Without a server it becomes Monarch's own bootstrap. It imports no
 start in a few milliseconds.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -40,14 +41,9 @@ def main() -> None:
     owner, channel = map(int, sys.argv[1].split(":"))
     status = None
     if os.getppid() == owner:  # elsewhere the descriptor is another file
-        try:
+        with contextlib.suppress(OSError):  # no server reads
             status = forked(channel)
-        except OSError:  # no server reads
-            pass
-    if status is None:
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
+    if status is None:  # what handles signals here does not outlast this
         os.execv(sys.executable, [sys.executable, "-m", "monarch._src.actor.bootstrap_main"])
     if os.WIFEXITED(status):
         os._exit(os.WEXITSTATUS(status))
