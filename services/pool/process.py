@@ -1,6 +1,7 @@
 """Hold a replica's process, or its ranks, each with a heartbeat actor, and the host they run on.
 
-Check the files that several hosts must share: the run directory and the model.
+Apart from the client that starts the controller, only this module calls `spawn_procs`. It also
+checks the files that several hosts must share: the run directory and the model.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +19,10 @@ from typing import Any, TypeVar
 
 from monarch.actor import HostMesh, ProcMesh
 
-from actors.heartbeat import Heartbeat, digest
+from actors.base import bootstrap, gpus_here
+from actors.heartbeat import Heartbeat, HeartbeatActor, digest
 from protocols.errors import RunError
+from services.forkserver.client import bootstrap_command
 from services.hosts.source import HostWorker, finish
 from services.proc_info import has_ended
 
@@ -138,6 +142,33 @@ class ProcessHost:
     def fits(self, role: str) -> bool:
         """Return whether a process of that role ("" for a spare) may ever start there."""
         return self.worker.role in ("", role) and bool(role or not self.worker.capacity)
+
+    def spawn(
+        self, name: str, threads: int, gpus: Sequence[int], ranks: int, alone_s: float | None
+    ) -> ReplicaProcess:
+        """Return a starting process, which counts at once for the next choice of a host.
+
+        `gpus`: devices of all ranks on this host; on a remote host, as many free ones. Without a
+        heartbeat for `alone_s` seconds it ends itself. Raises RunError.
+        """
+        used = Counter(device for process in self.processes for device in process.gpus)
+        devices = tuple(d for d in range(len(used) + len(gpus)) if d not in used)[: len(gpus)]
+        if self.local and gpus and (there := gpus_here()):
+            # With too few GPUs, processes share those that the fewest processes use.
+            devices = tuple(sorted(range(there), key=lambda device: used[device])[: len(gpus)])
+        try:
+            procs = self.mesh.spawn_procs(
+                per_host={"procs": ranks},
+                name=name,
+                bootstrap=bootstrap(threads, devices, ranks),
+                bootstrap_command=bootstrap_command() if self.local else None,
+            )
+            heartbeats = by_rank(procs.spawn(f"{name}heartbeat", HeartbeatActor, alone_s), ranks)
+        except Exception as error:
+            raise RunError(f"{self.label} started no process {name}: {error!r}") from error
+        process = ReplicaProcess(name, self.label, procs, heartbeats, self.local, devices)
+        self.processes.append(process)
+        return process
 
     def open_gates(self) -> None:
         """Wake all tasks that wait for this host, so that they give it up."""
