@@ -191,8 +191,12 @@ def _drive(
     import monarch.actor as monarch
 
     from actors.base import bootstrap
+    from services.planes.open import import_plane
     from training.controller import ControllerActor
 
+    # TorchStore's index is an actor of this process. Importing torch later, for the message that
+    # spawns it, would hold up Monarch's threads for seconds, and the controller would seem dead.
+    import_plane(spec.mesh.plane)
     if spec.mesh.hosts.kind != "local":  # the default transport reaches this host only
         monarch.enable_transport(f"tcp://{reached_at(spec.mesh.hosts)}:0")
     # The controller supervises the mesh; only its own death reaches this process, and the next
