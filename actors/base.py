@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import logging
 import os
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,13 @@ if TYPE_CHECKING:  # a process sets its number of threads before torch is import
     from transformers import PreTrainedModel
 
 KEPT_BYTES = 256 * 1024**2
+QUIET = {  # read by libraries when they are imported
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+}
 PLACE = "FORGE_RANK_PLACE"  # environment variable with the `RankPlace` of one of several ranks
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
@@ -115,12 +123,10 @@ def bootstrap(threads: int, gpus: Sequence[int] = (), world: int = 1) -> Callabl
             devices = share(gpus, rank, world)
             os.environ[PLACE] = f"{rank}/{world}/{meeting}"
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        os.environ.update(QUIET)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-        os.environ["TQDM_DISABLE"] = "1"
+        if "torch" in sys.modules:  # a forked process: OpenMP has read its variable
+            sys.modules["torch"].set_num_threads(threads)
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named(devices))
         logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -171,7 +171,8 @@ def print_results(console: Console, results: Mapping[str, Any], run_path: Path) 
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """Return `finished in 6m12s, KL 2.310 to 0.410, 9.2x fewer KV tokens, orchestration 4.1%`."""
+    """Return `finished in 6m12s, KL 2.310 to 0.410, 9.2x fewer KV tokens, orchestration 4.1% of a
+    step and 3.2% of the CPU`."""
     parts = [str(results.get("status", "unfinished"))]
     if (wall := results.get("wall_seconds")) is not None:
         parts[0] += f" in {duration(wall)}"
@@ -181,7 +182,9 @@ def summary(results: Mapping[str, Any]) -> str:
     if compression := results.get("compression"):
         parts.append(f"{compression['ratio']:.1f}x fewer KV tokens")
     if (share := results.get("orchestration_share")) is not None:
-        parts.append(f"orchestration {percent(share)}")
+        cpu = results.get("cpu")
+        of_cpu = f" of a step and {percent(cpu['share'])} of the CPU" if cpu else ""
+        parts.append(f"orchestration {percent(share)}{of_cpu}")
     return ", ".join(parts)
 
 

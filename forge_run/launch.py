@@ -31,6 +31,7 @@ from protocols.spec.loading import load_resolved
 from protocols.spec.mesh import RunSpec
 from protocols.spec.services import HealthSpec
 from protocols.spec.yaml_source import dump_yaml
+from services.forkserver.client import bootstrap_command, fork_server
 from services.hosts.handshake import host_and_port
 from services.hosts.source import LINK_ENVIRONMENT
 from services.proc_info import descendants
@@ -42,20 +43,22 @@ POLL_SECONDS = 0.25
 STOP_SECONDS = 6.0
 END_SECONDS = 1.5  # STOP_SECONDS, twice this and the report fit in 10 s
 STATUS_TIMEOUT = 30.0
+OF_THE_MESH = (b"monarch", b"forkserver")  # in the command lines of its processes
 ANYWHERE = ("192.0.2.1", 9)  # a documentation network: reached over the default route
 
 
 def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, str]:
     """Return the environment that Monarch reads on import, in every process of the mesh.
 
-    A killed process is noticed in fractions of a second instead of ten. Where its end was not seen,
-    or it is silent, Monarch waits for `health.dead_after_s` instead of 30 s: calls to a lost tensor
-    store hang that long in the actors that made them. With other hosts than this one, not `local`,
-    a message is kept for as long as its link may be down.
+    `services.pool.process` sees the end of a local process at once. Monarch's own polling takes
+    processor time for every actor, so it is rare. Where an end was not seen, or a process is
+    silent, Monarch waits for `health.dead_after_s` instead of 30 s: calls to a lost tensor store
+    hang that long in the actors that made them. With other hosts than this one, not `local`, a
+    message is kept for as long as its link may be down.
     """
     patience = f"{math.ceil(health.dead_after_s)}s"
     return {
-        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
+        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
         **({"HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s"} if local else LINK_ENVIRONMENT),
@@ -73,11 +76,11 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     console = Console()
     error: ForgeError | None = None
     cut_off = False
-    with caught, ConsoleDisplay(spec.mesh.name, console) as display:
+    with caught, fork_server() as ready, ConsoleDisplay(spec.mesh.name, console) as display:
         directory, resumed = open_directory(spec, run_dir, resume, display.line)
         display.line(f"run {directory.id}")
         try:
-            cut_off = not _drive(spec, directory, resumed, display, caught)
+            cut_off = not _drive(spec, directory, resumed, display, caught, ready)
         except ForgeError as failure:
             error = failure
     from forge_run.report.page import write_report
@@ -182,24 +185,35 @@ def _drive(
     resume: bool,
     display: ConsoleDisplay,
     caught: SignalFlag,
+    ready: Callable[[], None],
 ) -> bool:
     """Return False for a run that was cut off: then no part of Monarch may be used any more."""
     import monarch.actor as monarch
 
     from actors.base import bootstrap
+    from services.planes.open import import_plane
     from training.controller import ControllerActor
 
+    # TorchStore's index is an actor of this process. Importing torch later, for the message that
+    # spawns it, would hold up Monarch's threads for seconds, and the controller would seem dead.
+    import_plane(spec.mesh.plane)
     if spec.mesh.hosts.kind != "local":  # the default transport reaches this host only
         monarch.enable_transport(f"tcp://{reached_at(spec.mesh.hosts)}:0")
     # The controller supervises the mesh; only its own death reaches this process, and the next
     # poll notices that too. The default hook raises KeyboardInterrupt here.
     monarch.unhandled_fault_hook = lambda failure: None
+    ready()
     procs = monarch.this_host().spawn_procs(
-        per_host={"procs": 1}, name="controller", bootstrap=bootstrap(1)
+        per_host={"procs": 1},
+        name="controller",
+        bootstrap=bootstrap(1),
+        bootstrap_command=bootstrap_command(),
     )
     cut_off = False
     try:
-        controller = procs.spawn("controller", ControllerActor, spec, str(directory.path), resume)
+        controller = procs.spawn(
+            "controller", ControllerActor, spec, str(directory.path), resume, os.getpid()
+        )
         running = controller.run.call_one()
         status = _poll(controller, spec.mesh.spawn_timeout_s)
         caught.listen()
@@ -240,11 +254,12 @@ def _poll(controller: Any, timeout_s: float) -> Any:
 
 
 def kill_mesh() -> None:
-    """Kill every descendant of this process that Monarch started, with SIGKILL. Others stay: the
-    shared memory's janitor waits for its owner's death, and then cleans up."""
+    """Kill every descendant of this process that Monarch or the fork server started, with SIGKILL.
+    Others stay: the shared memory's janitor waits for its owner's death, and then cleans up."""
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):
-            if b"monarch" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if any(mark in command for mark in OF_THE_MESH):
                 os.kill(pid, signal.SIGKILL)
 
 

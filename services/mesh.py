@@ -26,6 +26,7 @@ from protocols.spec.sections import GeneratorSpec, ModelSpec
 from protocols.spec.services import HealthSpec
 from protocols.types import TraceSpan
 from services.clients import TrainerClient, use_plane
+from services.forkserver.client import bootstrap_command
 from services.hosts.handshake import versions
 from services.hosts.source import AddressedHosts, HostSource
 from services.planes.open import OwnedPlane, import_plane, open_plane
@@ -125,13 +126,19 @@ async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[TraceSpan], No
         needed=versions(torchstore=mesh.plane == "torchstore"),
         health=mesh.health,
         spares=mesh.spares,
-        warm=partial(warm_up, model.path, model.dtype),
+        warm=_imports(model, local),
         call_timeout_s=mesh.call_timeout_s,
         spawn_timeout_s=mesh.spawn_timeout_s,
         note=note,
         observe=observe,
     )
     return Mesh(service, spec)
+
+
+def _imports(model: ModelSpec, local: bool) -> Callable[[], None] | None:
+    """Return what a spare process imports beforehand; None where it is forked with the imports."""
+    forked = local and bootstrap_command() is not None
+    return None if forked else partial(warm_up, model.path, model.dtype)
 
 
 def host_source(spec: RunSpec) -> HostSource:
@@ -180,7 +187,7 @@ async def open_generators(
         this_host(),
         health=health,
         spares=spares,
-        warm=partial(warm_up, model.path, model.dtype),
+        warm=_imports(model, local=True),
         call_timeout_s=call_timeout_s,
         spawn_timeout_s=spawn_timeout_s,
         note=note,

@@ -1,9 +1,44 @@
-"""Read the state and the children of processes of this host from Linux' /proc."""
+"""Read state, children and processor seconds of processes of this host from Linux' /proc."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
+
+TICKS = os.sysconf("SC_CLK_TCK")  # a second
+
+
+@dataclass(frozen=True)
+class CpuSeconds:
+    """Hold processor seconds of some `chosen` processes, and of `all` of their family."""
+
+    chosen: float
+    all: float
+
+    def since(self, before: CpuSeconds) -> CpuSeconds:
+        return CpuSeconds(self.chosen - before.chosen, self.all - before.all)
+
+    @property
+    def share(self) -> float:
+        """Return the part of all seconds that the chosen processes took; 0 of none."""
+        return self.chosen / self.all if self.all > 0 else 0.0
+
+
+def cpu_seconds(pid: int, chosen: Collection[int]) -> CpuSeconds:
+    """Return user and system seconds of the `chosen` processes, and of the process `pid` with all
+    its descendants, the dead ones included that their parents have waited for."""
+    own, waited = {}, {}
+    for member in (pid, *descendants(pid)):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            fields = _fields(Path(f"/proc/{member}/stat").read_text())
+            user, system, children_user, children_system = map(int, fields[11:15])
+            own[member] = (user + system) / TICKS
+            waited[member] = (children_user + children_system) / TICKS
+    total = sum(own.values()) + sum(waited.values())
+    return CpuSeconds(sum(seconds for p, seconds in own.items() if p in chosen), total)
 
 
 def has_ended(pid: int) -> bool:
@@ -20,7 +55,7 @@ def descendants(pid: int) -> set[int]:
     parents = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone meanwhile
-            state, parent = _fields((process / "stat").read_text())
+            state, parent = _fields((process / "stat").read_text())[:2]
             if state not in "ZX":
                 parents[int(process.name)] = int(parent)
     family = {pid}
@@ -29,7 +64,7 @@ def descendants(pid: int) -> set[int]:
     return family - {pid}
 
 
-def _fields(stat: str) -> tuple[str, str]:
-    """Return state and parent id. They follow the name, which may hold blanks and parentheses."""
-    state, parent = stat.rpartition(")")[2].split()[:2]
-    return state, parent
+def _fields(stat: str) -> list[str]:
+    """Return the fields from the state on. They follow the name, which may hold blanks and
+    parentheses."""
+    return stat.rpartition(")")[2].split()

@@ -30,8 +30,8 @@ os.environ.update(
         ),
         # One thread a process: spinning OpenMP workers of several processes starve each other.
         "OMP_NUM_THREADS": "1",
-        # A killed process is noticed in 0.2 s (default 10 s), a lost host in 3 s (default 60 s).
-        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
+        # As in a run (forge_run.launch), but a lost host is noticed in 3 s (default 60 s).
+        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "3s",
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "3s",
         "HYPERACTOR_CHANNEL_RECONNECT_TIMEOUT": "3s",

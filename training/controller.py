@@ -28,6 +28,7 @@ from protocols.records.run_files import EventName, RunOutcome
 from protocols.records.status import RunStatus
 from protocols.spec.mesh import RunSpec
 from services.control.endpoints import Endpoints, remove_endpoints, write_endpoints
+from services.proc_info import CpuSeconds, cpu_seconds
 from services.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -40,10 +41,13 @@ ENGINE_STOP_SECONDS = 10.0  # an idle engine stops in 1 to 2 s
 
 
 class ControllerActor(Actor):
-    """Run one spec: `run` returns when it ends; `status` and `ask_to_stop` answer meanwhile."""
+    """Run one spec: `run` returns when it ends; `status` and `ask_to_stop` answer meanwhile.
+    `client` is the id of the process that started this one's."""
 
-    def __init__(self, spec: RunSpec, run_path: str, resume: bool) -> None:
+    def __init__(self, spec: RunSpec, run_path: str, resume: bool, client: int) -> None:
         self._spec = spec
+        self._client = client
+        self._cpu_before: CpuSeconds | None = None
         self._directory = RunDirectory(Path(run_path))
         self._resume = resume
         self._status = RunStatus()
@@ -123,7 +127,7 @@ class ControllerActor(Actor):
             if self._run is not None:
                 if outcome != "finished":
                     await self._last_checkpoint(recorder)
-                self._run.write_results(outcome, time.perf_counter() - begun)
+                self._run.write_results(outcome, time.perf_counter() - begun, self._cpu())
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             await self._stop_engines(recorder, mesh)
@@ -196,9 +200,19 @@ class ControllerActor(Actor):
         self._run = TrainingRun(
             spec, course, mesh, self._directory, recorder, self._show, helm.between_steps
         )  # fmt: skip
+        if spec.mesh.hosts.kind == "local":
+            self._cpu_before = self._cpu_so_far()
         if self._resume:
             await self._run.resume(self._newest_checkpoint())
         await self._run.go()
+
+    def _cpu_so_far(self) -> CpuSeconds:
+        return cpu_seconds(self._client, (self._client, os.getpid()))
+
+    def _cpu(self) -> CpuSeconds | None:
+        """Return the processor seconds since all roles stood; None where some are remote."""
+        before = self._cpu_before
+        return None if before is None else self._cpu_so_far().since(before)
 
     def _newest_checkpoint(self) -> Path | None:
         from learning.checkpoint import list_checkpoints

@@ -16,6 +16,7 @@ from protocols.records.run_files import (
     TRAINED_ARMS,
     AggregationGain,
     ArmResult,
+    CpuShare,
     MeasuredAccuracy,
     MetricRow,
     RunOutcome,
@@ -25,6 +26,7 @@ from protocols.spec.mesh import RunSpec
 from services.clients import GeneratorClient, TrainerClient
 from services.control.commands import StopRequested
 from services.mesh import Mesh
+from services.proc_info import CpuSeconds
 from services.published import PublishedCartridges
 from services.roles import generator_evidence
 from services.run_directory import RunDirectory
@@ -323,8 +325,10 @@ class TrainingRun:
         """Search for tensors that the lost replica left behind."""
         self._weights.replica_lost()
 
-    def write_results(self, status: RunOutcome, wall_seconds: float) -> None:
-        """Write results.json for the arms done so far."""
+    def write_results(
+        self, status: RunOutcome, wall_seconds: float, cpu: CpuSeconds | None
+    ) -> None:
+        """Write results.json for the arms done so far; `cpu` is that of controller and client."""
         documents = [
             len(ids) for name, ids in self._course.documents.items() if name != NO_DOCUMENT
         ]
@@ -349,6 +353,10 @@ class TrainingRun:
         )  # fmt: skip
         if self._learn.train.warm_start is not None:
             results["warm_steps"] = len(self._state.warm)
+        if cpu is not None:
+            results["cpu"] = CpuShare(
+                orchestration=round(cpu.chosen, 2), all=round(cpu.all, 2), share=round(cpu.share, 4)
+            )
         gain = aggregation_gain(self._state.arms)
         if gain is not None:
             results["aggregation"] = gain

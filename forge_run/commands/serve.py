@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from protocols.errors import SpecError
 from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.loading import LoadedServeSpec, load_serve
 from protocols.spec.serving import ServeSpec
+from services.forkserver.client import fork_server
 
 STOP_SECONDS = 8.0
 END_SECONDS = 3.0
@@ -55,8 +56,8 @@ def serve(loaded: LoadedServeSpec) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.environ.update(monarch_environment(spec.health))
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    with listening:
-        server = ServeProcess(spec, listening)
+    with listening, fork_server() as ready:
+        server = ServeProcess(spec, listening, ready)
         try:
             asyncio.run(server.run())
         finally:
@@ -133,10 +134,12 @@ def listen(address: str) -> socket.socket:
 
 class ServeProcess:
     """Run one server. `signal` is the signal that ended it; `cut_off` is set when the generators
-    did not end in time."""
+    did not end in time. `ready` returns once processes can start."""
 
-    def __init__(self, spec: ServeSpec, listening: socket.socket) -> None:
-        self.spec, self.listening = spec, listening
+    def __init__(
+        self, spec: ServeSpec, listening: socket.socket, ready: Callable[[], None]
+    ) -> None:
+        self.spec, self.listening, self._ready = spec, listening, ready
         self.signal = 0
         self.cut_off = False
         self._signalled = asyncio.Event()
@@ -153,6 +156,7 @@ class ServeProcess:
             tokenizer = await asyncio.to_thread(load_tokenizer, spec.model.path)
             texts = Tokenization(tokenizer)
             end_ids = ids_of_the_end(Path(spec.model.path), tokenizer)
+            await asyncio.to_thread(self._ready)
             service, pool = await open_generators(
                 spec.model, spec.generator, spec.roles.generator, texts.documents, end_ids,
                 health=spec.health, spawn_timeout_s=spec.spawn_timeout_s,

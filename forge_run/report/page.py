@@ -215,6 +215,11 @@ def _counters(results: Row) -> list[Block]:
     }
     for arm, tokens in (results.get("tokens_trained") or {}).items():
         facts[f"tokens trained, {arm}"] = number(tokens, ",")
+    if cpu := results.get("cpu"):
+        facts["CPU of controller and client"] = (
+            f"{number(cpu['orchestration'], '.1f')} of {number(cpu['all'], ',.1f')} s, "
+            f"{cpu['share']:.1%}"
+        )
     facts["wall time"] = "-" if wall is None else duration(wall)
     return [("facts", facts)]
 

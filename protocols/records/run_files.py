@@ -204,12 +204,22 @@ class PolicyCounts(TypedDict):
     stale_tokens: int
 
 
+class CpuShare(TypedDict):
+    """Hold processor seconds since all roles stood: of controller and client, of all processes, and
+    the first's share of the second: `{"orchestration": 1.9, "all": 48.2, "share": 0.039}`."""
+
+    orchestration: float
+    all: float
+    share: float
+
+
 class RunResults(TypedDict):
     """Hold results.json. A run that ended early has only the arms that it measured.
 
     `phases` is mean seconds per phase, `orchestration_share` the part of a step that is not model
     compute, `tokens_trained` the tokens of each trained arm: `{"on_policy": 243600, ...}`.
-    `warm_steps` of the on-policy arm were on the teacher's text.
+    `warm_steps` of the on-policy arm were on the teacher's text. `cpu` is of runs whose processes
+    are all on one host.
     """
 
     arms: dict[str, ArmResult]
@@ -223,3 +233,4 @@ class RunResults(TypedDict):
     status: RunOutcome
     warm_steps: NotRequired[int]
     aggregation: NotRequired[AggregationGain]
+    cpu: NotRequired[CpuShare]

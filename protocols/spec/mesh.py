@@ -101,7 +101,7 @@ class MeshSpec(SpecSection):
         default=RolesSpec(), description="replicas and processes of every role"
     )
     spares: int = Field(
-        default=1,
+        default=0,
         ge=0,
         description="warm processes, of each number of threads, to take a dead one's place",
     )

@@ -98,7 +98,7 @@ class ServeSpec(SpecSection):
         description="most tokens of cartridge, prompt and response; null: what the model was made "
         "for",
     )
-    spares: int = Field(default=1, ge=0, description="warm processes to take a dead one's place")
+    spares: int = Field(default=0, ge=0, description="warm processes to take a dead one's place")
     health: HealthSpec = Field(default=HealthSpec(), description="heartbeats of every process")
     spawn_timeout_s: float = Field(
         default=120.0, gt=0, description="most seconds to start the processes"

@@ -153,6 +153,7 @@ class ReplicaLifecycle:
             return await self._processes.discard(process)
         deadline = time.monotonic() + self._spawn_timeout_s
         replica.process, replica.beaten = process, time.monotonic()
+        process.watch(lambda pid: self.lost(replica, f"its process {pid} has ended"))
         if role.check is not None:
             await role.check(process)
         replica.actor_name = f"{name}on{process.name}"

@@ -1,6 +1,7 @@
 """Hold a replica's process, or its ranks, each with a heartbeat actor, and the host they run on.
 
-Check the files that several hosts must share: the run directory and the model.
+Apart from the client that starts the controller, only this module calls `spawn_procs`. It also
+checks the files that several hosts must share: the run directory and the model.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from monarch.actor import HostMesh, ProcMesh
 
-from actors.heartbeat import Heartbeat, digest
+from actors.base import bootstrap, gpus_here
+from actors.heartbeat import Heartbeat, HeartbeatActor, digest
 from protocols.errors import RunError
+from services.forkserver.client import bootstrap_command
 from services.hosts.source import HostWorker, finish
 from services.proc_info import has_ended
 
@@ -46,6 +50,7 @@ class ReplicaProcess:
     pids: tuple[int, ...] = ()
     given_up: bool = False
     last_beat: float = field(default_factory=time.monotonic)
+    _watched: dict[int, asyncio.AbstractEventLoop] = field(default_factory=dict)
 
     @property
     def heartbeat(self) -> Any:
@@ -69,12 +74,35 @@ class ReplicaProcess:
         self.pids, self.last_beat = tuple(beat.pid for beat in beats), time.monotonic()
         return sum(beat.memory_bytes for beat in beats)
 
+    def watch(self, ended: Callable[[int], None]) -> None:
+        """Call `ended` with the id of a local process, in the running loop, as soon as it has
+        ended. Remote ends are not seen."""
+        loop = asyncio.get_running_loop()
+        for pid in self.pids if self.local else ():
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:  # it has ended, and somebody has waited for it
+                loop.call_soon(ended, pid)
+                continue
+            self._watched[descriptor] = loop
+            loop.add_reader(descriptor, self._see, descriptor, ended, pid)
+
+    def _see(self, descriptor: int, ended: Callable[[int], None], pid: int) -> None:
+        self._unwatch(descriptor)
+        ended(pid)
+
+    def _unwatch(self, descriptor: int) -> None:
+        self._watched.pop(descriptor).remove_reader(descriptor)
+        os.close(descriptor)
+
     def ended_pid(self) -> int:
         """Return the id of a local process that has ended, 0 for none. Remote ends are not seen."""
         return next((pid for pid in self.pids if has_ended(pid)), 0) if self.local else 0
 
     async def end(self) -> None:
         """Stop the process, or kill it: a paused (SIGSTOP) process never answers."""
+        for descriptor in list(self._watched):
+            self._unwatch(descriptor)
         with contextlib.suppress(Exception):  # a failed stop is followed by a kill
             await asyncio.wait_for(finish(self.procs.stop()), STOP_SECONDS)
         self.kill()
@@ -114,6 +142,33 @@ class ProcessHost:
     def fits(self, role: str) -> bool:
         """Return whether a process of that role ("" for a spare) may ever start there."""
         return self.worker.role in ("", role) and bool(role or not self.worker.capacity)
+
+    def spawn(
+        self, name: str, threads: int, gpus: Sequence[int], ranks: int, alone_s: float | None
+    ) -> ReplicaProcess:
+        """Return a starting process, which counts at once for the next choice of a host.
+
+        `gpus`: devices of all ranks on this host; on a remote host, as many free ones. Without a
+        heartbeat for `alone_s` seconds it ends itself. Raises RunError.
+        """
+        used = Counter(device for process in self.processes for device in process.gpus)
+        devices = tuple(d for d in range(len(used) + len(gpus)) if d not in used)[: len(gpus)]
+        if self.local and gpus and (there := gpus_here()):
+            # With too few GPUs, processes share those that the fewest processes use.
+            devices = tuple(sorted(range(there), key=lambda device: used[device])[: len(gpus)])
+        try:
+            procs = self.mesh.spawn_procs(
+                per_host={"procs": ranks},
+                name=name,
+                bootstrap=bootstrap(threads, devices, ranks),
+                bootstrap_command=bootstrap_command() if self.local else None,
+            )
+            heartbeats = by_rank(procs.spawn(f"{name}heartbeat", HeartbeatActor, alone_s), ranks)
+        except Exception as error:
+            raise RunError(f"{self.label} started no process {name}: {error!r}") from error
+        process = ReplicaProcess(name, self.label, procs, heartbeats, self.local, devices)
+        self.processes.append(process)
+        return process
 
     def open_gates(self) -> None:
         """Wake all tasks that wait for this host, so that they give it up."""

@@ -1,8 +1,7 @@
 """Start, keep warm and end the processes of replicas: one process mesh of one or several ranks
 each.
 
-Apart from the client that starts the controller, only this module calls `spawn_procs`. A process
-mesh with a failed actor accepts no new actors, so a replica's successor gets a new one.
+A process mesh with a failed actor accepts no new actors, so a replica's successor gets a new one.
 `services.pool.placement` chooses the host; hosts `join` and `leave` at any time.
 """
 
@@ -12,19 +11,16 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from monarch.actor import HostMesh
 
-from actors.base import bootstrap, gpus_here
-from actors.heartbeat import HeartbeatActor
 from protocols.errors import RunError
 from protocols.spec.services import HealthSpec
 from services.hosts.source import HostWorker, finish
 from services.pool.placement import choose, crowded, lack
-from services.pool.process import ProcessHost, ReplicaProcess, by_rank
+from services.pool.process import ProcessHost, ReplicaProcess
 
 SPARE_SECONDS = 1.0  # an idle process answers in a millisecond
 RETRY_SECONDS = 1.0  # between two trials of a host that fails them at once
@@ -274,23 +270,8 @@ class ProcessManager:
     def _spawn_on(
         self, host: ProcessHost, name: str, threads: int, gpus: Sequence[int], ranks: int = 1
     ) -> ReplicaProcess:
-        """Return a starting process, which counts at once for the next choice of a host."""
-        used = Counter(device for process in host.processes for device in process.gpus)
-        devices = tuple(d for d in range(len(used) + len(gpus)) if d not in used)[: len(gpus)]
-        if host.local and gpus and (there := gpus_here()):
-            # With too few GPUs, processes share those that the fewest processes use.
-            devices = tuple(sorted(range(there), key=lambda device: used[device])[: len(gpus)])
-        try:
-            procs = host.mesh.spawn_procs(
-                per_host={"procs": ranks}, name=name, bootstrap=bootstrap(threads, devices, ranks)
-            )
-            alone_s = None if host.local else ALONE * self._health.dead_after_s
-            heartbeats = by_rank(procs.spawn(f"{name}heartbeat", HeartbeatActor, alone_s), ranks)
-        except Exception as error:
-            raise RunError(f"{host.label} started no process {name}: {error!r}") from error
-        process = ReplicaProcess(name, host.label, procs, heartbeats, host.local, devices)
-        host.processes.append(process)
-        return process
+        alone_s = None if host.local else ALONE * self._health.dead_after_s
+        return host.spawn(name, threads, gpus, ranks, alone_s)
 
     async def _started(self, process: ReplicaProcess, limit: float | None) -> ReplicaProcess:
         """Return the process once it has answered."""

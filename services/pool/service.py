@@ -262,8 +262,6 @@ class Service:
         process = replica.process
         if process is None or replica.ended:
             return
-        if pid := process.ended_pid():
-            return self._lifecycle.lost(replica, f"its process {pid} has ended")
         self._lifecycle.begin(self._beat(replica, process))
         if late or (process.local and replica.state not in IN_SERVICE):
             return

@@ -95,6 +95,7 @@ class FakeProcess:
     going: asyncio.Event = field(default_factory=asyncio.Event)
     works: dict[asyncio.Future[Any], int] = field(default_factory=dict)  # to the rank
     lost: set[int] = field(default_factory=set)
+    seen: Callable[[int], None] | None = None  # who watches it
 
     def __post_init__(self) -> None:
         self.procs = self
@@ -134,6 +135,16 @@ class FakeProcess:
         if self.fault is not None:
             raise SupervisionError(f"a call failed:\n\n  {self.fault!r}")
 
+    def watch(self, ended: Callable[[int], None]) -> None:
+        self.seen = ended
+        self.show()
+
+    def show(self) -> None:
+        """Call who watches it, where it has ended."""
+        if self.seen is not None and (pid := self.ended_pid()):
+            asyncio.get_running_loop().call_soon(self.seen, pid)
+            self.seen = None
+
     def ended_pid(self) -> int:
         if self.died.is_set():
             return self.pid
@@ -143,11 +154,13 @@ class FakeProcess:
         self.died.set()
         for work in self.works:
             work.cancel()
+        self.show()
 
     def lose(self, rank: int) -> None:
         self.lost.add(rank)
         for work in [work for work, at in self.works.items() if at == rank]:
             work.cancel()
+        self.show()
 
     def ended(self, work: asyncio.Future[Any]) -> None:
         del self.works[work]
@@ -236,6 +249,7 @@ class FakeProcesses:
         pass
 
     async def discard(self, process: FakeProcess) -> None:
+        process.seen = None
         process.die()
         if process in self.living:  # a replica that dies while it drains is ended by both
             self.living.remove(process)

@@ -38,7 +38,8 @@ BESIDE = (
     "services/proc_info.py", "services/pool/autoscale.py", "services/pool/health.py",
     "services/pool/lifecycle.py", "services/pool/membership.py", "services/pool/placement.py",
     "services/pool/process.py", "services/pool/process_manager.py", "services/pool/service.py",
-    "services/hosts/", "actors/heartbeat.py", "protocols/files.py", "protocols/records/",
+    "services/hosts/", "services/forkserver/", "actors/heartbeat.py",
+    "protocols/files.py", "protocols/records/",
     "protocols/wire/", "training/controller.py", "training/training_run.py",
     "forge_run/",
 )  # fmt: skip

@@ -59,6 +59,9 @@ def test_results_hold_what_they_promise(finished: Finished) -> None:
     parts = phases["rollout"] + phases["score"] + phases["train"] + phases["publish"]
     assert parts == pytest.approx(phases["step"], rel=1e-3)
     assert 0 < results["orchestration_share"] < 1
+    cpu = results["cpu"]
+    assert cpu["share"] == pytest.approx(cpu["orchestration"] / cpu["all"], abs=1e-3)
+    assert 0 < cpu["share"] < 1
     assert results["wall_seconds"] > STEPS * phases["step"]
 
 

@@ -215,9 +215,9 @@ def test_a_door_holds_its_generators() -> None:
     objects = build(render(str(REPOSITORY / "meshes" / "serve.yaml")), "overlays/serve")
     pod = next(o for o in objects if o["kind"] == "Deployment")["spec"]["template"]["spec"]
     (door,) = pod["containers"]
-    # A core for it and for each of two generators. 5 processes of 1 GiB, 1.5 x 2 x (7 MB of weights
+    # A core for it and for each of two generators. 4 processes of 1 GiB, 1.5 x 2 x (7 MB of weights
     # + 16 cartridges of 2048 tokens of 2 KiB) and /dev/shm.
-    assert door["resources"]["limits"] == {"cpu": "3", "memory": "7Gi"}
+    assert door["resources"]["limits"] == {"cpu": "3", "memory": "6Gi"}
     sets = [word for flag, word in itertools.pairwise(door["command"]) if flag == "--set"]
     spec = load_serve(str(REPOSITORY / "meshes" / "serve.yaml"), sets=sets).spec
     assert (spec.http.listen, spec.http.key_env) == ("0.0.0.0:8000", "FORGE_API_KEY")

@@ -179,7 +179,7 @@ def test_devices_are_those_that_are_free_on_the_host() -> None:
 
 
 def test_roles_of_one_machine_share_its_devices_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.pool.process_manager.gpus_here", lambda: 3)
+    monkeypatch.setattr("services.pool.process.gpus_here", lambda: 3)
 
     async def scenario() -> None:
         processes = ProcessManager(HEALTH, spares=0, timeout_s=20.0)

@@ -1,0 +1,71 @@
+"""Start and stop the fork server of a command, and tell Monarch how its processes start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from actors.base import QUIET
+
+if TYPE_CHECKING:  # Monarch reads its environment when it is imported
+    from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+
+CHANNEL = "FORGE_FORK_SERVER"  # environment variable: the owner's id, and its end of the socket
+READY_SECONDS = 120.0  # its imports take 3 s on an idle machine
+STAND_IN = str(Path(__file__).with_name("stand_in.py"))
+
+
+@contextlib.contextmanager
+def fork_server() -> Iterator[Callable[[], None]]:
+    """Run a fork server for the local processes that Monarch starts meanwhile.
+
+    Yields a function to call before the first start: it returns once the server has imported
+    everything. Monarch's patience with a starting process is for a start. Without a server, after
+    a failed import too, processes start as Monarch starts them.
+
+    Call it in the main thread, since the server ends with the thread that started it.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "services.forkserver.server"]
+    with ours:
+        with theirs:
+            server = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                # One thread until a role sets its number: OpenMP reads this when it is loaded.
+                env={**os.environ, **QUIET, "OMP_NUM_THREADS": "1"},
+            )
+        ours.set_inheritable(True)  # for the stand-ins, which Monarch starts
+        os.environ[CHANNEL] = f"{os.getpid()}:{ours.fileno()}"
+
+        def ready() -> None:
+            ours.settimeout(READY_SECONDS)
+            try:
+                ours.recv(1)  # nothing where the server has ended
+            except TimeoutError:
+                server.kill()
+            ours.settimeout(None)
+
+        try:
+            yield ready
+        finally:
+            del os.environ[CHANNEL]
+            server.kill()
+            server.wait()
+
+
+def bootstrap_command() -> BootstrapCommand | None:
+    """Return the command by which Monarch starts a local process from the fork server; None without
+    a server, for Monarch's own."""
+    channel = os.environ.get(CHANNEL)
+    if channel is None:
+        return None
+    from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+
+    return BootstrapCommand(sys.executable, None, ["-I", "-S", STAND_IN, channel], {})

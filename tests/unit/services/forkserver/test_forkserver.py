@@ -1,0 +1,194 @@
+"""Stand-ins and the fork server without Monarch: what a forked process inherits, and how each of
+the three ends with the others."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.forkserver.client import STAND_IN
+
+TIMEOUT = 60
+# A server without imports, whose processes run the code in the variable DO.
+SERVER = """
+import os, socket, sys
+from services.forkserver.server import become, end_with_parent, serve
+end_with_parent(int(sys.argv[2]))
+given = serve(socket.socket(fileno=int(sys.argv[1])))
+if given is None:
+    os._exit(0)
+become(*given)
+exec(os.environ["DO"])
+"""
+
+
+@dataclass
+class Forks:
+    server: subprocess.Popen[bytes]
+    channel: socket.socket
+    started: list[subprocess.Popen[Any]] = field(default_factory=list)
+
+    def start(self, do: str, cwd: Path | None = None, **more: str) -> subprocess.Popen[Any]:
+        at = f"{os.getpid()}:{self.channel.fileno()}"
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", STAND_IN, at],
+            pass_fds=[self.channel.fileno()], cwd=cwd, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "DO": do, **more},
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+
+@contextmanager
+def serving() -> Iterator[Forks]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(theirs.fileno()), str(os.getpid())],
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    forks = Forks(server, ours)
+    try:
+        yield forks
+    finally:
+        for process in forks.started:
+            process.kill()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                assert stream is not None
+                with suppress(BrokenPipeError):
+                    stream.close()
+            process.wait()
+        ours.close()
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(1)
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with serving() as made:
+        yield made
+
+
+def line(process: subprocess.Popen[Any]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_process_has_its_stand_ins_streams_environment_and_directory(
+    forks: Forks, tmp_path: Path
+) -> None:
+    do = (
+        "print(os.getppid(), os.getcwd(), ascii(os.environ['MARK']), 'DO' in os.environ);"
+        "print(input());"
+        "print('aside', file=sys.stderr)"
+    )
+    process = forks.start(do, tmp_path, MARK="\udcff")  # a byte that is no UTF-8
+    out, err = process.communicate("told\n", TIMEOUT)
+    assert out == f"{forks.server.pid} {tmp_path} '\\udcff' True\ntold\n"
+    assert (err, process.returncode) == ("aside\n", 0)
+
+
+def test_it_has_no_descriptor_of_the_server_or_of_another_process(forks: Forks) -> None:
+    do = "print(sorted(map(int, os.listdir('/proc/self/fd')))); input()"
+    first, second = forks.start(do), forks.start(do)
+    # The fourth is of the listing itself.
+    assert [line(first), line(second)] == ["[0, 1, 2, 3]"] * 2
+    first.communicate("\n", TIMEOUT)
+    second.communicate("\n", TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("do", "code"),
+    [
+        ("sys.exit(7)", 7),
+        ("1 / 0", 1),
+        ("os.kill(os.getpid(), 9)", -signal.SIGKILL),
+        ("os.kill(os.getpid(), 15)", -signal.SIGTERM),
+    ],
+)
+def test_a_stand_in_ends_as_its_process_does(forks: Forks, do: str, code: int) -> None:
+    process = forks.start(do)
+    process.communicate("", TIMEOUT)
+    assert process.returncode == code
+
+
+def test_a_stand_in_passes_signals_on(forks: Forks) -> None:
+    do = (
+        "import signal; signal.signal(15, lambda *_: sys.exit(3));"
+        "print('listens', flush=True); signal.pause()"
+    )
+    process = forks.start(do)
+    assert line(process) == "listens"
+    process.terminate()
+    assert process.wait(TIMEOUT) == 3
+
+
+def test_a_process_is_killed_with_its_stand_in(forks: Forks) -> None:
+    process = forks.start("print(os.getpid(), flush=True); import time; time.sleep(1000)")
+    ended = os.pidfd_open(int(line(process)))
+    process.kill()
+    wait_for(ended)
+    process.wait(TIMEOUT)
+
+
+def test_all_end_with_the_server() -> None:
+    with serving() as forks:
+        process = forks.start("print(os.getpid(), flush=True); import time; time.sleep(1000)")
+        ended = os.pidfd_open(int(line(process)))
+        forks.server.kill()
+        wait_for(ended)
+        assert process.wait(TIMEOUT) == -signal.SIGKILL
+        forks.server.wait()
+        later = forks.start("", MONARCH_ERROR_DURING_BOOTSTRAP_FOR_TESTING="1")
+        assert "Error during bootstrap for testing" in later.communicate("", TIMEOUT)[1]
+
+
+def test_the_server_ends_when_nobody_can_ask() -> None:
+    with serving() as forks:
+        asked = forks.start("sys.exit(7)")
+        assert asked.wait(TIMEOUT) == 7
+        forks.channel.close()
+        assert forks.server.wait(TIMEOUT) == 0
+
+
+def test_in_another_process_than_the_owners_it_is_monarchs_own(forks: Forks) -> None:
+    at = f"1:{forks.channel.fileno()}"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", STAND_IN, at],
+        capture_output=True, text=True, timeout=TIMEOUT,
+        env={**os.environ, "MONARCH_ERROR_DURING_BOOTSTRAP_FOR_TESTING": "1"},
+    )  # fmt: skip
+    assert "Error during bootstrap for testing" in done.stderr
+
+
+def test_an_import_that_starts_a_thread_is_refused() -> None:
+    code = (
+        "from services.forkserver.server import preload\n"
+        "preload(['json', 'monarch._rust_bindings'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert "importing monarch._rust_bindings started a thread" in done.stderr
+
+
+def wait_for(ended: int) -> None:
+    """Wait for the end of a process, by its descriptor, and close that."""
+    poll = select.poll()
+    poll.register(ended, select.POLLIN)
+    assert poll.poll(1000 * TIMEOUT), "it lives on"
+    os.close(ended)
