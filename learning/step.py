@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -37,20 +37,17 @@ from learning.cartridge.bank import CartridgeBank
 from learning.cartridge.composition import (
     prefix_lengths,
     prefix_name,
-    stack_prefixes,
     student_prefixes,
 )
 from learning.losses.balance import GradientBalance
 from learning.losses.channel import LossAccumulator, LossChannel
+from learning.model.decoder import LanguageModel
 from learning.model.distributed import ALONE, ProcessGroup, is_sharded
 from learning.packing import check_rows, pack, response_tokens
 from learning.sampler_gap import GapBounds, SamplerGap
 from protocols.errors import RunError, StaleTokenError
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample, TrainStepOutput
-
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
 
 OFFLINE_VERSION = -1  # the version of tokens that a document teacher wrote
 
@@ -103,7 +100,7 @@ def check_fresh(samples: Sequence[Sample], version: int, staleness: int) -> int:
 
 
 def train_step(
-    model: PreTrainedModel,
+    model: LanguageModel,
     bank: CartridgeBank,
     optimizer: torch.optim.Optimizer,
     batch: TrainBatch,
@@ -156,12 +153,11 @@ def train_step(
         )
         packed = micro.packed
 
-        kv, lengths = stack_prefixes(student_prefixes(model, bank, packed.names))
+        prefixes = student_prefixes(model, bank, packed.names)
         student = response_tokens(
             model,
             packed,
-            kv.to(model.dtype),
-            lengths,
+            [kv.to(model.dtype) for kv in prefixes],
             logit_bytes=logit_bytes,
             recompute_layers=recompute_layers,
             noting=True,

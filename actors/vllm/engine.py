@@ -56,10 +56,11 @@ from actors.vllm.kv_layout import (
     slots,
 )
 from actors.vllm.outputs import completed, likeliest, of_prompt
-from learning.cartridge.composition import frequencies_of, shifted
+from learning.cartridge.composition import shifted
 from learning.cartridge.fingerprint import Fingerprints, joined_fingerprint
 from learning.decoding.decode_batch import DecodeState, new_row, uniforms
 from learning.decoding.stopping import Decode
+from learning.model.loading import frequencies_of
 from protocols.errors import DataError, RunError
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import (
