@@ -1,13 +1,9 @@
-"""Time and peak memory of what is computed whole or in chunks: losses, and attention.
+"""Time and peak memory of losses that are computed whole or in chunks.
 
-    python -m benchmarks.chunking [--only losses] [--tokens 64] [--prefixes 4096 16384]
+    python -m benchmarks.chunking [--tokens 64] [--vocabulary 128256] [--chunk-mb 8]
 
 A loss: forward and backward from hidden states to their gradient over a vocabulary of 128K, the
-projection included; logits whole, or in chunks of tokens. "student": forward and backward of one
-sequence of 1,024 tokens over a trainable prefix, the tiny shape of `benchmarks.step_gpu`; all
-scores kept, or in chunks of 32 MiB that are formed again in the backward pass. "teacher": the
-scoring of `benchmarks.step`, which learns nothing, over a document of 4,096 tokens; scores up to
-256 MiB at once, or in chunks of 8 MiB, which lie in a CPU's caches.
+projection included; logits whole, or in chunks of tokens.
 
 Each row is a process of its own. Seconds are of one thread's work, whoever else uses the cores:
 medians of `--repeats`. `tensors` is the most memory of tensors alive at once, `process` what the
@@ -19,7 +15,6 @@ difference from the other form's, in units of its largest number: a row is refus
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,17 +27,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.meters import FigureTable, Laps, LiveTensors, grown_mb, in_a_process, one_thread
-from benchmarks.phase_step import SETTINGS, random_model
+from benchmarks.phase_step import SETTINGS
 from benchmarks.record import benchmark
-from benchmarks.step import CONFIG, KEEP_TOP, MODEL, samples_of
 from learning.losses.doc_kl import doc_kl_tokens
 from learning.losses.sdpo import sdpo_tokens
-from learning.model import attention
-from learning.model.attention import CACHED_SCORE_BYTES, SCORE_BYTES, PrefixContext, hidden_states
-from learning.model.document_kv import document_kv
-from learning.model.loading import load_model
 from learning.packing import ChunkedLogits, Reader, chunk_tokens, token_logprobs
-from learning.scoring import TeacherDistribution, score_kept, top_k
+from learning.scoring import TeacherDistribution, top_k
 from protocols.spec.objective import LossSpec, SdpoSpec
 
 SHAPE = SETTINGS["tiny"].shape
@@ -130,43 +120,6 @@ def loss(s: LossInputs, reader: Reader, repeats: int, chunk: int | None) -> dict
     return measured(lambda: once(s, reader, chunk), repeats, s.weight, s.full.logits)
 
 
-def student(prefix: int, repeats: int, most: int) -> dict[str, Any]:
-    """Measure a student's pass with at most `most` bytes of a layer's scores at once."""
-    attention.SCORE_BYTES = most
-    model = random_model(SHAPE, "float32", torch.device("cpu"))
-    draws = torch.Generator().manual_seed(0)
-    ids = torch.randint(SHAPE.vocab, (1, TOKENS), generator=draws)
-    size = (1, SHAPE.layers, 2, SHAPE.kv_heads, prefix, SHAPE.head_dim)
-    held = torch.randn(size, generator=draws)
-
-    def forward(tokens: int, kv: Tensor) -> Tensor:
-        positions = prefix + torch.arange(tokens)[None]
-        mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
-        hidden = hidden_states(model, ids[:, :tokens], positions, mask, PrefixContext(kv=kv))
-        return hidden.square().mean()
-
-    both_ways(partial(forward, 2), held)  # initialises what is lazy
-    return measured(lambda: both_ways(partial(forward, TOKENS), held), repeats, *model.parameters())
-
-
-def teacher(samples: int, repeats: int, most: int) -> dict[str, Any]:
-    """Measure the scoring of a step's samples over a document with cached keys and values, with at
-    most `most` bytes of a layer's scores at once."""
-    attention.CACHED_SCORE_BYTES = most
-    model = load_model(str(MODEL))
-    vocabulary = model.config.vocab_size
-    document = random.Random(f"document/{DOCUMENT}").choices(range(5, vocabulary), k=DOCUMENT)
-    prefixes = {"d": document_kv(model, tuple(document))}
-    batch = samples_of(samples, vocabulary, 0)
-
-    def once() -> tuple[tuple[float, ...], Tensor]:
-        begun = time.process_time()
-        found = score_kept(model, batch, prefixes, CONFIG.row_tokens, KEEP_TOP)
-        return (time.process_time() - begun,), found["logprobs"]
-
-    return measured(once, repeats, *model.parameters())
-
-
 def measured(once: Once, repeats: int, *given: Tensor | None) -> dict[str, Any]:
     """Return medians of the seconds of `once`, the memory that it added, and its result."""
     found: list[Tensor] = []
@@ -192,25 +145,11 @@ def loss_cases(asked: argparse.Namespace) -> Iterator[ChunkedCase]:
         yield ChunkedCase(name, forms, "tensors_mb")
 
 
-def attention_cases(asked: argparse.Namespace) -> Iterator[ChunkedCase]:
-    for prefix in asked.prefixes:
-        of = partial(student, prefix, asked.repeats)
-        forms = {"kept": partial(of, 1 << 62), "32 MiB": partial(of, CHUNK_BYTES)}
-        yield ChunkedCase(f"student, prefix {prefix}", forms, "process_mb")
-    for count in asked.samples:
-        of = partial(teacher, count, asked.repeats)
-        forms = {"256 MiB": partial(of, SCORE_BYTES), "8 MiB": partial(of, CACHED_SCORE_BYTES)}
-        yield ChunkedCase(f"teacher, samples {count}", forms)
-
-
-KINDS = {"losses": loss_cases, "attention": attention_cases}
-
-
 def measure(asked: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the second form over the first of every case: seconds, and memory."""
     one_thread()
     table, ratios = FigureTable(), {}
-    for case in (case for kind in asked.only for case in KINDS[kind](asked)):
+    for case in loss_cases(asked):
         rows, first = [], None
         for form, work in case.forms.items():
             row = in_a_process(work)
@@ -233,10 +172,8 @@ if __name__ == "__main__":
         __doc__,
         measure,
         {
-            "--only": {"nargs": "+", "choices": list(KINDS), "default": list(KINDS)},
             "--tokens": 64, "--width": 256, "--vocabulary": 128_256, "--chunk-mb": 8,
-            "--prefixes": [4096, 16384], "--samples": [8, 16], "--repeats": 3,
+            "--repeats": 3,
         },
-        quick={"prefixes": [4096], "samples": [8]},
         config={"threads": 1},
     )  # fmt: skip

@@ -189,7 +189,7 @@ def rope_frequencies(rope: Mapping[str, Any], size: int) -> Tensor:
     if rope["rope_type"] == "llama3":
         # Long waves turn `factor` times slower, short ones as before, those between in between.
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        turns = rope["original_max_position_embeddings"] / (2 * math.pi / frequencies)
         kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         return (1 - kept) * frequencies / rope["factor"] + kept * frequencies
     return frequencies

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.losses.objective import active_channels
-from learning.model.loading import base_hash
+from learning.model.loading import base_hash, load_model
 from learning.scoring import TeacherDistribution, score, top_k
 from learning.step import (
     OFFLINE_VERSION,
@@ -330,3 +330,27 @@ def test_a_stale_batch_trains_nothing(llama: Twin, make_samples: MakeSamples) ->
     assert bank.trainable.grad is None
     assert step(llama, bank, late, version=4, staleness=1).stale_tokens == 1
     assert not torch.equal(bank.trainable, before)
+
+
+def test_a_base_in_bfloat16_trains_a_cartridge_in_float32(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    """The step's numbers are those of a float32 base, as near as bfloat16 is (8 bits)."""
+    samples = make_samples(*SHAPES)
+    teacher = teacher_of(llama, samples)
+    half = replace(llama, model=load_model(str(llama.path), "bfloat16"))
+    assert half.model.dtype == torch.bfloat16
+    banks = bank_of(llama), bank_of(llama)
+    got, expected = (
+        step(twin, bank, samples, teacher=teacher)
+        for twin, bank in zip((half, llama), banks, strict=True)
+    )
+    gradient, exact = (bank.trainable.grad for bank in banks)
+    assert gradient is not None
+    assert exact is not None
+    assert {x.dtype for x in (banks[0].trainable, gradient, banks[0].frozen)} == {torch.float32}
+    assert got.kl == pytest.approx(expected.kl, rel=0.05)
+    cosine = torch.nn.functional.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0)
+    assert cosine > 0.98
+    assert got.grad_norm == pytest.approx(expected.grad_norm, rel=0.1)
+    assert banks[0].snapshot(torch.bfloat16).dtype == torch.bfloat16

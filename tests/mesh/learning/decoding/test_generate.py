@@ -163,21 +163,21 @@ def test_the_end_token_as_last_of_the_budget_is_a_stop(llama: Twin) -> None:
     assert (done.token_ids, done.finish_reason) == (free.token_ids, "stop")
 
 
-def test_very_uneven_groups_are_decoded_apart_with_the_same_result(
+def test_very_uneven_groups_are_decoded_together_without_further_rows(
     twin: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [request(str(i), A, 1 + i, 5, temperature=0) for i in range(6)]
     requests += [request("b", B, 4, 5, temperature=0), request("c", C, 2, 5, temperature=0)]
-    batches: list[list[int]] = []
+    batches: list[int] = []
 
     class Recorded(decode_batch.DecodeBatch):
-        def __init__(self, model: object, prefixes: object, groups: list[list], *rest: object):
-            batches.append([len(group) for group in groups])
-            super().__init__(model, prefixes, groups, *rest)
+        def __init__(self, model: object, rows: list, *rest: object):
+            batches.append(len(rows))
+            super().__init__(model, rows, *rest)
 
     monkeypatch.setattr("learning.decoding.decode_batch.DecodeBatch", Recorded)
     done = generate(twin.model, requests, lookup(twin), NO_END)
-    assert batches == [[6], [1], [1]]  # 3 groups of 6 would have been 18 rows for 8 requests
+    assert batches == [8]
     assert [c.token_ids for c in done] == [by_transformers(twin, r, NO_END) for r in requests]
 
 

@@ -92,7 +92,10 @@ def prefixes_of(model: Decoder) -> list[Tensor]:
 
 
 def our_logits(
-    model: Decoder, prefixes: list[Tensor], read: Tensor | None = None, counts: tuple[int, ...] = (1, 2)
+    model: Decoder,
+    prefixes: list[Tensor],
+    read: Tensor | None = None,
+    counts: tuple[int, ...] = (1, 2),
 ) -> Tensor:
     """Our logits [M, V] of IDS, all in one flat pass."""
     starts = [p.shape[3] for p, n in zip(prefixes, counts, strict=True) for _ in range(n)]
@@ -144,7 +147,13 @@ def test_gradients_into_the_prefixes(pair: Pair) -> None:
 def test_greedy_tokens(pair: Pair) -> None:
     prefixes = prefixes_of(pair.ours)
     asked = [
-        GenerateRequest(str(i), tuple(ids), PrefixRef("b" if i else "a", 0), Sampling(temperature=0.0, max_tokens=12), i)
+        GenerateRequest(
+            str(i),
+            tuple(ids),
+            PrefixRef("b" if i else "a", 0),
+            Sampling(temperature=0.0, max_tokens=12),
+            i,
+        )
         for i, ids in enumerate(IDS)
     ]
     done = generate(pair.ours, asked, lambda ref: prefixes["ab".index(ref.name)], frozenset())
