@@ -29,7 +29,8 @@ from learning.decoding.decode_batch import generate
 from learning.decoding.decode_cache import DecodeAttention, DecodeCache
 from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
-from learning.model.decoder import Decoder, decoder_config
+from learning.model.decoder import Decoder
+from learning.model.decoder_config import decoder_config
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.packing import context_of, pack, response_logits
 from learning.scoring import TeacherDistribution, contexts_of, score_kept

@@ -180,7 +180,7 @@ def response_tokens(
     `recompute_layers` each layer keeps only its input for the backward pass; `noting` is for
     `ChunkedLogits.observed`."""
     device = model.device
-    read, places = packed.predicts.unique(return_inverse=True)
+    read, places = torch.unique(packed.predicts, return_inverse=True)
     if not len(read):  # a pass runs all the same where ranks gather the base together
         read = torch.zeros(1, dtype=torch.long)
     positions, read = packed.positions.to(device), read.to(device)

@@ -26,7 +26,8 @@ class DecodeCache:
         layers, heads, size = model.kv_shape
         # Zeros: padding is hidden by its weight of 0, and 0 times garbage need not be 0.
         shape = (layers, rows, heads, columns, size)
-        return cls(*(torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2)))
+        keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        return cls(keys, torch.zeros_like(keys))
 
     def keep(self, rows: Tensor, trim: int = 0) -> None:
         """Keep only these rows, in this order, without their first `trim` columns."""

@@ -61,7 +61,8 @@ class TransformersModel(LanguageModel):
 
     @property
     def weight(self) -> Tensor:
-        weight: Tensor = self._model.get_input_embeddings().weight
+        embeddings: Any = self._model.get_input_embeddings()
+        weight: Tensor = embeddings.weight
         return weight
 
     def forward(

@@ -16,18 +16,16 @@ lengths: none is stacked, padded or copied. Each part is computed by a kernel:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from learning.model.flex_attention import flex_attention_over
+from learning.model.layout import Block, Layout, layout_of
 
 SCORE_BYTES = 256 * 2**20
 UNSEEN = -1e30  # added to a hidden score; finite, so that a query may see nothing of one part
-LIKE = 0.75  # a block's shortest sequence has more than this part of its longest's tokens
 FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -36,93 +34,6 @@ FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 Kernel = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, float], tuple[Tensor, Tensor]]
 # Is given a layer's number, its queries [M, H_q, D], and keys and values [N, H_kv, D].
 Observer = Callable[[int, Tensor, Tensor, Tensor], None]
-
-
-@dataclass(frozen=True)
-class Block:
-    """Hold B sequences padded to T keys and Q queries. `keys` [B*T] are tokens and `queries`
-    [B*Q] are queries; padding repeats the last. `sources` is `queries` with M for padding.
-    `begins` [B, 1, 1] is each sequence's first token."""
-
-    size: tuple[int, int, int]
-    keys: Tensor
-    queries: Tensor
-    sources: Tensor
-    begins: Tensor
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Describe which of N tokens each of M queries attends to.
-
-    tokens       [M] the token of each query, ascending
-    positions    [M] its position, which a sliding window counts from
-    spans        the queries (first, last + 1) over each prefix
-    places       [M] where the blocks, one after another, hold each query
-    key_places   [N] where they hold each token; for one that no query needs, behind the last
-    every        whether the queries are all tokens
-    masks        what was hidden in a layer before, by its kind
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    spans: Sequence[tuple[int, int]]
-    blocks: Sequence[Block]
-    places: Tensor
-    key_places: Tensor
-    every: bool
-    masks: dict[Any, Tensor | None] = field(default_factory=dict)
-
-
-def layout_of(
-    lengths: Sequence[int], counts: Sequence[int], positions: Tensor, read: Tensor | None = None
-) -> Layout:
-    """Return the layout of sequences of these lengths, `counts` of them over each prefix in turn,
-    with `positions` [N]. `read` [M] are the tokens that are queries, ascending; None: all."""
-    device, tokens = positions.device, len(positions)
-    starts = torch.tensor([0, *accumulate(lengths)])
-    queries = torch.arange(tokens) if read is None else read.cpu()
-    edges = torch.searchsorted(queries, starts)
-    firsts, asked = edges[:-1].tolist(), edges.diff().tolist()
-    places = torch.zeros(len(queries), dtype=torch.long)
-    key_places = torch.full((tokens,), -1)
-    blocks: list[Block] = []
-    at = keys_at = 0
-    for members in _alike(lengths, asked):
-        longest = max(lengths[s] for s in members)
-        most = max(asked[s] for s in members)
-        begins = starts[members][:, None]
-        first = torch.tensor([firsts[s] for s in members])[:, None]
-        last = torch.tensor([[lengths[s] - 1, asked[s] - 1] for s in members])
-        column = torch.arange(max(longest, most))
-        keys = begins + torch.minimum(column[:longest], last[:, :1])
-        asking = first + torch.minimum(column[:most], last[:, 1:])
-        real = column[:most] <= last[:, 1:]
-        places[asking[real]] = at + real.flatten().nonzero()[:, 0]
-        there = column[:longest] <= last[:, :1]
-        key_places[keys[there]] = keys_at + there.flatten().nonzero()[:, 0]
-        at, keys_at = at + real.numel(), keys_at + there.numel()
-        sources = asking.masked_fill(~real, len(queries))
-        held = (x.flatten().to(device) for x in (keys, asking, sources))
-        blocks.append(Block((len(members), most, longest), *held, begins[..., None].to(device)))
-    key_places[key_places < 0] = keys_at
-    firsts.append(len(queries))
-    spans = [(firsts[a], firsts[b]) for a, b in pairwise([0, *accumulate(counts)])]
-    taken = queries.to(device)
-    return Layout(
-        taken, positions[taken], spans, blocks, places.to(device), key_places.to(device),
-        read is None,
-    )  # fmt: skip
-
-
-def _alike(lengths: Sequence[int], asked: Sequence[int]) -> list[list[int]]:
-    """Return the sequences that have queries, in groups of like length."""
-    groups: list[list[int]] = []
-    for s in sorted((s for s, n in enumerate(asked) if n), key=lambda s: (-lengths[s], s)):
-        if not groups or lengths[s] <= LIKE * lengths[groups[-1][0]]:
-            groups.append([])
-        groups[-1].append(s)
-    return groups
 
 
 def attend(
@@ -147,11 +58,16 @@ def _attend(
     """Return the attention [M, H_q, D], and the log of its sums of exponentials [M, H_q]."""
     parts = []
     for block in layout.blocks:
-        found = kernel(*_padded(block, q, k, v), *_own_mask(layout, block, window, q.dtype), scale)
+        asked, keys, values = _padded(block, q, k, v)
+        mask, causal = _own_mask(layout, block, window, q.dtype)
+        found = kernel(asked, keys, values, mask, causal, scale)
         parts.append([x.transpose(1, 2).flatten(0, 1) for x in found])
-    out, sums = (torch.cat(x)[layout.places] for x in zip(*parts, strict=True))
-    return over_prefixes(kernel, q, out, sums, layout.spans, prefixes, scale,
-                         lambda c, kv: _prefix_mask(layout, c, kv, window, q.dtype))  # fmt: skip
+    out, sums = (_joined(x, layout.places) for x in zip(*parts, strict=True))
+
+    def mask_of(c: int, kv: Tensor) -> Tensor | None:
+        return _prefix_mask(layout, c, kv, window, q.dtype)
+
+    return over_prefixes(kernel, q, out, sums, layout.spans, prefixes, scale, mask_of)
 
 
 def over_prefixes(
@@ -180,13 +96,20 @@ def _padded(block: Block, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Return a block's queries [B, H_q, Q, D], and its keys and values [B, H_kv, T, D]."""
     rows, most, longest = block.size
     return [
-        x[at].unflatten(0, (rows, n)).transpose(1, 2)
-        for x, at, n in (
-            (q, block.queries, most),
-            (k, block.keys, longest),
-            (v, block.keys, longest),
-        )
+        _taken(q, block.queries, rows, most),
+        _taken(k, block.keys, rows, longest),
+        _taken(v, block.keys, rows, longest),
     ]
+
+
+def _taken(x: Tensor, at: Tensor, rows: int, each: int) -> Tensor:
+    """Return x[at] [B * T, H, ...] as [B, H, T, ...]."""
+    return x.index_select(0, at).view(rows, each, *x.shape[1:]).transpose(1, 2)
+
+
+def _joined(parts: Sequence[Tensor], places: Tensor) -> Tensor:
+    """Return the rows `places` of parts that lie one behind another."""
+    return (torch.cat([*parts]) if len(parts) > 1 else parts[0]).index_select(0, places)
 
 
 def _own_mask(
@@ -278,7 +201,7 @@ class _OnCPU(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # torch's stub takes any
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums, *prefixes = ctx.saved_tensors
         layout, scale, window = ctx.given
         grads: list[Tensor | None] = [None, None, None]
@@ -314,10 +237,10 @@ def _own_gradients(
     held = torch.cat([grad, torch.zeros_like(grad[:1])])  # padding has no gradient
     parts: list[list[Tensor]] = []
     for block in layout.blocks:
-        size = block.size[:2]
-        there = held[block.sources].unflatten(0, size).transpose(1, 2)
-        read = out[block.queries].unflatten(0, size).transpose(1, 2)
-        total = sums[block.queries].unflatten(0, size).transpose(1, 2).contiguous()
+        rows, most, _ = block.size
+        there = _taken(held, block.sources, rows, most)
+        read = _taken(out, block.queries, rows, most)
+        total = _taken(sums, block.queries, rows, most).contiguous()
         mask, causal = _own_mask(layout, block, window, q.dtype)
         found = FLASH_BACKWARD(
             there, *_padded(block, q, k, v), read, total, 0.0, causal, attn_mask=mask, scale=scale
@@ -326,9 +249,9 @@ def _own_gradients(
     by_query, by_key, by_value = zip(*parts, strict=True)
     nothing = torch.zeros_like(k[:1])
     return [
-        torch.cat(by_query)[layout.places],
-        torch.cat([*by_key, nothing])[layout.key_places],
-        torch.cat([*by_value, nothing])[layout.key_places],
+        _joined(by_query, layout.places),
+        _joined([*by_key, nothing], layout.key_places),
+        _joined([*by_value, nothing], layout.key_places),
     ]
 
 

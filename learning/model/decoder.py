@@ -9,10 +9,8 @@ and what follows them only for tokens whose hidden state is read.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,10 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from learning.model.decoder_config import DecoderConfig, rope_frequencies
 from protocols.errors import DataError
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-ROPES = ("default", "linear", "llama3")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -98,103 +95,6 @@ def recomputing(model: LanguageModel) -> Iterator[None]:
             del layer.forward  # restores the class's method
 
 
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Hold the facts of a config.json that the decoder needs. `windows` has each layer's sliding
-    window, None for none; `rope` its rotary embedding's parameters."""
-
-    vocabulary: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    tied: bool
-    qkv_bias: bool
-    out_bias: bool
-    head_norms: bool
-    windows: tuple[int | None, ...]
-    rope: Mapping[str, Any]
-
-
-def decoder_config(config: Mapping[str, Any]) -> DecoderConfig | None:
-    """Return the facts of a config.json; None for a model that the decoder does not know."""
-    family = config.get("model_type")
-    rope = rope_of(config)
-    known = (
-        family in FAMILIES
-        and config.get("hidden_act", "silu") == "silu"
-        and not config.get("mlp_bias")
-        and "quantization_config" not in config
-        and rope["rope_type"] in ROPES
-        and rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) == 1.0
-        and (family != "qwen3" or config.get("head_dim"))
-        and (family == "llama" or config.get("num_key_value_heads"))
-        and (family != "mistral" or "sliding_window" in config)
-    )
-    if not known:
-        return None
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    bias = bool(config.get("attention_bias"))
-    return DecoderConfig(
-        vocabulary=config["vocab_size"],
-        hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        eps=config.get("rms_norm_eps", 1e-6),
-        tied=bool(config.get("tie_word_embeddings")),
-        qkv_bias=family == "qwen2" or (bias and family != "mistral"),
-        out_bias=bias and family in ("llama", "qwen3"),
-        head_norms=family == "qwen3",
-        windows=tuple(_window(config, layer) for layer in range(layers)),
-        rope=rope,
-    )
-
-
-def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rotary embedding's parameters, in the newer form and the older alike."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    if rope["rope_type"] == "llama3":
-        rope.setdefault(
-            "original_max_position_embeddings", config.get("original_max_position_embeddings")
-        )
-    return rope
-
-
-def _window(config: Mapping[str, Any], layer: int) -> int | None:
-    """Return how many positions a layer sees back."""
-    window: int | None = config.get("sliding_window")
-    if config["model_type"] == "llama" or not window:
-        return None
-    if config["model_type"] == "mistral":
-        return window
-    if not config.get("use_sliding_window"):
-        return None
-    kinds = config.get("layer_types")
-    slides = kinds[layer] == "sliding_attention" if kinds else layer >= config["max_window_layers"]
-    return window if slides else None
-
-
-def rope_frequencies(rope: Mapping[str, Any], size: int) -> Tensor:
-    """Return the radians per position of each pair of a head of `size`, [size/2] float32."""
-    of_pair = torch.arange(0, size, 2, dtype=torch.int64).float() / size
-    frequencies = 1.0 / (rope["rope_theta"] ** of_pair)
-    if rope["rope_type"] == "linear":
-        return frequencies / rope["factor"]
-    if rope["rope_type"] == "llama3":
-        # Long waves turn `factor` times slower, short ones as before, those between in between.
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        turns = rope["original_max_position_embeddings"] / (2 * math.pi / frequencies)
-        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        return (1 - kept) * frequencies / rope["factor"] + kept * frequencies
-    return frequencies
-
-
 class DecoderLayer(nn.Module):
     """Compute one layer. `qkv` [(H_q + 2 H_kv) D, width] and `gate_up` [2 x inner, width] each
     stack the projections of one input."""
@@ -225,8 +125,9 @@ class DecoderLayer(nn.Module):
         config, size = self._config, self._config.head_dim
         normed = F.rms_norm(x, (config.hidden,), self.input_norm, config.eps)
         if read is None:
-            projected = F.linear(normed, self.qkv, self.qkv_bias).unflatten(1, (-1, size))
-            q, k, v = projected.split([config.heads, config.kv_heads, config.kv_heads], dim=1)
+            projected = F.linear(normed, self.qkv, self.qkv_bias).view(len(x), -1, size)
+            sizes = [config.heads, config.kv_heads, config.kv_heads]
+            q, k, v = torch.split(projected, sizes, dim=1)
             if self.q_norm is None:  # queries and keys lie side by side, and turn alike
                 turned = rotated(projected[:, : config.heads + config.kv_heads], cos, sin)
                 q, k = turned[:, : config.heads], turned[:, config.heads :]
@@ -235,12 +136,14 @@ class DecoderLayer(nn.Module):
                 k = rotated(self._normed(k, self.k_norm), cos, sin)
         else:
             asked = config.heads * size
-            biases = (None, None)
-            if self.qkv_bias is not None:
-                biases = (self.qkv_bias[:asked], self.qkv_bias[asked:])
-            q = F.linear(normed[read], self.qkv[:asked], biases[0]).unflatten(1, (-1, size))
-            held = F.linear(normed, self.qkv[asked:], biases[1]).unflatten(1, (-1, size))
-            k, v = held.chunk(2, dim=1)
+            bias = self.qkv_bias
+            of_q, of_kv = (None, None) if bias is None else (bias[:asked], bias[asked:])
+            q = F.linear(normed[read], self.qkv[:asked], of_q).view(len(read), config.heads, size)
+            k, v = (
+                F.linear(normed, self.qkv[asked:], of_kv)
+                .view(len(x), 2 * config.kv_heads, size)
+                .chunk(2, dim=1)
+            )
             q = rotated(self._normed(q, self.q_norm), cos[read], sin[read])
             k = rotated(self._normed(k, self.k_norm), cos, sin)
             x = x[read]
@@ -380,8 +283,8 @@ def load_decoder(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> 
             tensor = found[id(parameter)]
             if tensor.shape != parameter.shape:
                 raise DataError(
-                    f"{directory} holds a weight of shape {tuple(tensor.shape)} where its "
-                    f"config.json asks for {tuple(parameter.shape)}; set model.path to a whole model"
+                    f"{directory} holds a weight of shape {tuple(tensor.shape)}, and its config.json "
+                    f"asks for {tuple(parameter.shape)}; set model.path to a whole model"
                 )
             setattr(module, name, nn.Parameter(tensor, requires_grad=False))
     if config.tied:

@@ -12,15 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from learning.model.decoder import (
-    INDEX,
-    WEIGHTS,
-    DecoderConfig,
-    LanguageModel,
-    decoder_config,
-    load_decoder,
-    rope_frequencies,
-)
+from learning.model.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder
+from learning.model.decoder_config import DecoderConfig, decoder_config, rope_frequencies
 from learning.model.distributed import whole
 from protocols.errors import DataError, SpecError
 
@@ -133,8 +126,9 @@ def base_hash(model: LanguageModel) -> str:
     digest = hashlib.sha256()
     for name, tensor, rows in sorted(model.weights(), key=lambda one: one[0]):
         digest.update(name.encode())
-        held = whole(tensor.detach())[rows]
-        digest.update(held.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        # A copy: numpy would pin the memory of a gathered weight, which its owner frees.
+        held = whole(tensor.detach())[rows].clone().cpu()
+        digest.update(held.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
