@@ -296,11 +296,12 @@ class DecodeBatch:
         logits: Tensor = self._model.lm_head(hidden).float()
         logprobs = logits.log_softmax(-1)
         chosen = logits.argmax(-1)
-        by_sampling: dict[Sampling, list[int]] = {}
+        alike: dict[tuple[float, int, float], list[int]] = {}
         for b, row in enumerate(self.rows):
-            if not row.reason and row.request.sampling.temperature > 0:
-                by_sampling.setdefault(row.request.sampling, []).append(b)
-        for sampling, drawing in by_sampling.items():
+            if not row.reason and (one := row.request.sampling).temperature > 0:
+                alike.setdefault((one.temperature, one.top_k, one.top_p), []).append(b)
+        for drawing in alike.values():
+            sampling = self.rows[drawing[0]].request.sampling
             draws = torch.tensor(
                 [self.rows[b].uniforms[len(self.rows[b].tokens)] for b in drawing],
                 dtype=torch.float64,

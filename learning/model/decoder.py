@@ -9,7 +9,8 @@ and what follows them only for tokens whose hidden state is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from learning.model.decoder_config import DecoderConfig, rope_frequencies
+from learning.model.decoder_config import DecoderConfig
 from protocols.errors import DataError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -187,6 +188,22 @@ class DecoderLayer(nn.Module):
                 yield name, parameter, rows
 
 
+def rope_frequencies(rope: Mapping[str, Any], size: int) -> Tensor:
+    """Return the radians per position of each pair of a head of `size`, [size/2] float32."""
+    of_pair = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    frequencies: Tensor = 1.0 / (rope["rope_theta"] ** of_pair)
+    if rope["rope_type"] == "linear":
+        return frequencies / float(rope["factor"])
+    if rope["rope_type"] == "llama3":
+        # Long waves turn `factor` times slower, short ones as before, those between in between.
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        slower = frequencies / float(rope["factor"])
+        turns = float(rope["original_max_position_embeddings"]) / (2 * math.pi / frequencies)
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return (1 - kept) * slower + kept * frequencies
+    return frequencies
+
+
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn heads [N, H, D] by the angles of cos and sin [N, 1, D]; sin's first half is negative."""
     first, second = x.chunk(2, dim=-1)
@@ -283,8 +300,9 @@ def load_decoder(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> 
             tensor = found[id(parameter)]
             if tensor.shape != parameter.shape:
                 raise DataError(
-                    f"{directory} holds a weight of shape {tuple(tensor.shape)}, and its config.json "
-                    f"asks for {tuple(parameter.shape)}; set model.path to a whole model"
+                    f"{directory} holds a weight of shape {tuple(tensor.shape)}, and its "
+                    f"config.json asks for {tuple(parameter.shape)}; set model.path to a whole "
+                    "model"
                 )
             setattr(module, name, nn.Parameter(tensor, requires_grad=False))
     if config.tied:

@@ -1,14 +1,10 @@
-"""Read what our decoder needs of a model's config.json, and say which models it knows."""
+"""Read what our decoder needs of a model's config.json, and say which models it knows. No torch."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 ROPES = ("default", "linear", "llama3")
@@ -94,19 +90,3 @@ def _window(config: Mapping[str, Any], layer: int) -> int | None:
     kinds = config.get("layer_types")
     slides = kinds[layer] == "sliding_attention" if kinds else layer >= config["max_window_layers"]
     return window if slides else None
-
-
-def rope_frequencies(rope: Mapping[str, Any], size: int) -> Tensor:
-    """Return the radians per position of each pair of a head of `size`, [size/2] float32."""
-    of_pair = torch.arange(0, size, 2, dtype=torch.int64).float() / size
-    frequencies: Tensor = 1.0 / (rope["rope_theta"] ** of_pair)
-    if rope["rope_type"] == "linear":
-        return frequencies / float(rope["factor"])
-    if rope["rope_type"] == "llama3":
-        # Long waves turn `factor` times slower, short ones as before, those between in between.
-        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-        slower = frequencies / float(rope["factor"])
-        turns = float(rope["original_max_position_embeddings"]) / (2 * math.pi / frequencies)
-        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        return (1 - kept) * slower + kept * frequencies
-    return frequencies

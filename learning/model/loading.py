@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from learning.model.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder
-from learning.model.decoder_config import DecoderConfig, decoder_config, rope_frequencies
+from learning.model.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder, rope_frequencies
+from learning.model.decoder_config import DecoderConfig, decoder_config
 from learning.model.distributed import whole
 from protocols.errors import DataError, SpecError
 

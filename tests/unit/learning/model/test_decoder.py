@@ -15,8 +15,8 @@ from twins import SHAPE, VOCAB
 
 from learning.decoding.decode_batch import generate
 from learning.model.attention import FlatAttention
-from learning.model.decoder import Decoder
-from learning.model.decoder_config import decoder_config, rope_frequencies
+from learning.model.decoder import Decoder, rope_frequencies
+from learning.model.decoder_config import decoder_config
 from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, frequencies_of, known_config, load_model
 from protocols.errors import DataError
