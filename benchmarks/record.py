@@ -53,7 +53,6 @@ PACKAGES = ("torch", "torchmonarch", "torchstore", "transformers", "vllm", "vllm
 SUITE: Mapping[str, tuple[float, Sequence[str]]] = {
     "step": (400, ()),
     "chunking": (800, ()),
-    "flat_path": (300, ()),
     "step_gpu": (300, ("--shape", "tiny", "--device", "cpu")),
     "tensor_plane": (500, ()),
     "generation": (500, ()),

@@ -196,7 +196,7 @@ def _budget_section(learn: LearnSpec) -> TableSection:
         *_update_rows(learn),
         *asked,
         ("response tokens", f"at most {sampled:,} a step, {sampled * steps:,} in all"),
-        ("longest sequence", f"{learn.train.row_tokens} tokens of prompt and response"),
+        ("a sequence", f"at most {learn.train.row_tokens} tokens of prompt and response"),
         *gradients,
         ("probes", f"{probes} of {evaluate.probe_questions} {probe}"),
         ("evaluation", f"{measured}: {', '.join(evaluate.arms)}"),
