@@ -22,7 +22,8 @@ from protocols.types import TensorRef
 
 if TYPE_CHECKING:  # a process sets its number of threads before torch is imported
     import torch
-    from transformers import PreTrainedModel
+
+    from learning.model.decoder import LanguageModel
 
 KEPT_BYTES = 256 * 1024**2
 QUIET = {  # read by libraries when they are imported
@@ -54,7 +55,7 @@ class ModelSource:
     host_kv_bytes: int = 0
     device: str = "cpu"
 
-    def load(self) -> PreTrainedModel:
+    def load(self) -> LanguageModel:
         """Return the model on its device. Raises DataError without a model, SpecError without a
         GPU."""
         from learning.model.loading import claim_device, load_model

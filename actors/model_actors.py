@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from monarch.actor import Actor, endpoint
@@ -23,6 +23,7 @@ from learning.cartridge.transfer import get_missing, since_of
 from learning.cartridge.versions import CartridgeVersions
 from learning.decoding.decode_batch import generate
 from learning.losses.dpo import with_references
+from learning.model.decoder import LanguageModel
 from learning.model.document_kv import DocumentKVCache, document_kv, host_spill
 from learning.model.loading import flush_denormals, text_of
 from learning.packing import context_of
@@ -40,16 +41,11 @@ from protocols.types import (
     TensorRef,
 )
 
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
-
 
 class ModelActor(Actor):
     """Hold the model and the tensor plane of its process."""
 
-    def __init__(
-        self, base: ModelSource, load: Callable[[], PreTrainedModel] | None = None
-    ) -> None:
+    def __init__(self, base: ModelSource, load: Callable[[], LanguageModel] | None = None) -> None:
         """Load the model by `load`, or from `base`, after the number of threads is set."""
         torch.set_num_threads(base.threads)
         flush_denormals()

@@ -1,25 +1,26 @@
-"""Time and peak memory of what is computed whole or in chunks: losses, and attention.
+"""Time and peak memory of what is computed in parts: losses, and attention over flat tokens.
 
-    python -m benchmarks.chunking [--only losses] [--tokens 64] [--prefixes 4096 16384]
+    python -m benchmarks.chunking [--tokens 64] [--vocabulary 128256] [--documents 1024 8192]
 
 A loss: forward and backward from hidden states to their gradient over a vocabulary of 128K, the
-projection included; logits whole, or in chunks of tokens. "student": forward and backward of one
-sequence of 1,024 tokens over a trainable prefix, the tiny shape of `benchmarks.step_gpu`; all
-scores kept, or in chunks of 32 MiB that are formed again in the backward pass. "teacher": the
-scoring of `benchmarks.step`, which learns nothing, over a document of 4,096 tokens; scores up to
-256 MiB at once, or in chunks of 8 MiB, which lie in a CPU's caches.
+projection included; logits whole, or in chunks of tokens.
 
 Each row is a process of its own. Seconds are of one thread's work, whoever else uses the cores:
 medians of `--repeats`. `tensors` is the most memory of tensors alive at once, `process` what the
 process took beyond what it began with (read from /proc, so Linux only): the C library keeps some
 of what was freed. `largest` is the most numbers of one tensor; `differs` is the result's largest
 difference from the other form's, in units of its largest number: a row is refused beyond 1e-4.
+
+"score": FLOPs a second of scoring `--samples` samples over a document whose keys and values are
+cached, over those of a product of two 768 x 768 matrices, timed in turns. The FLOPs are counted,
+hidden scores of a sample's own tokens included. "bank": a step of 14 samples over one cartridge in
+a bank of several, over the same in a bank of one. "uneven": a step of samples half of which read
+one of four cartridges, over one whose samples read them evenly.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,24 +32,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.meters import FigureTable, Laps, LiveTensors, grown_mb, in_a_process, one_thread
-from benchmarks.phase_step import SETTINGS, random_model
+from benchmarks.meters import (
+    FigureTable,
+    Laps,
+    LiveTensors,
+    counted,
+    grown_mb,
+    in_a_process,
+    one_thread,
+)
 from benchmarks.record import benchmark
-from benchmarks.step import CONFIG, KEEP_TOP, MODEL, samples_of
+from benchmarks.step import CARTRIDGE, CONFIG, FROZEN, KEEP_TOP, MODEL, samples_of
+from learning.cartridge.bank import first_tokens
 from learning.losses.doc_kl import doc_kl_tokens
+from learning.losses.objective import active_channels
 from learning.losses.sdpo import sdpo_tokens
-from learning.model import attention
-from learning.model.attention import CACHED_SCORE_BYTES, SCORE_BYTES, PrefixContext, hidden_states
-from learning.model.document_kv import document_kv
+from learning.model.decoder import LanguageModel
 from learning.model.loading import load_model
 from learning.packing import ChunkedLogits, Reader, chunk_tokens, token_logprobs
 from learning.scoring import TeacherDistribution, score_kept, top_k
-from protocols.spec.objective import LossSpec, SdpoSpec
+from learning.step import new_optimizer, train_step
+from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
+from protocols.train_batch import TrainBatch
+from protocols.types import Sample
 
-SHAPE = SETTINGS["tiny"].shape
-TOKENS, DOCUMENT = 1024, 4096
-CHUNK_BYTES = 32 * 2**20
 DIFFERENCE = 1e-4
+GEMM, PRODUCTS = 768, 20
+OF_ONE, NAMES = 14, ("d", "e", "f", "g")
 Once = Callable[[], tuple[tuple[float, ...], Tensor]]  # processor seconds, and the result
 
 
@@ -130,43 +140,6 @@ def loss(s: LossInputs, reader: Reader, repeats: int, chunk: int | None) -> dict
     return measured(lambda: once(s, reader, chunk), repeats, s.weight, s.full.logits)
 
 
-def student(prefix: int, repeats: int, most: int) -> dict[str, Any]:
-    """Measure a student's pass with at most `most` bytes of a layer's scores at once."""
-    attention.SCORE_BYTES = most
-    model = random_model(SHAPE, "float32", torch.device("cpu"))
-    draws = torch.Generator().manual_seed(0)
-    ids = torch.randint(SHAPE.vocab, (1, TOKENS), generator=draws)
-    size = (1, SHAPE.layers, 2, SHAPE.kv_heads, prefix, SHAPE.head_dim)
-    held = torch.randn(size, generator=draws)
-
-    def forward(tokens: int, kv: Tensor) -> Tensor:
-        positions = prefix + torch.arange(tokens)[None]
-        mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
-        hidden = hidden_states(model, ids[:, :tokens], positions, mask, PrefixContext(kv=kv))
-        return hidden.square().mean()
-
-    both_ways(partial(forward, 2), held)  # initialises what is lazy
-    return measured(lambda: both_ways(partial(forward, TOKENS), held), repeats, *model.parameters())
-
-
-def teacher(samples: int, repeats: int, most: int) -> dict[str, Any]:
-    """Measure the scoring of a step's samples over a document with cached keys and values, with at
-    most `most` bytes of a layer's scores at once."""
-    attention.CACHED_SCORE_BYTES = most
-    model = load_model(str(MODEL))
-    vocabulary = model.config.vocab_size
-    document = random.Random(f"document/{DOCUMENT}").choices(range(5, vocabulary), k=DOCUMENT)
-    prefixes = {"d": document_kv(model, tuple(document))}
-    batch = samples_of(samples, vocabulary, 0)
-
-    def once() -> tuple[tuple[float, ...], Tensor]:
-        begun = time.process_time()
-        found = score_kept(model, batch, prefixes, CONFIG.row_tokens, KEEP_TOP)
-        return (time.process_time() - begun,), found["logprobs"]
-
-    return measured(once, repeats, *model.parameters())
-
-
 def measured(once: Once, repeats: int, *given: Tensor | None) -> dict[str, Any]:
     """Return medians of the seconds of `once`, the memory that it added, and its result."""
     found: list[Tensor] = []
@@ -192,25 +165,87 @@ def loss_cases(asked: argparse.Namespace) -> Iterator[ChunkedCase]:
         yield ChunkedCase(name, forms, "tensors_mb")
 
 
-def attention_cases(asked: argparse.Namespace) -> Iterator[ChunkedCase]:
-    for prefix in asked.prefixes:
-        of = partial(student, prefix, asked.repeats)
-        forms = {"kept": partial(of, 1 << 62), "32 MiB": partial(of, CHUNK_BYTES)}
-        yield ChunkedCase(f"student, prefix {prefix}", forms, "process_mb")
-    for count in asked.samples:
-        of = partial(teacher, count, asked.repeats)
-        forms = {"256 MiB": partial(of, SCORE_BYTES), "8 MiB": partial(of, CACHED_SCORE_BYTES)}
-        yield ChunkedCase(f"teacher, samples {count}", forms)
+def in_turns(works: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Return each work's median processor seconds, after a first round that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(repeats + 1):
+        for name, work in works.items():
+            begun = time.process_time()
+            work()
+            seconds[name].append(time.process_time() - begun)
+    return {name: statistics.median(found[1:]) for name, found in seconds.items()}
 
 
-KINDS = {"losses": loss_cases, "attention": attention_cases}
+def prefix(model: LanguageModel, tokens: int) -> Tensor:
+    """Return random keys and values [L, 2, H_kv, T, D]: what they are costs nothing."""
+    layers, heads, size = model.kv_shape
+    draws = torch.Generator().manual_seed(tokens)
+    return torch.randn(layers, 2, heads, tokens, size, generator=draws)
+
+
+def scoring(model: LanguageModel, samples: list[Sample], tokens: int) -> Callable[[], Any]:
+    prefixes = {"d": prefix(model, tokens)}
+    return partial(score_kept, model, samples, prefixes, CONFIG.row_tokens, KEEP_TOP)
+
+
+def stepping(model: LanguageModel, samples: list[Sample], cartridges: int) -> Callable[[], Any]:
+    """Return a step over a bank of so many cartridges, that of the samples among them."""
+    names = [*NAMES, *(f"other {c}" for c in range(cartridges))][:cartridges]
+    begins = {name: prefix(model, CARTRIDGE + 1) for name in names}
+    bank = first_tokens(begins, CARTRIDGE, FROZEN)
+    teacher = TeacherDistribution(**score_kept(model, samples, begins, CONFIG.row_tokens, KEEP_TOP))
+    batch = TrainBatch(doc=samples, scores={"doc_teacher": teacher})
+    return partial(
+        train_step, model, bank, new_optimizer(bank), batch, active_channels(ObjectiveSpec()),
+        lr=0.0, clip=1.0, row_tokens=CONFIG.row_tokens, version=0, staleness=0,
+    )  # fmt: skip
+
+
+def flat_ratios(asked: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the ratios of flat tokens."""
+    model, table = load_model(str(MODEL)), FigureTable()
+    ratios: dict[str, float] = {}
+    many = samples_of(asked.samples, model.vocabulary, 0)
+    matrix = torch.randn(GEMM, GEMM)
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            matrix @ matrix
+
+    for tokens in asked.documents:
+        score = scoring(model, many, tokens)
+        with counted() as count:
+            score()
+        seconds = in_turns({"score": score, "products": products}, asked.repeats)
+        rate = count.flops / seconds["score"]
+        of_products = PRODUCTS * 2 * GEMM**3 / seconds["products"]
+        ratios[f"score at {tokens} tokens, rate over GEMM's"] = rate / of_products
+        table.add({"of": f"score at {tokens}", "seconds": seconds["score"], "gflops": rate / 1e9})
+
+    few = many[:OF_ONE]
+    sizes = {f"bank of {c}": stepping(model, few, c) for c in (1, *asked.banks)}
+    evenly = [replace(s, cartridge=NAMES[i % 4]) for i, s in enumerate(many)]
+    mixes = {
+        "even": stepping(model, evenly, 4),
+        "uneven": stepping(
+            model, [replace(s, cartridge="d") if i % 2 else s for i, s in enumerate(evenly)], 4
+        ),
+    }
+    for works in (sizes, mixes):
+        first, *others = (found := in_turns(works, asked.repeats))
+        for name, seconds_of in found.items():
+            table.add({"of": name, "seconds": seconds_of, "gflops": float("nan")})
+        for name in others:
+            ratios[f"{name} over {first}: seconds"] = found[name] / found[first]
+    return ratios, table.rows
 
 
 def measure(asked: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return the second form over the first of every case: seconds, and memory."""
+    """Return the second form over the first of every loss: seconds, and memory; then the ratios of
+    flat tokens."""
     one_thread()
     table, ratios = FigureTable(), {}
-    for case in (case for kind in asked.only for case in KINDS[kind](asked)):
+    for case in loss_cases(asked):
         rows, first = [], None
         for form, work in case.forms.items():
             row = in_a_process(work)
@@ -225,7 +260,8 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], list[dict[str,
         ratios[f"{case.name}: seconds"] = sum(chunked["seconds"]) / sum(whole["seconds"])
         if case.memory:
             ratios[f"{case.name}: memory"] = chunked[case.memory] / whole[case.memory]
-    return ratios, table.rows
+    flat, rows = flat_ratios(asked)
+    return ratios | flat, [*table.rows, *rows]
 
 
 if __name__ == "__main__":
@@ -233,10 +269,9 @@ if __name__ == "__main__":
         __doc__,
         measure,
         {
-            "--only": {"nargs": "+", "choices": list(KINDS), "default": list(KINDS)},
             "--tokens": 64, "--width": 256, "--vocabulary": 128_256, "--chunk-mb": 8,
-            "--prefixes": [4096, 16384], "--samples": [8, 16], "--repeats": 3,
+            "--documents": [1024, 8192], "--banks": [16, 64], "--samples": 56, "--repeats": 3,
         },
-        quick={"prefixes": [4096], "samples": [8]},
+        quick={"documents": [1024], "banks": [16]},
         config={"threads": 1},
     )  # fmt: skip

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,26 @@ aten = torch.ops.aten
 FREE = {aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided}
 # Ops that read only as much of their first input as they return.
 GATHERS = {aten.embedding, aten.index, aten.gather, aten.index_select}
+
+
+def _attention_flops(
+    query: Sequence[int], key: Sequence[int], *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    """Count the products of scores and weighted values, hidden ones too."""
+    rows, heads, queries, size = query
+    return 4 * rows * heads * queries * key[2] * size
+
+
+def _attention_backward_flops(grad: Sequence[int], *given: Any, **named: Any) -> int:
+    """Count five products: the scores once more, and two gradients of each forward product."""
+    return _attention_flops(given[0], given[1]) * 5 // 2
+
+
+# torch counts no products of the CPU's own attention.
+CPU_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
 
 
 def processor_seconds(pid: int, reaped: bool = False) -> float:
@@ -164,7 +184,7 @@ def counted(parameters: Iterator[Tensor] | None = None) -> Iterator[Count]:
         return tensor
 
     with (
-        FlopCounterMode(display=False) as flops,
+        FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as flops,
         _Traffic(count),
         saved_tensors_hooks(keep, lambda tensor: tensor),
     ):

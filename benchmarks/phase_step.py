@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.meters import Count, counted
 from benchmarks.record import ROOT
@@ -27,9 +26,11 @@ from forge_run.plan import roofline
 from forge_run.plan.roofline import PhaseCost, Workload
 from learning.cartridge.bank import CartridgeBank
 from learning.decoding.decode_batch import generate
+from learning.decoding.decode_cache import DecodeAttention, DecodeCache
 from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
-from learning.model.attention import DecodeCache, PrefixContext, hidden_states, kv_shape, register
+from learning.model.decoder import Decoder
+from learning.model.decoder_config import decoder_config
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.packing import context_of, pack, response_logits
 from learning.progress import CartridgeProgress, LearningRateSchedule
@@ -74,21 +75,24 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def random_model(shape: ShapeSpec, dtype: str, device: torch.device) -> PreTrainedModel:
+def random_model(shape: ShapeSpec, dtype: str, device: torch.device) -> Decoder:
     """Return a frozen Llama of this shape, with random weights drawn on the device."""
-    config = LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
-        max_position_embeddings=1 << 17, tie_word_embeddings=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
+    config = decoder_config({
+        "model_type": "llama", "vocab_size": shape.vocab, "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim, "tie_word_embeddings": True,
+    })  # fmt: skip
+    assert config is not None
+    draws = torch.Generator(device).manual_seed(0)
     with device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation=register(), dtype=getattr(torch, dtype)
-        )
-    model.requires_grad_(False)
-    return model.eval()
+        model = Decoder(config).to(getattr(torch, dtype))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm"):
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, 0.02, generator=draws)
+    return model
 
 
 def bounds(
@@ -229,18 +233,17 @@ class PhaseStep:
 
     def decoding(self, filled: int) -> Callable[[], Tensor]:
         """Return a function that decodes one token of every sample after `filled` tokens."""
-        layers, heads, _ = kv_shape(self.model)
         rows = self.setting.work.samples
-        cache = DecodeCache.empty(self._cartridge[None], layers, rows, heads, filled + 1)
+        cache = DecodeCache.empty(self.model, rows, filled + 1)
         cache.used = filled
-        context = PrefixContext(kv=self._cartridge[None], cache=cache)
-        ids = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
-        mask = torch.ones(rows, 1, 1, filled + 1, dtype=torch.bool, device=self.device)
+        ids = torch.zeros(rows, dtype=torch.long, device=self.device)
+        attention = DecodeAttention(
+            cache, ids, ids + filled, [(0, rows)], [self._cartridge.unbind(0)]
+        )
 
         @torch.no_grad()
         def decode() -> Tensor:
-            hidden = hidden_states(self.model, ids, ids + filled, mask, context)
-            logits: Tensor = self.model.lm_head(hidden[:, -1])
+            logits: Tensor = self.model.lm_head(self.model(ids, ids + filled, attention))
             return logits.float()
 
         return decode
@@ -249,7 +252,7 @@ class PhaseStep:
         """Run the student's forward and backward, without the optimiser."""
         tokens = self.setting.work.sample_tokens
         packed = pack(self.samples, {NAME: self.setting.work.cartridge}, tokens)
-        kv = torch.stack(self.bank.kv(packed.names)).to(self.model.dtype)
+        kv = [kv.to(self.model.dtype) for kv in self.bank.kv(packed.names)]
         # Not the tail: which tokens have a small one depends on data that counting does without.
         form = LossSpec(form="renormalised")
         total, count = doc_kl(response_logits(self.model, packed, kv), teacher, form)

@@ -165,7 +165,7 @@ async def compare(
         MODEL, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
     plain.requires_grad_(False)
-    vocabulary = model.config.vocab_size
+    vocabulary = model.vocabulary
     draws = random.Random(f"document/{document_tokens}")
     document = tuple(draws.choices(range(5, vocabulary), k=document_tokens))
     beginning = {"d": document_kv(model, document[: CARTRIDGE + 1])}

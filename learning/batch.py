@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from learning.losses.channel import ChannelTokens, Item, LossChannel, MicroBatch
-from learning.packing import PackedRows, text_of
+from learning.packing import PackedTokens, text_of
 from learning.sampler_gap import sampled_tokens
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample
@@ -105,7 +105,7 @@ class PreparedBatch:
         return parts[rank] + [[]] * (most - len(parts[rank]))
 
     def micro_batch(
-        self, part: Sequence[Member], pack: Callable[[list[Sample]], PackedRows]
+        self, part: Sequence[Member], pack: Callable[[list[Sample]], PackedTokens]
     ) -> MicroBatch:
         """Lay out one of the micro-batches that `split` returned."""
         texts: list[tuple[Sample, bool]] = []

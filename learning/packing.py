@@ -1,9 +1,9 @@
-"""Pack samples into rows over shared prefixes, and run the forward of student or teacher over them.
+"""Pack samples into one flat list of tokens, and run the forward of student or teacher over it.
 
-Samples of one document are laid into rows of at most `row_tokens` tokens. Every sample attends to
-its prefix and itself, and its positions start where the prefix ends, so packing does not change its
-result. Student and teacher logits are gathered in *sample order, response token by response token*:
-index n means the same token for both, whatever the rows.
+Sequences over one prefix lie side by side. Every one attends to its prefix and itself, and its
+positions start where the prefix ends, so packing does not change its result, and nothing is padded.
+Student and teacher logits are gathered in *sample order, response token by response token*: index n
+means the same token for both, wherever it lies.
 
 With a vocabulary of 128K the logits of one token take half a megabyte, and those of a batch more
 than its model. The losses need a few numbers per token. Logits are therefore computed for a chunk
@@ -13,24 +13,22 @@ and memory of a few times a chunk's.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from learning.model.attention import PrefixContext, hidden_states, recomputing
+from learning.model.attention import FlatAttention
+from learning.model.decoder import LanguageModel, recomputing
 from learning.model.distributed import vocabulary
 from protocols.errors import DataError
 from protocols.types import Sample
-
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
 
 SEPARATOR = "\n"  # between the names of several prefixes; in no document's name
 LOGIT_BYTES = 4  # float32
@@ -41,28 +39,28 @@ Reader = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """Hold C documents x R rows of T tokens. `ids`, `positions`, `segments` are [C*R, T].
+class PackedTokens:
+    """Hold N tokens of S sequences over C prefixes, sequence by sequence and prefix by prefix.
 
     names[c]        the prefix that group c reads: by default a cartridge
-    segments        which sample of its row a token belongs to; -1 is padding
-    row, column     [N] the place of the token that *predicts* response token n
-    targets         [N] the response tokens themselves
+    counts[c]       how many sequences read it
+    lengths         the sequences' tokens
+    ids, positions  [N]; the last response token predicts none, and is left out
+    predicts        [n] the token that predicts response token n
+    targets         [n] the response tokens themselves
     """
 
     names: tuple[str, ...]
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
     ids: Tensor
     positions: Tensor
-    segments: Tensor
-    row: Tensor
-    column: Tensor
+    predicts: Tensor
     targets: Tensor
 
-    def only(self, needed: Tensor) -> PackedRows:
-        """Return the same rows, with logits for the marked [N] response tokens only."""
-        return replace(
-            self, row=self.row[needed], column=self.column[needed], targets=self.targets[needed]
-        )
+    def only(self, needed: Tensor) -> PackedTokens:
+        """Return the same tokens, with logits for the marked [n] response tokens only."""
+        return replace(self, predicts=self.predicts[needed], targets=self.targets[needed])
 
 
 def cartridge_of(sample: Sample) -> str:
@@ -86,67 +84,49 @@ def pack(
     prefix_tokens: Mapping[str, int],
     row_tokens: int,
     prefix: Callable[[Sample], str] = cartridge_of,
-) -> PackedRows:
-    """Lay samples into rows, first fit by decreasing length within each prefix. Samples with the
-    same tokens over the same prefix share a place, wherever prompt ends and response begins: an
-    episode that two channels train on is read once.
+) -> PackedTokens:
+    """Lay samples side by side, by prefix and then longest first. Samples with the same tokens over
+    the same prefix share a place, wherever prompt ends and response begins: an episode that two
+    channels train on is read once.
 
     `prefix` names a sample's prefix where that is not its cartridge alone. `prefix_tokens[name]` is
-    the length of that prefix, the first position of its samples. Without samples the result is a
-    row of one token that predicts none. Raises DataError for a sample longer than a row, or one
+    the length of that prefix, the first position of its samples. Without samples the result is one
+    token that predicts none. Raises DataError for a sample of more than `row_tokens` tokens, or one
     without prompt or response.
     """
     check_rows(samples, row_tokens)
     if not samples:
         return _one_token(*min(prefix_tokens.items()))
-    names = tuple(sorted({prefix(s) for s in samples}))
-    rows_of: dict[str, list[list[int]]] = {name: [] for name in names}
-    room: dict[str, list[int]] = {name: [] for name in names}
     laid: dict[tuple[str, tuple[int, ...]], int] = {}  # text -> the first sample that has it
     same = [
         laid.setdefault((prefix(s), s.prompt_ids + s.response_ids), i)
         for i, s in enumerate(samples)
     ]
-    for i in sorted(laid.values(), key=lambda i: (-_length(samples[i]), i)):
-        name, length = prefix(samples[i]), _length(samples[i])
-        fits = next((r for r, free in enumerate(room[name]) if free >= length), None)
-        if fits is None:
-            rows_of[name].append([])
-            room[name].append(row_tokens)
-            fits = len(room[name]) - 1
-        rows_of[name][fits].append(i)
-        room[name][fits] -= length
-
-    per = max(len(rows) for rows in rows_of.values())
-    width = max(row_tokens - min(free) for free in room.values())
-    ids = torch.zeros(len(names) * per, width, dtype=torch.long)
-    positions = torch.zeros_like(ids)
-    segments = torch.full_like(ids, -1)
-    first: dict[int, tuple[int, int]] = {}  # sample -> (row, column of its first token)
-    for c, name in enumerate(names):
-        for r, members in enumerate(rows_of[name]):
-            row, at = c * per + r, 0
-            for segment, i in enumerate(members):
-                tokens = samples[i].prompt_ids + samples[i].response_ids
-                stop = at + len(tokens)
-                ids[row, at:stop] = torch.tensor(tokens)
-                positions[row, at:stop] = torch.arange(len(tokens)) + prefix_tokens[name]
-                segments[row, at:stop] = segment
-                first[i] = (row, at)
-                at = stop
-    row_of: list[int] = []
-    column_of: list[int] = []
-    targets: list[int] = []
+    names = tuple(sorted({name for name, _ in laid}))
+    order = sorted(laid.values(), key=lambda i: (prefix(samples[i]), -_length(samples[i]), i))
+    ids: list[int] = []
+    positions: list[int] = []
+    first: dict[int, int] = {}  # sample -> its first token
+    for i in order:
+        s = samples[i]
+        tokens = (s.prompt_ids + s.response_ids)[:-1]
+        first[i], start = len(ids), prefix_tokens[prefix(s)]
+        ids += tokens
+        positions += range(start, start + len(tokens))
+    predicts: list[int] = []
     for i, s in enumerate(samples):
-        row, begin = first[same[i]]
-        column = begin + len(s.prompt_ids)
-        row_of += [row] * len(s.response_ids)
-        column_of += range(column - 1, column - 1 + len(s.response_ids))
-        targets += s.response_ids
-    return PackedRows(
-        names, ids, positions, segments,
-        torch.tensor(row_of), torch.tensor(column_of), torch.tensor(targets),
-    )  # fmt: skip
+        begin = first[same[i]] + len(s.prompt_ids) - 1
+        predicts += range(begin, begin + len(s.response_ids))
+    count = Counter(name for name, _ in laid)
+    return PackedTokens(
+        names,
+        tuple(count[name] for name in names),
+        tuple(_length(samples[i]) - 1 for i in order),
+        torch.tensor(ids),
+        torch.tensor(positions),
+        torch.tensor(predicts),
+        torch.tensor([t for s in samples for t in s.response_ids]),
+    )
 
 
 def text_of(sample: Sample) -> tuple[str, tuple[int, ...]]:
@@ -155,22 +135,23 @@ def text_of(sample: Sample) -> tuple[str, tuple[int, ...]]:
 
 
 def check_rows(samples: Iterable[Sample], row_tokens: int) -> None:
-    """Raise DataError for a sample longer than a row, or one without prompt or response."""
+    """Raise DataError for a sample of more than `row_tokens` tokens, or one without prompt or
+    response."""
     for s in samples:
         length = len(s.prompt_ids) + len(s.response_ids)
         if not s.prompt_ids or not s.response_ids:
             raise DataError(f"sample {s.id} has an empty prompt or response: nothing to train on")
         if length > row_tokens:
             raise DataError(
-                f"sample {s.id} has {length} tokens and a row holds {row_tokens}; raise "
-                "train.row_tokens or lower rollout.max_tokens"
+                f"sample {s.id} has {length} tokens of prompt and response, and train.row_tokens "
+                f"allows {row_tokens}; raise train.row_tokens or lower rollout.max_tokens"
             )
 
 
-def _one_token(name: str, position: int) -> PackedRows:
+def _one_token(name: str, position: int) -> PackedTokens:
     none = torch.zeros(0, dtype=torch.long)
-    one = torch.zeros(1, 1, dtype=torch.long)
-    return PackedRows((name,), one, one + position, one, none, none, none)
+    one = torch.zeros(1, dtype=torch.long)
+    return PackedTokens((name,), (1,), (1,), one, one + position, none, none)
 
 
 def _length(sample: Sample) -> int:
@@ -178,19 +159,18 @@ def _length(sample: Sample) -> int:
 
 
 def response_logits(
-    model: PreTrainedModel, packed: PackedRows, kv: Tensor, lengths: Tensor | None = None
+    model: LanguageModel, packed: PackedTokens, prefixes: Sequence[Tensor]
 ) -> Tensor:
-    """Return logits [N, V] in float32 that predict each response token, in sample order. kv
-    [C, L, 2, H_kv, P, D] is in the order of `packed.names`, `lengths` as in PrefixContext. Gradient
-    flows into `kv` when it requires it."""
-    return response_tokens(model, packed, kv, lengths).logits
+    """Return logits [n, V] in float32 that predict each response token, in sample order. Prefixes
+    [L, 2, H_kv, P_c, D] are in the order of `packed.names`. Gradient flows into those that require
+    it."""
+    return response_tokens(model, packed, prefixes).logits
 
 
 def response_tokens(
-    model: PreTrainedModel,
-    packed: PackedRows,
-    kv: Tensor,
-    lengths: Tensor | None = None,
+    model: LanguageModel,
+    packed: PackedTokens,
+    prefixes: Sequence[Tensor],
     *,
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
@@ -199,21 +179,17 @@ def response_tokens(
     """Return the logits of `response_logits`, to be read in chunks of at most `logit_bytes`. With
     `recompute_layers` each layer keeps only its input for the backward pass; `noting` is for
     `ChunkedLogits.observed`."""
-    device, length = model.device, packed.ids.shape[1]
-    segments = packed.segments.to(device)
-    same = segments[:, :, None] == segments[:, None, :]
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    device = model.device
+    read, places = torch.unique(packed.predicts, return_inverse=True)
+    if not len(read):  # a pass runs all the same where ranks gather the base together
+        read = torch.zeros(1, dtype=torch.long)
+    positions, read = packed.positions.to(device), read.to(device)
+    attention = FlatAttention(packed.lengths, packed.counts, positions, prefixes, read)
     with recomputing(model) if recompute_layers else nullcontext():
-        hidden = hidden_states(
-            model,
-            packed.ids.to(device),
-            packed.positions.to(device),
-            (same & causal)[:, None],
-            PrefixContext(kv=kv, lengths=lengths),
-        )
-    chunk = chunk_tokens(model.config.vocab_size, logit_bytes)
+        hidden = model(packed.ids.to(device), positions, attention, read)
+    chunk = chunk_tokens(model.vocabulary, logit_bytes)
     return ChunkedLogits(
-        hidden[packed.row, packed.column], packed.targets, vocabulary(model), chunk, noting
+        hidden[places.to(device)], packed.targets, vocabulary(model), chunk, noting
     )
 
 

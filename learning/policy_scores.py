@@ -12,11 +12,11 @@ number of ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from learning.model.decoder import LanguageModel
 from learning.model.distributed import ALONE, ProcessGroup, is_sharded
 from learning.packing import check_rows, token_logprobs
 from learning.scoring import TeacherDistribution, response_logprobs
@@ -24,12 +24,9 @@ from protocols.errors import DataError
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample
 
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
-
 
 def shared_logprobs(
-    model: PreTrainedModel,
+    model: LanguageModel,
     samples: Sequence[Sample],
     prefixes: Mapping[str, Tensor],
     *,

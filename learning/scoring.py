@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.cartridge.composition import stack_prefixes
+from learning.model.decoder import LanguageModel
 from learning.model.document_kv import DocumentKVCache
 from learning.packing import (
     ChunkedLogits,
@@ -28,14 +27,11 @@ from learning.packing import (
 from protocols.train_batch import PrecomputedScores
 from protocols.types import Sample
 
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
-
 LOGIT_BYTES = 256 * 2**20  # of a teacher of which a few numbers a token are kept
 
 
 def score(
-    model: PreTrainedModel, samples: Sequence[Sample], documents: DocumentKVCache, row_tokens: int
+    model: LanguageModel, samples: Sequence[Sample], documents: DocumentKVCache, row_tokens: int
 ) -> Tensor:
     """Return logits [N, V] (float32) of every response token with its sample's context as the
     prefix. The order is that of `learning.packing.response_logits` for the student: sample by
@@ -51,7 +47,7 @@ def contexts_of(samples: Sequence[Sample], documents: DocumentKVCache) -> dict[s
 
 @torch.no_grad()
 def score_over(
-    model: PreTrainedModel,
+    model: LanguageModel,
     samples: Sequence[Sample],
     prefixes: Mapping[str, Tensor],
     row_tokens: int,
@@ -64,7 +60,7 @@ def score_over(
 
 @torch.no_grad()
 def score_kept(
-    model: PreTrainedModel,
+    model: LanguageModel,
     samples: Sequence[Sample],
     prefixes: Mapping[str, Tensor],
     row_tokens: int,
@@ -95,7 +91,7 @@ def score_kept(
 
 @torch.no_grad()
 def response_logprobs(
-    model: PreTrainedModel,
+    model: LanguageModel,
     samples: Sequence[Sample],
     prefixes: Mapping[str, Tensor],
     row_tokens: int,
@@ -107,7 +103,7 @@ def response_logprobs(
 
 
 def _scored(
-    model: PreTrainedModel,
+    model: LanguageModel,
     samples: Sequence[Sample],
     prefixes: Mapping[str, Tensor],
     row_tokens: int,
@@ -117,8 +113,8 @@ def _scored(
     """Return the response tokens' logits, to be read in chunks."""
     lengths_of = {name: kv.shape[3] for name, kv in prefixes.items()}
     packed = pack(samples, lengths_of, row_tokens, prefix)
-    kv, lengths = stack_prefixes([prefixes[name] for name in packed.names])
-    return response_tokens(model, packed, kv, lengths, logit_bytes=logit_bytes)
+    read = [prefixes[name] for name in packed.names]
+    return response_tokens(model, packed, read, logit_bytes=logit_bytes)
 
 
 def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

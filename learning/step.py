@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,11 +38,11 @@ from learning.cartridge.bank import CartridgeBank
 from learning.cartridge.composition import (
     prefix_lengths,
     prefix_name,
-    stack_prefixes,
     student_prefixes,
 )
 from learning.losses.balance import report
 from learning.losses.channel import LossAccumulator, LossChannel
+from learning.model.decoder import LanguageModel
 from learning.model.distributed import ALONE, ProcessGroup, is_sharded
 from learning.packing import check_rows, pack, response_tokens
 from learning.progress import CartridgeProgress
@@ -50,9 +50,6 @@ from learning.sampler_gap import GapBounds, SamplerGap
 from protocols.errors import RunError, StaleTokenError
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample, TrainStepOutput
-
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
 
 OFFLINE_VERSION = -1  # the version of tokens that a document teacher wrote
 
@@ -82,7 +79,7 @@ def check_fresh(samples: Sequence[Sample], version: int, staleness: int) -> int:
 
 
 def train_step(
-    model: PreTrainedModel,
+    model: LanguageModel,
     bank: CartridgeBank,
     progress: Mapping[str, CartridgeProgress],
     batch: TrainBatch,
@@ -155,12 +152,11 @@ def train_step(
         )
         packed = micro.packed
 
-        kv, lengths = stack_prefixes(student_prefixes(model, bank, packed.names))
+        prefixes = student_prefixes(model, bank, packed.names)
         student = response_tokens(
             model,
             packed,
-            kv.to(model.dtype),
-            lengths,
+            [kv.to(model.dtype) for kv in prefixes],
             logit_bytes=logit_bytes,
             recompute_layers=recompute_layers,
             noting=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from learning.losses.channel import LossChannel
 from learning.losses.dpo import with_references
 from learning.losses.grpo import check_policy
 from learning.losses.objective import active_channels
+from learning.model.decoder import LanguageModel
 from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.loading import base_hash
 from learning.policy_scores import shared_logprobs
@@ -33,9 +34,6 @@ from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import PreferencePair, TrainBatch
 from protocols.types import Sample, TrainStepOutput
-
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
 
 
 class CartridgeTrainer:
@@ -53,7 +51,7 @@ class CartridgeTrainer:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: LanguageModel,
         bank: CartridgeBank,
         spec: TrainSpec,
         last_state: Path | None = None,

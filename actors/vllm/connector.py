@@ -35,10 +35,11 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
 from actors.vllm.draws import SeededRow, leave_drawn
 from actors.vllm.kv_layout import KVFill, PromptCartridge, kv_heads, pieces, slots
-from learning.cartridge.composition import frequencies_of, shifted
+from learning.cartridge.composition import shifted
 from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.versions import CartridgeId
 from learning.decoding.decode_batch import uniforms
+from learning.model.loading import frequencies_of
 from protocols.types import Sampling
 
 LOADED = "cartridges"  # key in kv_transfer_params: [name, since, P] of each, in order

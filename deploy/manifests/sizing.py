@@ -193,9 +193,9 @@ def is_chunked(size: ModelSize, rows: PackedShape, prefix: int) -> bool:
 
 
 def held_score_bytes(size: ModelSize, rows: PackedShape, prefix: int) -> int:
-    """Return bytes of attention's scores that exist at once. These are the scores of all layers,
-    kept for the backward pass, or of a chunk of one layer's queries. FlexAttention, on a GPU, needs
-    less than the latter."""
+    """Return bytes of attention's scores that exist at once on a GPU: those of all layers, kept for
+    the backward pass, or less than SCORE_COPIES of the bound where FlexAttention forms them. A CPU
+    forms none."""
     if is_chunked(size, rows, prefix):
         return SCORE_COPIES * SCORE_BYTES
     return score_bytes(size, rows, prefix)

@@ -6,9 +6,11 @@ facts without a source are marked unknown.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from deploy.manifests.sizing import (
     TRAINER_BYTES,
@@ -22,6 +24,7 @@ from forge_run.formatting import TableSection, bytes_text, count_text, facts, li
 from forge_run.plan import channels, documents, roofline, sizing
 from forge_run.plan.roofline import A100, H200, MFU, PhaseCost, Workload
 from forge_run.preflight import resolved_place, unmet
+from learning.model.decoder_config import decoder_config
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import RunSpec
 from protocols.spec.model_shape import VALUE_BYTES, model_shape
@@ -119,6 +122,7 @@ def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
     weights = count_text(matmul_parameters(shape))
     rows += [
         ("model", f"{weights} weights in matrix products, {bytes_text(size.weights)}"),
+        ("decoder", _decoder_text(learn)),
         (
             "KV per token",
             f"{per_token:,} B = {shape.layers} layers x 2 x {shape.kv_heads} heads x "
@@ -134,6 +138,15 @@ def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
     ]
     rows += _document_rows(learn, per_token, spilling=bool(spec.mesh.roles.doc_teacher.gpus))
     return facts("memory", rows)
+
+
+def _decoder_text(learn: LearnSpec) -> str:
+    """Return what runs the model."""
+    path = Path(learn.model.path) / "config.json"
+    if not path.is_file():
+        return "known at run time: there is no config.json at model.path"
+    known = decoder_config(json.loads(path.read_bytes()))
+    return "our own" if known else "transformers: our own does not know this architecture"
 
 
 def _document_rows(learn: LearnSpec, per_token: int, *, spilling: bool) -> list[tuple[str, str]]:
@@ -183,7 +196,7 @@ def _budget_section(learn: LearnSpec) -> TableSection:
         *_update_rows(learn),
         *asked,
         ("response tokens", f"at most {sampled:,} a step, {sampled * steps:,} in all"),
-        ("packed rows", f"{learn.train.row_tokens} tokens"),
+        ("a sequence", f"at most {learn.train.row_tokens} tokens of prompt and response"),
         *gradients,
         ("probes", f"{probes} of {evaluate.probe_questions} {probe}"),
         ("evaluation", f"{measured}: {', '.join(evaluate.arms)}"),

@@ -37,9 +37,8 @@ class AttentionKernel:
 
 
 FUSED = AttentionKernel(causal=True, backward=2.5)  # recomputes the scores in the backward
-# learning.model.attention keeps whole rows of scores, and recomputes them where they are too many.
+# Forms hidden scores too, and keeps them all: learning.model.attention's small parts on a GPU.
 EXPLICIT = AttentionKernel(causal=False, backward=2.0)
-CHUNKED = AttentionKernel(causal=False, backward=3.0)
 
 
 @dataclass(frozen=True)

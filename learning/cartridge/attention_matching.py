@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from learning.cartridge.composition import frequencies, shifted
-from learning.model.attention import PrefixContext, hidden_states
+from learning.cartridge.composition import shifted
+from learning.model.attention import FlatAttention
+from learning.model.decoder import LanguageModel
 
 ROW = 64  # tokens of a row of reference queries: bounds the scores in memory at a time
 MOST_ROWS = 128
@@ -39,7 +39,7 @@ class ObservedAttention:
 
 @torch.no_grad()
 def attention_matched(
-    model: PreTrainedModel, ids: Sequence[int], kv: Tensor, tokens: int, frozen: int
+    model: LanguageModel, ids: Sequence[int], kv: Tensor, tokens: int, frozen: int
 ) -> Tensor:
     """Return a cartridge [L, 2, H_kv, P, D] made of a document's tokens `ids` and KV
     [L, 2, H_kv, T, D], P <= T.
@@ -53,7 +53,7 @@ def attention_matched(
         compacted(kv[layer], [row[layer] for row in rows], tokens, frozen)
         for layer in range(len(kv))
     ]
-    return shifted(torch.stack(layers), tokens - kv.shape[3], frequencies(model))
+    return shifted(torch.stack(layers), tokens - kv.shape[3], model.frequencies())
 
 
 def reference_rows(ids: Sequence[int]) -> list[Sequence[int]]:
@@ -64,16 +64,20 @@ def reference_rows(ids: Sequence[int]) -> list[Sequence[int]]:
     return [ids[start : start + ROW] for start in starts[::step]]
 
 
-def observe(model: PreTrainedModel, row: Sequence[int], kv: Tensor) -> list[ObservedAttention]:
+def observe(model: LanguageModel, row: Sequence[int], kv: Tensor) -> list[ObservedAttention]:
     """Return each layer's attention inputs for a row that is read after a prefix
     [L, 2, H_kv, T, D]."""
-    ids = torch.tensor([list(row)], device=model.device)
-    context = PrefixContext(kv=kv[None], capture=True)
-    positions = torch.arange(kv.shape[3], kv.shape[3] + len(row), device=model.device)[None]
-    causal = torch.ones(1, 1, len(row), len(row), dtype=torch.bool, device=model.device).tril()
-    hidden_states(model, ids, positions, causal, context)
-    pairs = zip(context.queries, context.captured, strict=True)
-    return [ObservedAttention(queries[0], own[0]) for queries, own in pairs]
+    ids = torch.tensor(list(row), device=model.device)
+    positions = torch.arange(kv.shape[3], kv.shape[3] + len(row), device=model.device)
+    scale = model.kv_shape[2] ** -0.5
+    found: list[ObservedAttention] = []
+
+    def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        own = torch.stack([k.transpose(0, 1), v.transpose(0, 1)])
+        found.append(ObservedAttention(q.transpose(0, 1) * scale, own))
+
+    model(ids, positions, FlatAttention([len(ids)], [1], positions, [kv], observer=keep))
+    return found
 
 
 def compacted(kv: Tensor, rows: Sequence[ObservedAttention], tokens: int, frozen: int) -> Tensor:

@@ -13,22 +13,14 @@ between query and key, so moving both changes no score; negative positions are v
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank
+from learning.model.decoder import LanguageModel
 from learning.packing import SEPARATOR
-from protocols.errors import DataError
 from protocols.types import Sample
-
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
-
-# Frequencies that change with the length of the text: the angle depends on more than the position.
-BY_LENGTH = ("dynamic", "longrope")
 
 
 def prefix_name(sample: Sample) -> str:
@@ -46,7 +38,7 @@ def prefix_lengths(samples: Iterable[Sample], alone: Mapping[str, int]) -> dict[
 
 
 def student_prefixes(
-    model: PreTrainedModel, bank: CartridgeBank, names: Sequence[str]
+    model: LanguageModel, bank: CartridgeBank, names: Sequence[str]
 ) -> list[Tensor]:
     """Return the KV [L, 2, H_kv, P_c, D] of each named prefix. Gradient flows into the cartridges
     that learn."""
@@ -65,34 +57,19 @@ def student_prefixes(
     return found
 
 
-def composed(model: PreTrainedModel, prefixes: Sequence[Tensor]) -> Tensor:
+def composed(model: LanguageModel, prefixes: Sequence[Tensor]) -> Tensor:
     """Return an ordered composition [L, 2, H_kv, P_1 + ... + P_n, D] of prefixes
     [L, 2, H_kv, P_i, D] that each begin at position 0: each is moved behind those before it. The
-    texts do not attend to one another. Raises DataError as `frequencies` does."""
+    texts do not attend to one another. Raises DataError as `LanguageModel.frequencies` does."""
     first, *others = prefixes
     if not others:
         return first
-    of_model = frequencies(model)
+    of_model = model.frequencies()
     parts, start = [first], first.shape[3]
     for prefix in others:
         parts.append(shifted(prefix, start, of_model))
         start += prefix.shape[3]
     return torch.cat(parts, dim=3)
-
-
-def stack_prefixes(prefixes: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Stack [L, 2, H_kv, P_c, D] prefixes, zero-padded to the longest; return lengths [C] if
-    unequal."""
-    lengths = [p.shape[3] for p in prefixes]
-    longest = max(lengths)
-    if min(lengths) == longest:
-        return torch.stack(list(prefixes)), None
-    first = prefixes[0]
-    shape = (len(prefixes), *first.shape[:3], longest, first.shape[4])
-    stacked = first.new_zeros(shape)
-    for c, p in enumerate(prefixes):
-        stacked[c, ..., : lengths[c], :] = p
-    return stacked, torch.tensor(lengths, device=first.device)
 
 
 def shifted(kv: Tensor, by: int, frequencies: Tensor) -> Tensor:
@@ -108,39 +85,3 @@ def shifted(kv: Tensor, by: int, frequencies: Tensor) -> Tensor:
     first, second, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
     turned = [first * cos - second * sin, second * cos + first * sin, rest]
     return torch.stack([torch.cat(turned, dim=-1), values], dim=-4).to(kv.dtype)
-
-
-def frequencies(model: PreTrainedModel) -> Tensor:
-    """Return the radians per position of each rotated pair, [<= D/2] float64, the base's scaling
-    included. Raises DataError for a model whose frequencies depend on the length of the text."""
-    rotary: Any = getattr(model.base_model, "rotary_emb", None)
-    kind = getattr(rotary, "rope_type", None)
-    if rotary is None or kind in BY_LENGTH:
-        raise DataError(
-            f"keys of this model cannot be moved to other positions: its rotary embedding is "
-            f"{kind}, which is not the same at every length; use a model with a fixed one"
-        )
-    inverse: Tensor = rotary.inv_freq
-    return inverse.detach().double()
-
-
-@cache
-def frequencies_of(path: str) -> Tensor:
-    """Return `frequencies` of the model in this directory (or of this hub id) from its config
-    alone, for processes without the model. Raises DataError as `frequencies` does, and for an
-    unknown model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):  # allocates no memory
-            shell = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"keys of the model {path!r} cannot be moved to other positions, for transformers does "
-            f"not know it: {str(error).splitlines()[0]}; use one cartridge before a prompt"
-        ) from error
-    rotary = getattr(shell.base_model, "rotary_emb", None)
-    if rotary is not None:
-        shell.base_model.rotary_emb = type(rotary)(shell.base_model.config)
-    return frequencies(shell)

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from learning.cartridge.attention_matching import attention_matched
 from learning.cartridge.bank import CartridgeBank, check_longer
+from learning.model.decoder import LanguageModel
 from learning.model.document_kv import document_kv
 from protocols.seeds import stream_seed
 
@@ -54,7 +54,7 @@ class CartridgeInit:
 
 
 def initial_bank(
-    model: PreTrainedModel, sources: Sequence[InitSource], start: CartridgeInit
+    model: LanguageModel, sources: Sequence[InitSource], start: CartridgeInit
 ) -> CartridgeBank:
     """Return a bank with a cartridge of each document. Raises DataError for a document that is not
     longer than a cartridge."""
@@ -65,19 +65,19 @@ def initial_bank(
     return CartridgeBank([source.name for source in ordered], made, start.frozen)
 
 
-def beginning(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
+def beginning(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """Return the KV of the document's first P tokens, which the cartridge paper found best."""
     return source.kv[:, :, :, : start.tokens]
 
 
-def random_text(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
+def random_text(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """Return the KV of tokens drawn uniformly from the vocabulary, read after the frozen ones."""
     rng = random.Random(f"init/random_text/{start.seed}/{source.name}")
     drawn = rng.choices(source.vocabulary(), k=start.tokens - start.frozen)
     return document_kv(model, (*source.ids[: start.frozen], *drawn))
 
 
-def random_vectors(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
+def random_vectors(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """Return independent normal numbers after the frozen tokens. Mean and standard deviation are
     those of the document's tokens after the frozen ones, for each layer, head and channel, keys and
     values apart."""
@@ -91,7 +91,7 @@ def random_vectors(model: PreTrainedModel, source: InitSource, start: CartridgeI
     return torch.cat([source.kv[:, :, :, : start.frozen], drawn.to(source.kv.dtype)], dim=3)
 
 
-def sampled_chunks(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
+def sampled_chunks(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """Return the KV of CHUNKS chunks of about equal length, drawn uniformly without overlap, in the
     document's order, read after the frozen tokens as one text."""
     rng = random.Random(f"init/sampled_chunks/{start.seed}/{source.name}")
@@ -116,12 +116,12 @@ def chunks(length: int, tokens: int, rng: random.Random) -> list[range]:
     return spans
 
 
-def matched(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
+def matched(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """Return the document's KV compacted to P entries by attention matching."""
     return attention_matched(model, source.ids, source.kv, start.tokens, start.frozen)
 
 
-INITS: Mapping[str, Callable[[PreTrainedModel, InitSource, CartridgeInit], Tensor]] = {
+INITS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit], Tensor]] = {
     "first_tokens": beginning,
     "random_text": random_text,
     "random_vectors": random_vectors,

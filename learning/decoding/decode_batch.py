@@ -1,31 +1,29 @@
 """Decode requests together in lockstep, one token of each per forward pass.
 
-    __init__  reads the prompts in one forward pass, left-padded; draws the first token of each row
+    __init__  reads the prompts in one flat forward pass; draws the first token of each row
     step      runs one forward pass of one token a row; draws the next token of each row
     merge     adds rows that started later (continuous batching)
     _drop     frees the memory of rows that have ended
 
-A decode batch covers C prefixes, each held once; row b = c * per + r belongs to prefix c. Each row
+A decode batch covers any prefixes, each held once; the rows over one lie side by side. Each row
 draws from its own seeded stream, so its tokens do not depend on the other rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
-from learning.cartridge.composition import stack_prefixes
+from learning.decoding.decode_cache import DecodeAttention, DecodeCache
 from learning.decoding.stopping import Decode, StopChecker
-from learning.model.attention import DecodeCache, PrefixContext, hidden_states, kv_shape
+from learning.model.attention import FlatAttention
+from learning.model.decoder import LanguageModel
 from protocols.errors import DataError, PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TokenChunk, refused
-
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
 
 Lookup = Callable[[PrefixRef], Tensor]
 Served = Callable[[PrefixRef, Tensor], tuple[str, ...]]
@@ -38,7 +36,7 @@ def unserved(ref: PrefixRef, kv: Tensor) -> tuple[str, ...]:
 
 @torch.no_grad()
 def generate(
-    model: PreTrainedModel,
+    model: LanguageModel,
     requests: Sequence[GenerateRequest],
     lookup: Lookup,
     end_ids: frozenset[int],
@@ -56,45 +54,33 @@ def generate(
     groups: dict[PrefixRef, list[DecodeState]] = {}
     for row in rows:
         groups.setdefault(row.request.prefix, []).append(row)
-    if not rows:
-        return []
-
-    def found(ref: PrefixRef) -> Tensor | None:
+    prefixes: dict[PrefixRef, Tensor] = {}
+    for ref, group in groups.items():
         try:
-            kv = lookup(ref)
+            prefixes[ref] = lookup(ref)
         except PublishError as error:
-            for row in groups[ref]:
+            for row in group:
                 row.error = str(error)
-            return None
-        proof = served(ref, kv)
-        for row in groups[ref]:
+            continue
+        proof = served(ref, prefixes[ref])
+        for row in group:
             row.served = proof
-        return kv
-
-    def decoded(prefixes: Sequence[Tensor], batch: Sequence[Sequence[DecodeState]]) -> None:
-        lane = DecodeBatch(model, prefixes, batch, end_ids)
-        while lane.live:
-            lane.step()
-
-    widest = max(len(g) for g in groups.values())
-    if widest * len(groups) > 2 * len(rows):
-        # Very uneven groups would fill a shared batch with dummy rows.
-        for ref, group in groups.items():
-            if (kv := found(ref)) is not None:
-                decoded([kv], [group])
-    else:
-        prefixes = {ref: kv for ref in groups if (kv := found(ref)) is not None}
-        if prefixes:
-            decoded(list(prefixes.values()), [groups[r] for r in prefixes])
+    decoded = [row for ref in prefixes for row in groups[ref]]
+    if decoded:
+        batch = DecodeBatch(model, decoded, prefixes, end_ids)
+        while batch.live:
+            batch.step()
     return [row.completion() for row in rows]
 
 
 @dataclass
 class DecodeState:
-    """Hold one request while it is decoded. `reason` is its finish reason, "" before the end."""
+    """Hold one request while it is decoded, over `prefix`. `reason` is its finish reason, "" before
+    the end."""
 
     request: GenerateRequest
-    uniforms: Tensor  # [max_tokens] float64 in [0, 1): one draw for each token
+    prefix: PrefixRef
+    uniforms: Sequence[float]  # [max_tokens] in [0, 1): one draw for each token
     stopper: StopChecker | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -159,9 +145,11 @@ class DecodeState:
         )
 
 
-def new_row(request: GenerateRequest, decode: Decode | None) -> DecodeState:
-    """Return the decode state of a request. Raises DataError for an empty prompt, and for `until`
-    without a tokenizer to decode the text."""
+def new_row(
+    request: GenerateRequest, decode: Decode | None, prefix: PrefixRef | None = None
+) -> DecodeState:
+    """Return the decode state of a request, over its own prefix or the equal one `prefix`. Raises
+    DataError for an empty prompt, and for `until` without a tokenizer to decode the text."""
     if not request.prompt_ids:
         raise DataError(f"request {request.id} has an empty prompt; give it a token")
     stopper = None
@@ -170,103 +158,115 @@ def new_row(request: GenerateRequest, decode: Decode | None) -> DecodeState:
             raise DataError(f"request {request.id} ends by its text, and no tokenizer is here")
         stopper = StopChecker(request.until, decode)
     draws = uniforms(request.seed, request.sampling.max_tokens, request.first_draw)
-    return DecodeState(request, draws, stopper)
+    return DecodeState(request, prefix or request.prefix, draws.tolist(), stopper)
 
 
 class DecodeBatch:
-    """Decode C groups of rows, each group over its prefix [L, 2, H_kv, P, D]; None fills shorter
-    groups."""
+    """Decode rows over their prefixes [L, 2, H_kv, P, D]."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        prefixes: Sequence[Tensor],
-        groups: Sequence[Sequence[DecodeState]],
+        model: LanguageModel,
+        rows: Sequence[DecodeState],
+        prefixes: Mapping[PrefixRef, Tensor],
         end_ids: frozenset[int],
     ) -> None:
-        """Read the prompts and draw the first token of every row."""
-        self._model, self._end_ids, self._count = model, end_ids, len(groups)
-        per = max(len(g) for g in groups)
-        self.slots: list[DecodeState | None] = [
-            group[r] if r < len(group) else None for group in groups for r in range(per)
-        ]
-        slots, device = self.slots, model.device
-        kv, lengths = stack_prefixes(prefixes)
-        starts = torch.tensor([p.shape[3] for p in prefixes for _ in range(per)], device=device)
-        longest = max(len(s.request.prompt_ids) for s in slots if s)
-        budget = max(s.request.sampling.max_tokens for s in slots if s)
-        # Rows are left-padded; a dummy row has one token.
-        prompts = [slot.request.prompt_ids if slot else (0,) for slot in slots]
-        padding = [longest - len(prompt) for prompt in prompts]
-        ids = torch.tensor(
-            [[0] * left + [*prompt] for left, prompt in zip(padding, prompts, strict=True)],
-            device=device,
+        """Read the prompts and draw the first token of every row. `prefixes` has all rows' own."""
+        self._model, self._end_ids, self._prefixes = model, end_ids, dict(prefixes)
+        order = self._grouped(rows)
+        self.rows = [rows[b] for b in order]
+        device = model.device
+        prompts = [row.request.prompt_ids for row in self.rows]
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        starts = [prefixes[row.prefix].shape[3] for row in self.rows]
+        # A row's columns end where the longest prompt's do, so that all rows write the same ones.
+        self._pad = torch.tensor([longest - n for n in lengths], device=device)
+        self._position = torch.tensor(
+            [start + n - 1 for start, n in zip(starts, lengths, strict=True)], device=device
         )
-        self._pad = torch.tensor(padding, device=device)
-        layers, heads, _ = kv_shape(model)
-        self._cache = DecodeCache.empty(kv, layers, len(slots), heads, longest + budget)
-        self._context = PrefixContext(kv=kv, lengths=lengths, cache=self._cache)
-        columns = torch.arange(longest, device=device)
-        pad = self._pad
-        positions = (columns[None] - pad[:, None]).clamp(min=0) + starts[:, None]
-        # A padding column attends to itself, so that its softmax is finite; no token attends to it.
-        visible = (columns[None, :, None] >= columns[None, None, :]) & (
-            columns[None, None, :] >= pad[:, None, None]
+        budget = max(map(_tokens_left, self.rows))
+        self._cache = DecodeCache.empty(model, len(rows), longest + budget)
+        row_of = torch.repeat_interleave(
+            torch.arange(len(rows)), torch.tensor(lengths), output_size=sum(lengths)
+        ).to(device)
+        ends = [*accumulate(lengths)]
+        columns = torch.arange(len(row_of), device=device) + torch.repeat_interleave(
+            torch.tensor([longest - end for end in ends]), torch.tensor(lengths)
+        ).to(device)
+        positions = columns - longest + 1 + self._position[row_of]
+
+        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+            self._cache.keys[layer, row_of, :, columns] = k
+            self._cache.values[layer, row_of, :, columns] = v
+
+        told = [b for b, row in enumerate(self.rows) if row.request.prompt_logprobs]
+        wanted = {i for b in told for i in range(ends[b] - lengths[b], ends[b])}
+        read = sorted(wanted | {end - 1 for end in ends})
+        taken = torch.tensor(read, device=device)
+        groups = [*self._groups()]
+        attention = FlatAttention(
+            lengths,
+            [stop - first for _, (first, stop) in groups],
+            positions,
+            [kv for kv, _ in groups],
+            taken,
+            keep,
         )
-        mask = visible | torch.eye(longest, dtype=torch.bool, device=device)
-        read = hidden_states(model, ids, positions, mask[:, None], self._context)
-        for b, slot in enumerate(slots):
-            if slot and slot.request.prompt_logprobs:
-                first = padding[b]
-                logprobs = model.lm_head(read[b, first:-1]).float().log_softmax(-1)
-                slot.prompt_logprobs = tuple(
-                    logprobs.gather(-1, ids[b, first + 1 :, None])[:, 0].tolist()
-                )
-                slot.prompt_likeliest = tuple(logprobs.argmax(-1).tolist())
+        ids = torch.tensor([i for prompt in prompts for i in prompt], device=device)
+        hidden = model(ids, positions, attention, taken)
+        place = {token: at for at, token in enumerate(read)}
+        for b in told:
+            first = place[ends[b] - lengths[b]]
+            self._tell_prompt(self.rows[b], hidden[first : first + lengths[b] - 1])
         self._cache.used = longest
-        self._position = positions[:, -1]
-        self._tokens = self._draw(read[:, -1])
+        self._tokens = self._draw(hidden[[place[end - 1] for end in ends]])
 
     @property
     def live(self) -> bool:
-        return any(s and not s.reason for s in self.slots)
+        return any(not row.reason for row in self.rows)
 
     def step(self) -> None:
         """Draw the next token of every row that has not ended."""
         self._drop()
         self._position = self._position + 1
-        columns = torch.arange(self._cache.used + 1, device=self._pad.device)
-        mask = columns[None] >= self._pad[:, None]
-        hidden = hidden_states(
-            self._model,
-            self._tokens[:, None],
-            self._position[:, None],
-            mask[:, None, None],
-            self._context,
-        )[:, -1]
+        groups = [*self._groups()]
+        attention = DecodeAttention(
+            self._cache,
+            self._pad,
+            self._position,
+            [span for _, span in groups],
+            [kv.unbind(0) for kv, _ in groups],
+        )
+        hidden = self._model(self._tokens, self._position, attention)
         self._cache.used += 1
         self._tokens = self._draw(hidden)
 
     def merge(self, other: DecodeBatch) -> None:
-        """Take the rows of another decode batch over the same prefix; each batch has one prefix."""
-        assert self._count == other._count == 1
-        mine, theirs = self._cache.used, other._cache.used
-        used = max(mine, theirs)
-        left = max(_tokens_left(s) for s in (*self.slots, *other.slots))
+        """Take the rows of another decode batch of the same model."""
+        used = max(self._cache.used, other._cache.used)
+        left = max(map(_tokens_left, (*self.rows, *other.rows)))
+        pads = [batch._pad + (used - batch._cache.used) for batch in (self, other)]
         self._cache.join(other._cache, used + left)
-        self._pad = torch.cat([self._pad + (used - mine), other._pad + (used - theirs)])
+        self._prefixes = other._prefixes | self._prefixes
+        self.rows = [*self.rows, *other.rows]
+        self._pad = torch.cat(pads)
         self._position = torch.cat([self._position, other._position])
         self._tokens = torch.cat([self._tokens, other._tokens])
-        self.slots = [*self.slots, *other.slots]
+        self._keep(self._grouped(self.rows))
 
     def _drop(self) -> None:
-        """Drop rows once at most half of each group is live. All groups keep equally many rows,
-        because a row finds its prefix by position."""
-        keep = compaction(self.slots, self._count)
-        if keep is None:
-            return
-        rows = torch.tensor(keep, device=self._pad.device)
-        self.slots = [self.slots[b] for b in keep]
+        """Drop the rows that have ended, once they are a quarter."""
+        live = [b for b, row in enumerate(self.rows) if not row.reason]
+        if len(live) <= 0.75 * len(self.rows):
+            self._keep(live)
+
+    def _keep(self, kept: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        self.rows = [self.rows[b] for b in kept]
+        named = {row.prefix for row in self.rows}
+        self._prefixes = {ref: kv for ref, kv in self._prefixes.items() if ref in named}
+        rows = torch.tensor(kept, device=self._pad.device)
         self._tokens, self._position = self._tokens[rows], self._position[rows]
         self._pad = self._pad[rows]
         # Columns that are padding in all remaining rows are cut off.
@@ -274,45 +274,52 @@ class DecodeBatch:
         self._cache.keep(rows, trim)
         self._pad = self._pad - trim
 
+    def _grouped(self, rows: Sequence[DecodeState]) -> list[int]:
+        """Return the order in which the rows over one prefix lie side by side."""
+        place = {ref: at for at, ref in enumerate(self._prefixes)}
+        return sorted(range(len(rows)), key=lambda b: place[rows[b].request.prefix])
+
+    def _groups(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        """Return each prefix with its rows: the first, and the one behind the last."""
+        first = 0
+        for ref, of in groupby(self.rows, key=lambda row: row.prefix):
+            stop = first + sum(1 for _ in of)
+            yield self._prefixes[ref], (first, stop)
+            first = stop
+
+    def _tell_prompt(self, row: DecodeState, hidden: Tensor) -> None:
+        """Note the log-probabilities of a prompt's tokens after its first, from the hidden states
+        [T - 1, width] before them."""
+        logprobs = self._model.lm_head(hidden).float().log_softmax(-1)
+        ids = torch.tensor(row.request.prompt_ids[1:], dtype=torch.long, device=logprobs.device)
+        row.prompt_logprobs = tuple(logprobs.gather(-1, ids[:, None])[:, 0].tolist())
+        row.prompt_likeliest = tuple(logprobs.argmax(-1).tolist())
+
     def _draw(self, hidden: Tensor) -> Tensor:
         """Draw the next token [B] of every live row from hidden states [B, width], and add it."""
-        slots = self.slots
         logits: Tensor = self._model.lm_head(hidden).float()
         logprobs = logits.log_softmax(-1)
         chosen = logits.argmax(-1)
-        by_sampling: dict[Sampling, list[tuple[int, DecodeState]]] = {}
-        for b, slot in enumerate(slots):
-            if slot and not slot.reason and slot.request.sampling.temperature > 0:
-                by_sampling.setdefault(slot.request.sampling, []).append((b, slot))
-        for sampling, drawing in by_sampling.items():
-            rows = [b for b, _ in drawing]
-            draws = torch.stack([slot.uniforms[len(slot.tokens)] for _, slot in drawing])
-            chosen[rows] = draw(logits[rows], draws.to(logits.device), sampling)
+        alike: dict[tuple[float, int, float], list[int]] = {}
+        for b, row in enumerate(self.rows):
+            if not row.reason and (one := row.request.sampling).temperature > 0:
+                alike.setdefault((one.temperature, one.top_k, one.top_p), []).append(b)
+        for drawing in alike.values():
+            sampling = self.rows[drawing[0]].request.sampling
+            draws = torch.tensor(
+                [self.rows[b].uniforms[len(self.rows[b].tokens)] for b in drawing],
+                dtype=torch.float64,
+                device=logits.device,
+            )
+            chosen[drawing] = draw(logits[drawing], draws, sampling)
         picked = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
         ids = chosen.tolist()
-        wanted = max((s.top_wanted for s in slots if s and not s.reason), default=0)
+        wanted = max((row.top_wanted for row in self.rows if not row.reason), default=0)
         likeliest = _likeliest(logprobs, wanted)
-        for b, slot in enumerate(slots):
-            if slot and not slot.reason:
-                slot.add(ids[b], picked[b], likeliest[b], ids[b] in self._end_ids)
+        for b, row in enumerate(self.rows):
+            if not row.reason:
+                row.add(ids[b], picked[b], likeliest[b], ids[b] in self._end_ids)
         return chosen
-
-
-def compaction(slots: Sequence[DecodeState | None], groups: int) -> list[int] | None:
-    """Return the rows to keep once at most half of each group is still being decoded, else None."""
-    per = len(slots) // groups
-    live = [
-        [b for b in range(c * per, (c + 1) * per) if (s := slots[b]) and not s.reason]
-        for c in range(groups)
-    ]
-    most = max(len(rows) for rows in live)
-    if 2 * most > per:
-        return None
-    keep = []
-    for c, rows in enumerate(live):
-        spare = (b for b in range(c * per, (c + 1) * per) if b not in rows)
-        keep += rows + [next(spare) for _ in range(most - len(rows))]
-    return keep
 
 
 def _likeliest(logprobs: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
@@ -325,8 +332,8 @@ def _likeliest(logprobs: Tensor, count: int) -> list[tuple[tuple[int, float], ..
     ]
 
 
-def _tokens_left(row: DecodeState | None) -> int:
-    return row.request.sampling.max_tokens - len(row.tokens) if row and not row.reason else 1
+def _tokens_left(row: DecodeState) -> int:
+    return 1 if row.reason else row.request.sampling.max_tokens - len(row.tokens)
 
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:

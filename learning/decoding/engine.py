@@ -1,7 +1,7 @@
 """Decode requests that arrive at any time, on the embedded backend (continuous batching).
 
-    add  -> waiting -> (a step) a new decode batch over its prefix, merged into the running one
-    step -> every decode batch draws one token -> new tokens, and completions of ended rows
+    add  -> waiting -> (a step) a new decode batch, merged into the running one
+    step -> every row draws one token -> new tokens, and completions of ended rows
 
 `actors.engine_thread` calls `step`. At most `max_rows` requests are decoded at a time; others wait
 in order of arrival.
@@ -12,22 +12,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from learning.cartridge.composition import composed, frequencies
+from learning.cartridge.composition import composed
 from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.versions import CartridgeId
 from learning.decoding.decode_batch import DecodeBatch, DecodeState, new_row
 from learning.decoding.stopping import Decode
-from learning.model.attention import kv_shape
+from learning.model.decoder import LanguageModel
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
-
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
 
 Document = Callable[[str], Tensor]
 
@@ -38,7 +34,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: LanguageModel,
         document: Document,
         end_ids: frozenset[int],
         decode: Decode,
@@ -49,10 +45,10 @@ class TorchEngine:
         self._decode, self._max_rows = decode, max_rows
         self._held: dict[CartridgeId, Tensor] = {}
         self._fingerprints = Fingerprints()
-        self._waiting: deque[tuple[str, PrefixRef]] = deque()
+        self._waiting: deque[str] = deque()
         self._rows: dict[str, DecodeState] = {}
         self._told: dict[str, int] = {}  # streamed requests: tokens sent so far
-        self._lanes: dict[PrefixRef, DecodeBatch] = {}
+        self._batch: DecodeBatch | None = None
         self._first_request: float | None = None
 
     def add(
@@ -66,9 +62,9 @@ class TorchEngine:
             if kind == "document":
                 self._document(name)  # raises for an unknown document
         if prefix.then:
-            frequencies(self._model)  # raises for a model whose keys cannot be moved
-        self._rows[key] = new_row(request, self._decode)
-        self._waiting.append((key, prefix))
+            self._model.frequencies()  # raises for a model whose keys cannot be moved
+        self._rows[key] = new_row(request, self._decode, prefix)
+        self._waiting.append(key)
         if stream:
             self._told[key] = 0
         if self._first_request is None:
@@ -83,20 +79,19 @@ class TorchEngine:
     @torch.no_grad()
     def step(self) -> Iterator[tuple[str, TokenChunk | Completion]]:
         """Draw one token of every row; yield new tokens of streamed requests, and completions."""
-        for lane in self._lanes.values():
-            if lane.live:
-                lane.step()
+        if self._batch is not None and self._batch.live:
+            self._batch.step()
         self._admit()
         if self.first_token_seconds is None and self._first_request is not None:
             self.first_token_seconds = time.perf_counter() - self._first_request
-        for ref in [ref for ref, lane in self._lanes.items() if not lane.live]:
-            del self._lanes[ref]
+        if self._batch is not None and not self._batch.live:
+            self._batch = None
         yield from self._news()
 
     def hold(self, cartridges: Mapping[CartridgeId, Tensor]) -> None:
         """Load cartridges [L, 2, H_kv, P, D]. Raises PublishError, and loads none, for a shape that
         does not fit the model."""
-        layers, heads, size = kv_shape(self._model)
+        layers, heads, size = self._model.kv_shape
         for (name, _), kv in cartridges.items():
             expected = (layers, 2, heads, kv.shape[3] if kv.ndim == 5 else -1, size)
             if tuple(kv.shape) != expected:
@@ -116,32 +111,27 @@ class TorchEngine:
         return 0, 0  # a decode batch reads the prefix in place: nothing is copied
 
     def close(self) -> None:
-        self._lanes.clear()
+        self._batch = None
 
     def _admit(self) -> None:
         """Start waiting requests as far as there is room."""
-        decoding = sum(
-            slot is not None and not slot.reason
-            for lane in self._lanes.values()
-            for slot in lane.slots
-        )
-        groups: dict[PrefixRef, list[DecodeState]] = {}
-        while self._waiting and decoding < self._max_rows:
-            key, over = self._waiting.popleft()
-            row = self._rows[key]
+        running = [] if self._batch is None else self._batch.rows
+        room = self._max_rows - sum(not row.reason for row in running)
+        new: list[DecodeState] = []
+        while self._waiting and len(new) < room:
+            row = self._rows[self._waiting.popleft()]
             if not row.reason:
-                groups.setdefault(over, []).append(row)
-                decoding += 1
-        for ref, rows in groups.items():
-            prefix = self._prefix(ref)
-            served = self._fingerprints.served(ref, prefix, self._single)
-            for row in rows:
-                row.served = served
-            new = DecodeBatch(self._model, [prefix], [rows], self._end_ids)
-            if ref in self._lanes and self._lanes[ref].live:
-                self._lanes[ref].merge(new)
-            else:
-                self._lanes[ref] = new
+                new.append(row)
+        if not new:
+            return
+        prefixes = {ref: self._prefix(ref) for ref in {row.prefix: None for row in new}}
+        for row in new:
+            row.served = self._fingerprints.served(row.prefix, prefixes[row.prefix], self._single)
+        batch = DecodeBatch(self._model, new, prefixes, self._end_ids)
+        if self._batch is None or not self._batch.live:
+            self._batch = batch
+        else:
+            self._batch.merge(batch)
 
     def _prefix(self, ref: PrefixRef) -> Tensor:
         return composed(self._model, [self._single(part) for part in ref.parts])

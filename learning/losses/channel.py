@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from learning.packing import ChunkedLogits, PackedRows
+from learning.packing import ChunkedLogits, PackedTokens
 from learning.sampler_gap import SampledTokens
 from learning.scoring import TeacherDistribution
 from protocols.errors import DataError
@@ -55,7 +55,7 @@ class MicroBatch:
     record of them. `batch` is the whole batch of the step."""
 
     batch: TrainBatch
-    packed: PackedRows
+    packed: PackedTokens
     tokens: Mapping[str, ChannelTokens]
     sampled: SampledTokens
 

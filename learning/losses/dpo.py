@@ -37,25 +37,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.losses.channel import LossChannel, LossTerm, counted
+from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch, counted
+from learning.model.decoder import LanguageModel
 from learning.packing import ChunkedLogits
 from learning.scoring import response_logprobs
 from protocols.errors import StaleTokenError
 from protocols.spec.objective import DpoSpec, LossSpec, ObjectiveSpec
 from protocols.train_batch import PreferencePair, TrainBatch, completions
 from protocols.types import Sample
-
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
-
-    from learning.losses.channel import Item, MicroBatch
-    from learning.packing import ChunkedLogits
 
 
 @dataclass(frozen=True)
@@ -200,7 +195,7 @@ def is_stale(pair: PreferencePair, version: int, max_age: int | None) -> bool:
 
 
 def with_references(
-    model: PreTrainedModel,
+    model: LanguageModel,
     pairs: Sequence[PreferencePair],
     prefixes: Mapping[str, Tensor],
     row_tokens: int,

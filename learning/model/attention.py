@@ -1,250 +1,286 @@
-"""Compute attention over a shared key/value prefix, for students, teachers and sampling alike.
+"""Compute attention of a flat list of tokens: over shared prefixes, and causally over themselves.
 
-It is registered with transformers as the attention implementation "cartridge", so that any model
-family whose layers call the attention interface (Llama, Qwen3, ...) runs unmodified. A batch of C*R
-rows is read as C prefixes with R rows each. Each prefix's keys and values exist once and are not
-repeated per row. Query heads that share a key/value head are folded into the query axis, so
-key/value heads are not repeated either.
+    own         sequences of like length are padded into blocks, and a block is one product
+    prefix      the queries of all sequences over one prefix, which exists once, are one product
+    joined      by the log of each part's sum of exponentials
 
-A query attends to every valid token of its prefix and, through `attention_mask`, to its own row.
+Sequences over one prefix lie side by side, so their queries are a slice. Prefixes may be of any
+lengths: none is stacked, padded or copied. Each part is computed by a kernel:
 
-    scores up to SCORE_BYTES    formed at once, in float32, and kept for the backward pass; without
-                                a backward pass, on a CPU, up to CACHED_SCORE_BYTES
-    more, on CUDA               FlexAttention (`learning.model.flex_attention`), which never forms
-                                the scores
-    more, otherwise             formed for a chunk of queries at a time, and again in the backward
-                                pass: at most a few times SCORE_BYTES, whatever the lengths
-
-A layer's scores take rows x heads x T x (P + S) x 4 bytes. `hidden_states` runs the whole model.
+    on a CPU                     torch's blocked softmax, which never forms the scores, forward or
+                                 backward
+    otherwise, small scores      formed in float32, and kept for the backward pass
+    otherwise, above SCORE_BYTES FlexAttention (`learning.model.flex_attention`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from learning.model.flex_attention import Blocks, flex_attention_over
+from learning.model.flex_attention import flex_attention_over
+from learning.model.layout import Block, Layout, layout_of
 
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
-
-IMPLEMENTATION = "cartridge"
 SCORE_BYTES = 256 * 2**20
-# Without a backward pass chunks cost nothing extra, and scores that fit a CPU's caches cost half.
-CACHED_SCORE_BYTES = 8 * 2**20
+UNSEEN = -1e30  # added to a hidden score; finite, so that a query may see nothing of one part
+FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Computes (outputs [B, H_q, Q, D], log of the sum of exponentials [B, H_q, Q]) from queries, keys
+# and values [B, H, T, D], an added mask [B or 1, 1, Q, T] or None, whether it is causal, the scale.
+Kernel = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, float], tuple[Tensor, Tensor]]
+# Is given a layer's number, its queries [M, H_q, D], and keys and values [N, H_kv, D].
+Observer = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
-@dataclass
-class DecodeCache:
-    """Hold keys and values of the rows being decoded, [L, B, H_kv, S, D], filled up to `used`
-    columns. Rows are left-padded, so that every row writes the same columns."""
-
-    keys: Tensor
-    values: Tensor
-    used: int = 0
-
-    @classmethod
-    def empty(cls, like: Tensor, layers: int, rows: int, heads: int, size: int) -> DecodeCache:
-        shape = (layers, rows, heads, size, like.shape[-1])
-        return cls(like.new_zeros(shape), like.new_zeros(shape))
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one layer's new columns; the caller advances `used` after the last layer."""
-        stop = self.used + keys.shape[2]
-        self.keys[layer, :, :, self.used : stop] = keys
-        self.values[layer, :, :, self.used : stop] = values
-        return self.keys[layer, :, :, :stop], self.values[layer, :, :, :stop]
-
-    def keep(self, rows: Tensor, trim: int = 0) -> None:
-        """Keep only these rows, without their first `trim` columns."""
-        self.keys, self.values = self.keys[:, rows, :, trim:], self.values[:, rows, :, trim:]
-        self.used -= trim
-
-    def join(self, other: DecodeCache, size: int) -> None:
-        """Append another cache's rows, both right-aligned at the larger `used`, with room for
-        `size` columns in all."""
-        mine, used = self.keys.shape[1], max(self.used, other.used)
-        layers, rows, heads, _, width = self.keys.shape
-        shape = (layers, rows + other.keys.shape[1], heads, size, width)
-        for name in ("keys", "values"):
-            whole = getattr(self, name).new_zeros(shape)
-            whole[:, :mine, :, used - self.used : used] = getattr(self, name)[..., : self.used, :]
-            whole[:, mine:, :, used - other.used : used] = getattr(other, name)[
-                ..., : other.used, :
-            ]
-            setattr(self, name, whole)
-        self.used = used
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, prefixes: Sequence[Tensor], scale: float,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the attention [M, H_q, D] of queries q [M, H_q, D] over the prefixes, each
+    [2, H_kv, P_c, D] or of length 0, and over keys and values [N, H_kv, D]. A query sees the
+    `window` last positions up to its own; None: all."""
+    if not len(q):
+        return q
+    if q.device.type == "cpu":
+        out: Tensor = _OnCPU.apply(q, k, v, layout, scale, window, *prefixes)  # type: ignore[no-untyped-call]  # torch's
+        return out
+    return _attend(kernel_for(q), q, k, v, layout, prefixes, scale, window)[0]
 
 
-@dataclass
-class PrefixContext:
-    """Hold the inputs of one forward pass besides its tokens.
-
-    kv       [C, L, 2, H_kv, P, D] post-RoPE keys and values, or None for no prefix
-    lengths  [C] valid tokens of each prefix when they differ (the rest is padding), else None
-    cache    where to keep this pass's keys and values while decoding
-    captured filled with [B, 2, H_kv, T, D] per layer when `capture` is set
-    queries  filled with [B, H_q, T, D] per layer, times its scale, when `capture` is set
-    blocks   FlexAttention's block masks, shared by all layers
-    """
-
-    kv: Tensor | None = None
-    lengths: Tensor | None = None
-    cache: DecodeCache | None = None
-    capture: bool = False
-    captured: list[Tensor] = field(default_factory=list)
-    queries: list[Tensor] = field(default_factory=list)
-    blocks: Blocks = field(default_factory=dict)
-
-
-def cartridge_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    prefix: PrefixContext | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Return softmax([q k_prefix ; q k_row]) [v_prefix ; v_row], prefix shared by the rows of its
-    group. query [B, H_q, T, D]; key, value [B, H_kv, T, D]; attention_mask bool [B or 1, 1, T, S]
-    (True = may attend), None = every token of the row. The result is [B, T, H_q, D]."""
-    context = prefix or PrefixContext()
-    layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int, typed as Tensor | Module
-    if context.capture:
-        context.captured.append(torch.stack([key, value], dim=1))
-        context.queries.append(query * scaling)
-    if context.cache is not None:
-        key, value = context.cache.write(layer, key, value)
-    kv, lengths = None if context.kv is None else context.kv[:, layer], context.lengths
-
-    rows, heads, length = query.shape[:3]
-    cached = query.device.type == "cpu" and not torch.is_grad_enabled()
-    most = min(SCORE_BYTES, CACHED_SCORE_BYTES) if cached else SCORE_BYTES
-    chunk = query_chunk(rows * heads, key.shape[2] + (0 if kv is None else kv.shape[3]), most)
-    if length <= chunk:
-        return _explicit(query, key, value, attention_mask, scaling, kv, lengths), None
-    if query.device.type == "cuda":
-        return flex_attention_over(
-            query, key, value, attention_mask, scaling, kv, lengths, context.blocks
-        ), None
+def _attend(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, layout: Layout, prefixes: Sequence[Tensor],
+    scale: float, window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the attention [M, H_q, D], and the log of its sums of exponentials [M, H_q]."""
     parts = []
-    for start in range(0, length, chunk):
-        of = slice(start, start + chunk)
-        mask = None if attention_mask is None else attention_mask[:, :, of]
-        part: Tensor = checkpoint(
-            _explicit, query[:, :, of], key, value, mask, scaling, kv, lengths,
-            use_reentrant=False, preserve_rng_state=False,
-        )  # fmt: skip
-        parts.append(part)
-    return torch.cat(parts, dim=1), None
+    for block in layout.blocks:
+        asked, keys, values = _padded(block, q, k, v)
+        mask, causal = _own_mask(layout, block, window, q.dtype)
+        found = kernel(asked, keys, values, mask, causal, scale)
+        parts.append([x.transpose(1, 2).flatten(0, 1) for x in found])
+    out, sums = (_joined(x, layout.places) for x in zip(*parts, strict=True))
+
+    def mask_of(c: int, kv: Tensor) -> Tensor | None:
+        return _prefix_mask(layout, c, kv, window, q.dtype)
+
+    return over_prefixes(kernel, q, out, sums, layout.spans, prefixes, scale, mask_of)
 
 
-def query_chunk(rows_heads: int, seen: int, most: int) -> int:
-    """Return how many queries of a row have float32 scores over `seen` keys within `most` bytes; at
-    least 1."""
-    return max(1, most // (4 * rows_heads * seen))
+def over_prefixes(
+    kernel: Kernel, q: Tensor, out: Tensor, sums: Tensor, spans: Sequence[tuple[int, int]],
+    prefixes: Sequence[Tensor], scale: float, mask: Callable[[int, Tensor], Tensor | None],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Join attention `out` [M, H_q, D], with the log of its sums of exponentials [M, H_q], with
+    that of the queries over their prefixes; `mask` gives what is added to a prefix's scores."""
+    if not any(kv.shape[2] for kv in prefixes):
+        return out, sums
+    parts = []
+    for c, ((first, stop), kv) in enumerate(zip(spans, prefixes, strict=True)):
+        if not kv.shape[2] or first == stop:
+            parts.append((out[first:stop], torch.full_like(sums[first:stop], UNSEEN)))
+            continue
+        asked = q[first:stop].transpose(0, 1)[None]
+        read, of = kernel(asked, kv[None, 0], kv[None, 1], mask(c, kv), False, scale)
+        parts.append((read[0].transpose(0, 1), of[0].transpose(0, 1)))
+    read, read_sums = (torch.cat(x) for x in zip(*parts, strict=True))
+    both = torch.logaddexp(sums, read_sums)
+    share = (read_sums - both).exp()[..., None].to(out.dtype)
+    return torch.lerp(out, read, share), both
 
 
-def _explicit(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    kv: Tensor | None,
-    lengths: Tensor | None,
-) -> Tensor:
-    """Form all scores of these queries; kv [C, 2, H_kv, P, D] of one layer."""
-    rows, query_heads, length, size = query.shape
-    heads = key.shape[1]
-    grouped = query_heads // heads
-    q = (query * scaling).reshape(rows, heads, grouped * length, size)
-
-    own = (q @ key.transpose(-1, -2)).float()
-    if attention_mask is not None:
-        seen = attention_mask[:, :, None].expand(-1, 1, grouped, -1, -1)
-        own = own.masked_fill(~seen.flatten(2, 3), float("-inf"))
-    if kv is None:
-        weights = own.softmax(-1).to(value.dtype)
-        out = weights @ value
-    else:
-        count, prefix_tokens = kv.shape[0], kv.shape[3]
-        per = rows // count
-        # [C*R, H, G*T, D] -> [C, H, R*G*T, D]: one product for each prefix, whatever R is.
-        folded = q.view(count, per, heads, -1, size).transpose(1, 2)
-        folded = folded.reshape(count, heads, -1, size)
-        shared = (folded @ kv[:, 0].transpose(-1, -2)).float()
-        if lengths is not None:
-            padding = torch.arange(prefix_tokens, device=q.device) >= lengths[:, None]
-            shared = shared.masked_fill(padding[:, None, None], float("-inf"))
-        shared = shared.view(count, heads, per, -1, prefix_tokens).transpose(1, 2)
-        scores = torch.cat([shared.reshape(rows, heads, -1, prefix_tokens), own], dim=-1)
-        weights = scores.softmax(-1).to(value.dtype)
-        on_prefix, on_own = weights[..., :prefix_tokens], weights[..., prefix_tokens:]
-        folded = on_prefix.reshape(count, per, heads, -1, prefix_tokens).transpose(1, 2)
-        read = folded.reshape(count, heads, -1, prefix_tokens) @ kv[:, 1]
-        read = read.view(count, heads, per, -1, size).transpose(1, 2).reshape(q.shape)
-        out = read + on_own @ value
-    return out.reshape(rows, query_heads, length, size).transpose(1, 2)
+def _padded(block: Block, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Return a block's queries [B, H_q, Q, D], and its keys and values [B, H_kv, T, D]."""
+    rows, most, longest = block.size
+    return [
+        _taken(q, block.queries, rows, most),
+        _taken(k, block.keys, rows, longest),
+        _taken(v, block.keys, rows, longest),
+    ]
 
 
-def register() -> str:
-    """Register the implementation with transformers, at any number of calls; return its name, for
-    `attn_implementation`."""
-    from transformers import AttentionInterface  # takes seconds: only when a model is loaded
-
-    AttentionInterface.register(IMPLEMENTATION, cartridge_attention)
-    return IMPLEMENTATION
+def _taken(x: Tensor, at: Tensor, rows: int, each: int) -> Tensor:
+    """Return x[at] [B * T, H, ...] as [B, H, T, ...]."""
+    return x.index_select(0, at).view(rows, each, *x.shape[1:]).transpose(1, 2)
 
 
-def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    """Return (layers L, key/value heads H_kv, head size D)."""
-    config = model.config
-    head_dim = getattr(config, "head_dim", None)
-    return (
-        config.num_hidden_layers,
-        config.num_key_value_heads,
-        head_dim or config.hidden_size // config.num_attention_heads,
-    )
+def _joined(parts: Sequence[Tensor], places: Tensor) -> Tensor:
+    """Return the rows `places` of parts that lie one behind another."""
+    return (torch.cat([*parts]) if len(parts) > 1 else parts[0]).index_select(0, places)
 
 
-def hidden_states(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor, mask: Tensor, context: PrefixContext
-) -> Tensor:
-    """Return final hidden states [B, T, width] for ids, positions [B, T] and a bool mask
-    [B, 1, T, S]."""
-    out = model.base_model(
-        input_ids=ids,
-        position_ids=positions,
-        attention_mask=mask,
-        use_cache=False,
-        prefix=context,
-    )
-    hidden: Tensor = out.last_hidden_state
-    return hidden
+def _own_mask(
+    layout: Layout, block: Block, window: int | None, dtype: torch.dtype
+) -> tuple[Tensor | None, bool]:
+    """Return what is added to a block's own scores, and whether they are causal instead."""
+    rows, most, longest = block.size
+    if layout.every and (window is None or longest <= window):
+        return None, True
+    kind = (id(block), window)
+    if kind not in layout.masks:
+        asked = layout.tokens[block.queries].view(rows, most, 1)
+        behind = asked - (block.begins + torch.arange(longest, device=asked.device))
+        hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+        layout.masks[kind] = _added(hidden, dtype)[:, None]
+    return layout.masks[kind], False
 
 
-@contextmanager
-def recomputing(model: PreTrainedModel) -> Iterator[None]:
-    """Checkpoint each layer in forward passes run inside: a layer keeps only its input and runs
-    again in the backward pass. Activations take the memory of one layer, at the cost of one more
-    forward."""
-    layers: Any = model.base_model.layers
-    for layer in layers:
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+def _prefix_mask(
+    layout: Layout, c: int, kv: Tensor, window: int | None, dtype: torch.dtype
+) -> Tensor | None:
+    """Return what is added to the scores of prefix c's queries, None where they see all of it."""
+    if window is None:
+        return None
+    if (c, window) not in layout.masks:
+        first, stop = layout.spans[c]
+        layout.masks[c, window] = window_mask(
+            layout.positions[first:stop], kv.shape[2], window, dtype
         )
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward  # restores the class's method
+    return layout.masks[c, window]
+
+
+def window_mask(positions: Tensor, seen: int, window: int, dtype: torch.dtype) -> Tensor | None:
+    """Return what a window adds to the scores of queries at `positions` [n] over keys 0 to `seen`,
+    [1, 1, n, seen]; None where it hides none."""
+    if int(positions.max()) < window:
+        return None
+    behind = positions[:, None] - torch.arange(seen, device=positions.device)
+    return _added(behind >= window, dtype)[None, None]
+
+
+def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, UNSEEN)
+
+
+def kernel_for(q: Tensor) -> Kernel:
+    """Return the kernel for queries on this device."""
+    return _blocked if q.device.type == "cpu" else _in_memory
+
+
+def _blocked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, sums = FLASH(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return out, sums
+
+
+def _in_memory(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Form all scores; those above SCORE_BYTES on a GPU are left to FlexAttention."""
+    rows, heads, queries, size = q.shape
+    shared, seen = k.shape[1:3]
+    if q.device.type == "cuda" and 4 * rows * heads * queries * seen > SCORE_BYTES:
+        return flex_attention_over(q, k, v, mask, causal, scale)
+    asked = (q * scale).reshape(rows, shared, -1, size)  # query heads of a key head together
+    scores = (asked @ k.transpose(-1, -2)).float().view(rows, heads, queries, seen)
+    if causal:
+        later = torch.ones(queries, seen, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, UNSEEN)
+    if mask is not None:
+        scores = scores + mask
+    weights = scores.softmax(-1).to(v.dtype).view(rows, shared, -1, seen)
+    return (weights @ v).view(q.shape), scores.logsumexp(-1)
+
+
+class _OnCPU(torch.autograd.Function):
+    """Compute attention by the blocked kernel, and its gradient by the kernel's own: that of one
+    part, given the outputs and sums of all parts together, is its share of the whole gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float,
+        window: int | None, *prefixes: Tensor,
+    ) -> Tensor:  # fmt: skip
+        out, sums = _attend(_blocked, q, k, v, layout, prefixes, scale, window)
+        ctx.save_for_backward(q, k, v, out, sums, *prefixes)
+        ctx.given = layout, scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums, *prefixes = ctx.saved_tensors
+        layout, scale, window = ctx.given
+        grads: list[Tensor | None] = [None, None, None]
+        if any(ctx.needs_input_grad[:3]):
+            grads = [*_own_gradients(grad, q, k, v, out, sums, layout, scale, window)]
+        of_prefixes: list[Tensor | None] = []
+        for c, ((first, stop), kv) in enumerate(zip(layout.spans, prefixes, strict=True)):
+            if first == stop or not kv.shape[2]:
+                of_prefixes.append(torch.zeros_like(kv) if ctx.needs_input_grad[6 + c] else None)
+                continue
+            if grads[0] is None and not ctx.needs_input_grad[6 + c]:
+                of_prefixes.append(None)
+                continue
+            of = slice(first, stop)
+            asked, there, read, total = (x[of].transpose(0, 1)[None] for x in (q, grad, out, sums))
+            mask = _prefix_mask(layout, c, kv, window, q.dtype)
+            by_query, by_key, by_value = FLASH_BACKWARD(
+                there, asked, kv[None, 0], kv[None, 1], read, total.contiguous(), 0.0, False,
+                attn_mask=mask, scale=scale,
+            )  # fmt: skip
+            if grads[0] is not None:
+                grads[0][of] += by_query[0].transpose(0, 1)
+            of_prefixes.append(torch.cat([by_key, by_value]))
+        return (*grads, None, None, None, *of_prefixes)
+
+
+def _own_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, layout: Layout,
+    scale: float, window: int | None,
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients by queries [M, H_q, D], keys and values [N, H_kv, D] of what the
+    queries read of their own sequences."""
+    held = torch.cat([grad, torch.zeros_like(grad[:1])])  # padding has no gradient
+    parts: list[list[Tensor]] = []
+    for block in layout.blocks:
+        rows, most, _ = block.size
+        there = _taken(held, block.sources, rows, most)
+        read = _taken(out, block.queries, rows, most)
+        total = _taken(sums, block.queries, rows, most).contiguous()
+        mask, causal = _own_mask(layout, block, window, q.dtype)
+        found = FLASH_BACKWARD(
+            there, *_padded(block, q, k, v), read, total, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        parts.append([x.transpose(1, 2).flatten(0, 1) for x in found])
+    by_query, by_key, by_value = zip(*parts, strict=True)
+    nothing = torch.zeros_like(k[:1])
+    return [
+        _joined(by_query, layout.places),
+        _joined([*by_key, nothing], layout.key_places),
+        _joined([*by_value, nothing], layout.key_places),
+    ]
+
+
+class FlatAttention:
+    """Attend within one forward pass over flat sequences: the queries of all layers but the last
+    are all tokens, those of the last the tokens that are `read`."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        counts: Sequence[int],
+        positions: Tensor,
+        prefixes: Sequence[Tensor],
+        read: Tensor | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        """Take sequences as in `layout_of`, and prefixes [L, 2, H_kv, P_c, D]; `observer` is given
+        every layer's queries, keys and values."""
+        self._all = layout_of(lengths, counts, positions)
+        self._read = self._all if read is None else layout_of(lengths, counts, positions, read)
+        self._layers = [kv.unbind(0) for kv in prefixes]
+        self._observer = observer
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Return the attention of queries [M, H_q, D] over their prefix, and keys and values
+        [N, H_kv, D]."""
+        if self._observer is not None:
+            self._observer(layer, q, k, v)
+        layout = self._all if len(q) == len(self._all.tokens) else self._read
+        return attend(q, k, v, layout, [kv[layer] for kv in self._layers], scale, window)

@@ -23,17 +23,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from learning.model.decoder import LanguageModel
 from protocols.errors import DataError, RanksLostError, RunError, StaleTokenError
-
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -151,7 +149,7 @@ def _losing(ranks: ProcessGroup) -> Iterator[None]:
         ) from error
 
 
-def shard_base(model: PreTrainedModel, ranks: ProcessGroup) -> None:
+def shard_base(model: LanguageModel, ranks: ProcessGroup) -> None:
     """Shard every parameter in place, so that each rank holds its share; a single rank keeps all.
     Before, every rank has the whole model in host memory. On "cuda" the shares move to the
     device."""
@@ -161,8 +159,8 @@ def shard_base(model: PreTrainedModel, ranks: ProcessGroup) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(ranks.device, (ranks.world,))
-    base: Any = model.base_model
-    embedding, head = model.get_input_embeddings(), model.lm_head
+    base, head = model.base_model, model.lm_head
+    embedding = base.embed_tokens
     tied = head.weight is embedding.weight
     for layer in base.layers:
         fully_shard(layer, mesh=mesh)
@@ -174,14 +172,14 @@ def shard_base(model: PreTrainedModel, ranks: ProcessGroup) -> None:
         fully_shard(head, mesh=mesh)
 
 
-def is_sharded(model: PreTrainedModel) -> bool:
+def is_sharded(model: LanguageModel) -> bool:
     """Return whether the base is sharded."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model.base_model, FSDPModule)
 
 
-def vocabulary(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+def vocabulary(model: LanguageModel) -> Callable[[Tensor], Tensor]:
     """Return the projection of hidden states [n, width] to logits [n, V] in float32. The head of a
     sharded base is gathered now (all ranks must call this), and freed with the result."""
     head = model.lm_head
@@ -191,7 +189,7 @@ def vocabulary(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     return lambda hidden: F.linear(hidden, weight, head.bias).float()
 
 
-def held_bytes(model: PreTrainedModel) -> int:
+def held_bytes(model: LanguageModel) -> int:
     """Return the bytes of parameters that this rank holds between steps."""
     return sum(local(p).nbytes for p in model.parameters())
 

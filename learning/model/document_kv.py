@@ -10,37 +10,38 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from learning.model.attention import PrefixContext, hidden_states
+from learning.model.attention import FlatAttention
+from learning.model.decoder import LanguageModel
 from protocols.errors import DataError
 from protocols.types import CacheStats
 
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
-
-PREFILL_CHUNK = 512  # tokens: bounds the score matrix while a long document is read
+PREFILL_CHUNK = 512  # tokens: bounds the activations while a long document is read
 
 
 @torch.no_grad()
-def document_kv(model: PreTrainedModel, token_ids: list[int] | tuple[int, ...]) -> Tensor:
+def document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]) -> Tensor:
     """Return keys (post-RoPE) and values of a token sequence read from position 0:
     [L, 2, H_kv, T, D]. It is read in chunks, each attending to the chunks before it as a prefix."""
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    done: Tensor | None = None
-    for start in range(0, ids.shape[1], PREFILL_CHUNK):
-        chunk = ids[:, start : start + PREFILL_CHUNK]
-        context = PrefixContext(kv=None if done is None else done[None], capture=True)
-        length = chunk.shape[1]
-        causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=ids.device).tril()
-        positions = torch.arange(start, start + length, device=ids.device)[None]
-        hidden_states(model, chunk, positions, causal, context)
-        new = torch.cat(context.captured)  # B = 1 each: [L, 2, H_kv, T, D]
-        done = new if done is None else torch.cat([done, new], dim=3)
-    assert done is not None, "a document has at least its beginning-of-sequence token"
+    ids = torch.tensor(list(token_ids), device=model.device)
+    positions = torch.arange(len(ids), device=model.device)
+    layers, heads, size = model.kv_shape
+    done = torch.empty((layers, 2, heads, len(ids), size), dtype=model.dtype, device=model.device)
+    none = torch.zeros(0, dtype=torch.long, device=model.device)
+    for start in range(0, len(ids), PREFILL_CHUNK):
+        of = slice(start, min(start + PREFILL_CHUNK, len(ids)))
+
+        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, of: slice = of) -> None:
+            done[layer, 0, :, of], done[layer, 1, :, of] = k.transpose(0, 1), v.transpose(0, 1)
+
+        chunk = ids[of]
+        attention = FlatAttention(
+            [len(chunk)], [1], positions[of], [done[:, :, :, :start]], none, keep
+        )
+        model(chunk, positions[of], attention, none)
     return done
 
 

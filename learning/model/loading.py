@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from learning.model.attention import register
+from learning.model.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder, rope_frequencies
+from learning.model.decoder_config import DecoderConfig, decoder_config
 from learning.model.distributed import whole
 from protocols.errors import DataError, SpecError
 
-if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
-    from transformers import PreTrainedModel
+if TYPE_CHECKING:  # importing it takes seconds, which only code that renders text should pay
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 DEVICES = ("cpu", "cuda")
@@ -24,24 +25,46 @@ DEVICES = ("cpu", "cuda")
 
 def load_model(
     path: str, dtype: str = "float32", device: torch.device | str = "cpu"
-) -> PreTrainedModel:
+) -> LanguageModel:
     """Load a causal LM from a directory (or a hub id if the hub is reachable), frozen, in eval
-    mode, on `device`. Raises DataError when there is no model at `path`."""
-    from transformers import AutoModelForCausalLM
+    mode, on `device`: in our decoder if it knows the model, else through transformers. Raises
+    DataError when there is no model at `path`."""
+    config = known_config(path)
+    if config is not None:
+        return load_decoder(Path(path), config, getattr(torch, dtype)).to(device)
+    from learning.model.adapter import load_by_transformers
 
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation=register()
-        )
+        return load_by_transformers(path, getattr(torch, dtype)).to(device)
     except OSError as error:
         raise DataError(
             f"no model at {path!r}: {str(error).splitlines()[0]}; set model.path to a directory "
             "with config.json and *.safetensors, or to a hub id that this machine can reach"
         ) from error
-    model.requires_grad_(False)
-    model.eval()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    model.to(device)  # type: ignore[arg-type]  # transformers wraps it without its types
-    return model
+
+
+def known_config(path: str) -> DecoderConfig | None:
+    """Return the facts of the model in a directory; None for one that our decoder does not know, or
+    whose weights are not there as safetensors."""
+    directory = Path(path)
+    file = directory / "config.json"
+    if not file.is_file() or not any((directory / name).is_file() for name in (WEIGHTS, INDEX)):
+        return None
+    return decoder_config(json.loads(file.read_bytes()))
+
+
+@cache
+def frequencies_of(path: str) -> Tensor:
+    """Return `LanguageModel.frequencies` of the model in this directory (or of this hub id) from
+    its config alone, for processes without the model. Raises DataError as that does, and for an
+    unknown model."""
+    file = Path(path) / "config.json"
+    config = decoder_config(json.loads(file.read_bytes())) if file.is_file() else None
+    if config is not None:
+        return rope_frequencies(config.rope, config.head_dim).double()
+    from learning.model.adapter import frequencies_by_transformers
+
+    return frequencies_by_transformers(path)
 
 
 def flush_denormals() -> None:
@@ -97,13 +120,15 @@ def text_ids(path: str) -> list[int]:
     return sorted(i for i in tokenizer.get_vocab().values() if i not in special)
 
 
-def base_hash(model: PreTrainedModel) -> str:
-    """Return the SHA-256 over every parameter and persistent buffer, by name, which proves that the
-    base did not change. A sharded base is gathered tensor by tensor: all ranks must call this."""
+def base_hash(model: LanguageModel) -> str:
+    """Return the SHA-256 over every weight, by its name in the files, which proves that the base
+    did not change. A sharded base is gathered tensor by tensor: all ranks must call this."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor, rows in sorted(model.weights(), key=lambda one: one[0]):
         digest.update(name.encode())
-        digest.update(whole(tensor.detach()).cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        # A copy: numpy would pin the memory of a gathered weight, which its owner frees.
+        held = whole(tensor.detach())[rows].clone().cpu()
+        digest.update(held.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -37,7 +37,7 @@ def _rules(spec: LearnSections) -> Iterator[Rule]:
     yield (
         most >= row,
         f"rollout.max_tokens must be < train.row_tokens ({row})",
-        "a row holds the prompt too: lower it or raise train.row_tokens",
+        "a sequence holds the prompt too: lower it or raise train.row_tokens",
     )
     stored = spec.self_study is not None and spec.self_study.scores == "stored"
     yield (
@@ -100,7 +100,7 @@ def _of_channels(spec: LearnSections) -> Iterator[Rule]:
     yield (
         episodes is not None and episodes.max_context > spec.train.row_tokens,
         f"episodes.max_context must be <= train.row_tokens ({spec.train.row_tokens})",
-        "an episode is trained in one row: lower it or raise train.row_tokens",
+        "an episode is trained as one sequence: lower it or raise train.row_tokens",
     )
     facts = spec.data.facts
     yield (
@@ -193,8 +193,8 @@ def _of_rsa(spec: LearnSections, rsa: RsaSpec) -> Iterator[Rule]:
     longest = (rsa.K + 1) * spec.rollout.max_tokens
     yield (
         rsa.T > 1 and longest >= spec.train.row_tokens,
-        f"train.row_tokens must be > {longest}: a row holds an aggregation's {rsa.K} candidates "
-        "and its response, "
+        f"train.row_tokens must be > {longest}: a sequence holds an aggregation's {rsa.K} "
+        "candidates and its response, "
         "each of up to rollout.max_tokens, and the problem",
         "raise it, or lower rsa.K or rollout.max_tokens",
     )
@@ -230,7 +230,7 @@ def _of_documents(spec: LearnSections) -> Iterator[Rule]:
             study.question_tokens + most > train.row_tokens,
             f"self_study.question_tokens must be <= train.row_tokens ({train.row_tokens}) with "
             f"rollout.max_tokens ({most})",
-            "a row holds a question and its answer: raise train.row_tokens",
+            "a sequence holds a question and its answer: raise train.row_tokens",
         )
     if (warm := train.warm_start) is not None:
         yield (

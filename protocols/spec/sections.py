@@ -278,7 +278,7 @@ class TrainSpec(SpecSection):
     )
     seed: int = Field(default=0, ge=0, description="seed of prompts and sampling")
     row_tokens: int = Field(
-        ge=2, description="length of a packed row; holds the longest prompt + response, tokens"
+        ge=2, description="most tokens of one sequence: of a prompt with its response"
     )
     logit_chunk_mb: int = Field(
         default=256,

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from learning.model.attention import PrefixContext, hidden_states
+from learning.model.attention import FlatAttention
+from learning.model.decoder import LanguageModel
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model
 from registry.formats.base_model import made_for, read_base
@@ -21,7 +22,7 @@ TOKENS = 24
 
 
 @cache
-def ours() -> PreTrainedModel:
+def ours() -> LanguageModel:
     return load_model(str(READER))
 
 
@@ -41,8 +42,7 @@ def trained() -> CartridgeFile:
 @torch.no_grad()
 def our_logits(cartridge: CartridgeFile) -> torch.Tensor:
     length = PROMPT.shape[1]
-    causal = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
-    positions = torch.arange(cartridge.tokens, cartridge.tokens + length)[None]
-    hidden = hidden_states(ours(), PROMPT, positions, causal, PrefixContext(kv=cartridge.kv[None]))
-    logits: torch.Tensor = ours().lm_head(hidden)
-    return logits
+    positions = torch.arange(cartridge.tokens, cartridge.tokens + length)
+    attention = FlatAttention([length], [1], positions, [cartridge.kv])
+    logits: torch.Tensor = ours().lm_head(ours()(PROMPT[0], positions, attention))
+    return logits[None]

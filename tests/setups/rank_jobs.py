@@ -109,7 +109,7 @@ def sharded(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     done = told(job, house, trainer, curve(trainer, house))
     done["base_hashes"] = [trainer._state.base_hash, trainer.base_hash()]
     if ranks.rank == 1:
-        weight: Any = model.base_model.layers[1].mlp.up_proj.weight
+        weight: Any = model.base_model.layers[1].gate_up
         weight.to_local()[-1, -1] += 1e-3
     done["base_hashes"].append(trainer.base_hash())
     return done

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from learning.model.decoder import LanguageModel
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import load_model
 from protocols.types import Sample
@@ -54,7 +55,7 @@ class Twin:
     """
 
     path: Path
-    model: PreTrainedModel
+    model: LanguageModel
     plain: PreTrainedModel
     documents: dict[str, tuple[int, ...]]
     kv: dict[str, Tensor]

@@ -11,10 +11,9 @@ from channel_setup import loss_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.cartridge.composition import stack_prefixes
 from learning.losses.doc_kl import doc_kl
 from learning.model.document_kv import document_kv
-from learning.packing import PackedRows, pack, response_logits
+from learning.packing import PackedTokens, pack, response_logits
 from learning.scoring import TeacherDistribution, score, top_k
 from protocols.spec.objective import LossSpec
 
@@ -31,14 +30,14 @@ if TYPE_CHECKING:
 ZERO = 1e-5  # nats per token: float32 rounding
 
 
-def packed_of(twin: Twin, samples: Sequence[Sample], row_tokens: int) -> PackedRows:
+def packed_of(twin: Twin, samples: Sequence[Sample], row_tokens: int) -> PackedTokens:
     return pack(samples, {name: len(ids) for name, ids in twin.documents.items()}, row_tokens)
 
 
-def student(twin: Twin, packed: PackedRows) -> Tensor:
+def student(twin: Twin, packed: PackedTokens) -> Tensor:
     """Logits with every document's whole KV standing in as its cartridge."""
     cartridges = [document_kv(twin.model, twin.documents[name]) for name in packed.names]
-    return response_logits(twin.model, packed, *stack_prefixes(cartridges))
+    return response_logits(twin.model, packed, cartridges)
 
 
 def per_token(logits: Tensor, teacher: TeacherDistribution, spec: LossSpec | None = None) -> float:

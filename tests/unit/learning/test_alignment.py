@@ -13,11 +13,10 @@ import torch
 from channel_setup import loss_form, progress_of
 
 from learning.cartridge.bank import CartridgeBank
-from learning.cartridge.composition import stack_prefixes
 from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
 from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.packing import PackedRows, pack, response_logits
+from learning.packing import PackedTokens, pack, response_logits
 from learning.scoring import TeacherDistribution, score
 from learning.step import train_step
 from protocols.spec.objective import LossSpec, ObjectiveSpec
@@ -36,14 +35,14 @@ if TYPE_CHECKING:
 ZERO = 1e-5  # nats per token: float32 rounding
 
 
-def packed_of(twin: Twin, samples: Sequence[Sample], row_tokens: int) -> PackedRows:
+def packed_of(twin: Twin, samples: Sequence[Sample], row_tokens: int) -> PackedTokens:
     return pack(samples, {name: len(ids) for name, ids in twin.documents.items()}, row_tokens)
 
 
-def student(twin: Twin, packed: PackedRows) -> Tensor:
+def student(twin: Twin, packed: PackedTokens) -> Tensor:
     """Logits with every document's whole KV standing in as its cartridge."""
     cartridges = [document_kv(twin.model, twin.documents[name]) for name in packed.names]
-    return response_logits(twin.model, packed, *stack_prefixes(cartridges))
+    return response_logits(twin.model, packed, cartridges)
 
 
 def per_token(logits: Tensor, teacher: TeacherDistribution, spec: LossSpec | None = None) -> float:
@@ -100,37 +99,41 @@ def test_the_teacher_is_the_model_reading_document_prompt_and_response(
     torch.testing.assert_close(scored, torch.cat(expected), rtol=0, atol=5e-5)
 
 
-def shifted_teacher(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
+def shifted_teacher(
+    twin: Twin, samples: list[Sample], packed: PackedTokens
+) -> tuple[Tensor, Tensor]:
     return student(twin, packed), score(twin.model, samples, twin.cached(), 40).roll(1, dims=0)
 
 
-def late_columns(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
-    late = replace(packed, column=packed.column + 1)
+def late_places(twin: Twin, samples: list[Sample], packed: PackedTokens) -> tuple[Tensor, Tensor]:
+    late = replace(packed, predicts=(packed.predicts + 1).clamp(max=len(packed.ids) - 1))
     return student(twin, late), score(twin.model, samples, twin.cached(), 40)
 
 
-def late_positions(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
+def late_positions(
+    twin: Twin, samples: list[Sample], packed: PackedTokens
+) -> tuple[Tensor, Tensor]:
     late = replace(packed, positions=packed.positions + 1)
     return student(twin, late), score(twin.model, samples, twin.cached(), 40)
 
 
-def other_order(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
+def other_order(twin: Twin, samples: list[Sample], packed: PackedTokens) -> tuple[Tensor, Tensor]:
     return student(twin, packed), score(twin.model, samples[::-1], twin.cached(), 40)
 
 
-def second_start(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
+def second_start(twin: Twin, samples: list[Sample], packed: PackedTokens) -> tuple[Tensor, Tensor]:
     """A beginning-of-sequence token in the middle of the teacher's context."""
     started = [replace(s, prompt_ids=(1, *s.prompt_ids)) for s in samples]
     return student(twin, packed), score(twin.model, started, twin.cached(), 40)
 
 
 @pytest.mark.parametrize(
-    "mistake", [shifted_teacher, late_columns, late_positions, other_order, second_start]
+    "mistake", [shifted_teacher, late_places, late_positions, other_order, second_start]
 )
 def test_a_misalignment_shows(
     twin: Twin,
     make_samples: MakeSamples,
-    mistake: Callable[[Twin, list[Sample], PackedRows], tuple[Tensor, Tensor]],
+    mistake: Callable[[Twin, list[Sample], PackedTokens], tuple[Tensor, Tensor]],
 ) -> None:
     samples = make_samples(("a", 5, 4), ("c", 3, 6), ("a", 2, 1))
     logits, scored = mistake(twin, samples, packed_of(twin, samples, 20))

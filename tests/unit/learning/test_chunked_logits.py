@@ -199,9 +199,7 @@ def test_the_backward_pass_makes_no_gradient_of_any_weight(
             n for op, n in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op)
         )
 
-    layer: Any = twin.model.base_model.layers[0].self_attn
-    tokens = packed.ids.numel()
-    first = sum(2 * tokens * p.weight.numel() for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    first = 2 * len(packed.ids) * twin.model.base_model.layers[0].qkv.numel()
     projected = 2 * len(packed.targets) * twin.model.lm_head.weight.numel()
     again = projected if logit_bytes else 0  # a chunk's logits are made once more
     assert linear(backward) == linear(forward) - first + again

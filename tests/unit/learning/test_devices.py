@@ -62,7 +62,8 @@ def test_a_document_is_read_and_the_base_hashed_where_the_model_is(
     assert there.model.device.type == "elsewhere"
     read = document_kv(there.model, there.documents["c"])
     assert isinstance(read, Elsewhere)
-    assert torch.equal(read.cpu(), document_kv(llama.model, llama.documents["c"]))
+    here = document_kv(llama.model, llama.documents["c"])
+    torch.testing.assert_close(read.cpu(), here, rtol=0, atol=2e-5)
     assert base_hash(there.model) == base_hash(llama.model)
 
 

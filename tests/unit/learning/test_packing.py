@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.cartridge.composition import stack_prefixes
-from learning.packing import PackedRows, pack, response_logits
+from learning.packing import PackedTokens, pack, response_logits
 from protocols.errors import DataError
 from protocols.types import Sample
 
@@ -31,13 +30,12 @@ def sample(name: str, document: str, prompt: tuple[int, ...], response: tuple[in
 def logits_of(twin: Twin, samples: list[Sample], row_tokens: int) -> dict[str, Tensor]:
     """Response logits [n, V] by sample id, all samples in one packed forward."""
     packed = pack(samples, {name: kv.shape[3] for name, kv in twin.kv.items()}, row_tokens)
-    kv, lengths = stack_prefixes([twin.kv[name] for name in packed.names])
-    logits = response_logits(twin.model, packed, kv, lengths)
+    logits = response_logits(twin.model, packed, [twin.kv[name] for name in packed.names])
     parts = logits.split([len(s.response_ids) for s in samples])
     return {s.id: part for s, part in zip(samples, parts, strict=True)}
 
 
-def test_rows_worked_by_hand() -> None:
+def test_tokens_worked_by_hand() -> None:
     packed = pack(
         [
             sample("x", "late", (5, 6), (7, 8, 9)),
@@ -48,36 +46,15 @@ def test_rows_worked_by_hand() -> None:
         {"early": 10, "late": 20},
         row_tokens=7,
     )
-    # "late" takes x (5 tokens), then w (4) opens a row, then z (2) fits beside x; "early" has one
-    # row, and a second of padding because every document has equally many.
+    # By prefix, then longest first: y, then x, w, z, each without its last token.
     assert packed.names == ("early", "late")
-    assert packed.ids.tolist() == [
-        [1, 2, 3, 0, 0, 0, 0],
-        [0, 0, 0, 0, 0, 0, 0],
-        [5, 6, 7, 8, 9, 4, 11],
-        [12, 13, 14, 15, 0, 0, 0],
-    ]
-    assert packed.positions.tolist() == [
-        [10, 11, 12, 0, 0, 0, 0],
-        [0, 0, 0, 0, 0, 0, 0],
-        [20, 21, 22, 23, 24, 20, 21],
-        [20, 21, 22, 23, 0, 0, 0],
-    ]
-    assert packed.segments.tolist() == [
-        [0, 0, 0, -1, -1, -1, -1],
-        [-1, -1, -1, -1, -1, -1, -1],
-        [0, 0, 0, 0, 0, 1, 1],
-        [0, 0, 0, 0, -1, -1, -1],
-    ]
+    assert packed.counts == (1, 3)
+    assert packed.lengths == (2, 4, 3, 1)
+    assert packed.ids.tolist() == [1, 2, 5, 6, 7, 8, 12, 13, 14, 4]
+    assert packed.positions.tolist() == [10, 11, 20, 21, 22, 23, 20, 21, 22, 20]
     # In sample order x, y, z, w: the token before each response token predicts it.
-    assert packed.row.tolist() == [2, 2, 2, 0, 0, 2, 3, 3]
-    assert packed.column.tolist() == [1, 2, 3, 0, 1, 5, 1, 2]
+    assert packed.predicts.tolist() == [3, 4, 5, 0, 1, 9, 7, 8]
     assert packed.targets.tolist() == [7, 8, 9, 2, 3, 11, 14, 15]
-
-
-def test_rows_are_no_wider_than_needed() -> None:
-    packed = pack([sample("x", "d", (5, 6), (7,))], {"d": 4}, row_tokens=512)
-    assert packed.ids.tolist() == [[5, 6, 7]]
 
 
 @pytest.mark.parametrize("row_tokens", [11, 16, 40])
@@ -101,30 +78,19 @@ def test_gradient_reaches_only_the_prefix_that_was_read(
 ) -> None:
     samples = make_samples(("a", 3, 2), ("b", 3, 2))
     packed = pack(samples, {"a": 24, "b": 17}, row_tokens=8)
-    kv, lengths = stack_prefixes([llama.kv["a"], llama.kv["b"]])
-    kv.requires_grad_()
-    response_logits(llama.model, packed, kv, lengths)[:2].square().sum().backward()
-    assert kv.grad is not None
-    assert kv.grad[0].abs().amax() > 0
-    assert torch.equal(kv.grad[1], torch.zeros_like(kv.grad[1]))
+    a, b = (llama.kv[name].clone().requires_grad_() for name in "ab")
+    response_logits(llama.model, packed, [a, b])[:2].square().sum().backward()
+    assert a.grad is not None
+    assert a.grad.abs().amax() > 0
+    assert b.grad is not None
+    assert torch.equal(b.grad, torch.zeros_like(b.grad))
 
 
-def test_prefixes_are_padded_to_the_longest() -> None:
-    short, long = torch.ones(1, 2, 1, 2, 3), torch.full((1, 2, 1, 4, 3), 2.0)
-    kv, lengths = stack_prefixes([short, long])
-    assert lengths is not None
-    assert lengths.tolist() == [2, 4]
-    assert kv[:, 0, 0, 0, :, 0].tolist() == [[1, 1, 0, 0], [2, 2, 2, 2]]
-    equal, none = stack_prefixes([long, long])
-    assert none is None
-    assert equal.shape == (2, 1, 2, 1, 4, 3)
-
-
-def test_a_sample_longer_than_a_row_is_refused() -> None:
+def test_a_sample_longer_than_the_bound_is_refused() -> None:
     with pytest.raises(
         DataError,
-        match=r"sample s7 has 5 tokens and a row holds 4; raise train.row_tokens or lower "
-        r"rollout.max_tokens",
+        match=r"sample s7 has 5 tokens of prompt and response, and train.row_tokens allows 4; "
+        r"raise train.row_tokens or lower rollout.max_tokens",
     ):
         pack([sample("s7", "d", (1, 2), (3, 4, 5))], {"d": 1}, row_tokens=4)
 
@@ -137,20 +103,17 @@ def test_an_empty_prompt_or_response_is_refused(
         pack([sample("s7", "d", prompt, response)], {"d": 1}, row_tokens=4)
 
 
-def read_back(packed: PackedRows, prefix_tokens: dict[str, int]) -> Counter[tuple[str, str]]:
-    """(document, tokens) of every segment, read from the rows; positions are checked on the way."""
-    per = len(packed.ids) // len(packed.names)
+def read_back(packed: PackedTokens, prefix_tokens: dict[str, int]) -> Counter[tuple[str, str]]:
+    """(document, tokens) of every sequence; positions are checked on the way."""
     found: Counter[tuple[str, str]] = Counter()
-    for row in range(len(packed.ids)):
-        name = packed.names[row // per]
-        for segment in range(int(packed.segments[row].max()) + 1):
-            (columns,) = torch.nonzero(packed.segments[row] == segment, as_tuple=True)
+    lengths, at = iter(packed.lengths), 0
+    for name, count in zip(packed.names, packed.counts, strict=True):
+        for _ in range(count):
+            of = slice(at, at := at + next(lengths))
             start = prefix_tokens[name]
-            assert columns.tolist() == list(range(int(columns[0]), int(columns[-1]) + 1))
-            assert packed.positions[row, columns].tolist() == [
-                start + t for t in range(len(columns))
-            ]
-            found[name, str(packed.ids[row, columns].tolist())] += 1
+            assert packed.positions[of].tolist() == [*range(start, start + of.stop - of.start)]
+            found[name, str(packed.ids[of].tolist())] += 1
+    assert at == len(packed.ids)
     return found
 
 
@@ -161,23 +124,20 @@ def read_back(packed: PackedRows, prefix_tokens: dict[str, int]) -> Counter[tupl
         min_size=1,
         max_size=12,
     ),
-    slack=st.integers(0, 20),
     seed=st.integers(0, 99),
 )
-def test_every_sample_is_packed_once_and_no_row_overflows(
-    make_samples: MakeSamples, shapes: list[tuple[str, int, int]], slack: int, seed: int
+def test_every_sample_is_packed_once_and_nothing_is_padded(
+    make_samples: MakeSamples, shapes: list[tuple[str, int, int]], seed: int
 ) -> None:
     samples = make_samples(*shapes, seed=seed)
     prefix_tokens = {"a": 3, "b": 0, "c": 50}
-    row_tokens = max(prompt + response for _, prompt, response in shapes) + slack
-    packed = pack(samples, prefix_tokens, row_tokens)
-    assert packed.ids.shape[1] <= row_tokens
-    assert read_back(packed, prefix_tokens) == Counter(
-        (s.cartridge, str([*s.prompt_ids, *s.response_ids])) for s in samples
-    )
-    # What stands one after the predicting token is the response token, in sample order.
-    assert packed.ids[packed.row, packed.column + 1].tolist() == packed.targets.tolist()
+    packed = pack(samples, prefix_tokens, row_tokens=12)
+    laid = {(s.cartridge, s.prompt_ids + s.response_ids) for s in samples}
+    assert read_back(packed, prefix_tokens) == Counter((n, str([*ids[:-1]])) for n, ids in laid)
     assert packed.targets.tolist() == [t for s in samples for t in s.response_ids]
+    # The tokens that predict a sample's response are its last prompt token, then the response's.
+    read = packed.ids[packed.predicts].tolist()
+    assert read == [i for s in samples for i in (s.prompt_ids[-1], *s.response_ids[:-1])]
 
 
 def test_the_same_tokens_share_a_place() -> None:
@@ -192,7 +152,7 @@ def test_the_same_tokens_share_a_place() -> None:
         {"a": 10, "b": 10},
         row_tokens=9,
     )
-    assert packed.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 0, 0]]
+    assert packed.ids.tolist() == [1, 2, 3, 4, 6, 1, 2, 3, 4]
+    assert (packed.counts, packed.lengths) == ((2, 1), (4, 1, 4))
     assert packed.targets.tolist() == [3, 4, 5, 7, 4, 5, 3, 4, 5]
-    assert packed.row.tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 1]
-    assert packed.column.tolist() == [1, 2, 3, 5, 2, 3, 1, 2, 3]
+    assert packed.predicts.tolist() == [1, 2, 3, 4, 2, 3, 6, 7, 8]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learning.losses.objective import active_channels
-from learning.model.loading import base_hash
+from learning.model.loading import base_hash, load_model
 from learning.progress import CartridgeProgress, LearningRateSchedule
 from learning.scoring import TeacherDistribution, score, top_k
 from learning.step import (
@@ -346,3 +346,27 @@ def test_a_stale_batch_trains_nothing(llama: Twin, make_samples: MakeSamples) ->
     assert gradients(bank) is None
     assert step(llama, bank, late, version=4, staleness=1).stale_tokens == 1
     assert not torch.equal(trained(bank), before)
+
+
+def test_a_base_in_bfloat16_trains_a_cartridge_in_float32(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    """The step's numbers are those of a float32 base, as near as bfloat16 is (8 bits)."""
+    samples = make_samples(*SHAPES)
+    teacher = teacher_of(llama, samples)
+    half = replace(llama, model=load_model(str(llama.path), "bfloat16"))
+    assert half.model.dtype == torch.bfloat16
+    banks = bank_of(llama), bank_of(llama)
+    got, expected = (
+        step(twin, bank, samples, teacher=teacher)
+        for twin, bank in zip((half, llama), banks, strict=True)
+    )
+    gradient, exact = map(gradients, banks)
+    assert gradient is not None
+    assert exact is not None
+    parts = [*banks[0].trainable.values(), *banks[0].frozen.values()]
+    assert {x.dtype for x in (gradient, *parts)} == {torch.float32}
+    assert got.kl == pytest.approx(expected.kl, rel=0.05)
+    cosine = torch.nn.functional.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0)
+    assert cosine > 0.98
+    assert got.grad_norm == pytest.approx(expected.grad_norm, rel=0.1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from learning.cartridge.versions import CartridgeVersions
 from learning.decoding import decode_batch
-from learning.decoding.decode_batch import draw, generate
+from learning.decoding.decode_batch import DecodeBatch, draw, generate
 from protocols.errors import DataError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
@@ -120,24 +120,21 @@ weights = st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(sum)
 
 def test_greedy_equals_transformers_generate(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three prefixes of different lengths, ragged prompts, and budgets so different that finished
-    rows are dropped on the way, twice."""
+    rows are dropped on the way."""
     kept: list[int] = []
-    compaction = decode_batch.compaction
+    keep = DecodeBatch._keep
 
-    def recorded(slots: list, groups: int) -> list[int] | None:
-        keep = compaction(slots, groups)
-        if keep is not None:
-            kept.append(len(keep))
-        return keep
+    def recorded(batch: DecodeBatch, rows: list[int]) -> None:
+        kept.append(len(rows))
+        keep(batch, rows)
 
-    monkeypatch.setattr(decode_batch, "compaction", recorded)
+    monkeypatch.setattr(DecodeBatch, "_keep", recorded)
     done = generate(twin.model, RAGGED, lookup(twin), NO_END)
     assert [c.request_id for c in done] == list("pqrstuvwxy")
     assert [c.token_ids for c in done] == [by_transformers(twin, r, NO_END) for r in RAGGED]
     assert [c.finish_reason for c in done] == ["length"] * 10
-    # 3 groups of 5. Four tokens on, r and w live over A, t over B, u over C: 2 rows each. Nine
-    # tokens on, r alone: 1 row each, and what fills the other groups has long finished.
-    assert kept == [6, 3]
+    # Of 10 rows 7 live after 2 tokens, 5 after 3, 4 of 5 after 4, 3 after 5, 2 after 8, 1 after 9.
+    assert kept == [7, 5, 3, 2, 1]
 
 
 def test_greedy_stops_where_transformers_stops(twin: Twin) -> None:
@@ -163,21 +160,21 @@ def test_the_end_token_as_last_of_the_budget_is_a_stop(llama: Twin) -> None:
     assert (done.token_ids, done.finish_reason) == (free.token_ids, "stop")
 
 
-def test_very_uneven_groups_are_decoded_apart_with_the_same_result(
+def test_very_uneven_groups_are_decoded_together_without_further_rows(
     twin: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [request(str(i), A, 1 + i, 5, temperature=0) for i in range(6)]
     requests += [request("b", B, 4, 5, temperature=0), request("c", C, 2, 5, temperature=0)]
-    batches: list[list[int]] = []
+    batches: list[int] = []
 
     class Recorded(decode_batch.DecodeBatch):
-        def __init__(self, model: object, prefixes: object, groups: list[list], *rest: object):
-            batches.append([len(group) for group in groups])
-            super().__init__(model, prefixes, groups, *rest)
+        def __init__(self, model: object, rows: list, *rest: object):
+            batches.append(len(rows))
+            super().__init__(model, rows, *rest)
 
     monkeypatch.setattr("learning.decoding.decode_batch.DecodeBatch", Recorded)
     done = generate(twin.model, requests, lookup(twin), NO_END)
-    assert batches == [[6], [1], [1]]  # 3 groups of 6 would have been 18 rows for 8 requests
+    assert batches == [8]
     assert [c.token_ids for c in done] == [by_transformers(twin, r, NO_END) for r in requests]
 
 

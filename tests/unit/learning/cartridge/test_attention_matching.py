@@ -19,8 +19,8 @@ from learning.cartridge.attention_matching import (
     observe,
     reference_rows,
 )
-from learning.cartridge.composition import frequencies, shifted, stack_prefixes
-from learning.model.attention import PrefixContext, hidden_states
+from learning.cartridge.composition import shifted
+from learning.model.attention import FlatAttention
 from learning.packing import pack, response_logits
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def logits_over(twin: Twin, samples: list[Sample], kv: Tensor) -> Tensor:
     packed = pack(samples, {"a": kv.shape[3]}, 40)
-    return response_logits(twin.model, packed, *stack_prefixes([kv]))
+    return response_logits(twin.model, packed, [kv])
 
 
 def test_as_many_tokens_as_the_document_are_the_document(
@@ -52,14 +52,13 @@ def test_as_many_tokens_as_the_document_are_the_document(
 def test_a_request_sees_the_kept_keys_as_if_it_stood_behind_the_document(twin: Twin) -> None:
     """The first 10 of 24 tokens, moved by 10 - 24, before a request at 10: equal to a request at 24
     that sees those 10 alone."""
-    kv, ids = twin.kv["a"][:, :, :, :10], torch.tensor([[5, 9, 31]])
-    causal = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+    kv, ids = twin.kv["a"][:, :, :, :10], torch.tensor([5, 9, 31])
 
     def hidden(prefix: Tensor, first: int) -> Tensor:
-        positions = torch.arange(first, first + 3)[None]
-        return hidden_states(twin.model, ids, positions, causal, PrefixContext(kv=prefix[None]))
+        positions = torch.arange(first, first + 3)
+        return twin.model(ids, positions, FlatAttention([3], [1], positions, [prefix]))
 
-    moved = shifted(kv, 10 - 24, frequencies(twin.model))
+    moved = shifted(kv, 10 - 24, twin.model.frequencies())
     torch.testing.assert_close(hidden(moved, 10), hidden(kv, 24), rtol=0, atol=2e-5)
     assert not torch.allclose(hidden(kv, 10), hidden(kv, 24), atol=1e-2)
 

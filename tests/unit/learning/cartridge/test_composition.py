@@ -13,7 +13,6 @@ from learning.cartridge.composition import (
     composed,
     prefix_lengths,
     prefix_name,
-    stack_prefixes,
     student_prefixes,
 )
 from learning.losses.objective import active_channels
@@ -48,9 +47,7 @@ def test_the_student_reads_what_was_sampled_over(twin: Twin, make_samples: MakeS
     lengths = prefix_lengths(samples, dict.fromkeys("abc", 8))
     assert lengths == {"a": 8, "b": 8, "c": 8, "a\nb\na": 16, "c\nc\na": 16}
     packed = pack(samples, lengths, 40, prefix_name)
-    logits = response_logits(
-        twin.model, packed, *stack_prefixes(student_prefixes(twin.model, bank, packed.names))
-    )
+    logits = response_logits(twin.model, packed, student_prefixes(twin.model, bank, packed.names))
     begun = {name: kv[:, :, :, :8] for name, kv in twin.kv.items()}
     expected = [
         twin.response_logits(s, composed(twin.model, [begun[n] for n in s.composed or "a"]))
@@ -81,14 +78,14 @@ def test_the_teacher_has_the_document_alone(llama: Twin, make_samples: MakeSampl
     assert torch.equal(*scored)
 
 
-def test_alone_nothing_is_stacked_anew(llama: Twin) -> None:
+def test_prefixes_of_unequal_lengths_stay_apart(llama: Twin) -> None:
     bank = bank_of(llama)
-    kv, lengths = stack_prefixes(student_prefixes(llama.model, bank, ("a", "c")))
-    assert lengths is None
-    assert torch.equal(kv, torch.stack(bank.kv(["a", "c"])))
-    kv, lengths = stack_prefixes(student_prefixes(llama.model, bank, ("a", "a\nb\na")))
-    assert lengths is not None
-    assert lengths.tolist() == [8, 16]
+    for kv, expected in zip(
+        student_prefixes(llama.model, bank, ("a", "c")), bank.kv(["a", "c"]), strict=True
+    ):
+        assert torch.equal(kv, expected)
+    one, two = student_prefixes(llama.model, bank, ("a", "a\nb\na"))
+    assert (one.shape[3], two.shape[3]) == (8, 16)
     both = composed(llama.model, [llama.kv[n][:, :, :, :8] for n in "ba"])
-    expected, _ = stack_prefixes([llama.kv["a"][:, :, :, :8], both])
-    torch.testing.assert_close(kv, expected)
+    torch.testing.assert_close(one, llama.kv["a"][:, :, :, :8])
+    torch.testing.assert_close(two, both)

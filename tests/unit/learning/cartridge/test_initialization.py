@@ -35,7 +35,9 @@ def read_back(twin: Twin, kv: torch.Tensor) -> list[int]:
     """The tokens that a prefix was read from: first-layer values depend on a token alone."""
     values = torch.stack([twin.model.base_model.embed_tokens.weight]).to(kv)
     layer = twin.model.base_model.layers[0]
-    of_token = layer.self_attn.v_proj(layer.input_layernorm(values))[0]
+    normed = torch.nn.functional.rms_norm(values, values.shape[-1:], layer.input_norm, 1e-6)
+    (v_rows,) = (rows for name, _, rows in layer.weights() if name == "self_attn.v_proj.weight")
+    of_token = (normed @ layer.qkv[v_rows].T)[0]
     rows = kv[0, 1].transpose(0, 1).flatten(1)
     return torch.cdist(rows, of_token).argmin(-1).tolist()
 

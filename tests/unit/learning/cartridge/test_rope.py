@@ -11,28 +11,42 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learning.cartridge.composition import composed, frequencies, frequencies_of, shifted
-from learning.model.attention import PrefixContext, hidden_states
+from learning.cartridge.composition import composed, shifted
+from learning.model.adapter import rotary_frequencies
+from learning.model.attention import FlatAttention
+from learning.model.loading import frequencies_of
 from protocols.errors import DataError
 
 if TYPE_CHECKING:
     from twins import Twin
 
 
+def read_alone(twin: Twin, texts: list[tuple[int, ...]], start: int) -> torch.Tensor:
+    """[L, 2, H_kv, T, D] of texts at consecutive positions from `start` on, each read alone."""
+    ids = torch.tensor([i for text in texts for i in text])
+    positions = torch.arange(start, start + len(ids))
+    layers, heads, size = twin.model.kv_shape
+    none = torch.zeros(layers, 2, heads, 0, size)
+    found = []
+
+    def keep(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        found.append(torch.stack([k, v]).transpose(1, 2))
+
+    lengths = [len(text) for text in texts]
+    attention = FlatAttention(lengths, [len(texts)], positions, [none], observer=keep)
+    twin.model(ids, positions, attention)
+    return torch.stack(found)
+
+
 def read_at(twin: Twin, start: int) -> torch.Tensor:
     """[L, 2, H_kv, T, D] of document b read alone, from position `start` on."""
-    ids = torch.tensor([twin.documents["b"]])
-    causal = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-    context = PrefixContext(capture=True)
-    positions = torch.arange(start, start + ids.shape[1])[None]
-    hidden_states(twin.model, ids, positions, causal, context)
-    return torch.cat(context.captured)
+    return read_alone(twin, [twin.documents["b"]], start)
 
 
 @pytest.mark.parametrize("by", [40, -7])
 def test_moved_keys_are_those_read_at_the_other_positions(twin: Twin, by: int) -> None:
     kv = read_at(twin, 9)
-    moved = shifted(kv, by, frequencies(twin.model))
+    moved = shifted(kv, by, twin.model.frequencies())
     torch.testing.assert_close(moved, read_at(twin, 9 + by), rtol=0, atol=2e-5)
     assert not torch.allclose(moved[:, 0], kv[:, 0], atol=0.1)
 
@@ -67,14 +81,14 @@ def test_frequencies_of_a_path_are_those_of_the_model(
     config = config_with(**rope)
     config.save_pretrained(tmp_path)
     found = frequencies_of(str(tmp_path))
-    assert torch.equal(found, frequencies(LlamaForCausalLM(config)))
+    assert torch.equal(found, rotary_frequencies(LlamaForCausalLM(config).model.rotary_emb))
     assert (found.dtype, len(found)) == (torch.float64, 16)
 
 
 def test_frequencies_that_depend_on_the_length_are_refused(tmp_path: Path) -> None:
     config = config_with(rope_type="dynamic", factor=2.0)
     with pytest.raises(DataError, match="rotary embedding is dynamic, which is not the same at"):
-        frequencies(LlamaForCausalLM(config))
+        rotary_frequencies(LlamaForCausalLM(config).model.rotary_emb)
     config.save_pretrained(tmp_path)
     with pytest.raises(DataError, match="rotary embedding is dynamic, which is not the same at"):
         frequencies_of(str(tmp_path))
@@ -89,15 +103,9 @@ def test_a_path_that_transformers_does_not_know_is_refused(tmp_path: Path) -> No
 def test_a_composition_is_the_texts_read_behind_one_another_unseen(twin: Twin) -> None:
     """One pass over c, a and b at consecutive positions, each seeing itself alone."""
     order = "cab"
-    ids = [i for name in order for i in twin.documents[name]]
-    of = [n for n, name in enumerate(order) for _ in twin.documents[name]]
-    same = torch.tensor(of)[:, None] == torch.tensor(of)[None]
-    mask = same & torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-    context = PrefixContext(capture=True)
-    positions = torch.arange(len(ids))[None]
-    hidden_states(twin.model, torch.tensor([ids]), positions, mask[None, None], context)
+    read = read_alone(twin, [twin.documents[name] for name in order], 0)
     made = composed(twin.model, [twin.kv[name] for name in order])
-    torch.testing.assert_close(made, torch.cat(context.captured), rtol=0, atol=5e-5)
+    torch.testing.assert_close(made, read, rtol=0, atol=5e-5)
 
 
 def test_a_composition_of_one_is_itself(llama: Twin) -> None:

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from learning.losses.advantages import group_advantages
 from learning.losses.doc_kl import doc_kl, jensen_shannon
 from learning.losses.objective import CHANNELS, active_channels
-from learning.model.attention import hidden_states
+from learning.model.decoder import Decoder
 from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, load_model, load_tokenizer
 from learning.packing import pack, response_logits
@@ -786,26 +786,28 @@ def test_channels_over_the_same_episodes_share_their_forward(
     llama: Twin, monkeypatch: pytest.MonkeyPatch, micro_tokens: int | None
 ) -> None:
     """doc_kl and grpo of the same episodes: each value as alone, the gradients' sum, and as many
-    places in the packed rows as for one of them."""
+    places among the packed tokens as for one of them."""
     read: list[int] = []
 
-    def counted(model: Any, ids: Tensor, positions: Tensor, mask: Tensor, context: Any) -> Tensor:
-        read[-1] += int(mask[:, 0].any(-1).sum())
-        return hidden_states(model, ids, positions, mask, context)
+    forward = Decoder.forward
+
+    def counted(model: Decoder, ids: Tensor, *rest: Any) -> Tensor:
+        read[-1] += len(ids)
+        return forward(model, ids, *rest)
 
     rl = [r for r in scene(llama, bank_of(llama)).rl if r.reward is not None]
     doc, marks = [r.sample for r in rl], [r.trained for r in rl]
     own = torch.tensor([m for trained in marks for m in trained]).nonzero().flatten()
     teacher = TeacherDistribution(logits=score(llama.model, doc, llama.cached(), 64)).rows(own)
     both = TrainBatch(doc=doc, doc_trained=marks, scores={"doc_teacher": teacher}, rl=rl)
-    monkeypatch.setattr("learning.packing.hidden_states", counted)
+    monkeypatch.setattr(Decoder, "forward", counted)
     found = []
     for weights in (("w_doc",), ("w_rl",), ("w_doc", "w_rl")):
         read.append(0)
         found.append(do(llama, both, only(*weights), micro_tokens=micro_tokens))
     alone_doc, alone_rl, together = found
     assert read == [read[0]] * 3
-    assert read[0] >= sum(len(s.prompt_ids) + len(s.response_ids) for s in doc)
+    assert read[0] == sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in doc)
     assert together.result.kl == pytest.approx(alone_doc.result.kl, **CLOSE)
     value = together.result.terms["grpo"]["value"]
     assert value == pytest.approx(alone_rl.result.terms["grpo"]["value"], **CLOSE)

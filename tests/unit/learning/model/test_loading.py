@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from learning.model.attention import kv_shape
 from learning.model.loading import base_hash, load_model
 from protocols.errors import DataError
 
@@ -23,8 +22,8 @@ def test_the_model_is_loaded_frozen_in_the_asked_dtype(llama: Twin) -> None:
 
 
 def test_shape_of_the_keys_and_values(llama: Twin, qwen3: Twin) -> None:
-    assert kv_shape(llama.model) == (2, 2, 16)
-    assert kv_shape(qwen3.model) == (2, 2, 32)  # its head size is not hidden / heads = 16
+    assert llama.model.kv_shape == (2, 2, 16)
+    assert qwen3.model.kv_shape == (2, 2, 32)  # its head size is not hidden / heads = 16
 
 
 def test_a_missing_model_is_named_with_the_remedy(tmp_path: Path) -> None:
@@ -37,7 +36,7 @@ def test_the_hash_sees_a_single_bit_of_a_single_weight(llama: Twin) -> None:
     model = load_model(str(llama.path))
     before = base_hash(model)
     assert before == base_hash(llama.model)
-    weight = model.base_model.layers[1].mlp.up_proj.weight
+    weight = model.base_model.layers[1].gate_up
     bits = weight.view(torch.int32)
     bits[3, 5] ^= 1
     assert base_hash(model) != before

@@ -169,7 +169,7 @@ BAD_FILES = [
      "leave tokens to train"),
     (C, "max_tokens: 64", "max_tokens: 256",
      f"max_tokens must be < train.row_tokens (256): got 256 at {C}:12 (rollout.max_tokens); "
-     "a row holds the prompt too: lower it or raise train.row_tokens"),
+     "a sequence holds the prompt too: lower it or raise train.row_tokens"),
     (C, "[recite, question]", "[]",
      f"kinds must hold at least one item: got [] at {C}:13 (rollout.kinds); list one"),
     (C, "[recite, question]", "recite",

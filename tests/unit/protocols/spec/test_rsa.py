@@ -48,7 +48,7 @@ def test_the_shipped_mesh_has_its_roles_and_reads_back_equal() -> None:
         (("train.staleness=1",), "staleness must be 0 with episodes or rsa"),
         (("evaluate.arms=[offline, on_policy]",), "arms must not hold offline"),
         (("evaluate.sampled=true",), "sampled must be false with rsa"),
-        (("train.row_tokens=70",), "row_tokens must be > 72: a row holds an aggregation's 2"),
+        (("train.row_tokens=70",), "row_tokens must be > 72: a sequence holds an aggregation's 2"),
         ((PRIMER,), "source must be primer with rsa.problems that are about no document, and only"),
         ((GYM,), "source must be primer with rsa.problems that are about no document"),
         ((GYM, PRIMER, "data.patients=2"), "patients must be 1 with data.source primer"),

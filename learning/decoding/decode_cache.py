@@ -1,0 +1,107 @@
+"""Keep the keys and values of rows that are decoded, and attend over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learning.model.attention import UNSEEN, kernel_for, over_prefixes, window_mask
+from learning.model.decoder import LanguageModel
+
+
+@dataclass
+class DecodeCache:
+    """Hold keys and values [L, B, H_kv, S, D] of the rows' own tokens, filled up to `used` columns.
+    Rows are left-padded, so that every row writes the same columns."""
+
+    keys: Tensor
+    values: Tensor
+    used: int = 0
+
+    @classmethod
+    def empty(cls, model: LanguageModel, rows: int, columns: int) -> DecodeCache:
+        layers, heads, size = model.kv_shape
+        # Zeros: padding is hidden by its weight of 0, and 0 times garbage need not be 0.
+        shape = (layers, rows, heads, columns, size)
+        keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        return cls(keys, torch.zeros_like(keys))
+
+    def keep(self, rows: Tensor, trim: int = 0) -> None:
+        """Keep only these rows, in this order, without their first `trim` columns."""
+        self.keys, self.values = self.keys[:, rows, :, trim:], self.values[:, rows, :, trim:]
+        self.used -= trim
+
+    def join(self, other: DecodeCache, columns: int) -> None:
+        """Append another cache's rows, both right-aligned at the larger `used`, with room for
+        `columns` in all."""
+        mine, used = self.keys.shape[1], max(self.used, other.used)
+        layers, rows, heads, _, size = self.keys.shape
+        shape = (layers, rows + other.keys.shape[1], heads, columns, size)
+        for name in ("keys", "values"):
+            whole = getattr(self, name).new_zeros(shape)
+            whole[:, :mine, :, used - self.used : used] = getattr(self, name)[..., : self.used, :]
+            whole[:, mine:, :, used - other.used : used] = getattr(other, name)[
+                ..., : other.used, :
+            ]
+            setattr(self, name, whole)
+        self.used = used
+
+
+class DecodeAttention:
+    """Attend within one forward pass of one token a row: over the rows' own tokens before, which
+    are cached, and over their prefixes."""
+
+    def __init__(
+        self,
+        cache: DecodeCache,
+        pad: Tensor,
+        positions: Tensor,
+        spans: Sequence[tuple[int, int]],
+        prefixes: Sequence[Sequence[Tensor]],
+    ) -> None:
+        """Take rows with `pad` [B] columns of padding whose new tokens stand at `positions` [B].
+        The rows `spans[c]` read prefix c, whose layers are `prefixes[c]`, [2, H_kv, P_c, D]."""
+        self._cache, self._positions = cache, positions
+        self._spans, self._prefixes = spans, prefixes
+        self._columns = torch.arange(cache.used + 1, device=pad.device)
+        self._padding = self._columns < pad[:, None]
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Write keys and values [B, H_kv, D] into the cache, whose user advances `used` after the
+        last layer; return the attention [B, H_q, D] of queries [B, H_q, D]."""
+        at = self._cache.used
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys[:, :, at], values[:, :, at] = k, v
+        kernel = kernel_for(q)
+        seen = slice(at + 1)
+        out, sums = kernel(
+            q[:, :, None], keys[:, :, seen], values[:, :, seen], self._mask(window, q.dtype), False,
+            scale,
+        )  # fmt: skip
+
+        def hidden(c: int, kv: Tensor) -> Tensor | None:
+            if window is None:
+                return None
+            first, stop = self._spans[c]
+            return window_mask(self._positions[first:stop], kv.shape[2], window, q.dtype)
+
+        read = [layers[layer] for layers in self._prefixes]
+        return over_prefixes(
+            kernel, q, out[:, :, 0], sums[:, :, 0], self._spans, read, scale, hidden
+        )[0]
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return what is added to the scores of the rows' own tokens, [B, 1, 1, S]."""
+        if window not in self._masks:
+            hidden = self._padding
+            if window is not None:
+                hidden = hidden | (self._cache.used - self._columns >= window)
+            added = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._masks[window] = added.masked_fill(hidden, UNSEEN)[:, None, None]
+        return self._masks[window]

@@ -1,0 +1,246 @@
+"""Our decoder against transformers, family by family: logits, gradients and drawn tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from twins import SHAPE, VOCAB
+
+from learning.decoding.decode_batch import generate
+from learning.model.attention import FlatAttention
+from learning.model.decoder import Decoder, rope_frequencies
+from learning.model.decoder_config import decoder_config
+from learning.model.document_kv import document_kv
+from learning.model.loading import base_hash, frequencies_of, known_config, load_model
+from protocols.errors import DataError
+from protocols.types import GenerateRequest, PrefixRef, Sampling
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"head_dim": 16}),
+    "llama tied": ("llama", {"head_dim": 16, "tie_word_embeddings": True}),
+    "llama3 rope": ("llama", {"head_dim": 16, "rope_parameters": LLAMA3}),
+    "linear rope": ("llama", {"head_dim": 16, "rope_parameters": LINEAR}),
+    "wide heads": ("llama", {"head_dim": 24}),
+    "llama bias": ("llama", {"head_dim": 16, "attention_bias": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 window": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {"head_dim": 16, "sliding_window": None}),
+    "mistral window": ("mistral", {"head_dim": 16, "sliding_window": 7}),
+    "one key head": ("llama", {"head_dim": 16, "num_key_value_heads": 1}),
+}  # fmt: skip
+PREFIXES = (9, 4)
+IDS = [[5, 9, 31, 17, 60, 8, 44], [7, 7, 90], [12, 3, 55, 20]]  # the last two over one prefix
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights in our decoder and in transformers."""
+
+    path: Path
+    ours: Decoder
+    plain: PreTrainedModel
+
+    def logits(self, ids: list[int], kv: Tensor | None) -> Tensor:
+        """Transformers' logits [T, V] of one sequence after a prefix."""
+        cache = None
+        if kv is not None:  # a windowed layer's cache would drop what it thinks is out of sight
+            cache = DynamicCache()
+            for layer, (keys, values) in enumerate(kv):
+                cache.update(keys[None], values[None], layer)
+        return self.plain(torch.tensor([ids]), past_key_values=cache).logits[0]
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    family, changes = CASES[request.param]
+    path = tmp_path_factory.mktemp("model")
+    config = AutoConfig.for_model(family, **{**SHAPE, **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:  # ones and zeros as initialised: would not show
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(path)
+    plain = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    ours = load_model(str(path))
+    assert isinstance(ours, Decoder)
+    return Pair(path, ours, plain.requires_grad_(False).eval())
+
+
+def prefixes_of(model: Decoder) -> list[Tensor]:
+    """Prefixes of unequal lengths that no tokens could make."""
+    draws = torch.Generator().manual_seed(3)
+    layers, heads, size = model.kv_shape
+    return [torch.randn(layers, 2, heads, n, size, generator=draws) for n in PREFIXES]
+
+
+def our_logits(
+    model: Decoder,
+    prefixes: list[Tensor],
+    read: Tensor | None = None,
+    counts: tuple[int, ...] = (1, 2),
+) -> Tensor:
+    """Our logits [M, V] of IDS, all in one flat pass."""
+    starts = [p.shape[3] for p, n in zip(prefixes, counts, strict=True) for _ in range(n)]
+    positions = torch.tensor(
+        [s + t for s, ids in zip(starts, IDS, strict=True) for t in range(len(ids))]
+    )
+    attention = FlatAttention([len(ids) for ids in IDS], counts, positions, prefixes, read)
+    flat = torch.tensor([i for ids in IDS for i in ids])
+    return model.lm_head(model(flat, positions, attention, read))
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_over_prefixes_of_unequal_lengths(pair: Pair) -> None:
+    prefixes = prefixes_of(pair.ours)
+    expected = [pair.logits(ids, prefixes[min(i, 1)]) for i, ids in enumerate(IDS)]
+    close(our_logits(pair.ours, prefixes), torch.cat(expected))
+
+
+def test_logits_without_a_prefix(pair: Pair) -> None:
+    layers, heads, size = pair.ours.kv_shape
+    none = torch.zeros(layers, 2, heads, 0, size)
+    found = our_logits(pair.ours, [none], counts=(3,))
+    close(found, torch.cat([pair.logits(ids, None) for ids in IDS]))
+
+
+def test_only_the_tokens_that_are_read(pair: Pair) -> None:
+    """Two of the first sequence, none of the second, the last token of the third."""
+    prefixes, read = prefixes_of(pair.ours), torch.tensor([2, 5, 13])
+    close(our_logits(pair.ours, prefixes, read), our_logits(pair.ours, prefixes)[read])
+
+
+def test_gradients_into_the_prefixes(pair: Pair) -> None:
+    """Each weighted logit's, of a pass that reads some tokens; the second prefix is not trained."""
+    prefixes, read = prefixes_of(pair.ours), torch.tensor([2, 5, 6, 8, 13])
+    learned = [prefixes[0].clone().requires_grad_(), prefixes[1]]
+    weight = torch.sin(torch.arange(5 * VOCAB)).view(5, VOCAB)
+    (our_logits(pair.ours, learned, read) * weight).sum().backward()
+    there = prefixes[0].clone().requires_grad_()
+    (pair.logits(IDS[0], there)[[2, 5, 6]] * weight[:3]).sum().backward()
+    assert learned[0].grad is not None
+    assert there.grad is not None
+    torch.testing.assert_close(learned[0].grad, there.grad, rtol=1e-4, atol=1e-4)
+    assert there.grad.abs().amax() > 0.1
+
+
+def test_greedy_tokens(pair: Pair) -> None:
+    prefixes = prefixes_of(pair.ours)
+    asked = [
+        GenerateRequest(
+            str(i),
+            tuple(ids),
+            PrefixRef("b" if i else "a", 0),
+            Sampling(temperature=0.0, max_tokens=12),
+            i,
+        )
+        for i, ids in enumerate(IDS)
+    ]
+    done = generate(pair.ours, asked, lambda ref: prefixes["ab".index(ref.name)], frozenset())
+    for i, completion in enumerate(done):
+        text = [*IDS[i]]
+        for _ in range(12):
+            text.append(int(pair.logits(text, prefixes[min(i, 1)])[-1].argmax()))
+        assert list(completion.token_ids) == text[len(IDS[i]) :]
+
+
+def test_a_document_in_chunks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [i for part in IDS for i in part]
+    monkeypatch.setattr("learning.model.document_kv.PREFILL_CHUNK", 5)
+    kv = document_kv(pair.ours, ids)
+    cache = DynamicCache()
+    pair.plain(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+    expected = torch.stack([torch.cat([x.keys, x.values]) for x in cache.layers])
+    torch.testing.assert_close(kv, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_the_hash_is_that_of_the_files_weights_by_their_names(pair: Pair) -> None:
+    import hashlib
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(pair.plain.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    assert base_hash(pair.ours) == digest.hexdigest()
+
+
+def test_frequencies_are_those_of_transformers(pair: Pair) -> None:
+    expected = pair.plain.base_model.rotary_emb.inv_freq.double()
+    torch.testing.assert_close(pair.ours.frequencies(), expected, rtol=1e-6, atol=0)
+    assert torch.equal(frequencies_of(str(pair.path)), pair.ours.frequencies())
+
+
+def test_a_bfloat16_model_is_near_the_float32_one(pair: Pair) -> None:
+    half = load_model(str(pair.path), "bfloat16")
+    assert half.dtype == torch.bfloat16
+    exact = our_logits(pair.ours, prefixes_of(pair.ours))
+    found = our_logits(half, [kv.bfloat16() for kv in prefixes_of(pair.ours)]).float()
+    assert torch.nn.functional.cosine_similarity(found, exact, dim=-1).min() > 0.99
+
+
+def test_linear_and_llama3_frequencies_by_hand() -> None:
+    """One pair of wavelength 2 pi: of 64 positions it turns 10.2 times, more than high: as it was;
+    of 4 positions 0.64 times, less than low: 8 times slower."""
+    rope = {**LLAMA3, "rope_theta": 1.0}
+    assert rope_frequencies(rope, 2).tolist() == [1.0]
+    rope["original_max_position_embeddings"] = 4
+    assert rope_frequencies(rope, 2).tolist() == [0.125]
+    # 16 positions: 2.546 turns, kept (2.546 - 1) / 3 = 0.5155; (1 - 0.5155) / 8 + 0.5155 = 0.576
+    rope["original_max_position_embeddings"] = 16
+    assert rope_frequencies(rope, 2).tolist() == pytest.approx([0.57606], abs=1e-4)
+    assert rope_frequencies({**LINEAR, "rope_theta": 1.0}, 2).tolist() == [0.5]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "gemma2"}, {"hidden_act": "gelu"}, {"mlp_bias": True},
+        {"rope_parameters": {"rope_type": "yarn"}}, {"quantization_config": {}},
+        {"partial_rotary_factor": 0.5},
+    ],
+)  # fmt: skip
+def test_an_unknown_architecture_is_left_to_transformers(changes: dict[str, Any]) -> None:
+    config = {"model_type": "llama", **SHAPE}
+    assert decoder_config(config) is not None
+    assert decoder_config({**config, **changes}) is None
+
+
+def test_the_older_form_of_a_config_is_read() -> None:
+    config = {"model_type": "llama", **SHAPE, "rope_theta": 5e5}
+    rope = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+    rope["type"] = rope.pop("rope_type")
+    found = decoder_config({**config, "rope_scaling": rope})
+    assert found is not None
+    assert (found.rope["rope_type"], found.rope["rope_theta"]) == ("llama3", 5e5)
+
+
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    config = {"model_type": "llama", **SHAPE}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    assert known_config(str(tmp_path)) is not None
+    with pytest.raises(DataError, match=r"has no weight .* set model.path to a whole model"):
+        load_model(str(tmp_path))
