@@ -277,7 +277,7 @@ class DecodeBatch:
     def _grouped(self, rows: Sequence[DecodeState]) -> list[int]:
         """Return the order in which the rows over one prefix lie side by side."""
         place = {ref: at for at, ref in enumerate(self._prefixes)}
-        return sorted(range(len(rows)), key=lambda b: place[rows[b].request.prefix])
+        return sorted(range(len(rows)), key=lambda b: place[rows[b].prefix])
 
     def _groups(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """Return each prefix with its rows: the first, and the one behind the last."""
