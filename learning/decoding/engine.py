@@ -128,8 +128,8 @@ class TorchEngine:
         groups: dict[PrefixRef, list[DecodeState]] = {}
         while self._waiting and decoding < self._max_rows:
             key, over = self._waiting.popleft()
-            row = self._rows[key]
-            if not row.reason:
+            row = self._rows.get(key)  # none of one that was cancelled while it waited
+            if row is not None and not row.reason:
                 groups.setdefault(over, []).append(row)
                 decoding += 1
         for ref, rows in groups.items():
