@@ -107,7 +107,7 @@ def sharded(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     trainer = trainer_of(replace(house.twin, model=model), spec, ranks)
     trainer.begin("all", STEPS)
     done = told(job, house, trainer, curve(trainer, house))
-    done["base_hashes"] = [trainer._base_hash, trainer.base_hash()]
+    done["base_hashes"] = [trainer._state.base_hash, trainer.base_hash()]
     if ranks.rank == 1:
         weight: Any = model.base_model.layers[1].mlp.up_proj.weight
         weight.to_local()[-1, -1] += 1e-3
