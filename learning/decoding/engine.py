@@ -119,8 +119,8 @@ class TorchEngine:
         room = self._max_rows - sum(not row.reason for row in running)
         new: list[DecodeState] = []
         while self._waiting and len(new) < room:
-            row = self._rows[self._waiting.popleft()]
-            if not row.reason:
+            row = self._rows.get(self._waiting.popleft())
+            if row is not None and not row.reason:
                 new.append(row)
         if not new:
             return

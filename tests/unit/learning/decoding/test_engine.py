@@ -104,6 +104,9 @@ def test_a_waiting_request_is_cancelled_unread(twin: Twin) -> None:
     served.cancel("second")
     done = dict(served.step())
     assert (done["second"].finish_reason, done["second"].token_ids) == ("cancelled", ())
+    while "first" not in done:
+        done |= dict(served.step())
+    assert dict(served.step()) == {}, "its place in the queue is passed over"
 
 
 def test_a_response_goes_on_in_a_second_request_as_in_one(twin: Twin) -> None:
