@@ -85,8 +85,13 @@ def random_model(shape: ShapeSpec, dtype: str, device: torch.device) -> Decoder:
     })  # fmt: skip
     assert config is not None
     draws = torch.Generator(device).manual_seed(0)
-    with device:
-        model = Decoder(config).to(getattr(torch, dtype))
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with device:
+            model = Decoder(config)
+    finally:
+        torch.set_default_dtype(usual)
     for name, parameter in model.named_parameters():
         if name.endswith("norm"):
             parameter.fill_(1.0)

@@ -82,7 +82,14 @@ def streamed(twin: Twin) -> list[Completion]:
 
 @pytest.mark.parametrize("sampled", [batched, streamed])
 def test_sampling(sampled: Callable[[Twin], list[Completion]], llama: Twin, there: Twin) -> None:
-    assert sampled(there) == sampled(llama)
+    """The same tokens; other devices form the scores, so log-probabilities differ by rounding."""
+    for got, expected in zip(sampled(there), sampled(llama), strict=True):
+        for name in ("logprobs", "prompt_logprobs"):
+            assert getattr(got, name) == pytest.approx(getattr(expected, name), abs=1e-4)
+        tops = [[token for token, _ in top] for top in got.top_logprobs]
+        assert tops == [[token for token, _ in top] for top in expected.top_logprobs]
+        rest = {"logprobs": (), "prompt_logprobs": (), "top_logprobs": ()}
+        assert replace(got, **rest) == replace(expected, **rest)
 
 
 @pytest.mark.parametrize("keep_top", [None, 5])
@@ -93,11 +100,14 @@ def test_scores_pass_over_the_tensor_plane(llama: Twin, there: Twin, keep_top: i
     buffer, layout = pack(tensors)
     expected = score_kept(llama.model, samples, llama.kv, 24, keep_top)
     for name, got in unpack(buffer, layout).items():
-        assert torch.equal(got, expected[name])
+        torch.testing.assert_close(got, expected[name], rtol=0, atol=1e-4)
     pairs = scene(llama, trainer_of(llama).bank).pairs
-    assert with_references(there.model, pairs, there.kv, 24, 9, 0) == with_references(
-        llama.model, pairs, llama.kv, 24, 9, 0
-    )
+    theirs = with_references(there.model, pairs, there.kv, 24, 9, 0)
+    ours = with_references(llama.model, pairs, llama.kv, 24, 9, 0)
+    for got, wanted in zip(theirs, ours, strict=True):
+        assert got.ref_chosen == pytest.approx(wanted.ref_chosen, abs=1e-3)
+        assert got.ref_rejected == pytest.approx(wanted.ref_rejected, abs=1e-3)
+        assert got.ref_version == wanted.ref_version == 9
 
 
 def trainer_of(
