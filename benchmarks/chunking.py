@@ -50,8 +50,9 @@ from learning.losses.sdpo import sdpo_tokens
 from learning.model.decoder import LanguageModel
 from learning.model.loading import load_model
 from learning.packing import ChunkedLogits, Reader, chunk_tokens, token_logprobs
+from learning.progress import CartridgeProgress, LearningRateSchedule
 from learning.scoring import TeacherDistribution, score_kept, top_k
-from learning.step import new_optimizer, train_step
+from learning.step import train_step
 from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample
@@ -195,9 +196,11 @@ def stepping(model: LanguageModel, samples: list[Sample], cartridges: int) -> Ca
     bank = first_tokens(begins, CARTRIDGE, FROZEN)
     teacher = TeacherDistribution(**score_kept(model, samples, begins, CONFIG.row_tokens, KEEP_TOP))
     batch = TrainBatch(doc=samples, scores={"doc_teacher": teacher})
+    rest = LearningRateSchedule(0.0, 0, 1)
+    progress = {name: CartridgeProgress(part, rest) for name, part in bank.trainable.items()}
     return partial(
-        train_step, model, bank, new_optimizer(bank), batch, active_channels(ObjectiveSpec()),
-        lr=0.0, clip=1.0, row_tokens=CONFIG.row_tokens, version=0, staleness=0,
+        train_step, model, bank, progress, batch, active_channels(ObjectiveSpec()),
+        clip=1.0, row_tokens=CONFIG.row_tokens, version=0, staleness=0,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ PRELOAD = (
     "numpy",
     "torch",
     "safetensors.torch",
-    "transformers.models.llama.modeling_llama",
+    "transformers.tokenization_utils_tokenizers",
     "protocols.spec.loading",
     "learning.trainer",
     "learning.scoring",

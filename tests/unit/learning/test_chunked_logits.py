@@ -151,9 +151,7 @@ def test_what_is_kept_for_the_backward_pass_falls(llama: Twin) -> None:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-            response_tokens(
-                llama.model, packed, torch.stack(bank.kv(packed.names)), recompute_layers=again
-            )
+            response_tokens(llama.model, packed, bank.kv(packed.names), recompute_layers=again)
         kept.append(sum(seen.values()))
     assert kept[1] < kept[0] / 3
 
@@ -184,7 +182,7 @@ def test_the_backward_pass_makes_no_gradient_of_any_weight(
     bank = bank_of(twin)
     with FlopCounterMode(display=False) as forward:
         student = response_tokens(
-            twin.model, packed, torch.stack(bank.kv(packed.names)), logit_bytes=logit_bytes
+            twin.model, packed, bank.kv(packed.names), logit_bytes=logit_bytes
         )
         logprobs = student.logprobs(slice(0, len(packed.targets)))
     weights = {tuple(p.shape) for p in twin.model.parameters() if p.dim() == 2}

@@ -243,7 +243,7 @@ def test_what_a_forward_keeps_is_as_the_formula_says(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         packed = pack(samples, {"d": prefix}, width)
-        response_logits(reader, packed, torch.stack(bank.kv(packed.names))).log_softmax(-1).mean()
+        response_logits(reader, packed, bank.kv(packed.names)).log_softmax(-1).mean()
     for parameter in reader.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     measured = sum(t.untyped_storage().nbytes() for t in kept.values())

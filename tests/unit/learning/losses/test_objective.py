@@ -186,7 +186,7 @@ def test_doc_kl_alone_is_bit_for_bit_the_step_written_out(llama: Twin) -> None:
         full = of_cartridge(scene(llama, bank_of(llama), seed), "a")
         done = do(llama, full, ObjectiveSpec(), bank=ours, progress=progress)
         packed = pack(full.doc, {"a": 8, "b": 8}, 24)
-        logits = response_logits(llama.model, packed, torch.stack(bank.kv(packed.names)))
+        logits = response_logits(llama.model, packed, bank.kv(packed.names))
         total, count = doc_kl(logits, full.scores["doc_teacher"], loss_form())
         mean = total / max(count, 1)
         optimizer.zero_grad(set_to_none=True)
@@ -205,7 +205,7 @@ def plain_grpo(twin: Twin, bank: CartridgeBank, rl: list[PolicySample]) -> Tenso
     of_token = [a for r, a in zip(rl, advantages, strict=True) for own in r.trained if own]
     own = torch.tensor([own for r in rl for own in r.trained])
     packed = pack([r.sample for r in rl], {"a": 8, "b": 8}, 24).only(own)
-    logits = response_logits(twin.model, packed, torch.stack(bank.kv(packed.names)))
+    logits = response_logits(twin.model, packed, bank.kv(packed.names))
     pi = logits.log_softmax(-1).gather(-1, packed.targets[:, None])[:, 0]
     sampler = torch.tensor([x for r in rl for x in r.sample.sampler_logprobs])[own]
     weight = (pi.detach() - sampler).exp().clamp(max=2.0)
