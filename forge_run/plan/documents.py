@@ -57,7 +57,8 @@ def require_documents(learn: LearnSpec) -> list[str]:
     if learn.data.questions is not None:
         from training.recipes.question_files import read_questions
 
-        read_questions(learn.data.questions, parts.texts, learn.data.instruction)
+        of = parts.layout.documents
+        read_questions(learn.data.questions, parts.texts, learn.data.instruction, of)
     return remarks(parts)
 
 

@@ -21,6 +21,7 @@ from environments.training_signals import rl_samples, turn_samples
 from learning.losses.advantages import varying
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.errors import DataError, RunError
+from protocols.layout import layout_of
 from protocols.records.answers import Answer, KeepAnswers, hash_of
 from protocols.records.intervals import mean_interval
 from protocols.records.run_files import MeasuredAccuracy, PopulationMeans
@@ -40,6 +41,7 @@ from training.rollouts import (
     Rollout,
     ScoreGroup,
     StepRecord,
+    StudyPrompt,
     TimedGenerate,
     as_sample,
     refill_counts,
@@ -63,6 +65,7 @@ class RSARecipe(Recipe):
         self._aggregators = RSAAggregatorClient(mesh.pools)
         self._source: ProblemSource = open_source(spec, self._aggregators.problems)
         self._conversation = ChatRenderer(tokenizer, self._source.documents)
+        self.layout = layout_of(spec.cartridge, {name: name for name in self._source.documents})
         names = [*self._source.documents, None]
         self.documents: Mapping[str, tuple[int, ...]] = {
             name or NO_DOCUMENT: self._conversation.head(name) for name in names
@@ -83,8 +86,8 @@ class RSARecipe(Recipe):
         ) -> tuple[list[Completion], float]:
             completions, seconds = await generate(requests)
             if self._spec.objective.reads_document:
-                said = zip(requests, completions, strict=True)
-                ended("doc_teacher", [as_sample(_document(r), r, c) for r, c in said])
+                said = zip(map(_candidate, requests), completions, strict=True)
+                ended("doc_teacher", [as_sample(prompt, c) for prompt, c in said])
             return completions, seconds
 
         runs: list[PlayedRun] = []
@@ -148,6 +151,7 @@ class RSARecipe(Recipe):
             answer=None if chosen is None else chosen.candidate.answer,
             expected=problem.facts.get("correct"), right=run.metrics(-1)["mean_accuracy"],
             tokens=sum(len(g.completion.token_ids) for p in run.populations for g in p),
+            cartridge=problem.document, contexts=(problem.document,),
         )  # fmt: skip
 
     def _ids(self, document: str | None, prompt: str) -> tuple[int, ...]:
@@ -237,8 +241,10 @@ class RSARecipe(Recipe):
         return {"channels": output.terms, "cosines": output.cosines, "episodes": counts}
 
 
-def _document(request: GenerateRequest) -> str:
-    return request.prefix.name.partition("/")[2]
+def _candidate(request: GenerateRequest) -> StudyPrompt:
+    """Return the prompt of a candidate over its document's cartridge."""
+    document = request.prefix.name.partition("/")[2]
+    return StudyPrompt(document, "candidate", request, document, (document,), request.id)
 
 
 def populations(runs: Sequence[PlayedRun]) -> PopulationMeans:

@@ -19,7 +19,8 @@ from protocols.records.answers import Answer, to_row
 from protocols.types import Completion, PrefixRef
 from training.evaluation.arms import ArmAnswers, EvalArm, pairs, sit
 from training.evaluation.questions import EvalSuite, first_tokens_of
-from training.recipes.longhealth import LongHealthPrompts, LongHealthRecipe, read_patients
+from training.recipes.longhealth import LongHealthRecipe
+from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
 from training.recipes.question_files import UserQuestion
 
 P = 16

@@ -5,7 +5,8 @@ from math import sqrt
 import pytest
 
 from environments.clinic.longhealth import PatientQuestion
-from training.recipes.longhealth import LongHealthQuestion, measure
+from training.recipes.longhealth import measure
+from training.recipes.longhealth_prompts import LongHealthQuestion
 
 Z = 1.959963984540054
 
