@@ -63,8 +63,12 @@ class Patient:
     def excerpt(self, spans: Sequence[NoteSpan]) -> str:
         """Return these passages of the chart as the model reads them, under the chart's head."""
         head = f"chart of {self.name}, born {self.birthday}, diagnosis {self.diagnosis}."
-        lines = (f"note {i + 1}: {self.texts[i][start:stop].strip()}" for i, start, stop in spans)
-        return "\n".join([head, *lines])
+        lines = [head]
+        for i, start, stop in spans:
+            text = self.texts[i]
+            part = text[start:stop].lstrip() if start else text[:stop]
+            lines.append(f"note {i + 1}: {part if stop == len(text) else part.rstrip()}")
+        return "\n".join(lines)
 
     def places_of(self, question: PatientQuestion) -> tuple[NoteSpan, ...]:
         """Return the passages that answer a question; where its file does not tell, the notes that

@@ -128,13 +128,14 @@ class DocumentKVCache:
             self.hits += 1
             self._held.move_to_end(name)
             return self._held[name]
+        ids = context_ids(self._documents, name)
         there = self._spilled.get(name)
         if there is not None and self._spill is not None:
             self.host_hits += 1
             kv = self._spill.back(there)
         else:
             self.misses += 1
-            kv = self._read(context_ids(self._documents, name))
+            kv = self._read(ids)
         if kv.nbytes > self._max_bytes:
             if there is None:
                 self._put_out(name, kv)

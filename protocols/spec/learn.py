@@ -21,6 +21,12 @@ class LearnSpec(LearnSections):
     """Hold a learning config, `configs/*.yaml`: the sections of `protocols.spec.sections`,
     validated by the rules between them. The first that is broken is reported."""
 
+    @property
+    def cartridges(self) -> int:
+        """Return the number of cartridges: by document, as many as `data.patients` allows."""
+        counts = {"document": self.data.patients, "corpus": 1}
+        return counts.get(self.cartridge.per, len(self.cartridge.groups or ()))
+
     @model_validator(mode="after")
     def _across(self) -> LearnSpec:
         for is_broken, text, remedy in _rules(self):

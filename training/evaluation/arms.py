@@ -29,7 +29,7 @@ from protocols.records.intervals import (
 from protocols.records.run_files import Agreement
 from protocols.seeds import stream_seed
 from protocols.spec.experiments import EvalSpec
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.types import SEPARATOR, Completion, GenerateRequest, PrefixRef, Sampling
 from training.evaluation.questions import EvalQuestion, EvalSuite, QuestionReading
 from training.recipes.agreement import HeldOutQuestion, StudyQuestion, compared, users_answer
 from training.recipes.question_files import UserQuestion
@@ -152,8 +152,15 @@ class RequestWindow:
             forgetting=await self._forgetting(arm) if self._paper.probes else None,
         )  # fmt: skip
         records = zip(items, made, said, strict=True)
-        answers = [users_answer(i.asked, c, a, nll.get(i.asked.id), self._paper.about.hashes)
-                   for i, c, a in records]  # fmt: skip
+        about = self._paper.about
+        answers = [
+            replace(
+                users_answer(i.asked, c, a, nll.get(i.asked.id), about.hashes),
+                cartridge=about.layout.cartridge_of(i.asked.document),
+                contexts=tuple(i.about.split(SEPARATOR)),
+            )
+            for i, c, a in records
+        ]
         rows = tuple(
             {
                 **to_row(answer if i.known else replace(answer, right=None), arm.name, arm.step,

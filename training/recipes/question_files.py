@@ -192,14 +192,14 @@ def _longhealth(
     owners: Mapping[str, str],
 ) -> list[UserQuestion]:
     found = []
-    documents = set(owners.values())
+    documents = list(dict.fromkeys(owners.values()))
     for patient in parse_patients(content, path):
         only = next(iter(documents)) if len(documents) == 1 else ""
         chunks = [c for c, d in owners.items() if d in (patient.id, only)]
         if not chunks:
             raise DataError(
                 f"{path}: {patient.id} is the name of no document: "
-                f"{', '.join(sorted(documents))}; name it as one of them (set documents.long: "
+                f"{', '.join(documents)}; name it as one of them (set documents.long: "
                 "chunks for one that was split)"
             )
         for q in patient.questions:

@@ -86,8 +86,8 @@ class RSARecipe(Recipe):
         ) -> tuple[list[Completion], float]:
             completions, seconds = await generate(requests)
             if self._spec.objective.reads_document:
-                said = zip(map(_candidate, requests), completions, strict=True)
-                ended("doc_teacher", [as_sample(prompt, c) for prompt, c in said])
+                said = zip(requests, completions, strict=True)
+                ended("doc_teacher", [as_sample(self._candidate(r), c) for r, c in said])
             return completions, seconds
 
         runs: list[PlayedRun] = []
@@ -192,6 +192,13 @@ class RSARecipe(Recipe):
         metric, weight = rsa.final_reward_metric, rsa.greedy_reward_weight
         return reward(run.metrics(-1), metric, run.scores, weight)
 
+    def _candidate(self, request: GenerateRequest) -> StudyPrompt:
+        """Return the prompt of a candidate, group/run/population/slot, over its document's
+        cartridge."""
+        document = request.prefix.name.partition("/")[2]
+        group = request.id.rsplit("/", 1 if self._rsa.advantage == "population" else 3)[0]
+        return StudyPrompt(document, "candidate", request, document, (document,), group)
+
     def _varied(self, runs: Sequence[PlayedRun], sampling: Sampling) -> set[str]:
         """Return the problems, by the group of their runs, with rewards that vary."""
         found = [(run.start.group, e) for run in runs for e in self._episodes(run, sampling)]
@@ -239,12 +246,6 @@ class RSARecipe(Recipe):
         counts["rsa/majority_vote"] = found["majority_vote"]
         counts["rsa/pass_at_n"] = found["pass_at_n"]
         return {"channels": output.terms, "cosines": output.cosines, "episodes": counts}
-
-
-def _candidate(request: GenerateRequest) -> StudyPrompt:
-    """Return the prompt of a candidate over its document's cartridge."""
-    document = request.prefix.name.partition("/")[2]
-    return StudyPrompt(document, "candidate", request, document, (document,), request.id)
 
 
 def populations(runs: Sequence[PlayedRun]) -> PopulationMeans:

@@ -49,7 +49,11 @@ class Scripted:
 
 EXAMS = [
     LongHealthQuestion(
-        PatientQuestion(name, f"p{i % 2}", "which?", OPTIONS, "cyst"), "which? options", (4,), (5,)
+        PatientQuestion(name, f"p{i % 2}", "which?", OPTIONS, "cyst"),
+        "which? options",
+        (4,),
+        (5,),
+        (f"p{i % 2}",),
     )
     for i, name in enumerate(SAYS)
 ]

@@ -14,7 +14,7 @@ Z = 1.959963984540054
 def exam(correct: str, *options: str) -> LongHealthQuestion:
     options = options or ("stenosis", "fracture", "cyst", "ulcer", "normal")
     question = PatientQuestion("patient_01/0", "patient_01", "which?", options, correct)
-    return LongHealthQuestion(question, "what?", (4, 5), (4, 5))
+    return LongHealthQuestion(question, "what?", (4, 5), (4, 5), ("p",))
 
 
 def test_right_wrong_and_unreadable() -> None:

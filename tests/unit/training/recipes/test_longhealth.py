@@ -364,9 +364,12 @@ def test_near_doubles_of_held_out_questions_are_not_asked_in_training(
 def some_prompts(count: int) -> list[StudyPrompt]:
     bare = PrefixRef("document/none", 0)
     return [
-        StudyPrompt(name, "recite", GenerateRequest(f"on_policy/1/{i}", (4,), bare, Sampling(), i))
+        StudyPrompt(
+            name, "recite", GenerateRequest(f"on_policy/1/{i}", (4,), bare, Sampling(), i), name,
+            (name,), f"{name}/{i}",
+        )
         for i, name in enumerate(["a", "b", "c"] * (count // 3))
-    ]
+    ]  # fmt: skip
 
 
 def test_about_a_share_of_the_prompts_is_asked_in_company() -> None:
