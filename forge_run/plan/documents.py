@@ -144,6 +144,7 @@ def _sized(learn: LearnSpec, documents: int, tokens: int) -> LearnSpec:
 
 def tokenizer_at(path: str) -> Any:
     """Return None for an absent model. Raises DataError for one without a chat template."""
+    from learning.model.loading import load_tokenizer
 
     try:
         return load_tokenizer(path)
