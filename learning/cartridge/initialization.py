@@ -82,17 +82,16 @@ def first_of_each(parts: Sequence[Sequence[int]], tokens: int) -> list[int]:
 
 
 def shares(lengths: Sequence[int], tokens: int) -> list[int]:
-    """Divide `tokens` equally over texts of these lengths, in order. What a shorter text leaves
-    over goes to the longer ones, and what is not divisible to the first ones."""
-    found = [0] * len(lengths)
-    left = tokens
-    while left:
-        longer = [i for i, length in enumerate(lengths) if found[i] < length]
-        each, over = divmod(left, len(longer))
-        for place, i in enumerate(longer):
-            more = min(each + (place < over), lengths[i] - found[i])
-            found[i] += more
-            left -= more
+    """Divide `tokens` equally over texts of these lengths. What a shorter text leaves over, or
+    what is not divisible, goes to the longer ones, of equal ones to the first. Raises ValueError for more tokens
+    than the texts have."""
+    if tokens > sum(lengths):
+        raise ValueError(f"texts of {sum(lengths)} tokens have no first {tokens}")
+    found, left = [0] * len(lengths), tokens
+    shortest = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
+    for place, i in enumerate(shortest):
+        found[i] = min(lengths[i], left // (len(lengths) - place))
+        left -= found[i]
     return found
 
 
