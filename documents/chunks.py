@@ -68,10 +68,9 @@ class TokenizedText:
         """Return the tokens after a break of this kind, sorted. They are found on first use: a long
         text has many words and may need none of them."""
         if kind not in self._found:
-            found = (
-                self._token_after(m.group(), m.end()) for m in BREAKS[kind].finditer(self.text)
-            )
-            self._found[kind] = sorted({token for token in found if token})
+            breaks = BREAKS[kind].finditer(self.text)
+            after = (self._token_after(m.group(), m.end()) for m in breaks)
+            self._found[kind] = sorted({token for token in after if token})
         return self._found[kind]
 
     def _token_after(self, broken: str, stop: int) -> int:

@@ -82,9 +82,9 @@ def first_of_each(parts: Sequence[Sequence[int]], tokens: int) -> list[int]:
 
 
 def shares(lengths: Sequence[int], tokens: int) -> list[int]:
-    """Divide `tokens` equally over texts of these lengths. What a shorter text leaves over, or
-    what is not divisible, goes to the longer ones, of equal ones to the first. Raises ValueError for more tokens
-    than the texts have."""
+    """Divide `tokens` equally over texts of these lengths. What a shorter text leaves over, or is
+    not divisible, goes to the longer ones, of equal ones to the first. Raises ValueError for more
+    tokens than the texts have."""
     if tokens > sum(lengths):
         raise ValueError(f"texts of {sum(lengths)} tokens have no first {tokens}")
     found, left = [0] * len(lengths), tokens
