@@ -19,7 +19,8 @@ from monarch.actor import endpoint
 from actors.base import ModelSource, RankPlace
 from actors.model_actors import ModelActor
 from learning.cartridge.fingerprint import fingerprint
-from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
+from learning.cartridge.initialization import CartridgeInit, initial_bank
+from learning.cartridge.sources import init_sources
 from learning.checkpoint import read_checkpoint
 from learning.model.distributed import join, shard_base
 from learning.model.document_kv import DocumentKVCache, document_kv
@@ -61,10 +62,9 @@ class TrainerActor(ModelActor):
         if shard:
             shard_base(model, self._ranks)
         cache = DocumentKVCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
-        # "none" is the bare start of a context, not a document to compress.
-        names = [name for name in sorted(base.documents) if name != "none"]
+        most = getattr(model.config, "max_position_embeddings", None)
         vocabulary = partial(text_ids, base.path)
-        sources = [InitSource(n, base.documents[n], cache.get(n), vocabulary) for n in names]
+        sources = init_sources(base.cartridges, base.documents, cache, most, vocabulary)
         bank = initial_bank(model, sources, start)
         self._trainer = CartridgeTrainer(
             model,

@@ -182,7 +182,9 @@ class ControllerActor(Actor):
         course = open_course(spec, mesh, self._directory)
         # It is left from an interrupted run; this one starts from its own checkpoint.
         self._directory.last_state.unlink(missing_ok=True)
-        await spawn_roles(spec, course.documents, course.end_ids, mesh, self._directory)
+        await spawn_roles(
+            spec, course.documents, course.layout.contexts, course.end_ids, mesh, self._directory
+        )
         for role, pool in mesh.pools.items():
             recorder.event(
                 "role_ready",

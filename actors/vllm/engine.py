@@ -60,6 +60,7 @@ from learning.cartridge.composition import frequencies_of, shifted
 from learning.cartridge.fingerprint import Fingerprints, joined_fingerprint
 from learning.decoding.decode_batch import DecodeState, new_row, uniforms
 from learning.decoding.stopping import Decode
+from learning.model.document_kv import context_ids
 from protocols.errors import DataError, RunError
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import (
@@ -138,9 +139,7 @@ class VllmEngine:
             salt = cache_salt(parts, key if request.prompt_logprobs else "")
         else:
             name = request.prefix.name.partition("/")[2]
-            if name not in self._documents:
-                raise DataError(f"no document {name!r}; this run has {sorted(self._documents)}")
-            before = self._documents[name]
+            before = context_ids(self._documents, name)
         ids = [*before, *request.prompt_ids]
         if len(ids) + request.sampling.max_tokens > self._max_tokens:
             raise DataError(

@@ -146,7 +146,7 @@ def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
 def _trainer(learn: LearnSpec, size: ModelSize, rows: PackedShape, ranks: int) -> MemoryNeeds:
     """Size one rank: only the base model, where it is sharded, and the batch are divided."""
     numbers = trainable_numbers(learn, size)
-    bank = learn.data.patients * learn.cartridge.tokens * size.kv_values * FLOAT
+    bank = learn.cartridges * learn.cartridge.tokens * size.kv_values * FLOAT
     items = (
         ("weights", _held_weights(size, ranks) if learn.train.shard_base else size.weights),
         ("cartridges, gradient, Adam", numbers * TRAINER_BYTES),
@@ -211,12 +211,12 @@ def score_bytes(size: ModelSize, rows: PackedShape, prefix: int) -> int:
 def trainable_numbers(learn: LearnSpec, size: ModelSize) -> int:
     """Return the numbers that one step trains, over all cartridges."""
     tokens = learn.cartridge.tokens - learn.cartridge.frozen
-    return learn.data.patients * tokens * size.kv_values
+    return learn.cartridges * tokens * size.kv_values
 
 
 def published_bytes(learn: LearnSpec, size: ModelSize) -> int:
     """Return bytes of one version: every cartridge, as one tensor."""
-    return learn.data.patients * learn.cartridge.tokens * size.kv_token
+    return learn.cartridges * learn.cartridge.tokens * size.kv_token
 
 
 def _sets(learn: LearnSpec) -> int:
@@ -240,7 +240,7 @@ def _versions_bytes(learn: LearnSpec, size: ModelSize) -> int:
 
 def checkpoint_bytes(learn: LearnSpec, size: ModelSize) -> int:
     """Return bytes of one checkpoint; the trainer's last state, written every step, is as large."""
-    frozen = learn.data.patients * learn.cartridge.frozen * size.kv_values * FLOAT
+    frozen = learn.cartridges * learn.cartridge.frozen * size.kv_values * FLOAT
     hinted = FLOAT * (_sets(learn) - 1)
     return trainable_numbers(learn, size) * (STATE_BYTES + hinted) + frozen
 

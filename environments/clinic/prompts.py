@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from environments.clinic.longhealth import LETTERS, Patient, PatientQuestion
+from environments.clinic.longhealth import LETTERS, NoteSpan, Patient, PatientQuestion
 from environments.clinic.vocabulary import FIELDS
 from protocols.errors import DataError
 
@@ -94,8 +94,9 @@ def self_study_prompt(
     kinds: tuple[str, ...],
     rng: random.Random,
     others: Sequence[str] = (),
-) -> tuple[str, str]:
-    """Draw one training prompt for a patient: (kind, prompt text).
+) -> tuple[str, str, tuple[NoteSpan, ...]]:
+    """Draw one training prompt for a patient: its kind, its text, and the passages that it is
+    about.
 
     A "question" is about a sentence of the document or, half of the time if `questions` has any,
     one of `questions` without its options. `questions` are those that may be trained on. A "choice"
@@ -106,27 +107,34 @@ def self_study_prompt(
     """
     kind = rng.choice(kinds)
     note = rng.randrange(len(patient.texts))
+    whole = ((note, 0, len(patient.texts[note])),)
     if kind == "structure":
-        return kind, structure_prompt(note + 1)
+        return kind, structure_prompt(note + 1), whole
     if kind == "summarise":
-        return kind, summarise_prompt(note + 1)
+        return kind, summarise_prompt(note + 1), whole
     if kind == "recite_note":
         first = sentences(patient.texts[note])[:1]
         cue = unique_cue(patient.document, first[0]) if first else None
-        return (kind, recite_prompt(cue)) if cue else ("structure", structure_prompt(note + 1))
+        if cue is None:
+            return "structure", structure_prompt(note + 1), whole
+        return kind, recite_prompt(cue), whole
     if kind == "question" and questions and rng.random() < 0.5:
-        return kind, rng.choice(questions).text
+        asked = rng.choice(questions)
+        return kind, asked.text, patient.places_of(asked)
     cued = cued_sentences(patient)
     here = [(c, rest) for n, c, rest in cued if n == note and (kind != "choice" or rest)]
     ends = sorted({*sentence_ends(patient), *others})
     if not here or (kind == "choice" and len(ends) < len(LETTERS)):
-        return "structure", structure_prompt(note + 1)
+        return "structure", structure_prompt(note + 1), whole
     cue, rest = rng.choice(here)
+    start = patient.texts[note].find(cue)  # -1: the cue's words are spaced otherwise there
+    passage = whole if start < 0 else ((note, start, start + len(cue) + len(rest)),)
     if kind == "choice":
         options = [rest, *look_alikes(rest, ends, len(LETTERS) - 1, rng)]
         rng.shuffle(options)
-        return kind, option_prompt(question_prompt(cue), options)
-    return kind, question_prompt(cue) if kind == "question" else recite_prompt(cue)
+        return kind, option_prompt(question_prompt(cue), options), passage
+    text = question_prompt(cue) if kind == "question" else recite_prompt(cue)
+    return kind, text, passage
 
 
 def sentence_ends(patient: Patient) -> list[str]:

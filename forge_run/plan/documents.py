@@ -28,26 +28,29 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     Raises DataError as `read_parts` does."""
     if learn.self_study is None or learn.data.path is None:
         return learn, []
-    tokenizer = _tokenizer(learn.model.path)
+    tokenizer = tokenizer_at(learn.model.path)
     if tokenizer is None:
         return _estimated(learn)
     parts = read_parts(learn, tokenizer)
     counts = [len(part.tokens) for part in parts.parts.values()]
+    documents = len(set(parts.layout.documents.values()))
     rows = [_row(part, learn) for part in parts.parts.values()]
     if (more := len(rows) - MOST_ROWS) > 0:
         rows[MOST_ROWS:] = [(f"and {more} more", *[""] * (len(HEADS) - 1))]
-    title = f"{len(counts)} documents, {sum(counts):,} tokens, a cartridge each"
+    made = len(parts.layout.cartridges)
+    each = "a cartridge each" if made == documents else f"cartridges: {made}"
+    title = f"{documents} documents, {sum(counts):,} tokens, {each}"
     sections = [TableSection(title, HEADS, tuple(rows))]
     if odd := remarks(parts):
         sections.append(lines("left out, or read in an unusual way", odd))
     sections.append(facts("self-study", study_rows(learn, parts)))
-    return _sized(learn, counts), sections
+    return _sized(learn, documents, sum(counts)), sections
 
 
 def require_documents(learn: LearnSpec) -> list[str]:
     """Return notes to print before a run starts. Raises DataError for documents or questions that
     cannot be used."""
-    tokenizer = _tokenizer(learn.model.path)
+    tokenizer = tokenizer_at(learn.model.path)
     if tokenizer is None:
         raise DataError(
             f"no tokenizer at {learn.model.path!r}; set model to a directory with tokenizer.json, "
@@ -57,7 +60,8 @@ def require_documents(learn: LearnSpec) -> list[str]:
     if learn.data.questions is not None:
         from training.recipes.question_files import read_questions
 
-        read_questions(learn.data.questions, parts.texts, learn.data.instruction)
+        of = parts.layout.documents
+        read_questions(learn.data.questions, parts.texts, learn.data.instruction, of)
     return remarks(parts)
 
 
@@ -129,16 +133,16 @@ def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
          f"{CHARS_PER_TOKEN} characters each; parts and passages are unknown"),
         *(("left out", str(item)) for item in found.left_out),
     ]  # fmt: skip
-    return _sized(learn, counts), [facts(f"{len(counts)} documents", rows)]
+    return _sized(learn, len(counts), sum(counts)), [facts(f"{len(counts)} documents", rows)]
 
 
-def _sized(learn: LearnSpec, counts: list[int]) -> LearnSpec:
-    """Return the spec with `len(counts)` documents, and their mean tokens."""
-    known = {"patients": len(counts), "document_tokens": max(1, round(fmean(counts)))}
+def _sized(learn: LearnSpec, documents: int, tokens: int) -> LearnSpec:
+    """Return the spec with so many documents, and their mean of the tokens."""
+    known = {"patients": documents, "document_tokens": max(1, round(tokens / documents))}
     return learn.model_copy(update={"data": learn.data.model_copy(update=known)})
 
 
-def _tokenizer(path: str) -> Any:
+def tokenizer_at(path: str) -> Any:
     """Return None for an absent model. Raises DataError for one without a chat template."""
     from learning.model.loading import load_tokenizer
 

@@ -20,6 +20,7 @@ from deploy.manifests.sizing import (
 )
 from forge_run.formatting import TableSection, bytes_text, count_text, facts, lines, seconds_text
 from forge_run.plan import channels, documents, roofline, sizing
+from forge_run.plan.layout import layout_sections
 from forge_run.plan.roofline import A100, H200, MFU, PhaseCost, Workload
 from forge_run.preflight import resolved_place, unmet
 from protocols.spec.learn import LearnSpec
@@ -43,6 +44,7 @@ def plan(
     sections = [
         _run_section(spec),
         *on_documents,
+        *layout_sections(learn, size),
         _roles_section(spec),
         _memory_section(spec, size),
         *([] if size is None else [sizing.summary(spec, size)]),
@@ -108,9 +110,11 @@ def _roles_section(spec: RunSpec) -> TableSection:
 
 def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
     learn = spec.learn
-    tokens, documents = learn.cartridge.tokens, learn.data.patients
-    frozen = learn.cartridge.frozen
-    rows = [("cartridge", f"{tokens} tokens, {frozen} of them frozen, for each of {documents}")]
+    tokens, frozen, documents = learn.cartridge.tokens, learn.cartridge.frozen, learn.data.patients
+    held = f"for each of {documents}"
+    if learn.cartridge.per != "document":
+        held = f"{learn.cartridges} for {documents} documents"
+    rows = [("cartridge", f"{tokens} tokens, {frozen} of them frozen, {held}")]
     if size is None:
         unknown = "unknown: no config.json at model.path and no model.shape"
         rows += [("KV per token", unknown), ("all cartridges", unknown), ("document KV", unknown)]
@@ -277,8 +281,8 @@ def step_phases(
         high = replace(low, distinct=min(samples, learn.data.patients))
         return phase(shape, low), phase(shape, high)
 
-    patients, tokens = learn.data.patients, learn.cartridge.tokens
-    snapshot = roofline.publish(shape, patients, tokens, base.value_bytes)
+    tokens = learn.cartridge.tokens
+    snapshot = roofline.publish(shape, learn.cartridges, tokens, base.value_bytes)
     return (
         pair(roofline.rollout, roles.generator.replicas),
         pair(roofline.teacher_cached, roles.doc_teacher.replicas),

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank
-from learning.packing import SEPARATOR
 from protocols.errors import DataError
-from protocols.types import Sample
+from protocols.types import SEPARATOR, Sample
 
 if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
     from transformers import PreTrainedModel

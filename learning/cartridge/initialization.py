@@ -1,6 +1,6 @@
 """Initialize cartridges [L, 2, H_kv, P, D] from documents.
 
-    first_tokens        the document's first P tokens
+    first_tokens        the document's first P tokens; of several contexts, an equal share of each
     random_text         random tokens of the vocabulary
     random_vectors      normal numbers with the mean and spread of the document's KV
     sampled_chunks      chunks of the document, read one after another (Diaz, arXiv 2508.17032)
@@ -33,13 +33,15 @@ LEAST = 4
 
 @dataclass(frozen=True)
 class InitSource:
-    """Describe a document: its token ids [T], its KV [L, 2, H_kv, T, D], and the ids that stand for
-    text."""
+    """Describe what a cartridge learns from: a text's token ids [T], a call that returns its KV
+    [L, 2, H_kv, T, D], and one that returns the ids that stand for text. Where several contexts
+    make up the text, `parts` are the ids that each of them has of it."""
 
     name: str
     ids: tuple[int, ...]
-    kv: Tensor
+    kv: Callable[[], Tensor]
     vocabulary: Callable[[], Sequence[int]]
+    parts: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,31 @@ def initial_bank(
 
 
 def beginning(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
-    """Return the KV of the document's first P tokens, which the cartridge paper found best."""
-    return source.kv[:, :, :, : start.tokens]
+    """Return the KV of the document's first P tokens, which the cartridge paper found best. Of
+    several contexts, these are the first tokens of each, read as one text."""
+    if not source.parts:
+        return source.kv()[:, :, :, : start.tokens]
+    return document_kv(model, first_of_each(source.parts, start.tokens))
+
+
+def first_of_each(parts: Sequence[Sequence[int]], tokens: int) -> list[int]:
+    """Return the first tokens of each part, `tokens` in all, by `shares`."""
+    counts = shares([len(part) for part in parts], tokens)
+    return [id for part, n in zip(parts, counts, strict=True) for id in part[:n]]
+
+
+def shares(lengths: Sequence[int], tokens: int) -> list[int]:
+    """Divide `tokens` equally over texts of these lengths. What a shorter text leaves over, or is
+    not divisible, goes to the longer ones, of equal ones to the first. Raises ValueError for more
+    tokens than the texts have."""
+    if tokens > sum(lengths):
+        raise ValueError(f"texts of {sum(lengths)} tokens have no first {tokens}")
+    found, left = [0] * len(lengths), tokens
+    shortest = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
+    for place, i in enumerate(shortest):
+        found[i] = min(lengths[i], left // (len(lengths) - place))
+        left -= found[i]
+    return found
 
 
 def random_text(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
@@ -81,14 +106,15 @@ def random_vectors(model: PreTrainedModel, source: InitSource, start: CartridgeI
     """Return independent normal numbers after the frozen tokens. Mean and standard deviation are
     those of the document's tokens after the frozen ones, for each layer, head and channel, keys and
     values apart."""
-    kv = source.kv[:, :, :, start.frozen :].float()
+    whole = source.kv()
+    kv = whole[:, :, :, start.frozen :].float()
     size = (*kv.shape[:3], start.tokens - start.frozen, kv.shape[4])
     draws = torch.Generator().manual_seed(
         stream_seed(f"init/random_vectors/{start.seed}/{source.name}")
     )
     noise = torch.randn(size, generator=draws).to(kv.device)
     drawn = kv.mean(3, keepdim=True) + kv.std(3, keepdim=True) * noise
-    return torch.cat([source.kv[:, :, :, : start.frozen], drawn.to(source.kv.dtype)], dim=3)
+    return torch.cat([whole[:, :, :, : start.frozen], drawn.to(whole.dtype)], dim=3)
 
 
 def sampled_chunks(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
@@ -118,7 +144,7 @@ def chunks(length: int, tokens: int, rng: random.Random) -> list[range]:
 
 def matched(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """Return the document's KV compacted to P entries by attention matching."""
-    return attention_matched(model, source.ids, source.kv, start.tokens, start.frozen)
+    return attention_matched(model, source.ids, source.kv(), start.tokens, start.frozen)
 
 
 INITS: Mapping[str, Callable[[PreTrainedModel, InitSource, CartridgeInit], Tensor]] = {

@@ -17,7 +17,7 @@ STUDY_KINDS: tuple[StudyKind, ...] = (
 
 
 class DocumentsSpec(SpecSection):
-    """Configure how the files of data.path are read; each document has a cartridge of its own."""
+    """Configure how the files of data.path are read, and how long documents are cut."""
 
     text_fields: Annotated[tuple[str, ...], AsTuple] = Field(
         default=("text", "content", "body"),
@@ -33,14 +33,15 @@ class DocumentsSpec(SpecSection):
     max_tokens: int | None = Field(
         default=None,
         ge=2,
-        description="most tokens of a document; null: what the model's context holds beside a row",
+        description="the former name of teacher.context_tokens; the lesser of the two holds",
     )
-    long: Literal["split", "refuse"] = Field(
+    long: Literal["split", "chunks", "refuse"] = Field(
         default="split",
-        description="a longer document: parts, each with a cartridge of its own, or refuse it",
+        description="a document longer than teacher.context_tokens: parts that each count as a "
+        "document, chunks of one document, or refuse it",
     )
     overlap: int = Field(
-        default=0, ge=0, description="tokens that a part repeats of the one before it"
+        default=0, ge=0, description="tokens that a part or chunk repeats of the one before it"
     )
 
     _fields_once = field_validator("text_fields")(unique)

@@ -21,6 +21,12 @@ class LearnSpec(LearnSections):
     """Hold a learning config, `configs/*.yaml`: the sections of `protocols.spec.sections`,
     validated by the rules between them. The first that is broken is reported."""
 
+    @property
+    def cartridges(self) -> int:
+        """Return the number of cartridges: by document, as many as `data.patients` allows."""
+        counts = {"document": self.data.patients, "corpus": 1}
+        return counts.get(self.cartridge.per, len(self.cartridge.groups or ()))
+
     @model_validator(mode="after")
     def _across(self) -> LearnSpec:
         for is_broken, text, remedy in _rules(self):
@@ -56,11 +62,18 @@ def _rules(spec: LearnSections) -> Iterator[Rule]:
     )
     yield from _of_channels(spec)
     yield from _of_documents(spec)
-    alone = spec.data.patients < 2 or spec.episodes is not None or spec.rsa is not None
+    unnamed = spec.episodes is not None or spec.rsa is not None
+    yield (
+        spec.cartridge.per != "document" and unnamed,
+        "cartridge.per must be document with episodes or rsa, whose prompts do not say which "
+        "document they are about",
+        "remove it",
+    )
+    alone = spec.data.patients < 2 or spec.cartridge.per == "corpus" or unnamed
     yield (
         spec.train.compose > 0 and alone,
-        "train.compose must be 0 with a single document, episodes or rsa",
-        "remove it, or study two documents or more without them",
+        "train.compose must be 0 with a single cartridge, episodes or rsa",
+        "remove it, or train two cartridges or more without them",
     )
     yield (
         spec.loss.form == "pairs" and spec.loss.direction != "cross_entropy",

@@ -106,6 +106,11 @@ class DataSpec(SpecSection):
         gt=0, le=1, description="share of the questions kept for evaluation, in (0, 1]"
     )
     instruction: str = Field(default="", description="text appended to every option question")
+    name_document: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="whether prompts begin with the name of the patient or document that they are "
+        "about; auto: where one cartridge learns from several",
+    )
     document_tokens: int | None = Field(
         default=None, ge=1, description="tokens of a document: the dry run's estimate only"
     )
@@ -133,21 +138,47 @@ class DataSpec(SpecSection):
         return value
 
 
+# A group's name is the cartridge's: one part of a file's name.
+GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+DocumentPatterns = Annotated[tuple[str, ...], AsTuple, Field(min_length=1)]
+
+
 class CartridgeSpec(SpecSection):
-    """Configure the trainable KV prefix of one document."""
+    """Configure the trainable KV prefixes, and which documents each learns from."""
 
     tokens: int = Field(ge=2, description="KV positions P of a cartridge, tokens")
+    per: Literal["document", "corpus", "group"] = Field(
+        default="document",
+        description="a cartridge for each document, one named corpus for all, or one for each of "
+        "`groups`",
+    )
+    groups: dict[GroupName, DocumentPatterns] | None = Field(
+        default=None,
+        min_length=1,
+        validate_default=True,
+        description="with per: group, the documents of each cartridge, as names or patterns with * "
+        "and ?; one that several groups match is trained in each, and asked about over the first",
+    )
     frozen: int = Field(
         default=1, ge=1, description="leading attention-sink tokens that are not trained, tokens"
     )
     init: Init = Field(
         default="first_tokens",
-        description="where training starts: the KV of the document's first P tokens, of random "
-        "tokens, or of sampled chunks of the document; random vectors of the size of its KV; or "
-        "all of its KV, compacted to P by attention matching",
+        description="where training starts: the KV of the document's first P tokens (of several "
+        "documents or chunks, an equal share of each, read as one text), of random tokens, or of "
+        "sampled chunks of the document; random vectors of the size of its KV; or all of its KV, "
+        "compacted to P by attention matching",
     )
 
     _some_trainable = bounded("frozen", "<", "cartridge.tokens", "leave tokens to train")
+
+    @field_validator("groups")
+    @classmethod
+    def _of_per_group(cls, value: Any, info: ValidationInfo) -> Any:
+        per = info.data.get("per")
+        if per is not None and (per == "group") != (value is not None):
+            raise broken("must be given with cartridge.per group, and only then", "set both")
+        return value
 
 
 class RolloutSpec(SpecSection):
@@ -205,7 +236,15 @@ class GeneratorSpec(SpecSection):
 
 
 class TeacherSpec(SpecSection):
-    """Configure the document teacher: the base model with the whole document in context."""
+    """Configure the document teacher: the base model with the document in context, or with the
+    chunk that a prompt is about."""
+
+    context_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        description="most tokens of a document or chunk that is read; null: what the model's "
+        "context holds beside a row",
+    )
 
     top_k: int | Literal["full"] = Field(
         default=20, description="teacher log-probabilities kept per token, or full for all"

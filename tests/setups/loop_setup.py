@@ -221,7 +221,9 @@ async def run_with(spec: RunSpec, directory: RunDirectory) -> TrainingRun:
     )
     try:
         course = open_course(spec, mesh)
-        await spawn_roles(spec, course.documents, course.end_ids, mesh, directory)
+        await spawn_roles(
+            spec, course.documents, course.layout.contexts, course.end_ids, mesh, directory
+        )
         run = TrainingRun(
             spec, course, mesh, directory, recorder, lambda **_: None, helm.between_steps
         )

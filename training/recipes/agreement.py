@@ -12,8 +12,8 @@ from protocols.records.answers import Answer, hash_of, mean_nll
 from protocols.records.intervals import mean_interval, wilson_interval
 from protocols.records.run_files import Agreement, MeasuredAccuracy
 from protocols.types import Completion
-from training.recipes.longhealth import in_turns
 from training.recipes.question_files import UserQuestion
+from training.recipes.study_prompts import in_turns
 
 
 @dataclass(frozen=True)

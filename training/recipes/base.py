@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from protocols.layout import CartridgeLayout
 from protocols.records.answers import KeepAnswers
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.train_batch import TrainBatch
@@ -20,10 +21,12 @@ from training.rollouts import Rollout, ScoreGroup, StepRecord, TimedGenerate, un
 
 
 class Recipe(Protocol):
-    """Choose prompts, make train batches and measure arms. `documents` maps each name to its token
-    ids from position 0; `end_ids` end a response. Methods that are not abstract do nothing."""
+    """Choose prompts, make train batches and measure arms. `documents` maps the name of each
+    context to its token ids from position 0, and `layout` tells which cartridge learns from which;
+    `end_ids` end a response. Methods that are not abstract do nothing."""
 
     documents: Mapping[str, tuple[int, ...]]
+    layout: CartridgeLayout
     end_ids: frozenset[int]
 
     def prepare(self, step: int) -> None:

@@ -13,10 +13,10 @@ share of tokens at which both have the same likeliest token.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ from documents.synthesis import SynthesisPlan, model_name, read_rows, write_stud
 from documents.synthesis_rows import StudyRow
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE
-from protocols.errors import CheckpointError, DataError
-from protocols.files import write_atomically
-from protocols.records.answers import KeepAnswers, hash_of, mean_nll
+from protocols.errors import DataError
+from protocols.records.answers import Answer, KeepAnswers, mean_nll
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
@@ -48,8 +47,16 @@ from training.recipes.agreement import (
 )
 from training.recipes.base import Recipe
 from training.recipes.contamination import clean
-from training.recipes.longhealth import in_company, in_turns, reading
 from training.recipes.question_files import UserQuestion, read_questions
+from training.recipes.study_prompts import context_ref, in_company, in_turns, reading, titled
+from training.recipes.study_rows import (
+    context_titles,
+    note_documents,
+    of_parts,
+    require_scores,
+    said,
+    studied_of,
+)
 from training.rollouts import (
     Rollout,
     ScoreGroup,
@@ -72,6 +79,8 @@ class DocumentsRecipe(Recipe):
         assert spec.self_study is not None
         self._spec, self._study, self._parts = spec, spec.self_study, parts
         self._directory, self._model = directory, model_name(spec.model.path)
+        self.layout = parts.layout
+        self._titles = context_titles(spec, parts.layout)
         self._conversation = ChatRenderer(tokenizer, parts.texts)
         self.documents: Mapping[str, tuple[int, ...]] = {
             **{name: self._conversation.head(name) for name in parts.parts},
@@ -83,7 +92,7 @@ class DocumentsRecipe(Recipe):
         self._training: dict[str, list[StudyQuestion]] = {}
         self._held_out: list[StudyQuestion] = []
         self._exams: list[HeldOutQuestion] = []
-        self._hashes = {name: hash_of(text) for name, text in parts.texts.items()}
+        self._hashes = parts.hashes
         note_documents(parts, directory)
 
     # -- questions ------------------------------------------------------------------------------
@@ -97,7 +106,9 @@ class DocumentsRecipe(Recipe):
                 rows = of_parts(read_rows(Path(self._study.rows)), self._parts, self._study.rows)
             else:
                 rows = await self._write(generate)
-            found = (studied_of(r, self._spec, self._conversation) for r in rows if r.kept)
+            found = (
+                studied_of(r, self._spec, self._conversation, self._titles) for r in rows if r.kept
+            )
             training, held_out = split(filter(None, found), self._spec.data.held_out)
             lacking = [name for name in self._parts.parts if not training.get(name)]
             if lacking or not held_out:
@@ -145,33 +156,54 @@ class DocumentsRecipe(Recipe):
             self._directory.selfstudy, list(self._parts.parts.values()), plan, sampler
         )
 
-    def _prompt_ids(self, document: str | None, text: str) -> tuple[int, ...]:
-        return self._conversation.opening(document, (AgentMessage("user", text),))
+    def _prompt_ids(self, about: str, text: str, bare: bool = False) -> tuple[int, ...]:
+        """Return the ids of a prompt about a context, after any prefix or without one."""
+        said = titled(self._titles, about, text)
+        return self._conversation.opening(None if bare else about, (AgentMessage("user", said),))
+
+    def _ref(self, about: str, prefix: str, version: int) -> PrefixRef:
+        """Return the prefix of an arm before a prompt about a context."""
+        if prefix == NO_DOCUMENT:
+            return BARE
+        if prefix == "document":
+            return context_ref((about,))
+        cartridge = self.layout.cartridge_of(self.layout.documents[about])
+        return PrefixRef(f"{prefix}/{cartridge}", version)
+
+    def _kept(self, answer: Answer) -> Answer:
+        """Return the record of an answer to a question about a context, by its document."""
+        about = answer.document
+        document = self.layout.documents[about]
+        cartridge = self.layout.cartridge_of(document)
+        return replace(answer, document=document, cartridge=cartridge, contexts=(about,))
 
     def _prompts(self, arm: str, step: int) -> list[tuple[StudyQuestion, StudyPrompt]]:
-        """Return a step's prompts: documents take turns, their questions are reshuffled each
-        round."""
+        """Return a step's prompts: contexts take turns, each with every cartridge that learns from
+        it; their questions are reshuffled each round."""
         rollout, seed = self._spec.rollout, self._spec.train.seed
-        names = sorted(self._training)
+        turns = sorted((about, c) for c, of in self.layout.contexts.items() for about in of)
         found = []
         for i in range(rollout.prompts):
-            number, of = divmod(step * rollout.prompts + i, len(names))
-            pool = self._training[names[of]]
+            number, turn = divmod(step * rollout.prompts + i, len(turns))
+            about, cartridge = turns[turn]
+            pool = self._training[about]
             lap, place = divmod(number, len(pool))
             order = list(range(len(pool)))
-            random.Random(f"questions/{seed}/{names[of]}/{lap}").shuffle(order)
+            random.Random(f"questions/{seed}/{about}/{lap}").shuffle(order)
             studied = pool[order[place]]
             name = f"{arm}/{step + 1}/{i}"
             request = GenerateRequest(
                 id=name,
                 prompt_ids=studied.prompt_ids,
-                prefix=PrefixRef(f"document/{studied.document}", 0),
+                prefix=context_ref((about,)),
                 sampling=Sampling(
                     rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens
                 ),
                 seed=stream_seed(f"sample/{seed}/{name}"),
             )
-            found.append((studied, StudyPrompt(studied.document, studied.kind, request)))
+            document = self.layout.documents[about]
+            prompt = StudyPrompt(document, studied.kind, request, cartridge, (about,), studied.key)
+            found.append((studied, prompt))
         return found
 
     # -- rollouts -------------------------------------------------------------------------------
@@ -182,7 +214,7 @@ class DocumentsRecipe(Recipe):
         await self._ready(generate)
         begun = time.perf_counter()
         train, asked = self._spec.train, [p for _, p in self._prompts("on_policy", step)]
-        names = sorted(self._parts.parts)
+        names = sorted(self.layout.cartridges)
         prompts = in_company(asked, version, names, train.compose, train.seed)
         requests = [p.request for p in prompts]
         completions, compute = await generate(requests, handed_over(prompts, ended))
@@ -222,7 +254,6 @@ class DocumentsRecipe(Recipe):
         questions, their answers decide the accuracy."""
         await self._ready(generate)
         await self._examine(generate)
-        bare = prefix == NO_DOCUMENT
         requests = [
             self._reading(e, f"evaluate/{arm}", prefix, version) for e in self._exams[:most]
         ]
@@ -230,7 +261,8 @@ class DocumentsRecipe(Recipe):
         measured = agreement(self._exams[:most], completions)
         if keep is not None:
             both = zip(self._exams[:most], completions, strict=True)
-            keep([teachers_answer(e, c, self._hashes, self._decode) for e, c in both])
+            told = [teachers_answer(e, c, self._hashes, self._decode) for e, c in both]
+            keep([self._kept(answer) for answer in told])
         if not self._asked:
             return measured
         asked = self._asked[: most or self._spec.evaluate.questions]
@@ -238,8 +270,8 @@ class DocumentsRecipe(Recipe):
         requests = [
             GenerateRequest(
                 f"evaluate/{arm}/asked/{q.id}",
-                self._prompt_ids(None if bare else q.document, q.text),
-                BARE if bare else PrefixRef(f"{prefix}/{q.document}", version),
+                self._prompt_ids(q.document, q.text, bare=prefix == NO_DOCUMENT),
+                self._ref(q.document, prefix, version),
                 sampling,
                 stream_seed(f"asked/{q.id}"),
             )
@@ -254,7 +286,7 @@ class DocumentsRecipe(Recipe):
             of_reading = iter(read)
             nll = [mean_nll(next(of_reading), len(own)) if own else None for own in ids]
             rows = zip(asked, answers, said, nll, strict=True)
-            keep([users_answer(q, c, text, lost, self._hashes) for q, c, text, lost in rows])
+            keep([self._kept(users_answer(q, c, t, lost, self._hashes)) for q, c, t, lost in rows])
         return {**answered(asked, said), "agreement": measured["agreement"]}
 
     async def _examine(self, generate: TimedGenerate) -> None:
@@ -268,14 +300,16 @@ class DocumentsRecipe(Recipe):
             answers, _ = await generate(
                 [
                     GenerateRequest(
-                        f"teacher/{s.key}", s.prompt_ids, PrefixRef(f"document/{s.document}", 0),
-                        sampling, stream_seed(f"teacher/{seed}/{s.key}"),
+                        f"teacher/{s.key}", s.prompt_ids, context_ref((s.document,)), sampling,
+                        stream_seed(f"teacher/{seed}/{s.key}"),
                     )
                     for s in self._held_out
                 ]
             )  # fmt: skip
             exams = [
-                HeldOutQuestion(s, self._prompt_ids(None, s.text), c.token_ids, (), ())
+                HeldOutQuestion(
+                    s, self._prompt_ids(s.document, s.text, bare=True), c.token_ids, (), ()
+                )
                 for s, c in zip(self._held_out, answers, strict=True)
             ]
             read, _ = await generate(
@@ -294,9 +328,8 @@ class DocumentsRecipe(Recipe):
         self, exam: HeldOutQuestion, name: str, prefix: str, version: int
     ) -> GenerateRequest:
         """Return a request that reads the teacher's answer, for its log-probabilities."""
-        bare = prefix == NO_DOCUMENT
-        ids = exam.bare_ids if bare else exam.studied.prompt_ids
-        ref = BARE if bare else PrefixRef(f"{prefix}/{exam.studied.document}", version)
+        ids = exam.bare_ids if prefix == NO_DOCUMENT else exam.studied.prompt_ids
+        ref = self._ref(exam.studied.document, prefix, version)
         return GenerateRequest(
             f"{name}/{exam.studied.key}", (*ids, *exam.answer_ids), ref,
             Sampling(temperature=0.0, max_tokens=1), 0, prompt_logprobs=True,
@@ -306,7 +339,9 @@ class DocumentsRecipe(Recipe):
         path = self._spec.data.questions
         if path is None:
             return []
-        found = read_questions(path, self._parts.texts, self._spec.data.instruction)
+        found = read_questions(
+            path, self._parts.texts, self._spec.data.instruction, self.layout.documents
+        )
         by_document = [[q for q in found if q.document == name] for name in self._parts.parts]
         return in_turns(by_document)
 
@@ -317,71 +352,3 @@ class DocumentsRecipe(Recipe):
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_rollouts(as_rows(rollout, arm, step, self._decode))
-
-
-def studied_of(row: StudyRow, spec: LearnSpec, conversation: ChatRenderer) -> StudyQuestion | None:
-    """Return the question of a row; None when a trainer row cannot hold it with its answer."""
-    ids = conversation.opening(row.document, (AgentMessage("user", row.question),))
-    if len(ids) + spec.rollout.max_tokens > spec.train.row_tokens:
-        return None
-    room = spec.train.row_tokens - len(ids)
-    # Ids of another model's tokenizer mean nothing here: its answer text is tokenized again.
-    own = row.model == model_name(spec.model.path) and row.answer_ids
-    answer = row.answer_ids if own else ()
-    if row.answer and not own:
-        answer = conversation.saying(row.answer)
-    kept = min(len(answer), room) if own and len(row.teacher_ids) == len(answer) else 0
-    known = all(id >= 0 for at in row.teacher_ids[:kept] for id in at)
-    return StudyQuestion(
-        row.key, row.document, row.kind, row.question, ids, answer[:room],
-        row.teacher_ids[:kept] if known else (), row.teacher_logprobs[:kept] if known else (),
-    )  # fmt: skip
-
-
-def require_scores(studied: Sequence[StudyQuestion], where: str | None) -> None:
-    """Raise DataError unless every answer has the same number of teacher tokens at every place."""
-    lacking = [s.key for s in studied if not s.teacher_ids]
-    if lacking:
-        raise DataError(
-            f"{where}: {len(lacking)} of {len(studied)} rows to train on have no answer with "
-            f"log-probabilities of this model's tokens, the first is {lacking[0]}; write them with "
-            "this model and self_study.top_k > 0, or set self_study.scores: read"
-        )
-    counts = sorted({len(at) for s in studied for at in s.teacher_ids})
-    if len(counts) > 1:
-        raise DataError(
-            f"{where}: rows keep {counts} log-probabilities a token; keep one file for each "
-            "self_study.top_k, or set self_study.scores: read"
-        )
-
-
-def note_documents(parts: Corpus, directory: RunDirectory) -> None:
-    """Write the run's list of documents. Raises CheckpointError when it differs on resume."""
-    told = parts.as_dict()
-    if directory.documents.exists():
-        before = json.loads(directory.documents.read_bytes())
-        if before["documents"] != told["documents"]:
-            raise CheckpointError(
-                f"the documents changed since the run began ({directory.documents}); bring them "
-                "back, or start anew without --resume"
-            )
-        return
-    write_atomically(directory.documents, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
-
-
-def of_parts(rows: Sequence[StudyRow], parts: Corpus, where: str) -> list[StudyRow]:
-    """Return the rows. Raises DataError when one is about a text that is not in `parts`."""
-    for row in rows:
-        part = parts.parts.get(row.document)
-        if part is None or part.document.sha256 != row.sha256:
-            raise DataError(
-                f"{where}: {row.key} is about {row.document} of hash {row.sha256[:12]}, which is "
-                "none of the run's documents; write the rows anew with `forge selfstudy`"
-            )
-    return list(rows)
-
-
-def said(studied: StudyQuestion, prompt: StudyPrompt) -> Completion:
-    """Return B's written answer as a Completion, with zeros for its unknown log-probabilities."""
-    ids = studied.answer_ids
-    return Completion(prompt.request.id, ids, (0.0,) * len(ids), (0,) * len(ids), "stop")

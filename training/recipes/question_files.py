@@ -111,10 +111,17 @@ def f1(said: str, answer: str) -> float:
 
 
 def read_questions(
-    path: str, texts: Mapping[str, str], instruction: str, *, unanswerable: bool = False
+    path: str,
+    texts: Mapping[str, str],
+    instruction: str,
+    owners: Mapping[str, str] | None = None,
+    *,
+    unanswerable: bool = False,
 ) -> list[UserQuestion]:
-    """Return the questions of a file about the documents in `texts`; SQuAD's impossible ones only
-    with `unanswerable`.
+    """Return the questions of a file about the contexts in `texts`, of which `owners` are the
+    documents, by default themselves; SQuAD's impossible ones only with `unanswerable`. A question
+    about a document of several chunks is about the first that holds its paragraph, or the right
+    option's words.
 
     Raises DataError for a file of another shape, and for a question about no document of the run.
     """
@@ -127,7 +134,8 @@ def read_questions(
     if isinstance(content, Mapping) and isinstance(content.get("data"), list):
         found = _squad(path, content["data"], texts, unanswerable)
     else:
-        found = _longhealth(path, content, texts, instruction)
+        of = owners or {name: name for name in texts}
+        found = _longhealth(path, content, texts, instruction, of)
     if not found:
         raise DataError(f"{path} has no question that can be answered; check data.questions")
     twice = [i for i, n in Counter(q.id for q in found).items() if n > 1]
@@ -177,21 +185,27 @@ def _of_context(where: str, title: str, context: str, plain: Mapping[str, str]) 
 
 
 def _longhealth(
-    path: str, content: Any, texts: Mapping[str, str], instruction: str
+    path: str,
+    content: Any,
+    texts: Mapping[str, str],
+    instruction: str,
+    owners: Mapping[str, str],
 ) -> list[UserQuestion]:
     found = []
+    documents = list(dict.fromkeys(owners.values()))
     for patient in parse_patients(content, path):
-        name = patient.id if patient.id in texts else None
-        if name is None and len(texts) == 1:
-            name = next(iter(texts))
-        if name is None:
+        only = next(iter(documents)) if len(documents) == 1 else ""
+        chunks = [c for c, d in owners.items() if d in (patient.id, only)]
+        if not chunks:
             raise DataError(
-                f"{path}: {patient.id} is the name of no document: {', '.join(texts)}; name it as "
-                "one of them (a document that was split has no one cartridge that knows it all)"
+                f"{path}: {patient.id} is the name of no document: "
+                f"{', '.join(documents)}; name it as one of them (set documents.long: "
+                "chunks for one that was split)"
             )
         for q in patient.questions:
             text = option_prompt(q.text, q.options, instruction)
-            found.append(UserQuestion(q.id, name, text, choice=q))
+            holding = next((c for c in chunks if q.correct in texts[c]), chunks[0])
+            found.append(UserQuestion(q.id, holding, text, choice=q))
     return found
 
 

@@ -32,10 +32,10 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
         assert directory is not None
         parts = read_parts(learn, tokenizer)
         return DocumentsRecipe(learn, parts, tokenizer, directory)
-    from training.recipes.longhealth import LongHealthPrompts, LongHealthRecipe, read_patients
+    from training.recipes.longhealth import LongHealthRecipe
+    from training.recipes.longhealth_prompts import open_prompts
 
-    tasks = LongHealthPrompts(learn, read_patients(learn.data), tokenizer)
-    return LongHealthRecipe(tasks, measured=bool(learn.evaluate.arms))
+    return LongHealthRecipe(open_prompts(learn, tokenizer), measured=bool(learn.evaluate.arms))
 
 
 @contextmanager

@@ -65,7 +65,9 @@ def parts() -> list[CorpusDocument]:
         document = UserDocument(Path(name).stem, name, text, f"hash of {name}", "utf-8")
         tokens = tokenised(tokenizer, text)
         found.append(
-            CorpusDocument(document.name, document, tokens.chunk(0, len(tokens)), text, tokens)
+            CorpusDocument(
+                document.name, document.name, document, tokens.chunk(0, len(tokens)), text, tokens
+            )
         )
     return found
 

@@ -231,7 +231,7 @@ def drawn(
     patient: Patient, questions: list[PatientQuestion], kinds: tuple[str, ...], count: int = 300
 ) -> list[tuple[str, str]]:
     return [
-        self_study_prompt(patient, questions, kinds, random.Random(f"test/{i}"))
+        self_study_prompt(patient, questions, kinds, random.Random(f"test/{i}"))[:2]
         for i in range(count)
     ]
 
@@ -301,7 +301,7 @@ def test_other_documents_lend_their_ends() -> None:
     assert self_study_prompt(short, [], ("choice",), rng)[0] == "structure"
     others = ["abilar", "cordel", "no new pain", "dravil", "gruber", "hassan"]
     for _ in range(50):
-        kind, text = self_study_prompt(short, [], ("choice",), rng, others)
+        kind, text, _ = self_study_prompt(short, [], ("choice",), rng, others)
         assert kind == "choice"
         assert "no new pain" not in text, "three words beside one: the farthest is left out"
 
@@ -344,7 +344,7 @@ def test_the_generator_alone_decides(patient: Patient) -> None:
 
 def test_a_whole_note_is_asked_for_by_its_first_sentence() -> None:
     (patient,) = parse_patients(generate_clinic(0, 1, 12, 1), "test")
-    kind, text = self_study_prompt(patient, [], ("recite_note",), random.Random(0))
+    kind, text, _ = self_study_prompt(patient, [], ("recite_note",), random.Random(0))
     first = sentences(patient.texts[0])[0]
     cue = unique_cue(patient.document, first)
     assert cue is not None

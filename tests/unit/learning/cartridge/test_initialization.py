@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +24,7 @@ TEXT = range(50, 60)
 
 
 def sources(twin: Twin, names: str = "ac") -> list[InitSource]:
-    return [InitSource(n, twin.documents[n], twin.kv[n], lambda: TEXT) for n in names]
+    return [InitSource(n, twin.documents[n], partial(twin.kv.get, n), lambda: TEXT) for n in names]
 
 
 def made(twin: Twin, init: str, seed: int = 0) -> torch.Tensor:
@@ -102,7 +103,7 @@ def test_chunks_do_not_overlap_and_every_place_is_met() -> None:
 def test_random_vectors_have_the_document_s_mean_and_spread(llama: Twin) -> None:
     """Means of 4,000 draws lie within five standard errors of the document's."""
     kv = llama.kv["a"].repeat(1, 1, 1, 200, 1)
-    source = InitSource("a", llama.documents["a"] * 200, kv, lambda: TEXT)
+    source = InitSource("a", llama.documents["a"] * 200, lambda: kv, lambda: TEXT)
     drawn = initial_bank(llama.model, [source], CartridgeInit("random_vectors", 4001, 1)).kv()[
         0, ..., 1:, :
     ]

@@ -35,7 +35,7 @@ def cartridges(tokens: int = 16, names: tuple[str, ...] = ("patient_01", "patien
 
 
 def prompt(text: str, kind: str = "question", document: str = "patient_01") -> dict[str, Any]:
-    ids = paper().conversation.opening(document, (AgentMessage("user", text),))
+    ids = paper().about.conversation.opening(document, (AgentMessage("user", text),))
     return {"arm": "on_policy", "id": "1/0", "document": document, "kind": kind,
             "prompt_ids": ids}  # fmt: skip
 
@@ -130,7 +130,7 @@ def test_training_prompts_are_what_the_user_said(tmp_path: Path) -> None:
         prompt("what is the sodium?", document="patient_02"),
     ]
     run = read_run(finished_run(tmp_path / "r", {"on_policy": cartridges()}, rollouts=rows))
-    found = list(trained_on(run, paper().conversation))
+    found = list(trained_on(run, paper().about))
     assert [(p.document, p.text) for p in found] == [
         ("patient_01", "what is the sodium?"),
         ("patient_01", "what about vitals?"),
