@@ -7,7 +7,7 @@ facts without a source are marked unknown.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from deploy.manifests.sizing import (
@@ -32,10 +32,12 @@ AT_RUN_TIME = "measured at run time"
 
 
 def plan(
-    spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
+    spec: RunSpec,
+    place: Callable[[str], SourceLocation] = resolved_place,
+    start: Sequence[str] = (),
 ) -> tuple[TableSection, ...]:
-    """Return every section of the plan, in reading order. Raises SpecError for a damaged
-    config.json."""
+    """Return every section of the plan, in reading order; `start` says where trained cartridges
+    come from. Raises SpecError for a damaged config.json."""
     shape = model_shape(spec.learn.model)
     size = None if shape is None else ModelSize(shape, VALUE_BYTES[spec.learn.model.dtype])
     learn, on_documents = documents.studied(spec.learn)
@@ -43,6 +45,7 @@ def plan(
     sections = [
         _run_section(spec),
         *on_documents,
+        *([lines("start", start)] if start else []),
         _roles_section(spec),
         _memory_section(spec, size),
         *([] if size is None else [sizing.summary(spec, size)]),
@@ -109,7 +112,7 @@ def _roles_section(spec: RunSpec) -> TableSection:
 def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
     learn = spec.learn
     tokens, documents = learn.cartridge.tokens, learn.data.patients
-    frozen = learn.cartridge.frozen
+    frozen = learn.cartridge.frozen_tokens
     rows = [("cartridge", f"{tokens} tokens, {frozen} of them frozen, for each of {documents}")]
     if size is None:
         unknown = "unknown: no config.json at model.path and no model.shape"

@@ -13,6 +13,7 @@ from protocols.spec.base import SpecSection, broken
 from protocols.spec.objective import HINT_WRITER
 from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec
 from protocols.spec.sections import LearnSections
+from protocols.spec.start import StartSpec
 
 Rule = tuple[bool, str, str]  # whether it is broken, the rule with its dotted key first, the remedy
 
@@ -20,6 +21,12 @@ Rule = tuple[bool, str, str]  # whether it is broken, the rule with its dotted k
 class LearnSpec(LearnSections):
     """Hold a learning config, `configs/*.yaml`: the sections of `protocols.spec.sections`,
     validated by the rules between them. The first that is broken is reported."""
+
+    def with_start(self, start: StartSpec, frozen: int | None = None) -> LearnSpec:
+        """Return the config with another `cartridge.init`, and `cartridge.frozen` if it is
+        given."""
+        changed = {"init": start, **({} if frozen is None else {"frozen": frozen})}
+        return self.model_copy(update={"cartridge": self.cartridge.model_copy(update=changed)})
 
     @model_validator(mode="after")
     def _across(self) -> LearnSpec:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 import torch
 from small_run import ROOT
 
 from learning.cartridge.attention_matching import attention_matched
-from learning.cartridge.initialization import INITS, CartridgeInit, InitSource, chunks, initial_bank
+from learning.cartridge.initialization import (
+    INITS,
+    PADS,
+    CartridgeInit,
+    InitSource,
+    chunks,
+    initial_bank,
+)
 from learning.model.loading import text_ids
 from protocols.errors import DataError
-from protocols.spec.sections import CartridgeSpec
+from protocols.spec.start import Init, StartSpec
 
 if TYPE_CHECKING:
     from twins import Twin
@@ -44,8 +51,9 @@ def read_back(twin: Twin, kv: torch.Tensor) -> list[int]:
 
 
 def test_the_spec_names_exactly_what_there_is() -> None:
-    schema = CartridgeSpec.model_json_schema()["properties"]["init"]
-    assert set(schema["enum"]) == set(INITS)
+    assert set(get_args(Init)) == set(INITS)
+    pads = StartSpec.model_json_schema()["properties"]["pad"]["anyOf"][0]["enum"]
+    assert set(pads) == set(PADS)
 
 
 @pytest.mark.parametrize("init", INITS)
