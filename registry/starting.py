@@ -45,34 +45,40 @@ def read_start(
             "cartridge.init has no from; name a cartridge, a run or a library, or give --continue "
             "RUN"
         )
-    if isinstance(source, str):
-        found = _read(source, start, base)
-    else:
-        found = {name: _one(text, name, start, base) for name, text in source.items()}
-    if names is None:
-        return found
-    if not isinstance(source, str) and (unknown := sorted(set(found) - set(names))):
+    by_name = {} if isinstance(source, str) else source
+    if names is not None and (unknown := sorted(set(by_name) - set(names))):
         raise DataError(
             f"cartridge.init.from names {unknown[0]}, and this run's cartridges are "
             f"{', '.join(sorted(names))}; correct the name or remove it"
         )
-    chosen = {name: found[name if name in found else EVERY] for name in names
-              if name in found or EVERY in found}  # fmt: skip
-    missing = sorted(set(names) - set(chosen))
+    if isinstance(source, str):
+        found = _read(source, start, base)
+    else:
+        read = {text: _read(text, start, base) for text in dict.fromkeys(by_name.values())}
+        found = {name: _one(read[text], text, name) for name, text in by_name.items()}
+    return found if names is None else _of(names, found, start)
+
+
+def _one(found: Mapping[str, CartridgeFile], text: str, name: str) -> CartridgeFile:
+    if name not in found and EVERY not in found:
+        raise DataError(f"{text} has no cartridge {name}; it has {', '.join(sorted(found))}")
+    return found[name if name in found else EVERY]
+
+
+def _of(
+    names: Collection[str], found: Mapping[str, CartridgeFile], start: StartSpec
+) -> dict[str, CartridgeFile]:
+    """Return the cartridges of a run that have one to start from."""
+    if EVERY in found:
+        return dict.fromkeys(names, found[EVERY])
+    missing = sorted(set(names) - set(found))
     if missing and start.otherwise is None:
         raise DataError(
             f"cartridge.init.from has no cartridge for {', '.join(missing)}; it has "
             f"{', '.join(sorted(found)) or 'none'}; add one, or say how the others start: "
             "cartridge.init.otherwise: first_tokens"
         )
-    return chosen
-
-
-def _one(text: str, name: str, start: StartSpec, base: BaseModelInfo) -> CartridgeFile:
-    found = _read(text, start, base)
-    if name not in found and EVERY not in found:
-        raise DataError(f"{text} has no cartridge {name}; it has {', '.join(sorted(found))}")
-    return found[name if name in found else EVERY]
+    return {name: found[name] for name in names if name in found}
 
 
 def _read(text: str, start: StartSpec, base: BaseModelInfo) -> dict[str, CartridgeFile]:

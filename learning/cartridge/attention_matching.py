@@ -71,7 +71,7 @@ def attention_added(
     beside = shifted(given, kv.shape[3] - whole, of_model)
     rows = [observe(model, part, kv) for part in reference_rows(ids)]
     layers = [
-        _layer(kv[layer], [row[layer] for row in rows], tokens, beside[layer])
+        fitted(kv[layer], [row[layer] for row in rows], tokens, beside[layer])
         for layer in range(len(kv))
     ]
     return shifted(torch.stack(layers), whole - kv.shape[3], of_model)
@@ -101,10 +101,10 @@ def compacted(kv: Tensor, rows: Sequence[ObservedAttention], tokens: int, frozen
     """Return one layer's KV [2, H_kv, T, D] compacted to [2, H_kv, P, D], keys at their old
     positions."""
     own = kv[:, :, :frozen]
-    return torch.cat([own, _layer(kv, rows, tokens - frozen, own, first=frozen)], dim=2)
+    return torch.cat([own, fitted(kv, rows, tokens - frozen, own, first=frozen)], dim=2)
 
 
-def _layer(
+def fitted(
     kv: Tensor, rows: Sequence[ObservedAttention], tokens: int, given: Tensor, first: int = 0
 ) -> Tensor:
     """Return entries [2, H_kv, N, D] of one layer's document, from its token `first` on, to stand
@@ -144,8 +144,8 @@ def _head(
         wrong += on_kept.T @ missing
     # Ridge towards the kept keys' own values: a key without attention keeps its value.
     ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
-    fitted = values[kept] + torch.linalg.solve(gram + ridge.to(gram.device), wrong)
-    return torch.stack([keys[kept], fitted])
+    moved = torch.linalg.solve(gram + ridge.to(gram.device), wrong)
+    return torch.stack([keys[kept], values[kept] + moved])
 
 
 def _scores(
