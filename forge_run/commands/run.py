@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from forge_run.formatting import TableSection
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import LoadedSpec, load_spec
 
 
 def run(
@@ -27,7 +27,7 @@ def run(
     from forge_run.preflight import require_runnable
     from services.telemetry.hub import require_sinks
 
-    loaded = load_spec(mesh, overlays=overlays, sets=sets)
+    loaded, notes = _loaded(mesh, overlays, sets, run_dir, continues)
     require_runnable(loaded.spec, loaded.place)
     require_sinks(loaded.spec)
     if loaded.spec.learn.self_study is not None:
@@ -37,10 +37,9 @@ def run(
             print(line, file=sys.stderr)
     from forge_run.launch import run as go
 
-    spec, notes = _started(loaded.spec, run_dir, continues)
     for line in notes:
         print(line, file=sys.stderr)
-    return go(spec, run_dir=run_dir, resume=resume)
+    return go(loaded.spec, run_dir=run_dir, resume=resume)
 
 
 def plan(
@@ -59,8 +58,8 @@ def plan(
     from forge_run import formatting
     from forge_run.plan import plan as of
 
-    loaded = load_spec(mesh, overlays=overlays, sets=sets)
-    spec, notes = _started(loaded.spec, run_dir, continues)
+    loaded, notes = _loaded(mesh, overlays, sets, run_dir, continues)
+    spec = loaded.spec
     found = of.size_plan(spec) if sizing else of.plan(spec, loaded.place, notes)
     if not as_json:
         return found
@@ -68,15 +67,25 @@ def plan(
     return 0
 
 
-def _started(
-    spec: RunSpec, run_dir: Path | None, continues: str | None
-) -> tuple[RunSpec, list[str]]:
-    """Return `forge_run.plan.start.started`, whose imports take seconds, where there is need."""
-    if continues is None and spec.learn.cartridge.start is None:
-        return spec, []
-    from forge_run.plan.start import started
+def _loaded(
+    mesh: str,
+    overlays: Sequence[str],
+    sets: Sequence[str],
+    run_dir: Path | None,
+    continues: str | None,
+) -> tuple[LoadedSpec, list[str]]:
+    """Return the spec, and lines on the trained cartridges that it starts from."""
+    loaded = load_spec(mesh, overlays=overlays, sets=sets)
+    notes: list[str] = []
+    if continues is None and loaded.spec.learn.cartridge.start is None:
+        return loaded, []
+    from forge_run.plan import start  # it imports torch, which takes seconds
 
-    return started(spec, run_dir, continues)
+    if continues is not None:
+        override, notes = start.continued(loaded.spec, run_dir, continues)
+        loaded = load_spec(mesh, overlays=overlays, sets=[*sets, override])
+    spec, sources = start.started(loaded.spec)
+    return replace(loaded, spec=spec), [*notes, *sources]
 
 
 def worker(*, address: str | None, grace: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from forge_run.launch import differences
@@ -16,45 +17,19 @@ from registry.starting import EVERY, read_start, record_of, require_fit_of, told
 from services.run_directory import RunDirectory, outcome
 
 
-def started(
-    spec: RunSpec, run_dir: Path | None, continues: str | None
-) -> tuple[RunSpec, list[str]]:
-    """Return the spec with the run that it continues in `cartridge.init` and the start's own
-    `cartridge.frozen`, and lines that say where cartridges come from; none without trained ones.
-
-    Reads the cartridges. Raises SpecError where the start is given twice, CheckpointError without
-    such a run, and DataError for cartridges that cannot be started from.
-    """
-    notes: list[str] = []
-    if continues is not None:
-        old = RunDirectory.open((run_dir or Path("runs")).absolute(), spec.mesh.name, continues)
-        spec, notes = _continued(spec, old)
-    learn = spec.learn
-    if learn.cartridge.start is None or not (Path(learn.model.path) / "config.json").is_file():
-        return spec, notes  # the trainer checks them beside a model of the hub
-    base = read_base(Path(learn.model.path))
-    found = read_start(learn.cartridge.start, base)
-    require_fit_of(found, learn.cartridge, base)
-    record = record_of(found, found, learn.cartridge)
-    shown = {"every cartridge" if name == EVERY else name: one for name, one in record.items()}
-    if EVERY not in found and learn.cartridge.fresh is not None:
-        shown["others"] = {"init": learn.cartridge.fresh}
-    counts = {one.frozen for one in found.values()}
-    if learn.cartridge.frozen is None and len(counts) == 1:
-        changed = learn.with_start(learn.cartridge.start, *counts)
-        spec = spec.model_copy(update={"learn": changed})
-    return spec, [*notes, *told(shown)]
-
-
-def _continued(spec: RunSpec, old: RunDirectory) -> tuple[RunSpec, list[str]]:
-    """Return the spec that starts from the last cartridges of a run, and what to tell of it.
+def continued(spec: RunSpec, run_dir: Path | None, which: str) -> tuple[str, list[str]]:
+    """Return the override of `cartridge.init` that starts from the last cartridges of a run, and
+    what to tell of that run.
 
     The checkpoint is named, not the run: a run that goes on changes no run that started from it.
+    Raises SpecError where the start is given twice, CheckpointError without such a run, and
+    DataError for one without a checkpoint.
     """
+    old = RunDirectory.open((run_dir or Path("runs")).absolute(), spec.mesh.name, which)
     given = spec.learn.cartridge.start or StartSpec()
     if given.source is not None:
         raise SpecError(
-            f"--continue {old.id} and cartridge.init.from ({given.source}) both say what "
+            f"--continue {which} and cartridge.init.from ({given.source}) both say what "
             "cartridges start from; give one of them"
         )
     checkpoint = chosen_checkpoint(old.path)
@@ -73,4 +48,28 @@ def _continued(spec: RunSpec, old: RunDirectory) -> tuple[RunSpec, list[str]]:
     ]
     if (status := outcome(read_rows(old.events))) != "finished":
         notes.append(f"{old.id} is {status}: its last checkpoint is not its last step's")
-    return spec.model_copy(update={"learn": spec.learn.with_start(start)}), notes
+    return f"cartridge.init={json.dumps(start.model_dump(mode='json'))}", notes
+
+
+def started(spec: RunSpec) -> tuple[RunSpec, list[str]]:
+    """Return the spec with the number of frozen tokens of the cartridges that it starts from, and
+    lines that say where each comes from.
+
+    Reads them. Raises DataError, or CheckpointError for a damaged run, for cartridges that cannot
+    be started from; for a model of the hub the trainer does, which has it.
+    """
+    learn = spec.learn
+    if learn.cartridge.start is None or not (Path(learn.model.path) / "config.json").is_file():
+        return spec, []
+    base = read_base(Path(learn.model.path))
+    found = read_start(learn.cartridge.start, base)
+    require_fit_of(found, learn.cartridge, base)
+    record = record_of(found, found, learn.cartridge)
+    shown = {"every cartridge" if name == EVERY else name: one for name, one in record.items()}
+    if EVERY not in found and learn.cartridge.fresh is not None:
+        shown["others"] = {"init": learn.cartridge.fresh}
+    counts = {one.frozen for one in found.values()}
+    if learn.cartridge.frozen is None and len(counts) == 1:
+        changed = learn.with_start(learn.cartridge.start, *counts)
+        spec = spec.model_copy(update={"learn": changed})
+    return spec, list(told(shown))
