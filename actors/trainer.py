@@ -7,7 +7,7 @@ what only one may do; the replies of the others are ignored.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from monarch.actor import endpoint
 
 from actors.base import ModelSource, RankPlace
 from actors.model_actors import ModelActor
+from learning.cartridge.bank import CartridgeBank
 from learning.cartridge.fingerprint import fingerprint
 from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
 from learning.checkpoint import read_checkpoint
@@ -70,26 +71,9 @@ class TrainerActor(ModelActor):
         )
         if shard:
             shard_base(model, self._ranks)
-        cache = DocumentKVCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
-        vocabulary = partial(text_ids, base.path)
-        of = learn.cartridge
-        sources = [
-            InitSource(n, base.documents[n], cache.get(n), vocabulary)
-            for n in names
-            if n not in given or given[n].tokens < of.tokens
-        ]
-        start = CartridgeInit(
-            of.fresh or "first_tokens",  # of no cartridge, where every one is given
-            of.tokens,
-            of.frozen_tokens,
-            learn.train.seed,
-            of.start.pad if of.start is not None else None,
-        )
-        bank = initial_bank(
-            model, sources, start, {n: (one.kv, one.frozen) for n, one in given.items()}
-        )
+        bank = bank_of(model, base, learn, names, given)
         if given and self._ranks.leads:
-            keep_record(Path(start_record), record_of(given, names, of))
+            keep_record(Path(start_record), record_of(given, names, learn.cartridge))
         self._trainer = CartridgeTrainer(
             model,
             bank,
@@ -239,3 +223,30 @@ def open_start(
     known: dict[str, str] = {learn.model.dtype: base_hash(model)}
     require_fit_of(found, learn.cartridge, base, lambda one: other_weights(one, folder, known))
     return found
+
+
+def bank_of(
+    model: PreTrainedModel,
+    base: ModelSource,
+    learn: LearnSpec,
+    names: Collection[str],
+    given: Mapping[str, CartridgeFile],
+) -> CartridgeBank:
+    """Return the bank of these documents' cartridges, untrained but for the `given` ones. A
+    document is read only where its cartridge needs it. Raises DataError as `initial_bank` does."""
+    cache = DocumentKVCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
+    vocabulary, of = partial(text_ids, base.path), learn.cartridge
+    sources = [
+        InitSource(n, base.documents[n], cache.get(n), vocabulary)
+        for n in names
+        if n not in given or given[n].tokens < of.tokens
+    ]
+    start = CartridgeInit(
+        of.fresh or "first_tokens",  # of no cartridge, where every one is given
+        of.tokens,
+        of.frozen_tokens,
+        learn.train.seed,
+        of.start.pad if of.start is not None else None,
+    )
+    trained = {name: (file.kv, file.frozen) for name, file in given.items()}
+    return initial_bank(model, sources, start, trained)

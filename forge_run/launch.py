@@ -208,7 +208,8 @@ def _drive(
         while not status.done:
             display.update(status)
             if untold and directory.start.exists():
-                untold = _tell_fresh(directory, display)
+                untold = False
+                _tell_fresh(directory, display)
             if caught.first and asked is None:
                 asked = time.monotonic()
                 controller.ask_to_stop.call_one().get(timeout=STATUS_TIMEOUT)
@@ -233,16 +234,14 @@ def _drive(
     return True
 
 
-def _tell_fresh(directory: RunDirectory, display: ConsoleDisplay) -> bool:
-    """Tell which cartridges start by an initialization where others start from trained ones; return
-    that nothing is untold."""
+def _tell_fresh(directory: RunDirectory, display: ConsoleDisplay) -> None:
+    """Tell which cartridges start by an initialization where others start from trained ones."""
     from registry.formats.run_checkpoint import read_start_record
     from registry.starting import told
 
     record = read_start_record(directory.start)
     for line in told({name: one for name, one in record.items() if "init" in one}):
         display.line(f"no trained cartridge to start from, so {line}")
-    return False
 
 
 def _poll(controller: Any, timeout_s: float) -> Any:

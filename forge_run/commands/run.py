@@ -27,7 +27,7 @@ def run(
     from forge_run.preflight import require_runnable
     from services.telemetry.hub import require_sinks
 
-    loaded, notes = _loaded(mesh, overlays, sets, run_dir, continues)
+    loaded, notes = resolved(mesh, overlays, sets, run_dir, continues)
     require_runnable(loaded.spec, loaded.place)
     require_sinks(loaded.spec)
     if loaded.spec.learn.self_study is not None:
@@ -58,7 +58,7 @@ def plan(
     from forge_run import formatting
     from forge_run.plan import plan as of
 
-    loaded, notes = _loaded(mesh, overlays, sets, run_dir, continues)
+    loaded, notes = resolved(mesh, overlays, sets, run_dir, continues)
     spec = loaded.spec
     found = of.size_plan(spec) if sizing else of.plan(spec, loaded.place, notes)
     if not as_json:
@@ -67,7 +67,7 @@ def plan(
     return 0
 
 
-def _loaded(
+def resolved(
     mesh: str,
     overlays: Sequence[str],
     sets: Sequence[str],

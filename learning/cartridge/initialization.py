@@ -79,7 +79,7 @@ def initial_cartridges(
     for name in sorted({*by_name, *given}):
         if name in given and given[name][0].shape[3] >= start.tokens:
             kv, frozen = given[name]
-            made[name] = kv[:, :, :, : start.tokens].float(), frozen
+            made[name] = kv[:, :, :, : start.tokens].to(model.device, torch.float32), frozen
             continue
         source = by_name[name]
         check_longer(name, len(source.ids), start.tokens)

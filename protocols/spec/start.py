@@ -58,15 +58,18 @@ class StartSpec(SpecSection):
     )
 
     def local(self, absolute: Callable[[Key, str], Path]) -> StartSpec:
-        """Return the section with its paths absolute, by `absolute(key below init, path)`. Names of
-        a library stay as they are."""
+        """Return the section with its paths absolute, by `absolute(key below init, path)`, and
+        without links: a run that starts from `latest` becomes the latest itself. Names of a library
+        stay as they are."""
 
         def path(text: str, *key: str) -> str:
             prefix = RUN_PREFIX if text.startswith(RUN_PREFIX) else ""
             rest = text.removeprefix(prefix)
             whole = absolute(key, rest)
             named = not prefix and os.sep not in rest and not rest.startswith((".", "~"))
-            return text if named and not whole.exists() else f"{prefix}{whole}"
+            if named and not whole.exists():
+                return text
+            return f"{prefix}{os.path.realpath(whole)}"
 
         source = self.source
         if isinstance(source, dict):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_run.commands.run import _loaded, plan
+from forge_run.commands.run import plan, resolved
 from forge_run.formatting import TableSection
 from learning.checkpoint import Checkpoint, write_checkpoint
 from protocols.errors import CheckpointError, DataError, SpecError
@@ -39,7 +39,7 @@ def old(tmp_path: Path) -> RunDirectory:
 
 
 def loaded(root: Path, continues: str | None, *sets: str) -> tuple[LoadedSpec, list[str]]:
-    return _loaded(MESH, [], list(sets), root, continues)
+    return resolved(MESH, [], list(sets), root, continues)
 
 
 def test_a_continued_run_starts_from_the_last_checkpoint_with_its_frozen_tokens(

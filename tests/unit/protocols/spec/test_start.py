@@ -90,3 +90,11 @@ def test_what_cannot_be_is_refused_where_it_is_written(override: str, message: s
 
 def test_a_start_without_a_source_is_that_of_continue() -> None:
     assert loaded("cartridge.init={pad: random}").start == StartSpec(pad="random")
+
+
+def test_a_link_is_followed_for_the_run_will_move_it(tmp_path: Path) -> None:
+    (tmp_path / "r1").mkdir()
+    (tmp_path / "latest").symlink_to("r1")
+    start = loaded(f"cartridge.init={{from: run:{tmp_path}/latest/offline}}").start
+    assert start is not None
+    assert start.source == f"run:{tmp_path}/r1/offline"
