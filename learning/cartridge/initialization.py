@@ -12,7 +12,7 @@ always the document's own: they are the attention sink, which is not trained, an
 not be one.
 
 A trained cartridge of other than P tokens is cut to its first P, or gets more of the document:
-random vectors, or what attention matching finds that it lacks (PADS).
+random vectors, or entries that attention matching fits beside its own (PADS).
 """
 
 from __future__ import annotations
@@ -77,16 +77,14 @@ def initial_cartridges(
     by_name = {source.name: source for source in sources}
     made = {}
     for name in sorted({*by_name, *given}):
-        if name in given and given[name][0].shape[3] >= start.tokens:
-            kv, frozen = given[name]
-            made[name] = kv[:, :, :, : start.tokens].to(model.device, torch.float32), frozen
-            continue
-        source = by_name[name]
-        check_longer(name, len(source.ids), start.tokens)
+        source = by_name.get(name)
+        if source is not None:
+            check_longer(name, len(source.ids), start.tokens)
         if name in given:
             kv, frozen = given[name]
-            made[name] = padded(model, source, start, kv, frozen), frozen
+            made[name] = resized(model, source, start, kv, frozen), frozen
         else:
+            assert source is not None
             made[name] = INITS[start.init](model, source, start).float(), start.frozen
     return made
 
@@ -110,17 +108,24 @@ def initial_bank(
     return CartridgeBank(list(made), torch.stack([kv for kv, _ in made.values()]), *counts)
 
 
-def padded(
-    model: PreTrainedModel, source: InitSource, start: CartridgeInit, kv: Tensor, frozen: int
+def resized(
+    model: PreTrainedModel, source: InitSource | None, start: CartridgeInit, kv: Tensor, frozen: int
 ) -> Tensor:
-    """Return a trained cartridge [L, 2, H_kv, G, D] with tokens of the document behind it, P in
-    all, in float32. The frozen ones do not change. The keys of the others are moved by P - G, so
-    that a prompt is as far behind them as it was."""
-    assert start.pad is not None, "refused before the cartridge was read"
-    kv = kv.to(source.kv.device, torch.float32)
-    sink, learned = kv.tensor_split([frozen], dim=3)
-    missing = start.tokens - kv.shape[3]
+    """Return a trained cartridge [L, 2, H_kv, G, D] with P tokens, in float32: its first, or with
+    tokens of the document `source` behind its own.
+
+    The frozen tokens do not change. The keys of the others are moved by P - G, so that a prompt is
+    as far behind them as in training.
+    """
+    kv = kv.to(model.device, torch.float32)
+    if (missing := start.tokens - kv.shape[3]) == 0:
+        return kv
+    sink, learned = kv[:, :, :, : start.tokens].tensor_split([frozen], dim=3)
     own = torch.cat([sink, shifted(learned, missing, frequencies(model))], dim=3)
+    if missing < 0:
+        return own
+    assert start.pad is not None, "refused before the cartridge was read"
+    assert source is not None, "a padded cartridge has its document"
     return torch.cat([own, PADS[start.pad](model, source, start, own).float()], dim=3)
 
 

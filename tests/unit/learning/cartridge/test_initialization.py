@@ -149,11 +149,15 @@ def test_a_trained_cartridge_starts_as_it_is_beside_a_fresh_one(llama: Twin) -> 
     assert [frozen for _, frozen in made.values()] == [2, 2]
 
 
-def test_a_longer_one_is_cut_to_its_first_tokens(llama: Twin) -> None:
+def test_a_longer_one_is_cut_to_its_first_tokens_as_near_to_a_prompt(llama: Twin) -> None:
     kv, frozen = given(llama, 16)
     bank = initial_bank(llama.model, [], CartridgeInit("x", 12, 1), {"a": (kv, frozen)})
-    assert torch.equal(bank.kv()[0], kv[:, :, :, :12])
+    made = bank.kv()[0]
     assert bank.frozen.shape[4] == 2
+    assert torch.equal(made[:, :, :, :2], kv[:, :, :, :2])
+    assert torch.equal(made[:, 1], kv[:, 1, :, :12])
+    moved = shifted(kv, -4, frequencies(llama.model))
+    torch.testing.assert_close(made[:, :, :, 2:], moved[:, :, :, 2:12])
 
 
 @pytest.mark.parametrize("pad", PADS)
