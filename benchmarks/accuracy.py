@@ -45,7 +45,7 @@ from learning.trainer import CartridgeTrainer
 from protocols.records.intervals import wilson_interval
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
-from protocols.spec.sections import Init
+from protocols.spec.start import Init
 from protocols.train_batch import TrainBatch
 from protocols.types import GenerateRequest, PrefixRef, composed_ref
 from training.recipes.longhealth import measure
@@ -83,7 +83,8 @@ class StudyBench:
         most = self._model.config.max_position_embeddings
         sources = init_sources(layout.contexts, documents, self._cache, most, vocabulary)
         of = learn.cartridge
-        start = CartridgeInit(of.init, of.tokens, of.frozen, learn.train.seed)
+        assert of.fresh is not None, "this sets cartridge.init to a name"
+        start = CartridgeInit(of.fresh, of.tokens, of.frozen_tokens, learn.train.seed)
         bank = initial_bank(self._model, sources, start)
         self._trainer = CartridgeTrainer(
             self._model, bank, learn.train, objective=learn.objective, loss=learn.loss,

@@ -210,7 +210,7 @@ def score_bytes(size: ModelSize, rows: PackedShape, prefix: int) -> int:
 
 def trainable_numbers(learn: LearnSpec, size: ModelSize) -> int:
     """Return the numbers that one step trains, over all cartridges."""
-    tokens = learn.cartridge.tokens - learn.cartridge.frozen
+    tokens = learn.cartridge.tokens - learn.cartridge.frozen_tokens
     return learn.cartridges * tokens * size.kv_values
 
 
@@ -240,7 +240,7 @@ def _versions_bytes(learn: LearnSpec, size: ModelSize) -> int:
 
 def checkpoint_bytes(learn: LearnSpec, size: ModelSize) -> int:
     """Return bytes of one checkpoint; the trainer's last state, written every step, is as large."""
-    frozen = learn.cartridges * learn.cartridge.frozen * size.kv_values * FLOAT
+    frozen = learn.cartridges * learn.cartridge.frozen_tokens * size.kv_values * FLOAT
     hinted = FLOAT * (_sets(learn) - 1)
     return trainable_numbers(learn, size) * (STATE_BYTES + hinted) + frozen
 

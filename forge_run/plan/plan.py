@@ -7,7 +7,7 @@ facts without a source are marked unknown.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from deploy.manifests.sizing import (
@@ -33,10 +33,12 @@ AT_RUN_TIME = "measured at run time"
 
 
 def plan(
-    spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
+    spec: RunSpec,
+    place: Callable[[str], SourceLocation] = resolved_place,
+    start: Sequence[str] = (),
 ) -> tuple[TableSection, ...]:
-    """Return every section of the plan, in reading order. Raises SpecError for a damaged
-    config.json."""
+    """Return every section of the plan, in reading order; `start` says where trained cartridges
+    come from. Raises SpecError for a damaged config.json."""
     shape = model_shape(spec.learn.model)
     size = None if shape is None else ModelSize(shape, VALUE_BYTES[spec.learn.model.dtype])
     learn, on_documents = documents.studied(spec.learn)
@@ -45,6 +47,7 @@ def plan(
         _run_section(spec),
         *on_documents,
         *layout_sections(learn, size),
+        *([lines("start", start)] if start else []),
         _roles_section(spec),
         _memory_section(spec, size),
         *([] if size is None else [sizing.summary(spec, size)]),
@@ -110,7 +113,8 @@ def _roles_section(spec: RunSpec) -> TableSection:
 
 def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
     learn = spec.learn
-    tokens, frozen, documents = learn.cartridge.tokens, learn.cartridge.frozen, learn.data.patients
+    tokens, documents = learn.cartridge.tokens, learn.data.patients
+    frozen = learn.cartridge.frozen_tokens
     held = f"for each of {documents}"
     if learn.cartridge.per != "document":
         held = f"{learn.cartridges} for {documents} documents"

@@ -26,9 +26,9 @@ class CartridgeBank(nn.Module):
     def __init__(self, names: Sequence[str], kv: Tensor, frozen: int) -> None:
         """Take the initial keys and values [C, L, 2, H_kv, P, D] of the named documents."""
         super().__init__()
-        if len(names) != len(kv) or not 1 <= frozen < kv.shape[4]:
+        if len(names) != len(kv) or not 0 <= frozen < kv.shape[4]:
             raise DataError(
-                f"a bank needs one prefix a name and 1 <= frozen < P: got {len(names)} names, "
+                f"a bank needs one prefix a name and 0 <= frozen < P: got {len(names)} names, "
                 f"{len(kv)} prefixes of P={kv.shape[4]}, frozen={frozen}"
             )
         self.names = tuple(names)

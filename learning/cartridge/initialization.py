@@ -1,4 +1,4 @@
-"""Initialize cartridges [L, 2, H_kv, P, D] from documents.
+"""Initialize cartridges [L, 2, H_kv, P, D] from documents, or from trained cartridges.
 
     first_tokens        the document's first P tokens; of several contexts, an equal share of each
     random_text         random tokens of the vocabulary
@@ -10,21 +10,26 @@
 All but attention_matching compute the keys at positions 0..P-1. The first `frozen` tokens are
 always the document's own: they are the attention sink, which is not trained, and random text would
 not be one.
+
+A trained cartridge of other than P tokens is cut to its first P, or gets more of the document:
+random vectors, or entries that attention matching fits beside its own (PADS).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learning.cartridge.attention_matching import attention_matched
+from learning.cartridge.attention_matching import attention_added, attention_matched
 from learning.cartridge.bank import CartridgeBank, check_longer
+from learning.cartridge.composition import frequencies, shifted
 from learning.model.document_kv import document_kv
+from protocols.errors import DataError
 from protocols.seeds import stream_seed
 
 CHUNKS = 8  # at most, and so few that each has LEAST tokens
@@ -47,24 +52,83 @@ class InitSource:
 @dataclass(frozen=True)
 class CartridgeInit:
     """Name one of INITS, the cartridge's P tokens, how many of them are frozen, and the seed of the
-    draws."""
+    draws. `pad` is one of PADS, for trained cartridges of fewer tokens."""
 
     init: str
     tokens: int
     frozen: int
     seed: int = 0
+    pad: str | None = None
+
+
+Start = tuple[Tensor, int]
+"""A cartridge before its first step: [L, 2, H_kv, P, D] in float32, and its frozen tokens."""
+
+
+def initial_cartridges(
+    model: PreTrainedModel,
+    sources: Iterable[InitSource],
+    start: CartridgeInit,
+    given: Mapping[str, Start],
+) -> dict[str, Start]:
+    """Return every cartridge at its start, by name: the `given` ones and those of `sources`. A
+    given cartridge of fewer than P tokens is padded from the source of its name.
+
+    Raises DataError for a document that is not longer than a cartridge made of it.
+    """
+    by_name = {source.name: source for source in sources}
+    made = {}
+    for name in sorted({*by_name, *given}):
+        source = by_name.get(name)
+        if source is not None:
+            check_longer(name, len(source.ids), start.tokens)
+        if name in given:
+            kv, frozen = given[name]
+            made[name] = resized(model, source, start, kv, frozen), frozen
+        else:
+            assert source is not None
+            made[name] = INITS[start.init](model, source, start).float(), start.frozen
+    return made
 
 
 def initial_bank(
-    model: PreTrainedModel, sources: Sequence[InitSource], start: CartridgeInit
+    model: PreTrainedModel,
+    sources: Iterable[InitSource],
+    start: CartridgeInit,
+    given: Mapping[str, Start] | None = None,
 ) -> CartridgeBank:
-    """Return a bank with a cartridge of each document. Raises DataError for a document that is not
-    longer than a cartridge."""
-    for source in sources:
-        check_longer(source.name, len(source.ids), start.tokens)
-    ordered = sorted(sources, key=lambda source: source.name)
-    made = [INITS[start.init](model, source, start) for source in ordered]
-    return CartridgeBank([source.name for source in ordered], torch.stack(made), start.frozen)
+    """Return a bank of `initial_cartridges`. Raises DataError as that does, and where cartridges
+    differ in frozen tokens."""
+    made = initial_cartridges(model, sources, start, given or {})
+    counts = {frozen: name for name, (_, frozen) in made.items()}
+    if len(counts) > 1:
+        shown = ", ".join(f"{name} {frozen}" for frozen, name in sorted(counts.items()))
+        raise DataError(
+            f"the cartridges of a run have equally many frozen tokens: got {shown}; start from "
+            "files that agree, and set cartridge.frozen to their number"
+        )
+    return CartridgeBank(list(made), torch.stack([kv for kv, _ in made.values()]), *counts)
+
+
+def resized(
+    model: PreTrainedModel, source: InitSource | None, start: CartridgeInit, kv: Tensor, frozen: int
+) -> Tensor:
+    """Return a trained cartridge [L, 2, H_kv, G, D] with P tokens, in float32: its first, or with
+    tokens of the document `source` behind its own.
+
+    The frozen tokens do not change. The keys of the others are moved by P - G, so that a prompt is
+    as far behind them as in training.
+    """
+    kv = kv.to(model.device, torch.float32)
+    if (missing := start.tokens - kv.shape[3]) == 0:
+        return kv
+    sink, learned = kv[:, :, :, : start.tokens].tensor_split([frozen], dim=3)
+    own = torch.cat([sink, shifted(learned, missing, frequencies(model))], dim=3)
+    if missing < 0:
+        return own
+    assert start.pad is not None, "refused before the cartridge was read"
+    assert source is not None, "a padded cartridge has its document"
+    return torch.cat([own, PADS[start.pad](model, source, start, own).float()], dim=3)
 
 
 def beginning(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
@@ -107,14 +171,20 @@ def random_vectors(model: PreTrainedModel, source: InitSource, start: CartridgeI
     those of the document's tokens after the frozen ones, for each layer, head and channel, keys and
     values apart."""
     whole = source.kv()
+    drawn = _drawn(source, whole, start, start.frozen, "random_vectors")
+    return torch.cat([whole[:, :, :, : start.frozen], drawn], dim=3)
+
+
+def _drawn(
+    source: InitSource, whole: Tensor, start: CartridgeInit, beside: int, stream: str
+) -> Tensor:
+    """Draw P - `beside` vectors like those of the document, `whole`, behind its frozen tokens."""
     kv = whole[:, :, :, start.frozen :].float()
-    size = (*kv.shape[:3], start.tokens - start.frozen, kv.shape[4])
-    draws = torch.Generator().manual_seed(
-        stream_seed(f"init/random_vectors/{start.seed}/{source.name}")
-    )
+    size = (*kv.shape[:3], start.tokens - beside, kv.shape[4])
+    draws = torch.Generator().manual_seed(stream_seed(f"init/{stream}/{start.seed}/{source.name}"))
     noise = torch.randn(size, generator=draws).to(kv.device)
     drawn = kv.mean(3, keepdim=True) + kv.std(3, keepdim=True) * noise
-    return torch.cat([whole[:, :, :, : start.frozen], drawn.to(whole.dtype)], dim=3)
+    return drawn.to(whole.dtype)
 
 
 def sampled_chunks(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
@@ -153,4 +223,26 @@ INITS: Mapping[str, Callable[[PreTrainedModel, InitSource, CartridgeInit], Tenso
     "random_vectors": random_vectors,
     "sampled_chunks": sampled_chunks,
     "attention_matching": matched,
+}
+
+
+def random_padding(
+    model: PreTrainedModel, source: InitSource, start: CartridgeInit, kv: Tensor
+) -> Tensor:
+    """Return random vectors [L, 2, H_kv, P - G, D] like the document's KV."""
+    return _drawn(source, source.kv(), start, kv.shape[3], "pad")
+
+
+def matched_padding(
+    model: PreTrainedModel, source: InitSource, start: CartridgeInit, kv: Tensor
+) -> Tensor:
+    """Return entries [L, 2, H_kv, P - G, D] of the document, fitted beside the cartridge `kv` by
+    attention matching."""
+    added = start.tokens - kv.shape[3]
+    return attention_added(model, source.ids, source.kv(), kv, added)
+
+
+PADS: Mapping[str, Callable[[PreTrainedModel, InitSource, CartridgeInit, Tensor], Tensor]] = {
+    "random": random_padding,
+    "attention_matching": matched_padding,
 }

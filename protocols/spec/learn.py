@@ -13,6 +13,7 @@ from protocols.spec.base import SpecSection, broken
 from protocols.spec.objective import HINT_WRITER
 from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec
 from protocols.spec.sections import LearnSections
+from protocols.spec.start import StartSpec
 
 Rule = tuple[bool, str, str]  # whether it is broken, the rule with its dotted key first, the remedy
 
@@ -26,6 +27,12 @@ class LearnSpec(LearnSections):
         """Return the number of cartridges: by document, as many as `data.patients` allows."""
         counts = {"document": self.data.patients, "corpus": 1}
         return counts.get(self.cartridge.per, len(self.cartridge.groups or ()))
+
+    def with_start(self, start: StartSpec, frozen: int | None = None) -> LearnSpec:
+        """Return the config with another `cartridge.init`, and `cartridge.frozen` if it is
+        given."""
+        changed = {"init": start, **({} if frozen is None else {"frozen": frozen})}
+        return self.model_copy(update={"cartridge": self.cartridge.model_copy(update=changed)})
 
     @model_validator(mode="after")
     def _across(self) -> LearnSpec:

@@ -11,12 +11,10 @@ from protocols.spec.base import AsTuple, SpecSection, bounded, broken, unique
 from protocols.spec.documents import DocumentsSpec, SelfStudySpec
 from protocols.spec.objective import EpisodesSpec, LossSpec, ObjectiveSpec
 from protocols.spec.rsa import RsaSpec
+from protocols.spec.start import Init, InitOrStart, StartSpec
 from protocols.spec.teacher_replay import ReplaySpec
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy"]
-Init = Literal[
-    "first_tokens", "random_text", "random_vectors", "sampled_chunks", "attention_matching"
-]
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
 
 
@@ -159,15 +157,19 @@ class CartridgeSpec(SpecSection):
         description="with per: group, the documents of each cartridge, as names or patterns with * "
         "and ?; one that several groups match is trained in each, and asked about over the first",
     )
-    frozen: int = Field(
-        default=1, ge=1, description="leading attention-sink tokens that are not trained, tokens"
-    )
-    init: Init = Field(
+    init: InitOrStart = Field(
         default="first_tokens",
         description="where training starts: the KV of the document's first P tokens (of several "
         "documents or chunks, an equal share of each, read as one text), of random tokens, or of "
-        "sampled chunks of the document; random vectors of the size of its KV; or all of its KV, "
-        "compacted to P by attention matching",
+        "sampled chunks of the document; random vectors of the size of its KV; all of its KV, "
+        "compacted to P by attention matching; or {from: trained cartridges}",
+    )
+    frozen: int | None = Field(
+        default=None,
+        ge=0,
+        validate_default=True,
+        description="leading attention-sink tokens that are not trained, tokens; null: 1, or as "
+        "many as in the cartridges of init.from",
     )
 
     _some_trainable = bounded("frozen", "<", "cartridge.tokens", "leave tokens to train")
@@ -179,6 +181,30 @@ class CartridgeSpec(SpecSection):
         if per is not None and (per == "group") != (value is not None):
             raise broken("must be given with cartridge.per group, and only then", "set both")
         return value
+
+    @field_validator("frozen")
+    @classmethod
+    def _keeps_a_sink(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if isinstance(info.data.get("init"), StartSpec):
+            return value
+        if value == 0:
+            raise broken("must be >= 1", "set it to 1 or more")
+        return 1 if value is None else value
+
+    @property
+    def start(self) -> StartSpec | None:
+        """Return the section of trained cartridges; None where no cartridge starts from one."""
+        return self.init if isinstance(self.init, StartSpec) else None
+
+    @property
+    def fresh(self) -> Init | None:
+        """Return how a cartridge starts that is not a trained one; None where every one is."""
+        return self.init.otherwise if isinstance(self.init, StartSpec) else self.init
+
+    @property
+    def frozen_tokens(self) -> int:
+        """Return `frozen`, or 1 while the cartridges that decide it are not read."""
+        return 1 if self.frozen is None else self.frozen
 
 
 class RolloutSpec(SpecSection):

@@ -305,7 +305,7 @@ def test_a_missing_run_names_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"runs in .*longhealth: {run.id}; name one"):
         RunDirectory.open(root, "longhealth", "20200101T000000Z-0000")
     run.spec.unlink()  # a folder without a spec is no run
-    with pytest.raises(CheckpointError, match="no run to resume"):
+    with pytest.raises(CheckpointError, match="no run to go on with"):
         RunDirectory.open(root, "longhealth")
 
 
