@@ -15,7 +15,7 @@ from typing import Any
 
 from documents.chunks import Chunk, TokenizedText, pieces
 from documents.formats import ReadOptions
-from documents.reading import ReadLimits, SkippedFile, UserDocument, read_documents
+from documents.reading import ReadLimits, ReadResult, SkippedFile, UserDocument, read_documents
 from environments.renderer import ChatRenderer
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
@@ -26,13 +26,15 @@ TEMPLATE_TOKENS = 64  # of a context, for the chat template around the document
 @dataclass(frozen=True)
 class CorpusDocument:
     """Hold a document with a cartridge: `chunk` of `document`, whole or in part. `text` is the
-    chunk's own, and `tokens` are those of `text`."""
+    chunk's own, and `tokens` are those of `text`. `about` is a line that self-study reads before
+    each passage from the middle, "" for none."""
 
     name: str
     document: UserDocument
     chunk: Chunk
     text: str
     tokens: TokenizedText
+    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,12 @@ def read_parts(spec: LearnSpec, tokenizer: Any) -> Corpus:
         ReadOptions(read.text_fields, read.encoding),
         ReadLimits(read.max_file_bytes, read.max_total_bytes),
     )
+    return corpus_of(spec, reading, tokenizer)
+
+
+def corpus_of(spec: LearnSpec, reading: ReadResult, tokenizer: Any) -> Corpus:
+    """Return documents that were read, as parts. Raises DataError as `read_parts` does."""
+    read, path = spec.documents, spec.data.path
     most = longest(spec, context_tokens(spec.model.path))
     left_out, notes = list(reading.left_out), list(reading.notes)
     read_in: list[tuple[UserDocument, TokenizedText, list[Chunk]]] = []

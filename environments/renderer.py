@@ -15,6 +15,7 @@ rendered and tokenized anew. The module does no I/O.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateError
@@ -61,6 +62,13 @@ class ChatRenderer:
         """Return the text of a response, without special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def texts_of(self, ids: Sequence[int]) -> list[str]:
+        """Return the texts between the special tokens of a conversation, without empty ones: its
+        messages, and what else the template writes there."""
+        special = set(self._tokenizer.all_special_ids)
+        runs = (list(run) for marked, run in groupby(ids, special.__contains__) if not marked)
+        return [text for run in runs if (text := self.decode(run).strip())]
 
     def head(self, document: str | None) -> tuple[int, ...]:
         """Return the ids before an opening: the system block, or only the begin token."""

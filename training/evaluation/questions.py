@@ -126,7 +126,8 @@ def set_paper(
     items = tuple(_item(q, conversation, known) for q in own[: spec.questions])
     return EvalSuite(
         source=source,
-        user_file=file is not None or (learn.data.path is not None and not learn.self_study),
+        user_file=file is not None
+        or (learn.data.path is not None and learn.data.source != "documents"),
         conversation=conversation,
         texts=texts,
         heads={
@@ -168,7 +169,7 @@ def _head(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def _item(asked: UserQuestion, conversation: ChatRenderer, known: bool = True) -> EvalQuestion:
-    ids, bare = (_opening(conversation, d, asked.text) for d in (asked.document, None))
+    ids, bare = (conversation.opening(d, asked.messages) for d in (asked.document, None))
     words = asked.wording
     if not words:
         return EvalQuestion(asked, ids, bare, None, known)
@@ -218,7 +219,10 @@ def _of_documents(
     rows = of_parts(read_rows(file), parts, str(file))
     studied = [s for r in rows if r.kept and (s := studied_of(r, learn, conversation)) is not None]
     _, held_out = split(studied, learn.data.held_out)
-    return parts.texts, [UserQuestion(s.key, s.document, s.text) for s in held_out]
+    return parts.texts, [
+        UserQuestion(s.key, s.document, s.messages[-1].content, before=s.messages[:-1])
+        for s in held_out
+    ]
 
 
 def require_same_documents(now: Sequence[Mapping[str, Any]], directory: RunDirectory) -> None:

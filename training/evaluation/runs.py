@@ -195,7 +195,8 @@ def _mean(ids: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> float:
 
 
 def trained_on(run: FinishedRun, conversation: ChatRenderer) -> Iterator[LocatedText]:
-    """Yield the user's turn of every prompt that the run trained on, without options, each once."""
+    """Yield the turns of every prompt that the run trained on, without options, each prompt
+    once."""
     wraps: dict[str, tuple[int, int]] = {}
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for row in iter_rows(run.directory.rollouts):
@@ -206,10 +207,10 @@ def trained_on(run: FinishedRun, conversation: ChatRenderer) -> Iterator[Located
         if document not in wraps:
             wraps[document] = _wrap(conversation, document)
         before, after = wraps[document]
-        text = conversation.decode(ids[before : len(ids) - after]).strip()
-        if row["kind"] == "choice":
-            text = text.partition(" options: ")[0]
-        yield LocatedText(document, text, f"run {run.directory.id}, rollouts.jsonl {row['id']}")
+        for text in conversation.texts_of(ids[before : len(ids) - after]):
+            if row["kind"] == "choice":
+                text = text.partition(" options: ")[0]
+            yield LocatedText(document, text, f"run {run.directory.id}, rollouts.jsonl {row['id']}")
 
 
 def _wrap(conversation: ChatRenderer, document: str) -> tuple[int, int]:

@@ -1,9 +1,10 @@
-"""Train on a user's own documents, with self-study questions only.
+"""Train on documents with self-study questions only: a user's own, or LongHealth's charts.
 
-    questions   A writes questions about passages (documents.synthesis); some are held out by the
-                hash of their words
+    questions   A writes questions about passages (documents.synthesis); of a user's documents some
+                are held out by the hash of their words
     step        other questions -> answers on policy -> doc_kl of the teacher
-    measure     held-out questions: the teacher's own sampled answers, read by each arm
+    measure     held-out questions: the teacher's own sampled answers, read by each arm; the user's
+                questions, or LongHealth's held-out ones: answers
 
 For an answer y sampled by the teacher T, the sum of log T(y_t) - log S(y_t) is an unbiased estimate
 of KL(T || S). It needs only the arm S's log-probabilities of y, and is reported per token, with the
@@ -48,8 +49,8 @@ from training.recipes.agreement import (
 )
 from training.recipes.base import Recipe
 from training.recipes.contamination import clean
-from training.recipes.longhealth import in_company, in_turns, reading
-from training.recipes.question_files import UserQuestion, read_questions
+from training.recipes.longhealth import in_company, reading
+from training.recipes.question_files import UserQuestion
 from training.rollouts import (
     Rollout,
     ScoreGroup,
@@ -64,11 +65,13 @@ from training.rollouts import (
 
 
 class DocumentsRecipe(Recipe):
-    """Train on the documents of the spec; write their questions into the run's directory."""
+    """Train on the documents of the spec; write their questions into the run's directory. The
+    questions `asked` are never trained on."""
 
     def __init__(
-        self, spec: LearnSpec, parts: Corpus, tokenizer: Any, directory: RunDirectory
-    ) -> None:
+        self, spec: LearnSpec, parts: Corpus, asked: Sequence[UserQuestion], tokenizer: Any,
+        directory: RunDirectory,
+    ) -> None:  # fmt: skip
         assert spec.self_study is not None
         self._spec, self._study, self._parts = spec, spec.self_study, parts
         self._directory, self._model = directory, model_name(spec.model.path)
@@ -78,7 +81,7 @@ class DocumentsRecipe(Recipe):
             NO_DOCUMENT: self._conversation.head(None),
         }
         self.end_ids = frozenset({tokenizer.eos_token_id})
-        self._asked = self._read_asked()
+        self._asked = asked
         self._getting_ready = asyncio.Lock()
         self._training: dict[str, list[StudyQuestion]] = {}
         self._held_out: list[StudyQuestion] = []
@@ -98,9 +101,12 @@ class DocumentsRecipe(Recipe):
             else:
                 rows = await self._write(generate)
             found = (studied_of(r, self._spec, self._conversation) for r in rows if r.kept)
-            training, held_out = split(filter(None, found), self._spec.data.held_out)
+            data = self._spec.data
+            # Of LongHealth, data.held_out is a share of its own questions.
+            share = 0.0 if data.source == "longhealth" else data.held_out
+            training, held_out = split(filter(None, found), share)
             lacking = [name for name in self._parts.parts if not training.get(name)]
-            if lacking or not held_out:
+            if lacking or not (held_out or self._asked):
                 raise DataError(
                     f"self-study has no question to train on about {lacking or 'any document'}: "
                     "raise self_study.questions, lower data.held_out, set self_study.plain: true, "
@@ -118,16 +124,17 @@ class DocumentsRecipe(Recipe):
         """Raise DataError, as `clean` does, before anything is trained."""
         evaluate = self._spec.evaluate
         trained = [
-            LocatedText(s.document, s.text, f"self-study: {s.key}")
+            LocatedText(s.document, message.content, f"self-study: {s.key}")
             for pool in training.values()
             for s in pool
+            for message in s.messages
         ]
+        key = "data.questions" if self._spec.data.questions else "data.path"
         asked = [
-            LocatedText(
-                q.document, q.choice.text if q.choice else q.text, f"data.questions: {q.id}"
-            )
-            for q in self._asked
-        ] or [LocatedText(s.document, s.text, f"held out: {s.key}") for s in held_out]
+            LocatedText(q.document, text, f"{key}: {q.id}") for q in self._asked for text in q.forms
+        ] or [
+            LocatedText(s.document, s.messages[-1].content, f"held out: {s.key}") for s in held_out
+        ]
         clean(
             overlaps(trained, asked, evaluate.alike),
             evaluate.contamination or ("fail" if self._asked else "warn"),
@@ -218,21 +225,22 @@ class DocumentsRecipe(Recipe):
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate, keep: KeepAnswers | None = None,
     ) -> MeasuredAccuracy:  # fmt: skip
-        """Return the agreement with the teacher on held-out questions; where the user gave
-        questions, their answers decide the accuracy."""
+        """Return the agreement with the teacher on held-out questions; where questions are asked,
+        their answers decide the accuracy."""
         await self._ready(generate)
         await self._examine(generate)
         bare = prefix == NO_DOCUMENT
-        requests = [
-            self._reading(e, f"evaluate/{arm}", prefix, version) for e in self._exams[:most]
-        ]
-        completions, _ = await generate(requests)
-        measured = agreement(self._exams[:most], completions)
-        if keep is not None:
-            both = zip(self._exams[:most], completions, strict=True)
-            keep([teachers_answer(e, c, self._hashes, self._decode) for e, c in both])
-        if not self._asked:
-            return measured
+        exams = self._exams[:most]
+        measured: MeasuredAccuracy | None = None
+        if exams:
+            requests = [self._reading(e, f"evaluate/{arm}", prefix, version) for e in exams]
+            completions, _ = await generate(requests)
+            measured = agreement(exams, completions)
+            if keep is not None:
+                both = zip(exams, completions, strict=True)
+                keep([teachers_answer(e, c, self._hashes, self._decode) for e, c in both])
+            if not self._asked:
+                return measured
         asked = self._asked[: most or self._spec.evaluate.questions]
         sampling = Sampling(temperature=0.0, max_tokens=self._spec.evaluate.max_tokens)
         requests = [
@@ -255,12 +263,13 @@ class DocumentsRecipe(Recipe):
             nll = [mean_nll(next(of_reading), len(own)) if own else None for own in ids]
             rows = zip(asked, answers, said, nll, strict=True)
             keep([users_answer(q, c, text, lost, self._hashes) for q, c, text, lost in rows])
-        return {**answered(asked, said), "agreement": measured["agreement"]}
+        found = answered(asked, said)
+        return found if measured is None else {**found, "agreement": measured["agreement"]}
 
     async def _examine(self, generate: TimedGenerate) -> None:
         """Sample the teacher's answers to the held-out questions, once."""
         async with self._getting_ready:
-            if self._exams:
+            if self._exams or not self._held_out:
                 return
             # Untruncated and at temperature 1: only then is the estimate one of KL(T || S).
             sampling = Sampling(max_tokens=self._spec.evaluate.max_tokens)
@@ -275,7 +284,9 @@ class DocumentsRecipe(Recipe):
                 ]
             )  # fmt: skip
             exams = [
-                HeldOutQuestion(s, self._prompt_ids(None, s.text), c.token_ids, (), ())
+                HeldOutQuestion(
+                    s, self._conversation.opening(None, s.messages), c.token_ids, (), ()
+                )
                 for s, c in zip(self._held_out, answers, strict=True)
             ]
             read, _ = await generate(
@@ -302,14 +313,6 @@ class DocumentsRecipe(Recipe):
             Sampling(temperature=0.0, max_tokens=1), 0, prompt_logprobs=True,
         )  # fmt: skip
 
-    def _read_asked(self) -> list[UserQuestion]:
-        path = self._spec.data.questions
-        if path is None:
-            return []
-        found = read_questions(path, self._parts.texts, self._spec.data.instruction)
-        by_document = [[q for q in found if q.document == name] for name in self._parts.parts]
-        return in_turns(by_document)
-
     def _decode(self, ids: Sequence[int]) -> str:
         return self._conversation.decode(ids).strip()
 
@@ -321,7 +324,7 @@ class DocumentsRecipe(Recipe):
 
 def studied_of(row: StudyRow, spec: LearnSpec, conversation: ChatRenderer) -> StudyQuestion | None:
     """Return the question of a row; None when a trainer row cannot hold it with its answer."""
-    ids = conversation.opening(row.document, (AgentMessage("user", row.question),))
+    ids = conversation.opening(row.document, row.messages)
     if len(ids) + spec.rollout.max_tokens > spec.train.row_tokens:
         return None
     room = spec.train.row_tokens - len(ids)
@@ -333,7 +336,7 @@ def studied_of(row: StudyRow, spec: LearnSpec, conversation: ChatRenderer) -> St
     kept = min(len(answer), room) if own and len(row.teacher_ids) == len(answer) else 0
     known = all(id >= 0 for at in row.teacher_ids[:kept] for id in at)
     return StudyQuestion(
-        row.key, row.document, row.kind, row.question, ids, answer[:room],
+        row.key, row.document, row.kind, row.messages, ids, answer[:room],
         row.teacher_ids[:kept] if known else (), row.teacher_logprobs[:kept] if known else (),
     )  # fmt: skip
 
