@@ -18,9 +18,11 @@ from environments.clinic.vocabulary import FIELDS
 from protocols.errors import DataError
 
 _ANSWER = re.compile(
-    r"(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is:?|:)[*_`]*\s*(?=\S)",
+    r"(?:(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is:?|:)[*_`]*|<answer>)"
+    r"\s*(?=\S)(?!</answer>)",
     re.IGNORECASE,
 )
+_END = re.compile(r"</answer>", re.IGNORECASE)
 _BEFORE = re.compile(
     r"^(?:\$*\\boxed\{(?:\\text\{)?)?(?:(?:option|choice|letter) )?", re.IGNORECASE
 )
@@ -176,7 +178,8 @@ def cued_sentences(patient: Patient) -> list[tuple[int, str, str]]:
 def parse_answer(response: str, question: PatientQuestion) -> str | None:
     """Return the letter that a response chose, or None if it chose none of the options.
 
-    Reads the text after the last "answer is" / "answer:": an option's whole text, or a letter. Of
+    Reads the text after the last "answer is", "answer:" or <answer>: an option's whole text, or a
+    letter. Of
     two options with equal text the first is returned; either scores alike. Text precedes letter,
     because an option's text may begin with one ("a fracture"). Two letters choose nothing.
     """
@@ -197,9 +200,10 @@ def parse_answer(response: str, question: PatientQuestion) -> str | None:
 
 
 def said_answer(response: str) -> str | None:
-    """Return the text after the last "answer is" / "answer:", or None if there is none."""
+    """Return the text after the last "answer is", "answer:" or <answer>, up to </answer>; None if
+    there is none."""
     found = list(_ANSWER.finditer(response))
-    return response[found[-1].end() :] if found else None
+    return _END.split(response[found[-1].end() :])[0] if found else None
 
 
 def _fold(text: str) -> str:

@@ -108,6 +108,16 @@ LETTERS_AS_TEXT = asks("b", "c", "d", "e", "a")
         ("answer: a\nwait. answer: e", FINDINGS, "e"),
         ("the answer is cyst. but the answer is", FINDINGS, "c"),
         ("the answer is cyst. in truth the answer is unknown", FINDINGS, None),
+        # between tags
+        ("<thinking>it may be a fracture</thinking>\n<answer>\nCyst\n</answer>", FINDINGS, "c"),
+        ("<thinking>the answer is b.</thinking> <answer>ulcer</answer> as I said", FINDINGS, "d"),
+        ("<answer>VRd</answer>", TWINS, "b"),
+        ("<answer>(D)</answer>", TWINS, "d"),
+        ("<Answer>The answer is: cyst.</Answer>", FINDINGS, "c"),
+        ("<answer>cyst", FINDINGS, "c"),
+        ("<answer>cyst</answer> <answer> </answer>", FINDINGS, "c"),
+        ("<answer></answer>", FINDINGS, None),
+        ("<answer>a cyst</answer>", FINDINGS, None),
         # no answer
         ("", FINDINGS, None),
         ("cyst", FINDINGS, None),
