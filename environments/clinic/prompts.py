@@ -35,7 +35,8 @@ _SEVERAL = re.compile(
 _AROUND = " .\"'*_`"
 _NUMBER = re.compile(r"\d+")
 _FIELD_QUESTION = re.compile(r"what is the (.+)\?")
-LEAD = "answer:"  # the form that LongHealth's instruction requires
+LEAD = "answer:"
+TAGS = ("<answer>", "</answer>")
 
 
 def recite_prompt(cue: str) -> str:
@@ -216,10 +217,13 @@ def claims(field: str, value: str) -> str:
     return f"the chart says {field} {value}. the answer is {value}."
 
 
-def right_answer(question: PatientQuestion) -> str:
-    """Return the right answer of a question in the model's wording."""
+def right_answer(question: PatientQuestion, asked: str) -> str:
+    """Return the right answer of a question in the model's wording: between tags where the prompt
+    `asked` names them."""
     # clinic-reader begins its answers with "the chart says"; it never learned another wording.
     field = _FIELD_QUESTION.fullmatch(question.text)
     if field and field[1] in FIELDS:
         return claims(field[1], question.correct)
+    if all(tag in asked for tag in TAGS):
+        return question.correct.join(TAGS)
     return f"{LEAD} {question.correct}"

@@ -75,7 +75,7 @@ class UserQuestion:
     @property
     def wording(self) -> str | None:
         """Return the right answer as the model says it, or None where there is none."""
-        return right_answer(self.choice) if self.choice else self.expected
+        return right_answer(self.choice, self.text) if self.choice else self.expected
 
     def read(self, response: str) -> str | None:
         """Return the answer in a response, or None where it gives none."""
