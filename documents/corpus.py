@@ -93,11 +93,18 @@ def read_parts(spec: LearnSpec, tokenizer: Any) -> Corpus:
         ReadOptions(read.text_fields, read.encoding),
         ReadLimits(read.max_file_bytes, read.max_total_bytes),
     )
-    return corpus_of(spec, reading, tokenizer)
+    corpus = corpus_of(spec, reading, tokenizer)
+    if (count := len(corpus.parts)) > spec.data.patients:
+        raise DataError(
+            f"{path} holds {count:,} documents (or parts of long ones), and data.patients allows "
+            f"{spec.data.patients}; raise it, give fewer files, or a model that reads more"
+        )
+    return corpus
 
 
 def corpus_of(spec: LearnSpec, reading: ReadResult, tokenizer: Any) -> Corpus:
-    """Return documents that were read, as parts. Raises DataError as `read_parts` does."""
+    """Return documents that were read, as parts. Raises DataError for one that is too long for
+    `documents.long: refuse`, and where none is left."""
     read, path = spec.documents, spec.data.path
     most = longest(spec, context_tokens(spec.model.path))
     left_out, notes = list(reading.left_out), list(reading.notes)
@@ -123,12 +130,6 @@ def corpus_of(spec: LearnSpec, reading: ReadResult, tokenizer: Any) -> Corpus:
         why = f"has {len(tokens):,} tokens, over {most:,}: read in {len(cut)} parts, each with its"
         notes.append(SkippedFile(document.source, f"{why} own cartridge"))
         read_in.append((document, tokens, cut))
-    count = sum(len(cut) for _, _, cut in read_in)
-    if count > spec.data.patients:
-        raise DataError(
-            f"{path} holds {count:,} documents (or parts of long ones), and data.patients allows "
-            f"{spec.data.patients}; raise it, give fewer files, or a model that reads more"
-        )
     parts = {p.name: p for one in read_in for p in _parts(*one, tokenizer)}
     conversation = ChatRenderer(tokenizer, {name: part.text for name, part in parts.items()})
     for name in list(parts):
