@@ -1,7 +1,7 @@
 """Write self-study rows: A asks about passages of the documents, B answers, row by row to a file.
 
     item -> passage (random chunk) -> A (seed of a kind) -> filters, dedup -> B -> filters -> row
-                                      A (the answer before)  -> filters    -> B    each further round
+                                      A (takes up the answer) -> filters -> B    a further round
 
 Items are numbered, and every draw of an item depends on its document and number: an interrupted
 file is continued with the same rows. A refused first turn is a row, too, with the reason. A

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,9 +28,9 @@ class StudyRow:
     teacher_ids=((17, 4), ...), teacher_logprobs=((-0.1, -2.7), ...), ...)`
 
     `history` has the turn of A and the answer of B of each earlier round; `question` and all that
-    follows belong to the last one. `tokens` and `chars` are the passage's span in the document whose text has the hash `sha256`.
-    `asker` is "plain" for a turn that no model wrote. `refused` says why a turn (or its answer,
-    "answer: ...") is not used, "" where it is used. `teacher_ids[t]` are the likeliest tokens at
+    follows belong to the last one. `tokens` and `chars` are the passage's span in the document
+    whose text has the hash `sha256`. `asker` is "plain" for a turn that no model wrote. `refused`
+    says why a turn (or its answer, "answer: ...") is not used, "" where it is used. `teacher_ids[t]` are the likeliest tokens at
     the position of `answer_ids[t]`, likeliest first; ids are -1 where the teacher returned texts
     only (`teacher_texts`). `config` is a hash of all that decides the row but the time.
     """
@@ -73,11 +74,10 @@ class StudyRow:
     def messages(self) -> tuple[AgentMessage, ...]:
         """Return the conversation, from A's first turn to its last."""
         earlier = (
-            AgentMessage(role, text)
-            for turn in self.history
-            for role, text in zip(("user", "assistant"), turn, strict=True)
+            (AgentMessage("user", turn), AgentMessage("assistant", answer))
+            for turn, answer in self.history
         )
-        return (*earlier, AgentMessage("user", self.question))
+        return (*chain.from_iterable(earlier), AgentMessage("user", self.question))
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -109,8 +109,8 @@ def _tuples(value: Any) -> Any:
 
 
 def counts(rows: Iterable[StudyRow]) -> dict[str, int]:
-    """Return the numbers of rows: all, kept, kept with a plain last turn, kept by their rounds where
-    these are several, and tried or refused by reason."""
+    """Return the numbers of rows: all, kept, kept with a plain last turn, kept by their rounds
+    where these are several, and tried or refused by reason."""
     found: Counter[str] = Counter()
     for row in rows:
         found["rows"] += 1

@@ -33,8 +33,8 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
         return learn, []
     if learn.data.path is None:
         known = learn.data.source == "longhealth"  # its charts are as many as data.patients
-        rows = study_rows(learn, learn.data.patients, ()) if known else []
-        return learn, [facts("self-study", rows)] if known else []
+        told = [facts("self-study", study_rows(learn, learn.data.patients, ()))]
+        return learn, told if known else []
     tokenizer = _tokenizer(learn.model.path)
     if tokenizer is None:
         return _estimated(learn)
@@ -69,9 +69,7 @@ def remarks(parts: Corpus) -> list[str]:
     return [*(f"left out: {x}" for x in parts.left_out), *(f"note: {x}" for x in parts.notes)]
 
 
-def study_rows(
-    learn: LearnSpec, documents: int, passages: Sequence[int]
-) -> list[tuple[str, str]]:
+def study_rows(learn: LearnSpec, documents: int, passages: Sequence[int]) -> list[tuple[str, str]]:
     """Return rows on the conversations and on the most tokens that asker A and answerer B read and
     write; of `passages`, in tokens, there are none where no text is at hand."""
     study = learn.self_study
@@ -101,7 +99,8 @@ def study_rows(
     rows.append(("A", f"reads about {a[0]:,} tokens, writes at most {a[1]:,}"))
     if study.rounds > 1:
         _, early = study_cost(study, len(passages), sum(passages), rounds=study.rounds - 1)
-        rows.append(("B", f"in a run: reads about {early[0]:,} tokens, writes at most {early[1]:,}"))
+        costs = f"reads about {early[0]:,} tokens, writes at most {early[1]:,}"
+        rows.append(("B", f"in a run: {costs}"))
     rows.append(
         ("B", f"for `forge selfstudy`: reads about {b[0]:,} tokens, writes at most {b[1]:,}")
     )

@@ -18,8 +18,8 @@ from training.recipes.question_files import UserQuestion, read_questions
 
 
 def read_material(spec: LearnSpec, tokenizer: Any) -> tuple[Corpus, list[UserQuestion]]:
-    """Return the documents, and the questions that decide the accuracy, the documents in turn: those
-    of data.questions, or LongHealth's held-out ones.
+    """Return the documents, and the questions that decide the accuracy, the documents in turn:
+    those of data.questions, or LongHealth's held-out ones.
 
     Raises DataError for documents or questions that cannot be read or used.
     """

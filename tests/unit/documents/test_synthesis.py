@@ -285,9 +285,7 @@ def test_what_cannot_go_on_ends_before(tmp_path: Path, parts: list[CorpusDocumen
         "kestrel/00000/answer": ("Birds and more bi", "length"),
         "kestrel/00001/question/2": ("too few", "stop"),
     }
-    ended, plain = talk(
-        tmp_path / "a.jsonl", parts[:1], Talker(says), answers=False, rounds=2
-    )
+    ended, plain = talk(tmp_path / "a.jsonl", parts[:1], Talker(says), answers=False, rounds=2)
     assert (ended.history, ended.question, ended.tried, ended.refused) == (
         (), "Text of kestrel/00000/question so far.", ("answer: no_end",), "",
     )  # fmt: skip

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from documents.corpus import read_parts
 from documents.synthesis import read_rows
 from learning.decoding.decode_batch import generate
 from learning.model.document_kv import DocumentKVCache, document_kv
@@ -24,6 +23,7 @@ from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.clients import Replied
 from services.run_directory import RunDirectory
 from training.recipes.documents import DocumentsRecipe
+from training.recipes.study_material import read_material
 from training.rollouts import rollout_from
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -50,7 +50,7 @@ class House:
         ).spec.learn
         self.directory = RunDirectory(folder)
         self.course = DocumentsRecipe(
-            self.spec, read_parts(self.spec, TOKENIZER), TOKENIZER, self.directory
+            self.spec, *read_material(self.spec, TOKENIZER), TOKENIZER, self.directory
         )
         self.requests: list[GenerateRequest] = []
         self._documents = DocumentKVCache(

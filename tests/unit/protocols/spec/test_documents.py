@@ -97,5 +97,5 @@ def test_longhealth_may_be_studied_and_the_published_setting_is() -> None:
     assert "<answer>" in learn.data.instruction
     three = learn.self_study.model_copy(update={"rounds": 3})
     assert three.prompt_tokens == 3 * 256 + 2 * 512
-    with pytest.raises(SpecError, match=r"offline_texts must be null but for patients without self_study"):
+    with pytest.raises(SpecError, match=r"must be null but for patients without self_study"):
         loaded("train.offline_texts=2", mesh=str(ROOT / "meshes" / "longhealth_3b.yaml"))

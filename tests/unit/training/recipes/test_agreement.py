@@ -28,14 +28,14 @@ def test_a_question_stays_on_its_side_whatever_is_beside_it() -> None:
 
 
 def test_a_conversation_is_held_out_by_all_its_words() -> None:
-    """`printf 'a\\nq' | sha256sum` begins with 79ac, of 'a\\nq\\nyes\\nwhy' with aaf4: the lowest is
-    held out. With the last word "how" it begins with 1020."""
+    """`printf 'a\\nq' | sha256sum` begins with 79ac, that of 'a\\nq\\nyes\\nwhy' with aaf4: the
+    lowest is held out. With the last word "how" it begins with 1020."""
     short = studied("a", "q")
-    said = (AgentMessage("user", "q"), AgentMessage("assistant", "yes"), AgentMessage("user", "why"))
-    long = replace(short, key="long", messages=said)
+    said = (AgentMessage("user", "q"), AgentMessage("assistant", "yes"))
+    long = replace(short, key="long", messages=(*said, AgentMessage("user", "why")))
     assert long.text == "q\nyes\nwhy"
     assert split([long, short], 0.5) == ({"a": [long]}, [short])
-    lower = replace(long, messages=(*said[:2], AgentMessage("user", "how")))
+    lower = replace(long, messages=(*said, AgentMessage("user", "how")))
     assert split([lower, short], 0.5) == ({"a": [short]}, [lower])
 
 

@@ -43,9 +43,7 @@ def test_charts_are_documents_with_their_heads(tmp_path: Path) -> None:
     assert list(corpus.parts) == ["patient_01", "patient_02"]  # data.patients of three
     record = json.loads(path.read_text())["patient_02"]
     part = corpus.parts["patient_02"]
-    head = (
-        f"chart of {record['name']}, born {record['birthday']}, diagnosis {record['diagnosis']}."
-    )
+    head = f"chart of {record['name']}, born {record['birthday']}, diagnosis {record['diagnosis']}."
     assert part.about == head
     notes = [f"note {i + 1}: {record['texts'][f'text_{i}']}" for i in range(3)]
     assert part.text == part.document.text == "\n".join([head, *notes])
