@@ -30,9 +30,9 @@ class StudyRow:
     `history` has the turn of A and the answer of B of each earlier round; `question` and all that
     follows belong to the last one. `tokens` and `chars` are the passage's span in the document
     whose text has the hash `sha256`. `asker` is "plain" for a turn that no model wrote. `refused`
-    says why a turn (or its answer, "answer: ...") is not used, "" where it is used. `teacher_ids[t]` are the likeliest tokens at
-    the position of `answer_ids[t]`, likeliest first; ids are -1 where the teacher returned texts
-    only (`teacher_texts`). `config` is a hash of all that decides the row but the time.
+    says why a turn (or its answer, "answer: ...") is not used, "" where it is used.
+    `teacher_ids[t]` are the likeliest tokens at the position of `answer_ids[t]`, likeliest first;
+    ids are -1 where the teacher returned texts only (`teacher_texts`). `config` is a hash of all that decides the row but the time.
     """
 
     schema: int = SCHEMA
