@@ -32,7 +32,8 @@ class StudyRow:
     whose text has the hash `sha256`. `asker` is "plain" for a turn that no model wrote. `refused`
     says why a turn (or its answer, "answer: ...") is not used, "" where it is used.
     `teacher_ids[t]` are the likeliest tokens at the position of `answer_ids[t]`, likeliest first;
-    ids are -1 where the teacher returned texts only (`teacher_texts`). `config` is a hash of all that decides the row but the time.
+    ids are -1 where the teacher returned texts only (`teacher_texts`). `config` is a hash of all
+    that decides the row but the time.
     """
 
     schema: int = SCHEMA

@@ -11,8 +11,11 @@ from environments.clinic.patients import generate_clinic
 from environments.clinic.prompts import option_prompt
 from learning.model.loading import load_tokenizer
 from protocols.errors import DataError
+from protocols.spec.experiments import EvalSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
+from services.run_directory import RunDirectory
+from training.evaluation.questions import set_paper
 from training.recipes.study_material import read_material
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -72,6 +75,15 @@ def test_questions_are_those_that_a_hash_holds_out(tmp_path: Path) -> None:
     assert first.forms == (first.choice.text, plain)
     assert first.scores(f"so: <answer>{first.choice.correct}</answer>") == (1.0, 1.0, True)
     assert first.scores("I do not know") == (0.0, 0.0, False)
+
+
+def test_forge_eval_asks_the_same_questions_and_fails_on_copies(tmp_path: Path) -> None:
+    spec = learn(written(tmp_path))
+    suite = set_paper(EvalSpec(probes=0), spec, RunDirectory(tmp_path), TOKENIZER, None)
+    corpus, asked = read_material(spec, TOKENIZER)
+    assert [i.asked for i in suite.items] == asked
+    assert suite.texts == corpus.texts
+    assert suite.user_file  # so contamination is `fail`
 
 
 def test_of_a_users_documents_questions_come_from_their_file(tmp_path: Path) -> None:
