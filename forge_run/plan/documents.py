@@ -13,7 +13,7 @@ from typing import Any
 
 from documents.corpus import Corpus, CorpusDocument
 from documents.formats import ReadOptions
-from documents.reading import ReadLimits, read_documents
+from documents.reading import ReadLimits, SkippedFile, read_documents
 from documents.synthesis import passage_of
 from forge_run.formatting import TableSection, facts, lines
 from protocols.errors import DataError
@@ -142,24 +142,24 @@ def _row(part: CorpusDocument, learn: LearnSpec) -> tuple[str, ...]:
 
 
 def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
-    read = learn.documents
+    read, left_out = learn.documents, tuple[SkippedFile, ...]()
     assert learn.data.path is not None
     if learn.data.source == "longhealth":
         from training.recipes.longhealth import read_patients
-        from training.recipes.study_material import charts
 
-        found = charts(read_patients(learn.data), learn.data.path)
+        texts = [p.document for p in read_patients(learn.data)]
     else:
         found = read_documents(
             learn.data.path.split(os.pathsep),
             ReadOptions(read.text_fields, read.encoding),
             ReadLimits(read.max_file_bytes, read.max_total_bytes),
         )
-    counts = [len(d.text) // CHARS_PER_TOKEN for d in found.documents]
+        texts, left_out = [d.text for d in found.documents], found.left_out
+    counts = [len(text) // CHARS_PER_TOKEN for text in texts]
     rows = [
         ("tokens", f"about {sum(counts):,}: the model's tokenizer is not at hand, so "
          f"{CHARS_PER_TOKEN} characters each; parts and passages are unknown"),
-        *(("left out", str(item)) for item in found.left_out),
+        *(("left out", str(item)) for item in left_out),
     ]  # fmt: skip
     told = facts("self-study", study_rows(learn, len(counts), ()))
     return _sized(learn, counts), [facts(f"{len(counts)} documents", rows), told]
