@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from documents.chunks import Chunk, TokenizedText, pieces
 from documents.formats import ReadOptions
-from documents.reading import ReadLimits, SkippedFile, UserDocument, read_documents
+from documents.reading import ReadLimits, ReadResult, SkippedFile, UserDocument, read_documents
 from environments.renderer import ChatRenderer
 from protocols.errors import DataError
 from protocols.layout import CartridgeLayout, layout_of
@@ -30,7 +30,8 @@ TEMPLATE_TOKENS = 64  # of a context, for the chat template around the document
 class CorpusDocument:
     """Hold what the teacher reads: `chunk` of the file `document`, whole or in part. `of` names the
     document that it belongs to, itself or the whole. `text` is the chunk's own, and `tokens` are
-    those of `text`."""
+    those of `text`. `about` is a line that self-study reads before each passage from the middle,
+    "" for none. `title` is what prompts call the document, "" for its name."""
 
     name: str
     of: str
@@ -38,6 +39,8 @@ class CorpusDocument:
     chunk: Chunk
     text: str
     tokens: TokenizedText
+    about: str = ""
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,25 @@ def read_parts(spec: LearnSpec, tokenizer: Any) -> Corpus:
         ReadOptions(read.text_fields, read.encoding),
         ReadLimits(read.max_file_bytes, read.max_total_bytes),
     )
+    corpus = corpus_of(spec, reading, tokenizer)
+    if (count := len(set(corpus.layout.documents.values()))) > spec.data.patients:
+        raise DataError(
+            f"{path} holds {count:,} documents (or parts of long ones), and data.patients allows "
+            f"{spec.data.patients}; raise it, give fewer files, or a model that reads more"
+        )
+    return corpus
+
+
+def corpus_of(
+    spec: LearnSpec,
+    reading: ReadResult,
+    tokenizer: Any,
+    owners: Mapping[str, str] | None = None,
+) -> Corpus:
+    """Return documents that were read, as parts; `owners` tells of chunks which document they
+    belong to. Raises DataError for one that is too long for `documents.long: refuse`, and where
+    none is left."""
+    read, path = spec.documents, spec.data.path
     most = longest(spec, context_tokens(spec.model.path))
     left_out, notes = list(reading.left_out), list(reading.notes)
     read_in: list[tuple[UserDocument, TokenizedText, list[Chunk]]] = []
@@ -132,13 +154,10 @@ def read_parts(spec: LearnSpec, tokenizer: Any) -> Corpus:
         kind = "chunks" if read.long == "chunks" else "parts, each a document of its own"
         notes.append(SkippedFile(document.source, f"{why} {kind}"))
         read_in.append((document, tokens, cut))
-    count = sum(1 if read.long == "chunks" else len(cut) for _, _, cut in read_in)
-    if count > spec.data.patients:
-        raise DataError(
-            f"{path} holds {count:,} documents (or parts of long ones), and data.patients allows "
-            f"{spec.data.patients}; raise it, give fewer files, or a model that reads more"
-        )
-    parts = {p.name: p for one in read_in for p in _parts(*one, read.long == "split", tokenizer)}
+    whole = owners or {}
+    apart = read.long == "split"
+    parts = {p.name: p for one in read_in for p in _parts(*one, apart, tokenizer)}
+    parts = {name: replace(p, of=whole.get(name, p.of)) for name, p in parts.items()}
     conversation = ChatRenderer(tokenizer, {name: part.text for name, part in parts.items()})
     for name in list(parts):
         count = len(conversation.head(name))

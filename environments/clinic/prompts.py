@@ -18,9 +18,11 @@ from environments.clinic.vocabulary import FIELDS
 from protocols.errors import DataError
 
 _ANSWER = re.compile(
-    r"(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is:?|:)[*_`]*\s*(?=\S)",
+    r"(?:(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is:?|:)[*_`]*|<answer>)"
+    r"\s*(?=\S)(?!</answer>)",
     re.IGNORECASE,
 )
+_END = re.compile(r"</answer>", re.IGNORECASE)
 _BEFORE = re.compile(
     r"^(?:\$*\\boxed\{(?:\\text\{)?)?(?:(?:option|choice|letter) )?", re.IGNORECASE
 )
@@ -33,7 +35,8 @@ _SEVERAL = re.compile(
 _AROUND = " .\"'*_`"
 _NUMBER = re.compile(r"\d+")
 _FIELD_QUESTION = re.compile(r"what is the (.+)\?")
-LEAD = "answer:"  # the form that LongHealth's instruction requires
+LEAD = "answer:"
+TAGS = ("<answer>", "</answer>")
 
 
 def recite_prompt(cue: str) -> str:
@@ -184,7 +187,8 @@ def cued_sentences(patient: Patient) -> list[tuple[int, str, str]]:
 def parse_answer(response: str, question: PatientQuestion) -> str | None:
     """Return the letter that a response chose, or None if it chose none of the options.
 
-    Reads the text after the last "answer is" / "answer:": an option's whole text, or a letter. Of
+    Reads the text after the last "answer is", "answer:" or <answer>: an option's whole text, or a
+    letter. Of
     two options with equal text the first is returned; either scores alike. Text precedes letter,
     because an option's text may begin with one ("a fracture"). Two letters choose nothing.
     """
@@ -205,9 +209,10 @@ def parse_answer(response: str, question: PatientQuestion) -> str | None:
 
 
 def said_answer(response: str) -> str | None:
-    """Return the text after the last "answer is" / "answer:", or None if there is none."""
+    """Return the text after the last "answer is", "answer:" or <answer>, up to </answer>; None if
+    there is none."""
     found = list(_ANSWER.finditer(response))
-    return response[found[-1].end() :] if found else None
+    return _END.split(response[found[-1].end() :])[0] if found else None
 
 
 def _fold(text: str) -> str:
@@ -220,10 +225,13 @@ def claims(field: str, value: str) -> str:
     return f"the chart says {field} {value}. the answer is {value}."
 
 
-def right_answer(question: PatientQuestion) -> str:
-    """Return the right answer of a question in the model's wording."""
+def right_answer(question: PatientQuestion, asked: str) -> str:
+    """Return the right answer of a question in the model's wording: between tags where the prompt
+    `asked` names them."""
     # clinic-reader begins its answers with "the chart says"; it never learned another wording.
     field = _FIELD_QUESTION.fullmatch(question.text)
     if field and field[1] in FIELDS:
         return claims(field[1], question.correct)
+    if all(tag in asked for tag in TAGS):
+        return question.correct.join(TAGS)
     return f"{LEAD} {question.correct}"

@@ -46,10 +46,10 @@ def _contexts(learn: LearnSpec) -> tuple[CartridgeLayout, Mapping[str, int]] | N
     data = learn.data
     if tokenizer is None or (data.source in ("longhealth", "documents") and data.path is None):
         return None
-    if data.source == "documents":
-        from documents.corpus import read_parts
+    if learn.self_study is not None:
+        from training.recipes.study_material import read_material
 
-        parts = read_parts(learn, tokenizer)
+        parts, _ = read_material(learn, tokenizer)
         return parts.layout, {name: len(part.tokens) for name, part in parts.parts.items()}
     from training.recipes.longhealth_prompts import open_prompts
 

@@ -65,7 +65,7 @@ class ApiSpec(EndpointSpec):
 
 
 class SelfStudySpec(SpecSection):
-    """Configure the questions about the documents: A writes the user's turn, B the answer."""
+    """Configure the conversations about the documents: A writes the user's turns, B the answers."""
 
     rows: str | None = Field(
         default=None,
@@ -79,7 +79,13 @@ class SelfStudySpec(SpecSection):
         description="of the answers in rows: read by the document teacher with the whole document, "
         "or stored with the rows, as B saw them with the passage",
     )
-    questions: int = Field(default=64, ge=2, description="turns of A for each document")
+    questions: int = Field(default=64, ge=2, description="conversations about each document")
+    rounds: int = Field(
+        default=1,
+        ge=1,
+        description="turns of A in a conversation, each but the first about B's last answer; the "
+        "answer to the last is trained on",
+    )
     kinds: Annotated[tuple[StudyKind, ...], AsTuple] = Field(
         default=STUDY_KINDS, min_length=1, description="seeds that A is given, in turn"
     )
@@ -108,6 +114,11 @@ class SelfStudySpec(SpecSection):
 
     _kinds_once = field_validator("kinds")(unique)
     _holds_the_least = bounded("max_chunk", ">=", "min_chunk", "raise it")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the most tokens of a conversation up to its last answer."""
+        return self.rounds * self.question_tokens + (self.rounds - 1) * self.answer_tokens
 
     @field_validator("scores")
     @classmethod

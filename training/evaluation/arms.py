@@ -222,7 +222,7 @@ class RequestWindow:
         read = await self._read(arm, readings)
         return [
             HeldOutQuestion(
-                StudyQuestion(r.id, r.about, "", "", r.prompt_ids, ()), r.bare_ids, r.answer_ids,
+                StudyQuestion(r.id, r.about, "", (), r.prompt_ids, ()), r.bare_ids, r.answer_ids,
                 c.prompt_logprobs[-len(r.answer_ids) :], c.prompt_likeliest[-len(r.answer_ids) :],
             )
             for r, c in zip(readings, read, strict=True)

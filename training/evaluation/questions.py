@@ -43,7 +43,7 @@ from services.run_directory import RunDirectory
 from training.recipes.agreement import split
 from training.recipes.longhealth_prompts import open_prompts, read_patients
 from training.recipes.question_files import UserQuestion, read_questions
-from training.recipes.study_prompts import in_turns, of_contexts, titled
+from training.recipes.study_prompts import in_turns, of_contexts, titled, titled_messages
 from training.recipes.study_rows import context_titles, of_parts, studied_of
 
 GENERAL = REPOSITORY / "configs" / "forgetting.json"
@@ -153,7 +153,8 @@ def set_paper(
         )
     return EvalSuite(
         source=source,
-        user_file=file is not None or (learn.data.path is not None and not learn.self_study),
+        user_file=file is not None
+        or (learn.data.path is not None and learn.data.source != "documents"),
         about=about,
         heads={
             **{name: about.conversation.head(name) for name in about.texts},
@@ -199,8 +200,8 @@ def _head(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 def _item(asked: UserQuestion, of: str, about: EvalSubjects, known: bool = True) -> EvalQuestion:
     context = of.split(SEPARATOR)[0]
-    text = titled(about.titles, context, asked.text)
-    ids, bare = (_opening(about.conversation, c, text) for c in (context, None))
+    said = titled_messages(about.titles, context, asked.messages)
+    ids, bare = (about.conversation.opening(c, said) for c in (context, None))
     words = asked.wording
     if not words:
         return EvalQuestion(asked, of, ids, bare, None, known)
@@ -254,7 +255,7 @@ def _documents(
         conversation=ChatRenderer(tokenizer, parts.texts),
         layout=parts.layout,
         texts=parts.texts,
-        titles=context_titles(learn, parts.layout),
+        titles=context_titles(learn, parts),
         hashes={parts.layout.documents[name]: h for name, h in parts.hashes.items()},
     )
     if asked or learn.data.questions:
@@ -265,7 +266,13 @@ def _documents(
     read = (studied_of(r, learn, about.conversation, about.titles) for r in rows if r.kept)
     _, held_out = split(filter(None, read), learn.data.held_out)
     owners = parts.layout.documents
-    own = [(UserQuestion(s.key, owners[s.document], s.text), s.document) for s in held_out]
+    own = [
+        (
+            UserQuestion(s.key, owners[s.document], s.messages[-1].content, before=s.messages[:-1]),
+            s.document,
+        )
+        for s in held_out
+    ]
     return about, own
 
 

@@ -211,8 +211,8 @@ def enter(
 
 
 def trained_on(run: FinishedRun, about: EvalSubjects) -> Iterator[LocatedText]:
-    """Yield the user's turn of every prompt that the run trained on, without its document's title
-    and options, each once."""
+    """Yield the turns of every prompt that the run trained on, without its document's title and
+    options, each prompt once."""
     wraps: dict[str, tuple[int, int]] = {}
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for row in iter_rows(run.directory.rollouts):
@@ -224,11 +224,11 @@ def trained_on(run: FinishedRun, about: EvalSubjects) -> Iterator[LocatedText]:
         if context not in wraps:
             wraps[context] = _wrap(about.conversation, context)
         before, after = wraps[context]
-        text = about.conversation.decode(ids[before : len(ids) - after]).strip()
-        text = text.removeprefix(titled(about.titles, context, "")).strip()
-        if row["kind"] == "choice":
-            text = text.partition(" options: ")[0]
-        yield LocatedText(document, text, f"run {run.directory.id}, rollouts.jsonl {row['id']}")
+        for text in about.conversation.texts_of(ids[before : len(ids) - after]):
+            text = text.removeprefix(titled(about.titles, context, "")).strip()
+            if row["kind"] == "choice":
+                text = text.partition(" options: ")[0]
+            yield LocatedText(document, text, f"run {run.directory.id}, rollouts.jsonl {row['id']}")
 
 
 def _wrap(conversation: ChatRenderer, context: str) -> tuple[int, int]:

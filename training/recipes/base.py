@@ -3,7 +3,7 @@
 LongHealthRecipe    one answer to each prompt about a document     (training.recipes.longhealth)
 ToolEpisodesRecipe  episodes of several turns with a desk's tools  (training.recipes.tool_episodes)
 RSARecipe           runs of recursive self-aggregation             (training.recipes.rsa)
-DocumentsRecipe     answers about a user's own documents           (training.recipes.documents)
+DocumentsRecipe     answers to self-study about documents          (training.recipes.documents)
 """
 
 from __future__ import annotations

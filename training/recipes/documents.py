@@ -1,9 +1,10 @@
-"""Train on a user's own documents, with self-study questions only.
+"""Train on documents with self-study questions only: a user's own, or LongHealth's charts.
 
-    questions   A writes questions about passages (documents.synthesis); some are held out by the
-                hash of their words
+    questions   A writes questions about passages (documents.synthesis); of a user's documents some
+                are held out by the hash of their words
     step        other questions -> answers on policy -> doc_kl of the teacher
-    measure     held-out questions: the teacher's own sampled answers, read by each arm
+    measure     held-out questions: the teacher's own sampled answers, read by each arm; the user's
+                questions, or LongHealth's held-out ones: answers
 
 For an answer y sampled by the teacher T, the sum of log T(y_t) - log S(y_t) is an unbiased estimate
 of KL(T || S). It needs only the arm S's log-probabilities of y, and is reported per token, with the
@@ -47,8 +48,14 @@ from training.recipes.agreement import (
 )
 from training.recipes.base import Recipe
 from training.recipes.contamination import clean
-from training.recipes.question_files import UserQuestion, read_questions
-from training.recipes.study_prompts import context_ref, in_company, in_turns, reading, titled
+from training.recipes.question_files import UserQuestion
+from training.recipes.study_prompts import (
+    context_ref,
+    contexts_of,
+    in_company,
+    reading,
+    titled_messages,
+)
 from training.recipes.study_rows import (
     context_titles,
     note_documents,
@@ -71,28 +78,31 @@ from training.rollouts import (
 
 
 class DocumentsRecipe(Recipe):
-    """Train on the documents of the spec; write their questions into the run's directory."""
+    """Train on the documents of the spec; write their questions into the run's directory. The
+    questions `asked` are never trained on."""
 
     def __init__(
-        self, spec: LearnSpec, parts: Corpus, tokenizer: Any, directory: RunDirectory
-    ) -> None:
+        self, spec: LearnSpec, parts: Corpus, asked: Sequence[UserQuestion], tokenizer: Any,
+        directory: RunDirectory,
+    ) -> None:  # fmt: skip
         assert spec.self_study is not None
         self._spec, self._study, self._parts = spec, spec.self_study, parts
         self._directory, self._model = directory, model_name(spec.model.path)
         self.layout = parts.layout
-        self._titles = context_titles(spec, parts.layout)
+        self._titles = context_titles(spec, parts)
         self._conversation = ChatRenderer(tokenizer, parts.texts)
         self.documents: Mapping[str, tuple[int, ...]] = {
             **{name: self._conversation.head(name) for name in parts.parts},
             NO_DOCUMENT: self._conversation.head(None),
         }
         self.end_ids = frozenset({tokenizer.eos_token_id})
-        self._asked = self._read_asked()
+        self._asked = asked
         self._getting_ready = asyncio.Lock()
         self._training: dict[str, list[StudyQuestion]] = {}
         self._held_out: list[StudyQuestion] = []
         self._exams: list[HeldOutQuestion] = []
-        self._hashes = parts.hashes
+        abouts = (*parts.parts, *(q.document for q in asked))
+        self._hashes = {about: parts.hashes[contexts_of(about)[0]] for about in abouts}
         note_documents(parts, directory)
 
     # -- questions ------------------------------------------------------------------------------
@@ -109,9 +119,12 @@ class DocumentsRecipe(Recipe):
             found = (
                 studied_of(r, self._spec, self._conversation, self._titles) for r in rows if r.kept
             )
-            training, held_out = split(filter(None, found), self._spec.data.held_out)
+            data = self._spec.data
+            # Of LongHealth, data.held_out is a share of its own questions.
+            share = 0.0 if data.source == "longhealth" else data.held_out
+            training, held_out = split(filter(None, found), share)
             lacking = [name for name in self._parts.parts if not training.get(name)]
-            if lacking or not held_out:
+            if lacking or not (held_out or self._asked):
                 raise DataError(
                     f"self-study has no question to train on about {lacking or 'any document'}: "
                     "raise self_study.questions, lower data.held_out, set self_study.plain: true, "
@@ -129,16 +142,20 @@ class DocumentsRecipe(Recipe):
         """Raise DataError, as `clean` does, before anything is trained."""
         evaluate = self._spec.evaluate
         trained = [
-            LocatedText(s.document, s.text, f"self-study: {s.key}")
+            LocatedText(self._document(s.document), message.content, f"self-study: {s.key}")
             for pool in training.values()
             for s in pool
+            for message in s.messages
         ]
+        key = "data.questions" if self._spec.data.questions else "data.path"
         asked = [
-            LocatedText(
-                q.document, q.choice.text if q.choice else q.text, f"data.questions: {q.id}"
-            )
+            LocatedText(self._document(q.document), text, f"{key}: {q.id}")
             for q in self._asked
-        ] or [LocatedText(s.document, s.text, f"held out: {s.key}") for s in held_out]
+            for text in q.forms
+        ] or [
+            LocatedText(self._document(s.document), s.messages[-1].content, f"held out: {s.key}")
+            for s in held_out
+        ]
         clean(
             overlaps(trained, asked, evaluate.alike),
             evaluate.contamination or ("fail" if self._asked else "warn"),
@@ -156,26 +173,32 @@ class DocumentsRecipe(Recipe):
             self._directory.selfstudy, list(self._parts.parts.values()), plan, sampler
         )
 
-    def _prompt_ids(self, about: str, text: str, bare: bool = False) -> tuple[int, ...]:
-        """Return the ids of a prompt about a context, after any prefix or without one."""
-        said = titled(self._titles, about, text)
-        return self._conversation.opening(None if bare else about, (AgentMessage("user", said),))
+    def _document(self, about: str) -> str:
+        """Return the document of contexts that are read as one text."""
+        return self.layout.documents[contexts_of(about)[0]]
+
+    def _prompt_ids(
+        self, about: str, messages: Sequence[AgentMessage], bare: bool = False
+    ) -> tuple[int, ...]:
+        """Return the ids of a prompt about contexts, after any prefix or without one."""
+        context = contexts_of(about)[0]
+        said = titled_messages(self._titles, context, messages)
+        return self._conversation.opening(None if bare else context, said)
 
     def _ref(self, about: str, prefix: str, version: int) -> PrefixRef:
-        """Return the prefix of an arm before a prompt about a context."""
+        """Return the prefix of an arm before a prompt about contexts."""
         if prefix == NO_DOCUMENT:
             return BARE
         if prefix == "document":
-            return context_ref((about,))
-        cartridge = self.layout.cartridge_of(self.layout.documents[about])
+            return context_ref(contexts_of(about))
+        cartridge = self.layout.cartridge_of(self._document(about))
         return PrefixRef(f"{prefix}/{cartridge}", version)
 
     def _kept(self, answer: Answer) -> Answer:
-        """Return the record of an answer to a question about a context, by its document."""
-        about = answer.document
-        document = self.layout.documents[about]
+        """Return the record of an answer to a question about contexts, by their document."""
+        contexts, document = contexts_of(answer.document), self._document(answer.document)
         cartridge = self.layout.cartridge_of(document)
-        return replace(answer, document=document, cartridge=cartridge, contexts=(about,))
+        return replace(answer, document=document, cartridge=cartridge, contexts=contexts)
 
     def _prompts(self, arm: str, step: int) -> list[tuple[StudyQuestion, StudyPrompt]]:
         """Return a step's prompts: contexts take turns, each with every cartridge that learns from
@@ -250,27 +273,28 @@ class DocumentsRecipe(Recipe):
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate, keep: KeepAnswers | None = None,
     ) -> MeasuredAccuracy:  # fmt: skip
-        """Return the agreement with the teacher on held-out questions; where the user gave
-        questions, their answers decide the accuracy."""
+        """Return the agreement with the teacher on held-out questions; where questions are asked,
+        their answers decide the accuracy."""
         await self._ready(generate)
         await self._examine(generate)
-        requests = [
-            self._reading(e, f"evaluate/{arm}", prefix, version) for e in self._exams[:most]
-        ]
-        completions, _ = await generate(requests)
-        measured = agreement(self._exams[:most], completions)
-        if keep is not None:
-            both = zip(self._exams[:most], completions, strict=True)
-            told = [teachers_answer(e, c, self._hashes, self._decode) for e, c in both]
-            keep([self._kept(answer) for answer in told])
-        if not self._asked:
-            return measured
+        exams = self._exams[:most]
+        measured: MeasuredAccuracy | None = None
+        if exams:
+            requests = [self._reading(e, f"evaluate/{arm}", prefix, version) for e in exams]
+            completions, _ = await generate(requests)
+            measured = agreement(exams, completions)
+            if keep is not None:
+                both = zip(exams, completions, strict=True)
+                told = [teachers_answer(e, c, self._hashes, self._decode) for e, c in both]
+                keep([self._kept(answer) for answer in told])
+            if not self._asked:
+                return measured
         asked = self._asked[: most or self._spec.evaluate.questions]
         sampling = Sampling(temperature=0.0, max_tokens=self._spec.evaluate.max_tokens)
         requests = [
             GenerateRequest(
                 f"evaluate/{arm}/asked/{q.id}",
-                self._prompt_ids(q.document, q.text, bare=prefix == NO_DOCUMENT),
+                self._prompt_ids(q.document, q.messages, bare=prefix == NO_DOCUMENT),
                 self._ref(q.document, prefix, version),
                 sampling,
                 stream_seed(f"asked/{q.id}"),
@@ -287,12 +311,13 @@ class DocumentsRecipe(Recipe):
             nll = [mean_nll(next(of_reading), len(own)) if own else None for own in ids]
             rows = zip(asked, answers, said, nll, strict=True)
             keep([self._kept(users_answer(q, c, t, lost, self._hashes)) for q, c, t, lost in rows])
-        return {**answered(asked, said), "agreement": measured["agreement"]}
+        found = answered(asked, said)
+        return found if measured is None else {**found, "agreement": measured["agreement"]}
 
     async def _examine(self, generate: TimedGenerate) -> None:
         """Sample the teacher's answers to the held-out questions, once."""
         async with self._getting_ready:
-            if self._exams:
+            if self._exams or not self._held_out:
                 return
             # Untruncated and at temperature 1: only then is the estimate one of KL(T || S).
             sampling = Sampling(max_tokens=self._spec.evaluate.max_tokens)
@@ -308,7 +333,7 @@ class DocumentsRecipe(Recipe):
             )  # fmt: skip
             exams = [
                 HeldOutQuestion(
-                    s, self._prompt_ids(s.document, s.text, bare=True), c.token_ids, (), ()
+                    s, self._prompt_ids(s.document, s.messages, bare=True), c.token_ids, (), ()
                 )
                 for s, c in zip(self._held_out, answers, strict=True)
             ]
@@ -334,16 +359,6 @@ class DocumentsRecipe(Recipe):
             f"{name}/{exam.studied.key}", (*ids, *exam.answer_ids), ref,
             Sampling(temperature=0.0, max_tokens=1), 0, prompt_logprobs=True,
         )  # fmt: skip
-
-    def _read_asked(self) -> list[UserQuestion]:
-        path = self._spec.data.questions
-        if path is None:
-            return []
-        found = read_questions(
-            path, self._parts.texts, self._spec.data.instruction, self.layout.documents
-        )
-        by_document = [[q for q in found if q.document == name] for name in self._parts.parts]
-        return in_turns(by_document)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._conversation.decode(ids).strip()

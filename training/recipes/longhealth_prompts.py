@@ -244,7 +244,7 @@ class LongHealthPrompts:
         tokens each of these answers has."""
         found, tokens = [], []
         for exam, request in zip(exams, requests, strict=True):
-            ids = self.conversation.saying(right_answer(exam.question))
+            ids = self.conversation.saying(right_answer(exam.question, exam.text))
             found.append(reading(request, ids))
             tokens.append(len(ids))
         return found, tokens

@@ -23,6 +23,7 @@ from typing import Any
 from environments.clinic.longhealth import LETTERS, PatientQuestion, parse_patients
 from environments.clinic.prompts import option_prompt, parse_answer, right_answer, said_answer
 from protocols.errors import DataError
+from protocols.teacher_replay import AgentMessage
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -38,18 +39,33 @@ _DECLINES = re.compile(
 @dataclass(frozen=True)
 class UserQuestion:
     """Hold a question about a document: with options (`choice`), with accepted answers, or, with
-    neither, a question that the document does not answer."""
+    neither, a question that the document does not answer. It may have a conversation `before`
+    it."""
 
     id: str
     document: str
     text: str
     answers: tuple[str, ...] = ()
     choice: PatientQuestion | None = None
+    before: tuple[AgentMessage, ...] = ()
+
+    @property
+    def messages(self) -> tuple[AgentMessage, ...]:
+        """Return the conversation that ends with the question."""
+        return (*self.before, AgentMessage("user", self.text))
 
     @property
     def fact(self) -> str:
         """Return the words of the question without its options."""
         return self.choice.text if self.choice else self.text
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Return the words that no training prompt may have: the question's, and those of its
+        options with it."""
+        if self.choice is None:
+            return (self.text,)
+        return self.choice.text, option_prompt(self.choice.text, self.choice.options)
 
     @property
     def expected(self) -> str | None:
@@ -59,7 +75,7 @@ class UserQuestion:
     @property
     def wording(self) -> str | None:
         """Return the right answer as the model says it, or None where there is none."""
-        return right_answer(self.choice) if self.choice else self.expected
+        return right_answer(self.choice, self.text) if self.choice else self.expected
 
     def read(self, response: str) -> str | None:
         """Return the answer in a response, or None where it gives none."""

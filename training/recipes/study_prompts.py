@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from protocols.layout import CartridgeLayout
 from protocols.spec.sections import DataSpec
+from protocols.teacher_replay import AgentMessage
 from protocols.types import SEPARATOR, GenerateRequest, PrefixRef, Sampling, composed_ref
 from training.rollouts import StudyPrompt
 
@@ -43,6 +44,11 @@ def over(prompt: StudyPrompt, prefix: PrefixRef) -> StudyPrompt:
 def context_ref(contexts: Sequence[str]) -> PrefixRef:
     """Return the prefix of contexts that are read as one text."""
     return PrefixRef(f"document/{SEPARATOR.join(contexts)}", 0)
+
+
+def contexts_of(about: str) -> tuple[str, ...]:
+    """Return the contexts that are read as one text of this name."""
+    return tuple(about.split(SEPARATOR))
 
 
 def reading(request: GenerateRequest, answer_ids: tuple[int, ...]) -> GenerateRequest:
@@ -79,3 +85,11 @@ def of_contexts(titles: Mapping[str, str], layout: CartridgeLayout) -> dict[str,
 def titled(titles: Mapping[str, str], about: str, text: str) -> str:
     """Return a prompt's text, after the title of what it is about, if any: "ada novak: ..."."""
     return f"{titles[about]}: {text}" if about in titles else text
+
+
+def titled_messages(
+    titles: Mapping[str, str], about: str, messages: Sequence[AgentMessage]
+) -> tuple[AgentMessage, ...]:
+    """Return a conversation whose first turn is after the title of what it is about, if any."""
+    first, *others = messages
+    return (replace(first, content=titled(titles, about, first.content)), *others)

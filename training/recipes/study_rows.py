@@ -11,29 +11,26 @@ from documents.synthesis_rows import StudyRow
 from environments.renderer import ChatRenderer
 from protocols.errors import CheckpointError, DataError
 from protocols.files import write_atomically
-from protocols.layout import CartridgeLayout
 from protocols.spec.learn import LearnSpec
-from protocols.teacher_replay import AgentMessage
 from protocols.types import Completion
 from services.run_directory import RunDirectory
 from training.recipes.agreement import StudyQuestion
-from training.recipes.study_prompts import of_contexts, titled, titles_of
+from training.recipes.study_prompts import of_contexts, titled_messages, titles_of
 from training.rollouts import StudyPrompt
 
 
-def context_titles(spec: LearnSpec, layout: CartridgeLayout) -> dict[str, str]:
-    """Return the title that prompts about each context begin with, its document's name; {} where
-    they begin with none (`data.name_document`)."""
-    names = {document: document for document in layout.documents.values()}
-    return of_contexts(titles_of(spec.data, layout, names), layout)
+def context_titles(spec: LearnSpec, parts: Corpus) -> dict[str, str]:
+    """Return the title that prompts about each context begin with, its document's; {} where they
+    begin with none (`data.name_document`)."""
+    names = {part.of: part.title or part.of for part in parts.parts.values()}
+    return of_contexts(titles_of(spec.data, parts.layout, names), parts.layout)
 
 
 def studied_of(
     row: StudyRow, spec: LearnSpec, conversation: ChatRenderer, titles: Mapping[str, str]
 ) -> StudyQuestion | None:
     """Return the question of a row; None when a trainer row cannot hold it with its answer."""
-    text = titled(titles, row.document, row.question)
-    ids = conversation.opening(row.document, (AgentMessage("user", text),))
+    ids = conversation.opening(row.document, titled_messages(titles, row.document, row.messages))
     if len(ids) + spec.rollout.max_tokens > spec.train.row_tokens:
         return None
     room = spec.train.row_tokens - len(ids)
@@ -45,7 +42,7 @@ def studied_of(
     kept = min(len(answer), room) if own and len(row.teacher_ids) == len(answer) else 0
     known = all(id >= 0 for at in row.teacher_ids[:kept] for id in at)
     return StudyQuestion(
-        row.key, row.document, row.kind, row.question, ids, answer[:room],
+        row.key, row.document, row.kind, row.messages, ids, answer[:room],
         row.teacher_ids[:kept] if known else (), row.teacher_logprobs[:kept] if known else (),
     )  # fmt: skip
 
