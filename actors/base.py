@@ -12,7 +12,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,9 +39,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Describe the frozen model that an actor loads, and the documents it may read.
+    """Describe the frozen model that an actor loads, the documents it may read, and the cartridges.
 
-    `documents` maps a document's name to its token ids from position 0 (chat template included);
+    `documents` maps the name of a context, a document or a chunk, to its token ids from position 0
+    (chat template included); `cartridges` maps each cartridge to the contexts that it learns from;
     `max_kv_bytes` bounds the KV of documents on the model's device, and `host_kv_bytes` their KV in
     host memory beside a GPU. `device` is "cpu" or "cuda" (`learning.model.loading.claim_device`).
     """
@@ -54,6 +55,7 @@ class ModelSource:
     plane: TensorPlane
     host_kv_bytes: int = 0
     device: str = "cpu"
+    cartridges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def load(self) -> LanguageModel:
         """Return the model on its device. Raises DataError without a model, SpecError without a

@@ -7,7 +7,7 @@ what only one may do; the replies of the others are ignored.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,16 @@ from monarch.actor import endpoint
 
 from actors.base import ModelSource, RankPlace
 from actors.model_actors import ModelActor
+from learning.cartridge.bank import CartridgeBank
 from learning.cartridge.fingerprint import Fingerprints
-from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
+from learning.cartridge.initialization import CartridgeInit, initial_bank
+from learning.cartridge.sources import init_sources
 from learning.cartridge.transfer import put_changed
 from learning.checkpoint import read_checkpoint
+from learning.model.decoder import LanguageModel
 from learning.model.distributed import join, shard_base
 from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.model.loading import claim_device, load_model, text_ids
+from learning.model.loading import base_hash, claim_device, load_model, text_ids
 from learning.policy_scores import document_logprobs
 from learning.sampler_gap import gap_bounds
 from learning.scoring import TeacherDistribution, joined, of_stored
@@ -33,6 +36,9 @@ from protocols.errors import PlaneError
 from protocols.spec.learn import LearnSpec
 from protocols.train_batch import PrecomputedScores, PreferencePair, TeacherScores, TrainBatch
 from protocols.types import CartridgeSnapshot, Sample, TrainStepOutput
+from registry.formats.base_model import other_weights, read_base
+from registry.formats.cartridge_file import CartridgeFile
+from registry.starting import keep_record, read_start, record_of, require_fit_of
 
 
 class TrainerActor(ModelActor):
@@ -41,14 +47,15 @@ class TrainerActor(ModelActor):
     def __init__(
         self,
         base: ModelSource,
-        start: CartridgeInit,
         learn: LearnSpec,
         last_state: str,
+        start_record: str,
         shard: bool = False,
         silent_s: float = 60.0,
     ) -> None:
-        """Keep every state in the file `last_state` before replying. With `shard` each rank keeps
-        its share of the base; a rank waits at most `silent_s` for another."""
+        """Keep every state in the file `last_state` before replying, and what trained cartridges
+        they started from in `start_record`. With `shard` each rank keeps its share of the base; a
+        rank waits at most `silent_s` for another."""
         place = RankPlace.here()
         device = claim_device(base.device, place.rank)
         # A base that is to be sharded is first loaded whole on the host.
@@ -56,17 +63,16 @@ class TrainerActor(ModelActor):
         whole = "cpu" if shard else device
         super().__init__(base, partial(load_model, base.path, base.dtype, whole))
         model = self._model
+        names = sorted(base.cartridges)
+        given = open_start(learn, names, model)
         self._ranks = join(
             place.rank, place.world, place.rendezvous, device=device.type, timeout_s=silent_s
         )
         if shard:
             shard_base(model, self._ranks)
-        cache = DocumentKVCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
-        # "none" is the bare start of a context, not a document to compress.
-        names = [name for name in sorted(base.documents) if name != "none"]
-        vocabulary = partial(text_ids, base.path)
-        sources = [InitSource(n, base.documents[n], cache.get(n), vocabulary) for n in names]
-        bank = initial_bank(model, sources, start)
+        bank = bank_of(model, base, learn, given)
+        if given and self._ranks.leads:
+            keep_record(Path(start_record), record_of(given, names, learn.cartridge))
         self._trainer = CartridgeTrainer(
             model,
             bank,
@@ -204,3 +210,50 @@ class TrainerActor(ModelActor):
     async def base_hash(self) -> str:
         """Return the SHA-256 of the base model as it is now: constant over a run."""
         return self._trainer.base_hash()
+
+
+def open_start(
+    learn: LearnSpec, names: Collection[str], model: LanguageModel
+) -> dict[str, CartridgeFile]:
+    """Return the trained cartridges that these start from, by name, checked against the spec and
+    the whole model. Raises DataError, or CheckpointError, for one that cannot be started from."""
+    start = learn.cartridge.start
+    if start is None:
+        return {}
+    from transformers.utils import CONFIG_NAME, cached_file
+
+    folder = Path(str(cached_file(learn.model.path, CONFIG_NAME))).parent
+    base = read_base(folder)
+    found = read_start(start, base, names)
+    known: dict[str, str] = {learn.model.dtype: base_hash(model)}
+    require_fit_of(found, learn.cartridge, base, lambda one: other_weights(one, folder, known))
+    return found
+
+
+def bank_of(
+    model: LanguageModel,
+    base: ModelSource,
+    learn: LearnSpec,
+    given: Mapping[str, CartridgeFile],
+) -> CartridgeBank:
+    """Return the bank of `base.cartridges`, untrained but for the `given` ones. A document is read
+    only where its cartridge needs it. Raises DataError as `initial_bank` does."""
+    cache = DocumentKVCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
+    most = getattr(model.config, "max_position_embeddings", None)
+    of = learn.cartridge
+    lacking = {
+        name: contexts
+        for name, contexts in base.cartridges.items()
+        if name not in given or given[name].tokens < of.tokens
+    }
+    vocabulary = partial(text_ids, base.path)
+    sources = init_sources(lacking, base.documents, cache, most, vocabulary)
+    start = CartridgeInit(
+        of.fresh or "first_tokens",  # of no cartridge, where every one is given
+        of.tokens,
+        of.frozen_tokens,
+        learn.train.seed,
+        of.start.pad if of.start is not None else None,
+    )
+    trained = {name: (file.kv, file.frozen) for name, file in given.items()}
+    return initial_bank(model, sources, start, trained)

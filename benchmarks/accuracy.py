@@ -34,7 +34,8 @@ from torch import Tensor
 from benchmarks.meters import one_thread
 from benchmarks.record import benchmark
 from learning.cartridge.composition import composed
-from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
+from learning.cartridge.initialization import CartridgeInit, initial_bank
+from learning.cartridge.sources import init_sources
 from learning.decoding.decode_batch import generate
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import load_model, load_tokenizer, text_ids
@@ -44,15 +45,11 @@ from learning.trainer import CartridgeTrainer
 from protocols.records.intervals import wilson_interval
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
-from protocols.spec.sections import Init
+from protocols.spec.start import Init
 from protocols.train_batch import TrainBatch
 from protocols.types import GenerateRequest, PrefixRef, composed_ref
-from training.recipes.longhealth import (
-    LongHealthPrompts,
-    LongHealthQuestion,
-    measure,
-    read_patients,
-)
+from training.recipes.longhealth import measure
+from training.recipes.longhealth_prompts import LongHealthQuestion, open_prompts
 from training.rollouts import as_rollout
 
 # The order of prefixes, from a ring of documents that starts with the question's own.
@@ -78,15 +75,16 @@ class StudyBench:
         one_thread()
         self._learn = learn
         self._model = load_model(learn.model.path, learn.model.dtype)
-        patients = read_patients(learn.data)
-        self.tasks = LongHealthPrompts(learn, patients, load_tokenizer(learn.model.path))
-        documents = self.tasks.documents
-        self.names = sorted(p.id for p in patients)
+        self.tasks = open_prompts(learn, load_tokenizer(learn.model.path))
+        documents, layout = self.tasks.documents, self.tasks.layout
+        self.names = sorted(self.tasks.patients)
         self._cache = DocumentKVCache(partial(document_kv, self._model), documents, 1 << 30)
         vocabulary = partial(text_ids, learn.model.path)
-        sources = [InitSource(n, documents[n], self._cache.get(n), vocabulary) for n in self.names]
+        most = self._model.config.max_position_embeddings
+        sources = init_sources(layout.contexts, documents, self._cache, most, vocabulary)
         of = learn.cartridge
-        start = CartridgeInit(of.init, of.tokens, of.frozen, learn.train.seed)
+        assert of.fresh is not None, "this sets cartridge.init to a name"
+        start = CartridgeInit(of.fresh, of.tokens, of.frozen_tokens, learn.train.seed)
         bank = initial_bank(self._model, sources, start)
         self._trainer = CartridgeTrainer(
             self._model, bank, learn.train, objective=learn.objective, loss=learn.loss,

@@ -26,7 +26,7 @@ from protocols.spec.sections import DataSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from strategies.rsa.engine import RSAEngine
 from strategies.samplers.token_sampler import TokenSampler
-from training.recipes.longhealth import read_patients
+from training.recipes.longhealth_prompts import read_patients
 
 MODEL = ROOT / "models" / "clinic-panel"
 

@@ -68,15 +68,20 @@ class TokenizedText:
         """Return the tokens after a break of this kind, sorted. They are found on first use: a long
         text has many words and may need none of them."""
         if kind not in self._found:
-            ends = (self._token_at(m.end()) for m in BREAKS[kind].finditer(self.text))
-            self._found[kind] = sorted({token for token in ends if token})
+            breaks = BREAKS[kind].finditer(self.text)
+            after = (self._token_after(m.group(), m.end()) for m in breaks)
+            self._found[kind] = sorted({token for token in after if token})
         return self._found[kind]
 
-    def _token_at(self, char: int) -> int:
-        """Return the first token at or after a character, 0 where a token spans it."""
-        token = bisect_left(self._starts, char)
-        whole = 0 < token < len(self) and self._stops[token - 1] <= char
-        return token if whole else 0
+    def _token_after(self, broken: str, stop: int) -> int:
+        """Return the first token after a break that ends at character `stop`: one that begins
+        there, or the one that begins with its white space, as in many tokenizers; else 0."""
+        token = bisect_left(self._starts, stop)
+        if 0 < token < len(self) and self._stops[token - 1] <= stop:
+            return token
+        space = len(broken) - len(broken.rstrip())
+        inside = token > 1 and self._starts[token - 1] >= stop - space
+        return token - 1 if inside else 0
 
     def boundary(self, low: int, high: int) -> int:
         """Return the best cut in (low, high]: the last break of the best kind, else `high`."""

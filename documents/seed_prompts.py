@@ -1,17 +1,19 @@
 """Build self-study prompts, which make the model write a user's turn about a passage.
 
-    A    passage + seed  -> the user's turn      (reads the passage and one of five kinds of seed)
-    B    passage + turn  -> the answer           (reads the passage and the turn only)
+    A    passage + seed          -> the user's turn    (the seed is of one of five kinds)
+    B    passage + turn          -> the answer         (without the seed)
+    A    passage + turn, answer  -> the next turn, which takes up the answer
+    B    passage + conversation  -> its answer
 
 The five kinds are those of the Cartridges paper (Eyuboglu et al., 2025); the wording is our own.
-Where A writes nothing usable, `plain_turn` makes a turn of the kind without a model.
+Where A writes nothing usable, `plain_turn` and `plain_next_turn` make a turn without a model.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 WRITE = (
     "Write that message and nothing else. It must be understood by someone who does not see the "
@@ -52,6 +54,15 @@ SEEDS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
+NEXT_SEEDS = (
+    "The conversation above is about the passage above it. Write the user's next message: it asks "
+    "about something in the last answer that the passage says more about.",
+    "The conversation above is about the passage above it. Write the next message of the user, who "
+    "doubts a point of the last answer, names it, and wants to know what the text has to say.",
+    "The conversation above is about the passage above it. Write the message in which the user now "
+    "wants the last answer put to use, shortened, or laid out in another form.",
+)
+
 PLAIN: Mapping[str, tuple[str, ...]] = {
     "structuring": (
         'List the facts of the passage that begins with "{cue}", one on each line.',
@@ -74,6 +85,10 @@ PLAIN: Mapping[str, tuple[str, ...]] = {
         'Tell what follows "{cue}" as a letter to a friend.',
     ),
 }
+PLAIN_NEXT = (
+    'You said "{cue}". What does the text say about that?',
+    'Say more about "{cue}".',
+)
 CUE_WORDS = (3, 9)
 SENTENCE = re.compile(r"(?:(?<=[.!?])\s+|\n+)")
 
@@ -83,9 +98,26 @@ def asking(passage: str, kind: str, rng: random.Random) -> str:
     return f"{passage.strip()}\n\n---\n\n{rng.choice(SEEDS[kind])} {WRITE}"
 
 
+def asking_on(passage: str, history: Sequence[tuple[str, str]], rng: random.Random) -> str:
+    """Return A's prompt for the turn after `history`, whose pairs are a user's turn and the
+    answer."""
+    said = "\n\n".join(f"User: {turn}\n\nAssistant: {answer}" for turn, answer in history)
+    return f"{passage.strip()}\n\n---\n\n{said}\n\n---\n\n{rng.choice(NEXT_SEEDS)} {WRITE}"
+
+
 def plain_turn(passage: str, kind: str, rng: random.Random) -> str:
     """Return a turn that refers to the passage by the first words of one of its sentences."""
-    sentences = [s.split() for s in SENTENCE.split(passage) if s.split()]
-    words = rng.choice(sentences or [["the", "text"]])
-    cue = " ".join(words[: rng.randint(*CUE_WORDS)]).strip(" ,;:\"'")
+    cue = _cue(passage, rng)
     return rng.choice(PLAIN[kind]).format(cue=cue)
+
+
+def plain_next_turn(answer: str, rng: random.Random) -> str:
+    """Return a turn that refers to the answer before it by first words of one of its sentences."""
+    cue = _cue(answer, rng)
+    return rng.choice(PLAIN_NEXT).format(cue=cue)
+
+
+def _cue(text: str, rng: random.Random) -> str:
+    sentences = [s.split() for s in SENTENCE.split(text) if s.split()]
+    words = rng.choice(sentences or [["the", "text"]])
+    return " ".join(words[: rng.randint(*CUE_WORDS)]).strip(" ,;:\"'")

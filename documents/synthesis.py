@@ -1,9 +1,11 @@
 """Write self-study rows: A asks about passages of the documents, B answers, row by row to a file.
 
     item -> passage (random chunk) -> A (seed of a kind) -> filters, dedup -> B -> filters -> row
+                                      A (takes up the answer) -> filters -> B    a further round
 
 Items are numbered, and every draw of an item depends on its document and number: an interrupted
-file is continued with the same rows. A refused turn is a row, too, with the reason.
+file is continued with the same rows. A refused first turn is a row, too, with the reason. A
+conversation whose answer or next turn cannot be used ends before it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +21,7 @@ from pathlib import Path
 from documents.chunks import Chunk, random_chunk
 from documents.corpus import CorpusDocument
 from documents.filters import ECHO_WORDS, DuplicateFilter, TextBounds, fault, normalised
-from documents.seed_prompts import asking, plain_turn
+from documents.seed_prompts import asking, asking_on, plain_next_turn, plain_turn
 from documents.synthesis_rows import StudyRow, from_dict
 from protocols.errors import DataError
 from protocols.files import append_rows, iter_rows, json_lines, utc_text, write_atomically
@@ -89,7 +91,7 @@ async def write_study(
     doubles = DuplicateFilter(plan.study.alike)
     for row in rows:
         if row.kept or row.refused.startswith("answer"):
-            doubles.found(row.question)
+            doubles.found(row.messages[0].content)
     for start in range(len(rows), len(wanted), BATCH):
         tell(start, len(wanted))
         new = await _batch(wanted[start : start + BATCH], plan, sampler, doubles)
@@ -122,46 +124,107 @@ def _begun(path: Path, wanted: Sequence[SynthesisItem], plan: SynthesisPlan) -> 
 async def _batch(
     batch: Sequence[SynthesisItem], plan: SynthesisPlan, sampler: Sampler, doubles: DuplicateFilter
 ) -> list[StudyRow]:
-    drafts = [_draft(item, plan) for item in batch]
+    drafts = {draft.row.key: draft for draft in (_draft(item, plan) for item in batch)}
+    asked = [(f"{key}/question", d.asking, d.row.question_seed) for key, d in drafts.items()]
+    turns = await _turns(asked, plan, sampler)
+    rows = {
+        key: _turn(draft, turn, plan, doubles)
+        for (key, draft), turn in zip(drafts.items(), turns, strict=True)
+    }
+    for rounds in range(1, plan.study.rounds):
+        rows |= await _next_round([*rows.values()], rounds, drafts, plan, sampler)
+    if plan.answers:
+        rows |= await _answers([r for r in rows.values() if r.kept], drafts, plan, sampler)
+    return list(rows.values())
+
+
+async def _next_round(
+    rows: Sequence[StudyRow], rounds: int, drafts: Mapping[str, DraftRow], plan: SynthesisPlan,
+    sampler: Sampler,
+) -> dict[str, StudyRow]:  # fmt: skip
+    """Return the rows of `rounds` turns that go on, by key, after B's answer and A's next turn;
+    those that end here have the reason in `tried`."""
+    going = {r.key: r for r in rows if r.kept and len(r.history) == rounds - 1}
+    answered = await _answers(list(going.values()), drafts, plan, sampler)
+    ended = {
+        key: replace(going[key], tried=(*going[key].tried, row.refused))
+        for key, row in answered.items()
+        if not row.kept
+    }
+    longer = {key: _longer(row, drafts[key]) for key, row in answered.items() if row.kept}
+    asks = {
+        key: asking_on(drafts[key].passage, row.history, random.Random(f"{row.question_seed}/seed"))
+        for key, row in longer.items()
+    }
+    asked = [(f"{k}/question/{rounds + 1}", asks[k], longer[k].question_seed) for k in longer]
+    turns = await _turns(asked, plan, sampler)
+    for (key, row), turn in zip(longer.items(), turns, strict=True):
+        text = turn.text.strip()
+        why = fault(text, asks[key], turn.finish_reason == "stop", plan.bounds)
+        if why is None:
+            row = replace(row, question=text, question_tokens=turn.tokens, asker="model")
+        elif plan.study.plain:
+            rng = random.Random(f"{row.question_seed}/plain")
+            plain = plain_next_turn(row.history[-1][1], rng)
+            row = replace(row, question=plain, asker="plain", tried=(*row.tried, why))
+        else:
+            row = replace(going[key], tried=(*row.tried, why))
+        longer[key] = row
+    return ended | longer
+
+
+def _longer(row: StudyRow, draft: DraftRow) -> StudyRow:
+    """Return an answered row with its last round in the history, for a next turn to be written."""
+    history = (*row.history, (row.question, row.answer))
+    return replace(
+        draft.row, history=history, tried=row.tried,
+        question_seed=stream_seed(f"{draft.name}/question/{1 + len(history)}"),
+        answer_seed=stream_seed(f"{draft.name}/answer/{1 + len(history)}"),
+    )  # fmt: skip
+
+
+async def _turns(
+    asked: Sequence[tuple[str, str, int]], plan: SynthesisPlan, sampler: Sampler
+) -> list[SampleResult]:
+    """Return A's turns for (request id, prompt, seed)."""
+    sampling = Sampling(plan.study.question_temperature, max_tokens=plan.study.question_tokens)
+    requests = [
+        SampleRequest(name, (AgentMessage("user", text),), sampling, seed)
+        for name, text, seed in asked
+    ]
+    return await sampler(requests) if requests else []
+
+
+async def _answers(
+    rows: Sequence[StudyRow], drafts: Mapping[str, DraftRow], plan: SynthesisPlan, sampler: Sampler
+) -> dict[str, StudyRow]:
+    """Return the rows by key with B's answer to their last turn."""
     study = plan.study
-    asked = Sampling(study.question_temperature, max_tokens=study.question_tokens)
-    turns = await sampler(
-        [
-            SampleRequest(
-                f"{d.row.key}/question",
-                (AgentMessage("user", d.asking),),
-                asked,
-                d.row.question_seed,
-            )
-            for d in drafts
-        ]
-    )
-    rows = [_turn(d, turn, plan, doubles) for d, turn in zip(drafts, turns, strict=True)]
-    if not plan.answers:
-        return rows
-    answering = Sampling(study.answer_temperature, max_tokens=study.answer_tokens)
+    sampling = Sampling(study.answer_temperature, max_tokens=study.answer_tokens)
     top = study.top_k if "top_logprobs" in sampler.abilities else 0
-    kept = {row.key: d for row, d in zip(rows, drafts, strict=True) if row.kept}
-    answers = await sampler(
-        [
-            SampleRequest(
-                f"{row.key}/answer",
-                (AgentMessage("system", kept[row.key].passage), AgentMessage("user", row.question)),
-                answering,
-                row.answer_seed,
-                top_logprobs=top,
-            )
-            for row in rows
-            if row.kept
-        ]
-    )
-    said = dict(zip(kept, answers, strict=True))
-    return [_answered(r, kept[r.key], said[r.key], plan) if r.kept else r for r in rows]
+    requests = [
+        SampleRequest(
+            f"{row.key}/answer" + (f"/{1 + len(row.history)}" if row.history else ""),
+            (AgentMessage("system", drafts[row.key].passage), *row.messages),
+            sampling,
+            row.answer_seed,
+            top_logprobs=top,
+        )
+        for row in rows
+    ]
+    answers = await sampler(requests) if requests else []
+    return {
+        row.key: _answered(row, drafts[row.key], answer, plan)
+        for row, answer in zip(rows, answers, strict=True)
+    }
 
 
 @dataclass(frozen=True)
 class DraftRow:
+    """Hold what A's first turn is made of; `name` is that of the item's random draws."""
+
     row: StudyRow
+    name: str
     passage: str
     asking: str
     plain: str
@@ -182,6 +245,8 @@ def _draft(item: SynthesisItem, plan: SynthesisPlan) -> DraftRow:
     chunk, rng, name = passage_of(part, item.number, study, plan.seed)
     kind = study.kinds[item.number % len(study.kinds)]
     passage = part.tokens.text_of(chunk)
+    # A passage from the middle does not say whom or what it is about.
+    read = f"{part.about}\n{passage}" if part.about and chunk.start else passage
     first = part.chunk.start_char
     row = StudyRow(
         key=item.key, document=part.name, source=part.document.source,
@@ -197,7 +262,8 @@ def _draft(item: SynthesisItem, plan: SynthesisPlan) -> DraftRow:
         },
         model=plan.model, config=plan.config, generator=_generator(), time=utc_text(),
     )  # fmt: skip
-    return DraftRow(row, passage, asking(passage, kind, rng), plain_turn(passage, kind, rng))
+    ask, plain = asking(read, kind, rng), plain_turn(passage, kind, rng)
+    return DraftRow(row, name, read, ask, plain)
 
 
 def _turn(

@@ -1,4 +1,4 @@
-"""Store self-study rows as JSON lines: a turn of A, the answer of B, and all their inputs."""
+"""Store self-study rows as JSON lines: a conversation of A and B, and all its inputs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from protocols.errors import DataError
 from protocols.files import replacing
+from protocols.teacher_replay import AgentMessage
 
 SCHEMA = 1
 PARQUET_REMEDY = "run `pip install -e '.[parquet]'`, or use the JSON lines"
@@ -18,18 +20,20 @@ PARQUET_REMEDY = "run `pip install -e '.[parquet]'`, or use the JSON lines"
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRow:
-    """Hold one turn about a passage, kept or refused.
+    """Hold one conversation about a passage, kept or refused.
 
     `StudyRow(key="kestrel/00007", document="kestrel", source="kestrel.md", sha256="9f86...",
     tokens=(120, 431), chars=(512, 1890), kind="question", asker="model", question="Where does ...",
     answer="On cliffs.", answer_ids=(17, 9, 2), answer_logprobs=(-0.1, -0.4, -0.0),
     teacher_ids=((17, 4), ...), teacher_logprobs=((-0.1, -2.7), ...), ...)`
 
-    `tokens` and `chars` are the passage's span in the document whose text has the hash `sha256`.
-    `asker` is "plain" for a turn that no model wrote. `refused` says why a turn (or its answer,
-    "answer: ...") is not used, "" where it is used. `teacher_ids[t]` are the likeliest tokens at
-    the position of `answer_ids[t]`, likeliest first; ids are -1 where the teacher returned texts
-    only (`teacher_texts`). `config` is a hash of all that decides the row but the time.
+    `history` has the turn of A and the answer of B of each earlier round; `question` and all that
+    follows belong to the last one. `tokens` and `chars` are the passage's span in the document
+    whose text has the hash `sha256`. `asker` is "plain" for a turn that no model wrote. `refused`
+    says why a turn (or its answer, "answer: ...") is not used, "" where it is used.
+    `teacher_ids[t]` are the likeliest tokens at the position of `answer_ids[t]`, likeliest first;
+    ids are -1 where the teacher returned texts only (`teacher_texts`). `config` is a hash of all
+    that decides the row but the time.
     """
 
     schema: int = SCHEMA
@@ -41,6 +45,7 @@ class StudyRow:
     chars: tuple[int, int]
     kind: str
     asker: Literal["model", "plain"]
+    history: tuple[tuple[str, str], ...] = ()
     question: str
     question_tokens: int = 0
     question_sampling: Mapping[str, float | int]
@@ -65,6 +70,15 @@ class StudyRow:
     @property
     def kept(self) -> bool:
         return not self.refused
+
+    @property
+    def messages(self) -> tuple[AgentMessage, ...]:
+        """Return the conversation, from A's first turn to its last."""
+        earlier = (
+            (AgentMessage("user", turn), AgentMessage("assistant", answer))
+            for turn, answer in self.history
+        )
+        return (*chain.from_iterable(earlier), AgentMessage("user", self.question))
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -96,13 +110,15 @@ def _tuples(value: Any) -> Any:
 
 
 def counts(rows: Iterable[StudyRow]) -> dict[str, int]:
-    """Return the numbers of rows: all, kept, kept with a plain turn, and tried or refused by
-    reason."""
+    """Return the numbers of rows: all, kept, kept with a plain last turn, kept by their rounds
+    where these are several, and tried or refused by reason."""
     found: Counter[str] = Counter()
     for row in rows:
         found["rows"] += 1
         found["kept"] += row.kept
         found["plain"] += row.kept and row.asker == "plain"
+        if row.kept and row.history:
+            found[f"kept with {1 + len(row.history)} rounds"] += 1
         for why in row.tried:
             found[f"tried: {why}"] += 1
         if row.refused:
@@ -124,7 +140,8 @@ def write_parquet(rows: Sequence[StudyRow], path: Path) -> None:
     types = {
         "tokens": span, "chars": span, "answer_ids": ids, "teacher_ids": pa.list_(ids),
         "answer_logprobs": floats, "teacher_logprobs": pa.list_(floats),
-        "teacher_texts": pa.list_(pa.list_(pa.string())), "tried": pa.list_(pa.string()),
+        "teacher_texts": pa.list_(pa.list_(pa.string())),
+        "history": pa.list_(pa.list_(pa.string(), 2)), "tried": pa.list_(pa.string()),
         **dict.fromkeys(
             ("schema", "question_seed", "answer_seed", "question_tokens", "answer_tokens"),
             pa.int64(),

@@ -97,7 +97,11 @@ def sibling_hint(failed: FailedTurn, episodes: Sequence[Episode], reward: float)
     if not siblings:
         return TurnHint(own.task.id, failed.turn, "", "no_sibling")
     best = min(siblings, key=lambda e: len(e.turns))
-    said = messages_so_far(best.opening, best.turns)[len(best.opening.messages) :]
+    said = [
+        message
+        for turn in best.turns
+        for message in (AgentMessage("assistant", turn.text), *turn.observation.messages)
+    ]
     return TurnHint(
         own.task.id, failed.turn, "\n".join(f"{m.role}: {m.content.strip()}" for m in said)
     )

@@ -14,16 +14,19 @@ rendered and tokenized anew. The module does no I/O.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import groupby
+from typing import Any, get_args
 
 from jinja2 import TemplateError
 
 from protocols.episodes import Observation, Turn
 from protocols.errors import DataError
-from protocols.teacher_replay import AgentMessage, AgentTool
+from protocols.teacher_replay import AgentMessage, AgentTool, Role
 
 NO_DOCUMENT = "none"
+_ROLE_LINE = re.compile(rf"^(?:{'|'.join(get_args(Role))})(?:\n|$)")
 
 
 def messages_so_far(opening: Observation, turns: Sequence[Turn]) -> tuple[AgentMessage, ...]:
@@ -61,6 +64,14 @@ class ChatRenderer:
         """Return the text of a response, without special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def texts_of(self, ids: Sequence[int]) -> list[str]:
+        """Return the texts between the special tokens of a conversation, without empty ones: its
+        messages, without a line before them that has their role."""
+        special = set(self._tokenizer.all_special_ids)
+        runs = (list(run) for marked, run in groupby(ids, special.__contains__) if not marked)
+        texts = (_ROLE_LINE.sub("", self.decode(run).strip()).strip() for run in runs)
+        return [text for text in texts if text]
 
     def head(self, document: str | None) -> tuple[int, ...]:
         """Return the ids before an opening: the system block, or only the begin token."""

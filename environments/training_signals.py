@@ -71,6 +71,7 @@ def turn_samples(episodes: Sequence[Episode]) -> list[Sample]:
         Sample(
             f"{e.task.id}/{t}", e.task.document, turn.context_ids, turn.response_ids,
             turn.sampler_logprobs, turn.versions, contexts=(e.task.document,),
+            prompt=e.group,
         )
         for e in episodes
         for t, turn in enumerate(e.turns)
@@ -183,6 +184,7 @@ def _branch_sample(episode: Episode, branch: int, turns: Sequence[Turn]) -> Bran
     sample = Sample(
         _sample_id(episode, branch), episode.task.document, first.context_ids, tuple(ids),
         tuple(logprobs), tuple(versions), contexts=(episode.task.document,),
+        prompt=episode.group,
     )  # fmt: skip
     return BranchSample(episode, sample, tuple(trained))
 

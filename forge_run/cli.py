@@ -69,6 +69,9 @@ RUN = (
     _option("--resume", "RUN", "go on with a run: its id or path, the latest, or `unfinished`: the "
             "latest if it did not finish, else a new one; write it after MESH.yaml",
             nargs="?", const=""),
+    _option("--continue", "RUN", "a new run that starts from the last cartridges of this one: its "
+            "id or path, or `latest`; another number of steps, other data, a fresh optimiser",
+            dest="continues"),
 )  # fmt: skip
 DRY_RUN = _flag("--dry-run", "print the plan and start nothing")
 FORGE_RUN = Command(

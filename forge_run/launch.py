@@ -218,8 +218,12 @@ def _drive(
         status = _poll(controller, spec.mesh.spawn_timeout_s)
         caught.listen()
         asked: float | None = None
+        untold = not resume and spec.learn.cartridge.start is not None
         while not status.done:
             display.update(status)
+            if untold and directory.start.exists():
+                untold = False
+                _tell_fresh(directory, display)
             if caught.first and asked is None:
                 asked = time.monotonic()
                 controller.ask_to_stop.call_one().get(timeout=STATUS_TIMEOUT)
@@ -242,6 +246,16 @@ def _drive(
         if not cut_off:
             _end(procs)
     return True
+
+
+def _tell_fresh(directory: RunDirectory, display: ConsoleDisplay) -> None:
+    """Tell which cartridges start by an initialization where others start from trained ones."""
+    from registry.formats.run_checkpoint import read_start_record
+    from registry.starting import told
+
+    record = read_start_record(directory.start)
+    for line in told({name: one for name, one in record.items() if "init" in one}):
+        display.line(f"no trained cartridge to start from, so {line}")
 
 
 def _poll(controller: Any, timeout_s: float) -> Any:

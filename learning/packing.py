@@ -28,9 +28,8 @@ from learning.model.attention import FlatAttention
 from learning.model.decoder import LanguageModel, recomputing
 from learning.model.distributed import vocabulary
 from protocols.errors import DataError
-from protocols.types import Sample
+from protocols.types import SEPARATOR, Sample
 
-SEPARATOR = "\n"  # between the names of several prefixes; in no document's name
 LOGIT_BYTES = 4  # float32
 VALUE_BYTES = 2**24  # of logits whose exponentials exist at a time in `token_values`
 # Computes [n] tensors from n tokens' logits [n, V]. The slice gives their place among the tokens

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 CARTRIDGE = "cartridge/"  # the names of prefixes that are trained cartridges begin with it
+SEPARATOR = "\n"  # between the names of several prefixes; in no document's name
 
 
 @dataclass(frozen=True, order=True)
@@ -17,7 +18,8 @@ class PrefixRef:
     """Name the KV prefix before a prompt.
 
     `PrefixRef("cartridge/patient_01", 7)` is version 7 of a trained cartridge,
-    `PrefixRef("document/patient_01", 0)` the frozen KV of a whole document, and
+    `PrefixRef("document/patient_01", 0)` the frozen KV of a context, a document or a chunk of it,
+    `PrefixRef("document/a\\nb", 0)` that of two contexts read as one text, and
     `PrefixRef("document/none", 0)` the bare beginning-of-sequence token.
 
     `PrefixRef("cartridge/a", 7, (PrefixRef("cartridge/b", 7),))` is the ordered composition [a, b]:

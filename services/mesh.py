@@ -202,6 +202,7 @@ async def open_generators(
 async def spawn_roles(
     spec: RunSpec,
     documents: Mapping[str, tuple[int, ...]],
+    cartridges: Mapping[str, tuple[str, ...]],
     end_ids: frozenset[int],
     mesh: Mesh,
     directory: RunDirectory,
@@ -232,6 +233,7 @@ async def spawn_roles(
             dtype=spec.learn.model.dtype,
             threads=role.threads,
             documents=documents,
+            cartridges=cartridges,
             max_kv_bytes=spec.learn.teacher.max_kv_bytes,
             plane=mesh.plane,
             host_kv_bytes=spec.learn.teacher.host_kv_bytes,

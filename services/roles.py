@@ -12,7 +12,6 @@ from actors.model_actors import DocTeacherActor, GeneratorActor, SDPOTeacherActo
 from actors.rsa_aggregator import RSAAggregatorActor
 from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
-from learning.cartridge.initialization import CartridgeInit
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import HINTED_TEACHER, RoleSpec, RunSpec
 from services.run_directory import RunDirectory
@@ -74,6 +73,4 @@ def role_arguments(
     assert name == "trainer", name
     # The heartbeat finds a silent rank; the call's timeout bounds a rank that hangs but answers.
     ranks = (learn.train.shard_base, spec.mesh.call_timeout_s)
-    cartridge = learn.cartridge
-    start = CartridgeInit(cartridge.init, cartridge.tokens, cartridge.frozen, learn.train.seed)
-    return (base, start, learn, str(directory.last_state), *ranks)
+    return (base, learn, str(directory.last_state), str(directory.start), *ranks)

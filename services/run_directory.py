@@ -11,6 +11,7 @@ kill.
         ├── answers.jsonl    every arm's evaluation answers            appended
         ├── votes.jsonl      teacher votes on the run's states         appended
         ├── selfstudy.jsonl  questions about a user's documents        appended
+        ├── start.json       trained cartridges that it started from   written once
         ├── documents.json   which documents, by hash                  written once
         ├── contamination.jsonl  duplicated evaluation questions       replaced whole
         ├── teachers.jsonl   every call to a teacher: the ledger       by teachers/ledger.py
@@ -86,6 +87,7 @@ class RunDirectory:
     answers = RunFile("answers.jsonl")
     votes = RunFile("votes.jsonl")
     selfstudy = RunFile("selfstudy.jsonl")
+    start = RunFile("start.json")
     documents = RunFile("documents.json")
     contamination = RunFile("contamination.jsonl")
     ledger = RunFile("teachers.jsonl")
@@ -133,8 +135,8 @@ class RunDirectory:
         have = ", ".join(p.parent.name for p in _runs(home)) or "none"
         looked = " or ".join(str(candidate) for candidate in candidates)
         raise CheckpointError(
-            f"no run to resume: expected a run directory with a spec.yaml at {looked}, got none; "
-            f"runs in {home}: {have}; name one of them, or start anew without --resume"
+            f"no run to go on with: expected a run directory with a spec.yaml at {looked}, got "
+            f"none; runs in {home}: {have}; name one of them, or start anew"
         )
 
     @property

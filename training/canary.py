@@ -28,16 +28,17 @@ class Canary:
         self,
         generator: GeneratorClient,
         trainer: TrainerClient,
-        documents: Mapping[str, Sequence[int]],
+        prompts: Mapping[str, Sequence[int]],
         most: float,
     ) -> None:
+        """Take the start of each cartridge's text, by cartridge, as `prompts`."""
         self._generator, self._trainer, self._most = generator, trainer, most
-        self._documents = documents
+        self._prompts = prompts
 
     async def check(self, snapshot: CartridgeSnapshot) -> None:
         """Raise StaleTokenError that names the replica whose greedy text is not this version's."""
         version = snapshot.version
-        prompts = {n: tuple(self._documents[n][:PROMPT_TOKENS]) for n in snapshot.names}
+        prompts = {n: tuple(self._prompts[n][:PROMPT_TOKENS]) for n in snapshot.names}
         requests = [
             GenerateRequest(
                 f"canary/{version}/{name}",
@@ -55,10 +56,7 @@ class Canary:
             for name, c in zip(snapshot.names, done, strict=True)
         }
         samples = [
-            Sample(
-                f"canary/{name}", name, tuple(self._documents[name][:PROMPT_TOKENS]), ids, (), ()
-            )
-            for name, ids in sorted(said)
+            Sample(f"canary/{name}", name, prompts[name], ids, (), ()) for name, ids in sorted(said)
         ]
         deficits = dict(
             zip(sorted(said), await self._trainer.greedy_deficit(samples, version), strict=True)

@@ -188,7 +188,9 @@ class ControllerActor(Actor):
         # It is left from an interrupted run; this one starts from its own checkpoint.
         shutil.rmtree(self._directory.last_state, ignore_errors=True)
         self._directory.last_state.with_suffix(".safetensors").unlink(missing_ok=True)  # older form
-        await spawn_roles(spec, course.documents, course.end_ids, mesh, self._directory)
+        await spawn_roles(
+            spec, course.documents, course.layout.contexts, course.end_ids, mesh, self._directory
+        )
         for role, pool in mesh.pools.items():
             recorder.event(
                 "role_ready",

@@ -45,11 +45,18 @@ class TimedGenerate(Protocol):
 
 @dataclass(frozen=True)
 class StudyPrompt:
-    """Hold a self-study prompt ready to be sampled."""
+    """Hold a prompt about `document`, ready to be sampled.
+
+    Its responses train `cartridge`, with `contexts` before the document teacher's prompt. `prompt`
+    is its id, the same each time that it is asked.
+    """
 
     document: str
     kind: str
     request: GenerateRequest
+    cartridge: str
+    contexts: tuple[str, ...]
+    prompt: str
 
 
 @dataclass(frozen=True)
@@ -120,25 +127,21 @@ def as_rollout(
     offline: bool,
 ) -> Rollout:
     """Return a step's completions as a Rollout; text that the teacher wrote carries no version."""
-    samples = [
-        as_sample(p.document, p.request, c, offline)
-        for p, c in zip(prompts, completions, strict=True)
-    ]
+    samples = [as_sample(p, c, offline) for p, c in zip(prompts, completions, strict=True)]
     return Rollout(step, tuple(prompts), tuple(completions), samples, seconds, compute)
 
 
-def as_sample(
-    document: str, request: GenerateRequest, completion: Completion, offline: bool = False
-) -> Sample:
+def as_sample(prompt: StudyPrompt, completion: Completion, offline: bool = False) -> Sample:
     return Sample(
         id=completion.request_id,
-        cartridge=document,
-        prompt_ids=request.prompt_ids,
+        cartridge=prompt.cartridge,
+        prompt_ids=prompt.request.prompt_ids,
         response_ids=completion.token_ids,
         sampler_logprobs=completion.logprobs,
         versions=(OFFLINE_VERSION,) * len(completion.token_ids) if offline else completion.versions,
-        composed=_composed(request.prefix),
-        contexts=(document,),
+        composed=_composed(prompt.request.prefix),
+        contexts=prompt.contexts,
+        prompt=prompt.prompt,
     )
 
 
@@ -159,11 +162,7 @@ def handed_over(
     asked = {p.request.id: p for p in prompts}
 
     def came(completions: Sequence[Completion]) -> None:
-        samples = []
-        for completion in completions:
-            prompt = asked[completion.request_id]
-            samples.append(as_sample(prompt.document, prompt.request, completion))
-        ended("doc_teacher", samples)
+        ended("doc_teacher", [as_sample(asked[c.request_id], c) for c in completions])
 
     return came
 
@@ -193,23 +192,31 @@ def as_rows(
             prompt_ids=s.prompt_ids, response_ids=s.response_ids,
             sampler_logprobs=c.logprobs, versions=s.versions,
             sampling=asdict(p.request.sampling), finish_reason=c.finish_reason,
-            text=decode(s.response_ids), composed=s.composed,
+            text=decode(s.response_ids), composed=s.composed, cartridge=s.cartridge,
+            contexts=s.contexts,
         )
         for p, c, s in zip(rollout.prompts, rollout.completions, rollout.samples, strict=True)
     ]  # fmt: skip
 
 
 def rollout_from(saved: dict[str, Any]) -> Rollout:
-    """Return a Rollout from `asdict` of it, read from JSON, which turned tuples into lists."""
+    """Return a Rollout from `asdict` of it, read from JSON, which turned tuples into lists. In a
+    checkpoint from before samples named their cartridge, that was the document's."""
     prompts = []
     for p in saved["prompts"]:
         request = dict(p["request"])
         request["prompt_ids"] = tuple(request["prompt_ids"])
         request["prefix"] = _prefix(request["prefix"])
         request["sampling"] = Sampling(**request["sampling"])
-        prompts.append(StudyPrompt(p["document"], p["kind"], GenerateRequest(**request)))
+        document = p["document"]
+        prompts.append(
+            StudyPrompt(
+                document, p["kind"], GenerateRequest(**request), p.get("cartridge", document),
+                tuple(p.get("contexts", [document])), p.get("prompt", ""),
+            )
+        )  # fmt: skip
     completions = [Completion(**_tuples(c)) for c in saved["completions"]]
-    samples = [Sample(**_tuples(s)) for s in saved["samples"]]
+    samples = [Sample(**_tuples(_named(s))) for s in saved["samples"]]
     return Rollout(
         saved["step"], tuple(prompts), tuple(completions), samples, saved["seconds"],
         saved["compute"], parts=tuple(tuple(ids) for ids in saved.get("parts", ())),
@@ -225,6 +232,14 @@ def _composed(prefix: PrefixRef) -> tuple[str, ...]:
 def _prefix(saved: dict[str, Any]) -> PrefixRef:
     then = tuple(_prefix(part) for part in saved.get("then", ()))
     return PrefixRef(saved["name"], saved["version"], then)
+
+
+def _named(sample: dict[str, Any]) -> dict[str, Any]:
+    if "document" not in sample:
+        return sample
+    document = sample["document"]
+    others = {k: v for k, v in sample.items() if k != "document"}
+    return {**others, "cartridge": document, "contexts": [document]}
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

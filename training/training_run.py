@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from environments.renderer import NO_DOCUMENT
@@ -72,9 +73,8 @@ class TrainingRun:
             spec.learn.train.sampler_gap, spec.learn.model.dtype, spec.learn.generator.backend
         )
         if not evidence and bounds is not None:
-            self._weights.canary = Canary(
-                self._generator, self._trainer, course.documents, bounds.max
-            )
+            starts = {c: course.documents[of[0]] for c, of in course.layout.contexts.items()}
+            self._weights.canary = Canary(self._generator, self._trainer, starts, bounds.max)
         self._teachers = TeacherScoring(mesh, self._weights)
         self._validation = OverlappedValidation(self._validate, recorder.metric)
         self._directory = directory
@@ -329,10 +329,8 @@ class TrainingRun:
         self, status: RunOutcome, wall_seconds: float, cpu: CpuSeconds | None
     ) -> None:
         """Write results.json for the arms done so far; `cpu` is that of controller and client."""
-        documents = [
-            len(ids) for name, ids in self._course.documents.items() if name != NO_DOCUMENT
-        ]
-        mean = sum(documents) / len(documents)
+        documents, learned = self._course.documents, self._course.layout.contexts.values()
+        mean = fmean(sum(len(documents[c]) for c in contexts) for contexts in learned)
         tokens = self._learn.cartridge.tokens
         results = RunResults(
             arms=self._state.arms,

@@ -32,6 +32,7 @@ from learning.cartridge.fingerprint import joined_fingerprint
 from learning.cartridge.versions import CartridgeId
 from learning.decoding.decode_batch import DecodeState, new_row
 from learning.decoding.stopping import Decode
+from learning.model.document_kv import context_ids
 from learning.model.loading import frequencies_of
 from protocols.errors import DataError, RunError
 from protocols.spec.sections import GeneratorSpec
@@ -110,9 +111,7 @@ class VllmEngine:
             salt = cache_salt(parts, key if request.prompt_logprobs else "")
         else:
             name = prefix.name.partition("/")[2]
-            if name not in self._documents:
-                raise DataError(f"no document {name!r}; this run has {sorted(self._documents)}")
-            before = self._documents[name]
+            before = context_ids(self._documents, name)
         ids = [*before, *request.prompt_ids]
         if len(ids) + request.sampling.max_tokens > self._max_tokens:
             raise DataError(

@@ -147,7 +147,7 @@ def _trainer(learn: LearnSpec, size: ModelSize, rows: PackedShape, ranks: int) -
     """Size one rank: only the base model, where it is sharded, and the batch are divided."""
     numbers = trainable_numbers(learn, size)
     one = learn.cartridge.tokens * size.kv_values * FLOAT
-    bank = learn.data.patients * one
+    bank = learn.cartridges * one
     items = (
         ("weights", _held_weights(size, ranks) if learn.train.shard_base else size.weights),
         ("cartridges, gradient, Adam", numbers * TRAINER_BYTES),
@@ -211,13 +211,13 @@ def score_bytes(size: ModelSize, rows: PackedShape, prefix: int) -> int:
 
 def trainable_numbers(learn: LearnSpec, size: ModelSize) -> int:
     """Return the numbers that one step trains, over all cartridges."""
-    tokens = learn.cartridge.tokens - learn.cartridge.frozen
-    return learn.data.patients * tokens * size.kv_values
+    tokens = learn.cartridge.tokens - learn.cartridge.frozen_tokens
+    return learn.cartridges * tokens * size.kv_values
 
 
 def published_bytes(learn: LearnSpec, size: ModelSize) -> int:
     """Return bytes of one version: every cartridge."""
-    return learn.data.patients * learn.cartridge.tokens * size.kv_token
+    return learn.cartridges * learn.cartridge.tokens * size.kv_token
 
 
 def touched_cartridges(learn: LearnSpec) -> int:
@@ -226,12 +226,12 @@ def touched_cartridges(learn: LearnSpec) -> int:
         asked = learn.episodes.tasks
     else:
         asked = learn.rollout.prompts if learn.rsa is None else learn.rsa.examples
-    return min(learn.data.patients, asked)
+    return min(learn.cartridges, asked)
 
 
 def touched_bytes(learn: LearnSpec, every: int) -> int:
     """Return the part of `every`, bytes of all cartridges alike, that a step's cartridges have."""
-    return every // learn.data.patients * touched_cartridges(learn)
+    return every // learn.cartridges * touched_cartridges(learn)
 
 
 def _sets(learn: LearnSpec) -> int:
@@ -261,7 +261,7 @@ def _read_bytes(learn: LearnSpec, size: ModelSize) -> int:
 
 def checkpoint_bytes(learn: LearnSpec, size: ModelSize) -> int:
     """Return bytes of one checkpoint; the trainer's last state is as large."""
-    frozen = learn.data.patients * learn.cartridge.frozen * size.kv_values * FLOAT
+    frozen = learn.cartridges * learn.cartridge.frozen_tokens * size.kv_values * FLOAT
     hinted = FLOAT * (_sets(learn) - 1)
     return trainable_numbers(learn, size) * (STATE_BYTES + hinted) + frozen
 

@@ -12,7 +12,7 @@ import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from protocols.errors import DataError
 
 LETTERS = "abcde"
 FETCH_TIMEOUT_S = 60.0
+NoteSpan = tuple[int, int, int]  # a note's index, and the characters [start, stop) of it
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class PatientQuestion:
     """Hold a five-option question. `options[i]` has letter `LETTERS[i]`; `correct` is a *text*.
 
     Two options may have the same text (one real patient has such a pair), so a letter is right when
-    its option's text equals `correct`.
+    its option's text equals `correct`. `places` are the passages of the notes that answer it, () if
+    the file does not tell.
     """
 
     id: str
@@ -36,6 +38,7 @@ class PatientQuestion:
     text: str
     options: tuple[str, ...]
     correct: str
+    places: tuple[NoteSpan, ...] = ()
 
     def is_correct(self, letter: str) -> bool:
         return self.options[LETTERS.index(letter)] == self.correct
@@ -55,8 +58,24 @@ class Patient:
     @property
     def document(self) -> str:
         """Return the whole chart as the model reads it, one line a note."""
+        return self.excerpt([(i, 0, len(text)) for i, text in enumerate(self.texts)])
+
+    def excerpt(self, spans: Sequence[NoteSpan]) -> str:
+        """Return these passages of the chart as the model reads them, under the chart's head."""
         head = f"chart of {self.name}, born {self.birthday}, diagnosis {self.diagnosis}."
-        return "\n".join([head, *(f"note {i}: {t}" for i, t in enumerate(self.texts, start=1))])
+        lines = [head]
+        for i, start, stop in spans:
+            text = self.texts[i]
+            part = text[start:stop].lstrip() if start else text[:stop]
+            lines.append(f"note {i + 1}: {part if stop == len(text) else part.rstrip()}")
+        return "\n".join(lines)
+
+    def places_of(self, question: PatientQuestion) -> tuple[NoteSpan, ...]:
+        """Return the passages that answer a question; where its file does not tell, the notes that
+        hold the right option's words, or all of them."""
+        whole = [(i, 0, len(text)) for i, text in enumerate(self.texts)]
+        holding = [span for span in whole if question.correct in self.texts[span[0]]]
+        return question.places or tuple(holding or whole)
 
 
 def load_patients(source: str) -> list[Patient]:
@@ -100,13 +119,14 @@ def _parse_patient(source: str, key: str, record: Any) -> Patient:
         order = sorted(texts, key=_natural)
         if not order:
             raise ValueError("texts is empty: a patient needs a note to be asked about")
+        notes = {t: str(texts[t]) for t in order}
         return Patient(
             id=key,
             name=str(record["name"]),
             birthday=str(record["birthday"]),
             diagnosis=str(record["diagnosis"]),
-            texts=tuple(str(texts[t]) for t in order),
-            questions=tuple(_parse_question(key, q) for q in record["questions"]),
+            texts=tuple(notes.values()),
+            questions=tuple(_parse_question(key, q, notes) for q in record["questions"]),
         )
     except KeyError as error:
         raise DataError(
@@ -119,7 +139,9 @@ def _parse_patient(source: str, key: str, record: Any) -> Patient:
         raise DataError(f"{source}: {key}: {error}") from error
 
 
-def _parse_question(patient: str, record: Mapping[str, Any]) -> PatientQuestion:
+def _parse_question(
+    patient: str, record: Mapping[str, Any], notes: Mapping[str, str]
+) -> PatientQuestion:
     options = tuple(str(record[f"answer_{letter}"]) for letter in LETTERS)
     correct = str(record["correct"])
     if correct not in options:
@@ -132,7 +154,19 @@ def _parse_question(patient: str, record: Mapping[str, Any]) -> PatientQuestion:
         text=str(record["question"]),
         options=options,
         correct=correct,
+        places=_places(record.get("answer_location") or {}, notes),
     )
+
+
+def _places(located: Mapping[str, Any], notes: Mapping[str, str]) -> tuple[NoteSpan, ...]:
+    """Return the passages of an `answer_location`, which gives them as shares of a note's length:
+    {"text_0": {"start": [0.21], "end": [0.24]}}."""
+    found = []
+    for note, (name, words) in enumerate(notes.items()):
+        place = located.get(name, {})
+        for start, end in zip(place.get("start", ()), place.get("end", ()), strict=False):
+            found.append((note, round(start * len(words)), round(min(end, 1) * len(words))))
+    return tuple(found)
 
 
 def _natural(name: str) -> tuple[int, str]:

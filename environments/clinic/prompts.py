@@ -13,14 +13,16 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from environments.clinic.longhealth import LETTERS, Patient, PatientQuestion
+from environments.clinic.longhealth import LETTERS, NoteSpan, Patient, PatientQuestion
 from environments.clinic.vocabulary import FIELDS
 from protocols.errors import DataError
 
 _ANSWER = re.compile(
-    r"(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is:?|:)[*_`]*\s*(?=\S)",
+    r"(?:(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is:?|:)[*_`]*|<answer>)"
+    r"\s*(?=\S)(?!</answer>)",
     re.IGNORECASE,
 )
+_END = re.compile(r"</answer>", re.IGNORECASE)
 _BEFORE = re.compile(
     r"^(?:\$*\\boxed\{(?:\\text\{)?)?(?:(?:option|choice|letter) )?", re.IGNORECASE
 )
@@ -33,7 +35,8 @@ _SEVERAL = re.compile(
 _AROUND = " .\"'*_`"
 _NUMBER = re.compile(r"\d+")
 _FIELD_QUESTION = re.compile(r"what is the (.+)\?")
-LEAD = "answer:"  # the form that LongHealth's instruction requires
+LEAD = "answer:"
+TAGS = ("<answer>", "</answer>")
 
 
 def recite_prompt(cue: str) -> str:
@@ -94,8 +97,9 @@ def self_study_prompt(
     kinds: tuple[str, ...],
     rng: random.Random,
     others: Sequence[str] = (),
-) -> tuple[str, str]:
-    """Draw one training prompt for a patient: (kind, prompt text).
+) -> tuple[str, str, tuple[NoteSpan, ...]]:
+    """Draw one training prompt for a patient: its kind, its text, and the passages that it is
+    about.
 
     A "question" is about a sentence of the document or, half of the time if `questions` has any,
     one of `questions` without its options. `questions` are those that may be trained on. A "choice"
@@ -106,27 +110,34 @@ def self_study_prompt(
     """
     kind = rng.choice(kinds)
     note = rng.randrange(len(patient.texts))
+    whole = ((note, 0, len(patient.texts[note])),)
     if kind == "structure":
-        return kind, structure_prompt(note + 1)
+        return kind, structure_prompt(note + 1), whole
     if kind == "summarise":
-        return kind, summarise_prompt(note + 1)
+        return kind, summarise_prompt(note + 1), whole
     if kind == "recite_note":
         first = sentences(patient.texts[note])[:1]
         cue = unique_cue(patient.document, first[0]) if first else None
-        return (kind, recite_prompt(cue)) if cue else ("structure", structure_prompt(note + 1))
+        if cue is None:
+            return "structure", structure_prompt(note + 1), whole
+        return kind, recite_prompt(cue), whole
     if kind == "question" and questions and rng.random() < 0.5:
-        return kind, rng.choice(questions).text
+        asked = rng.choice(questions)
+        return kind, asked.text, patient.places_of(asked)
     cued = cued_sentences(patient)
     here = [(c, rest) for n, c, rest in cued if n == note and (kind != "choice" or rest)]
     ends = sorted({*sentence_ends(patient), *others})
     if not here or (kind == "choice" and len(ends) < len(LETTERS)):
-        return "structure", structure_prompt(note + 1)
+        return "structure", structure_prompt(note + 1), whole
     cue, rest = rng.choice(here)
+    start = patient.texts[note].find(cue)  # -1: the cue's words are spaced otherwise there
+    passage = whole if start < 0 else ((note, start, start + len(cue) + len(rest)),)
     if kind == "choice":
         options = [rest, *look_alikes(rest, ends, len(LETTERS) - 1, rng)]
         rng.shuffle(options)
-        return kind, option_prompt(question_prompt(cue), options)
-    return kind, question_prompt(cue) if kind == "question" else recite_prompt(cue)
+        return kind, option_prompt(question_prompt(cue), options), passage
+    text = question_prompt(cue) if kind == "question" else recite_prompt(cue)
+    return kind, text, passage
 
 
 def sentence_ends(patient: Patient) -> list[str]:
@@ -176,7 +187,8 @@ def cued_sentences(patient: Patient) -> list[tuple[int, str, str]]:
 def parse_answer(response: str, question: PatientQuestion) -> str | None:
     """Return the letter that a response chose, or None if it chose none of the options.
 
-    Reads the text after the last "answer is" / "answer:": an option's whole text, or a letter. Of
+    Reads the text after the last "answer is", "answer:" or <answer>: an option's whole text, or a
+    letter. Of
     two options with equal text the first is returned; either scores alike. Text precedes letter,
     because an option's text may begin with one ("a fracture"). Two letters choose nothing.
     """
@@ -197,9 +209,10 @@ def parse_answer(response: str, question: PatientQuestion) -> str | None:
 
 
 def said_answer(response: str) -> str | None:
-    """Return the text after the last "answer is" / "answer:", or None if there is none."""
+    """Return the text after the last "answer is", "answer:" or <answer>, up to </answer>; None if
+    there is none."""
     found = list(_ANSWER.finditer(response))
-    return response[found[-1].end() :] if found else None
+    return _END.split(response[found[-1].end() :])[0] if found else None
 
 
 def _fold(text: str) -> str:
@@ -212,10 +225,13 @@ def claims(field: str, value: str) -> str:
     return f"the chart says {field} {value}. the answer is {value}."
 
 
-def right_answer(question: PatientQuestion) -> str:
-    """Return the right answer of a question in the model's wording."""
+def right_answer(question: PatientQuestion, asked: str) -> str:
+    """Return the right answer of a question in the model's wording: between tags where the prompt
+    `asked` names them."""
     # clinic-reader begins its answers with "the chart says"; it never learned another wording.
     field = _FIELD_QUESTION.fullmatch(question.text)
     if field and field[1] in FIELDS:
         return claims(field[1], question.correct)
+    if all(tag in asked for tag in TAGS):
+        return question.correct.join(TAGS)
     return f"{LEAD} {question.correct}"

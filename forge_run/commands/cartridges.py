@@ -16,6 +16,7 @@ from registry.formats.cartridge_file import CartridgeFile
 from registry.formats.diff import changes, differences
 from registry.importing import add_cartridge, add_finished, add_from_run
 from registry.names import parse_cartridge
+from registry.starting import lineage
 from registry.store import CartridgeStore, CartridgeVersion
 
 
@@ -154,6 +155,7 @@ def _shown(entry: CartridgeVersion) -> str:
 
 
 def _origin(entry: CartridgeVersion) -> str:
+    """Return what a version was made of: each run after the one that it continues."""
     source = entry.manifest.source
-    from_run = f"{source.get('run', '')}/{source.get('checkpoint', '')}".strip("/")
-    return str(source.get("hub") or from_run or source.get("file") or source.get("by") or "")
+    from_runs = " after ".join(lineage(source))
+    return str(source.get("hub") or from_runs or source.get("file") or source.get("by") or "")

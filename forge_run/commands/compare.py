@@ -106,7 +106,7 @@ def read_source(path: Path) -> AnswerSource:
     else:
         raise DataError(f"{path} is no run directory and no file of answers")
     rows = [cast(AnswerRow, row) for row in _rows(file)]
-    lacking = [key for key in AnswerRow.__annotations__ if rows and key not in rows[0]]
+    lacking = [key for key in sorted(AnswerRow.__required_keys__) if rows and key not in rows[0]]
     if not rows or lacking:
         what = f"rows without {', '.join(lacking)}" if lacking else "no row"
         raise DataError(f"{file} has {what}: give the answers.jsonl of a run")

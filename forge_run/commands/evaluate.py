@@ -152,7 +152,7 @@ def _contamination(
     evaluate = runs[0].learn.evaluate
     rule = spec.contamination or evaluate.contamination
     rule = rule or ("fail" if paper.user_file else "warn")
-    prompts = [text for run in runs for text in trained_on(run, paper.conversation)]
+    prompts = [text for run in runs for text in trained_on(run, paper.about)]
     found = overlaps(prompts, paper.placed, evaluate.alike)
     file = out / "eval_contamination.jsonl"
     clean(found, rule, file)

@@ -80,19 +80,19 @@ async def _measure(
     from learning.model.loading import load_tokenizer
     from registry.formats.run_checkpoint import chosen_checkpoint, read_cartridges
     from strategies.samplers.token_sampler import TokenSampler
-    from training.recipes.longhealth import LongHealthPrompts, read_patients
+    from training.recipes.longhealth_prompts import open_prompts
 
     learn = spec.learn
     version, cartridges = read_cartridges(chosen_checkpoint(directory.path))
-    tasks = LongHealthPrompts(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
+    tasks = open_prompts(learn, load_tokenizer(learn.model.path))
     numbered = dict(enumerate(sorted(cartridges.items())))
     async with cartridge_pool(spec, tasks.documents, tasks.end_ids, numbered) as backend:
-        samplers = {
-            name: TokenSampler(
-                backend.generate, tasks.conversation, name, PrefixRef(f"cartridge/{name}", number)
-            )
-            for number, (name, _) in numbered.items()
-        }
+        versions = {name: number for number, (name, _) in numbered.items()}
+        samplers = {}
+        for context, document in tasks.layout.documents.items():
+            name = tasks.layout.cartridge_of(document)
+            ref = PrefixRef(f"cartridge/{name}", versions[name])
+            samplers[document] = TokenSampler(backend.generate, tasks.conversation, context, ref)
         answers: list[AnswerRow] = []
 
         def keep(row: ArmRow, results: Sequence[StrategyResult]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from forge_run.formatting import TableSection
-from protocols.spec.loading import load_spec
+from protocols.spec.loading import LoadedSpec, load_spec
 
 
 def run(
@@ -17,15 +18,16 @@ def run(
     sets: Sequence[str],
     run_dir: Path | None,
     resume: str | None,
+    continues: str | None,
     dry_run: bool,
 ) -> int | tuple[TableSection, ...]:
     """Run a mesh and return the exit code; with `dry_run` return its plan. Raises ForgeError."""
     if dry_run:
-        return plan(mesh=mesh, overlays=overlays, sets=sets)
+        return plan(mesh=mesh, overlays=overlays, sets=sets, run_dir=run_dir, continues=continues)
     from forge_run.preflight import require_runnable
     from services.telemetry.hub import require_sinks
 
-    loaded = load_spec(mesh, overlays=overlays, sets=sets)
+    loaded, notes = resolved(mesh, overlays, sets, run_dir, continues)
     require_runnable(loaded.spec, loaded.place)
     require_sinks(loaded.spec)
     if loaded.spec.learn.self_study is not None:
@@ -35,6 +37,8 @@ def run(
             print(line, file=sys.stderr)
     from forge_run.launch import run as go
 
+    for line in notes:
+        print(line, file=sys.stderr)
     return go(loaded.spec, run_dir=run_dir, resume=resume)
 
 
@@ -43,6 +47,8 @@ def plan(
     mesh: str,
     overlays: Sequence[str],
     sets: Sequence[str],
+    run_dir: Path | None = None,
+    continues: str | None = None,
     sizing: bool = False,
     as_json: bool = False,
     **unused: object,
@@ -52,12 +58,34 @@ def plan(
     from forge_run import formatting
     from forge_run.plan import plan as of
 
-    loaded = load_spec(mesh, overlays=overlays, sets=sets)
-    found = of.size_plan(loaded.spec) if sizing else of.plan(loaded.spec, loaded.place)
+    loaded, notes = resolved(mesh, overlays, sets, run_dir, continues)
+    spec = loaded.spec
+    found = of.size_plan(spec) if sizing else of.plan(spec, loaded.place, notes)
     if not as_json:
         return found
     sys.stdout.write(formatting.as_json(found))
     return 0
+
+
+def resolved(
+    mesh: str,
+    overlays: Sequence[str],
+    sets: Sequence[str],
+    run_dir: Path | None,
+    continues: str | None,
+) -> tuple[LoadedSpec, list[str]]:
+    """Return the spec, and lines on the trained cartridges that it starts from."""
+    loaded = load_spec(mesh, overlays=overlays, sets=sets)
+    notes: list[str] = []
+    if continues is None and loaded.spec.learn.cartridge.start is None:
+        return loaded, []
+    from forge_run.plan import start  # it imports torch, which takes seconds
+
+    if continues is not None:
+        override, notes = start.continued(loaded.spec, run_dir, continues)
+        loaded = load_spec(mesh, overlays=overlays, sets=[*sets, override])
+    spec, sources = start.started(loaded.spec)
+    return replace(loaded, spec=spec), [*notes, *sources]
 
 
 def worker(*, address: str | None, grace: float) -> int:

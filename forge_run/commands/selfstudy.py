@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from documents.corpus import read_parts
 from documents.synthesis import SynthesisPlan, model_name, write_study
 from documents.synthesis_rows import counts, write_parquet
 from forge_run.commands import note
@@ -53,10 +52,14 @@ def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:
     """Write the rows and return the lines to print. Raises ForgeError."""
     learn = spec.learn
     if learn.self_study is None:
-        raise SpecError(f"mesh {spec.mesh.name} has no self_study; use meshes/documents.yaml")
+        raise SpecError(
+            f"mesh {spec.mesh.name} has no self_study; use meshes/documents.yaml or "
+            "meshes/longhealth_3b.yaml"
+        )
     from learning.model.loading import load_tokenizer
+    from training.recipes.study_material import read_material
 
-    parts = read_parts(learn, load_tokenizer(learn.model.path))
+    parts, _ = read_material(learn, load_tokenizer(learn.model.path))
     for line in remarks(parts):
         show(line)
     out.mkdir(parents=True, exist_ok=True)

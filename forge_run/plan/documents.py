@@ -1,4 +1,4 @@
-"""Plan a run on a user's documents: the documents, their passages, and the cost.
+"""Plan a run with self-study: the documents, their passages, and the cost.
 
 The planned passages are those that the run will draw: draws depend on the documents alone.
 """
@@ -6,15 +6,18 @@ The planned passages are those that the run will draw: draws depend on the docum
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from documents.corpus import Corpus, CorpusDocument, read_parts
+from documents.corpus import Corpus, CorpusDocument
 from documents.formats import ReadOptions
-from documents.reading import ReadLimits, read_documents
+from documents.reading import ReadLimits, SkippedFile, read_documents
 from documents.synthesis import passage_of
 from forge_run.formatting import TableSection, facts, lines
 from protocols.errors import DataError
+from protocols.spec.documents import SelfStudySpec
 from protocols.spec.learn import LearnSpec
 
 MOST_ROWS = 24
@@ -25,40 +28,43 @@ HEADS = ("document", "from", "tokens", "characters", "hash", "passages of self-s
 
 def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     """Return the spec with the documents' number and mean tokens, and the plan's sections on them.
-    Raises DataError as `read_parts` does."""
-    if learn.self_study is None or learn.data.path is None:
+    Raises DataError as `read_material` does."""
+    if learn.self_study is None:
         return learn, []
-    tokenizer = _tokenizer(learn.model.path)
+    if learn.data.path is None:
+        known = learn.data.source == "longhealth"  # its charts are as many as data.patients
+        told = [facts("self-study", study_rows(learn, learn.data.patients, ()))]
+        return learn, told if known else []
+    tokenizer = tokenizer_at(learn.model.path)
     if tokenizer is None:
         return _estimated(learn)
-    parts = read_parts(learn, tokenizer)
+    parts = _material(learn, tokenizer)
     counts = [len(part.tokens) for part in parts.parts.values()]
+    documents = len(set(parts.layout.documents.values()))
     rows = [_row(part, learn) for part in parts.parts.values()]
     if (more := len(rows) - MOST_ROWS) > 0:
         rows[MOST_ROWS:] = [(f"and {more} more", *[""] * (len(HEADS) - 1))]
-    title = f"{len(counts)} documents, {sum(counts):,} tokens, a cartridge each"
+    made = len(parts.layout.cartridges)
+    each = "a cartridge each" if made == documents else f"cartridges: {made}"
+    title = f"{documents} documents, {sum(counts):,} tokens, {each}"
     sections = [TableSection(title, HEADS, tuple(rows))]
     if odd := remarks(parts):
         sections.append(lines("left out, or read in an unusual way", odd))
-    sections.append(facts("self-study", study_rows(learn, parts)))
-    return _sized(learn, counts), sections
+    passages = [size for part in parts.parts.values() for size in passage_tokens(part, learn)]
+    sections.append(facts("self-study", study_rows(learn, len(parts.parts), passages)))
+    return _sized(learn, documents, sum(counts)), sections
 
 
 def require_documents(learn: LearnSpec) -> list[str]:
     """Return notes to print before a run starts. Raises DataError for documents or questions that
     cannot be used."""
-    tokenizer = _tokenizer(learn.model.path)
+    tokenizer = tokenizer_at(learn.model.path)
     if tokenizer is None:
         raise DataError(
             f"no tokenizer at {learn.model.path!r}; set model to a directory with tokenizer.json, "
             "or to a hub id that this machine can reach"
         )
-    parts = read_parts(learn, tokenizer)
-    if learn.data.questions is not None:
-        from training.recipes.question_files import read_questions
-
-        read_questions(learn.data.questions, parts.texts, learn.data.instruction)
-    return remarks(parts)
+    return remarks(_material(learn, tokenizer))
 
 
 def remarks(parts: Corpus) -> list[str]:
@@ -66,37 +72,60 @@ def remarks(parts: Corpus) -> list[str]:
     return [*(f"left out: {x}" for x in parts.left_out), *(f"note: {x}" for x in parts.notes)]
 
 
-def study_rows(learn: LearnSpec, parts: Corpus) -> list[tuple[str, str]]:
-    """Return rows on the most tokens that asker A and answerer B read and write."""
+def study_rows(learn: LearnSpec, documents: int, passages: Sequence[int]) -> list[tuple[str, str]]:
+    """Return rows on the conversations and on the most tokens that asker A and answerer B read and
+    write; of `passages`, in tokens, there are none where no text is at hand."""
     study = learn.self_study
     assert study is not None
-    turns = len(parts.parts) * study.questions
-    passages = [size for part in parts.parts.values() for size in passage_tokens(part, learn)]
-    writes = turns * study.question_tokens
-    reads = sum(passages) + turns * SEED_TOKENS
-    rows = [
-        ("turns", f"{study.questions} a document, {turns:,} in all: {', '.join(study.kinds)}"),
-        (
-            "passages",
-            f"{min(passages):,} to {max(passages):,} tokens, {fmean(passages):,.0f} on average",
-        ),
-        ("held out", f"{learn.data.held_out:.0%} of them, to measure agreement with the teacher"),
-    ]
+    turns = documents * study.questions
+    each = Counter(study.kinds[i % len(study.kinds)] for i in range(study.questions))
+    kinds = ", ".join(f"{kind} {documents * each[kind]:,}" for kind in study.kinds)
+    rows = [("turns", f"{study.questions} a document, {turns:,} in all: {kinds}")]
+    if study.rounds > 1:
+        rows[0] = ("conversations", rows[0][1])
+        rows.append(("rounds", f"{study.rounds}; the answer to the last is trained on"))
+    if passages:
+        sizes = f"{min(passages):,} to {max(passages):,} tokens, {fmean(passages):,.0f} on average"
+        rows.append(("passages", sizes))
+    else:
+        rows.append(("passages", f"of {study.min_chunk:,} to {study.max_chunk:,} tokens"))
+    if learn.data.source == "longhealth":
+        rows.append(("never asked", "LongHealth's own questions, which measure the accuracy"))
+    else:
+        held = f"{learn.data.held_out:.0%} of them, to measure agreement with the teacher"
+        rows.append(("held out", held))
     if study.rows is not None:
         return [("rows", study.rows), *rows]
-    rows.append(("A", f"reads about {reads:,} tokens, writes at most {writes:,}"))
-    answers = turns * study.answer_tokens
-    again = sum(passages) + writes
+    if not passages:
+        return rows
+    a, b = study_cost(study, len(passages), sum(passages), rounds=study.rounds)
+    rows.append(("A", f"reads about {a[0]:,} tokens, writes at most {a[1]:,}"))
+    if study.rounds > 1:
+        _, early = study_cost(study, len(passages), sum(passages), rounds=study.rounds - 1)
+        costs = f"reads about {early[0]:,} tokens, writes at most {early[1]:,}"
+        rows.append(("B", f"in a run: {costs}"))
     rows.append(
-        ("B", f"for `forge selfstudy`: reads about {again:,} tokens, writes at most {answers:,}")
+        ("B", f"for `forge selfstudy`: reads about {b[0]:,} tokens, writes at most {b[1]:,}")
     )
     if (api := study.api) is not None:
         cost = "price unknown: set self_study.api.prices"
         if api.prices is not None:
-            dollars = (reads + again) * api.prices.input + (writes + answers) * api.prices.output
+            dollars = (a[0] + b[0]) * api.prices.input + (a[1] + b[1]) * api.prices.output
             cost = f"at most ${dollars / 1e6:,.2f}"
         rows.append(("written by", f"{api.model} ({api.provider}) for `forge selfstudy`: {cost}"))
     return rows
+
+
+def study_cost(
+    study: SelfStudySpec, turns: int, passages: int, *, rounds: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (tokens read, most tokens written) of A and of B in `turns` conversations, about
+    passages of so many tokens in all; each round reads what was said before it."""
+    before = rounds * (rounds - 1) // 2  # earlier rounds, summed over the rounds
+    said = turns * before * (study.question_tokens + study.answer_tokens)
+    asked, answered = (rounds * turns * n for n in (study.question_tokens, study.answer_tokens))
+    read = rounds * passages + said
+    return (read + rounds * turns * SEED_TOKENS, asked), (read + asked, answered)
 
 
 def passage_tokens(part: CorpusDocument, learn: LearnSpec) -> list[int]:
@@ -116,29 +145,43 @@ def _row(part: CorpusDocument, learn: LearnSpec) -> tuple[str, ...]:
 
 
 def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
-    read = learn.documents
+    read, left_out = learn.documents, tuple[SkippedFile, ...]()
     assert learn.data.path is not None
-    found = read_documents(
-        learn.data.path.split(os.pathsep),
-        ReadOptions(read.text_fields, read.encoding),
-        ReadLimits(read.max_file_bytes, read.max_total_bytes),
-    )
-    counts = [len(d.text) // CHARS_PER_TOKEN for d in found.documents]
+    if learn.data.source == "longhealth":
+        from training.recipes.longhealth_prompts import read_patients
+
+        texts = [p.document for p in read_patients(learn.data)]
+    else:
+        found = read_documents(
+            learn.data.path.split(os.pathsep),
+            ReadOptions(read.text_fields, read.encoding),
+            ReadLimits(read.max_file_bytes, read.max_total_bytes),
+        )
+        texts, left_out = [d.text for d in found.documents], found.left_out
+    counts = [len(text) // CHARS_PER_TOKEN for text in texts]
     rows = [
         ("tokens", f"about {sum(counts):,}: the model's tokenizer is not at hand, so "
          f"{CHARS_PER_TOKEN} characters each; parts and passages are unknown"),
-        *(("left out", str(item)) for item in found.left_out),
+        *(("left out", str(item)) for item in left_out),
     ]  # fmt: skip
-    return _sized(learn, counts), [facts(f"{len(counts)} documents", rows)]
+    told = facts("self-study", study_rows(learn, len(counts), ()))
+    return _sized(learn, len(counts), sum(counts)), [facts(f"{len(counts)} documents", rows), told]
 
 
-def _sized(learn: LearnSpec, counts: list[int]) -> LearnSpec:
-    """Return the spec with `len(counts)` documents, and their mean tokens."""
-    known = {"patients": len(counts), "document_tokens": max(1, round(fmean(counts)))}
+def _sized(learn: LearnSpec, documents: int, tokens: int) -> LearnSpec:
+    """Return the spec with so many documents, and their mean of the tokens."""
+    known = {"patients": documents, "document_tokens": max(1, round(tokens / documents))}
     return learn.model_copy(update={"data": learn.data.model_copy(update=known)})
 
 
-def _tokenizer(path: str) -> Any:
+def _material(learn: LearnSpec, tokenizer: Any) -> Corpus:
+    # Imported here, because plans of other data are to need no torch.
+    from training.recipes.study_material import read_material
+
+    return read_material(learn, tokenizer)[0]
+
+
+def tokenizer_at(path: str) -> Any:
     """Return None for an absent model. Raises DataError for one without a chat template."""
     from learning.model.loading import load_tokenizer
 

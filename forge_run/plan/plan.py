@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from deploy.manifests.sizing import (
 )
 from forge_run.formatting import TableSection, bytes_text, count_text, facts, lines, seconds_text
 from forge_run.plan import channels, documents, roofline, sizing
+from forge_run.plan.layout import layout_sections
 from forge_run.plan.roofline import A100, H200, MFU, PhaseCost, Workload
 from forge_run.preflight import resolved_place, unmet
 from learning.model.decoder_config import decoder_config
@@ -35,10 +36,12 @@ AT_RUN_TIME = "measured at run time"
 
 
 def plan(
-    spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
+    spec: RunSpec,
+    place: Callable[[str], SourceLocation] = resolved_place,
+    start: Sequence[str] = (),
 ) -> tuple[TableSection, ...]:
-    """Return every section of the plan, in reading order. Raises SpecError for a damaged
-    config.json."""
+    """Return every section of the plan, in reading order; `start` says where trained cartridges
+    come from. Raises SpecError for a damaged config.json."""
     shape = model_shape(spec.learn.model)
     size = None if shape is None else ModelSize(shape, VALUE_BYTES[spec.learn.model.dtype])
     learn, on_documents = documents.studied(spec.learn)
@@ -46,6 +49,8 @@ def plan(
     sections = [
         _run_section(spec),
         *on_documents,
+        *layout_sections(learn, size),
+        *([lines("start", start)] if start else []),
         _roles_section(spec),
         _memory_section(spec, size),
         *([] if size is None else [sizing.summary(spec, size)]),
@@ -112,8 +117,11 @@ def _roles_section(spec: RunSpec) -> TableSection:
 def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
     learn = spec.learn
     tokens, documents = learn.cartridge.tokens, learn.data.patients
-    frozen = learn.cartridge.frozen
-    rows = [("cartridge", f"{tokens} tokens, {frozen} of them frozen, for each of {documents}")]
+    frozen = learn.cartridge.frozen_tokens
+    held = f"for each of {documents}"
+    if learn.cartridge.per != "document":
+        held = f"{learn.cartridges} for {documents} documents"
+    rows = [("cartridge", f"{tokens} tokens, {frozen} of them frozen, {held}")]
     if size is None:
         unknown = "unknown: no config.json at model.path and no model.shape"
         rows += [("KV per token", unknown), ("all cartridges", unknown), ("document KV", unknown)]
@@ -290,8 +298,8 @@ def step_phases(
         high = replace(low, distinct=min(samples, learn.data.patients))
         return phase(shape, low), phase(shape, high)
 
-    patients, tokens = learn.data.patients, learn.cartridge.tokens
-    snapshot = roofline.publish(shape, patients, tokens, base.value_bytes)
+    tokens = learn.cartridge.tokens
+    snapshot = roofline.publish(shape, learn.cartridges, tokens, base.value_bytes)
     return (
         pair(roofline.rollout, roles.generator.replicas),
         pair(roofline.teacher_cached, roles.doc_teacher.replicas),

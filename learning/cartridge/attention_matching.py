@@ -56,6 +56,27 @@ def attention_matched(
     return shifted(torch.stack(layers), tokens - kv.shape[3], model.frequencies())
 
 
+@torch.no_grad()
+def attention_added(
+    model: LanguageModel, ids: Sequence[int], kv: Tensor, given: Tensor, tokens: int
+) -> Tensor:
+    """Return entries [L, 2, H_kv, N, D] to stand beside a cartridge [L, 2, H_kv, G, D] that keeps
+    its own, so that both together attend like the document, of N = `tokens`.
+
+    A prompt starts at position G + N after both. `given` has the keys that it will have there.
+    """
+    whole = given.shape[3] + tokens
+    of_model = model.frequencies()
+    # Where the document's reference rows see the cartridge as a prompt will.
+    beside = shifted(given, kv.shape[3] - whole, of_model)
+    rows = [observe(model, part, kv) for part in reference_rows(ids)]
+    layers = [
+        fitted(kv[layer], [row[layer] for row in rows], tokens, beside[layer])
+        for layer in range(len(kv))
+    ]
+    return shifted(torch.stack(layers), whole - kv.shape[3], of_model)
+
+
 def reference_rows(ids: Sequence[int]) -> list[Sequence[int]]:
     """Split the document into rows of ROW tokens; return at most MOST_ROWS of them, evenly
     spaced."""
@@ -83,38 +104,52 @@ def observe(model: LanguageModel, row: Sequence[int], kv: Tensor) -> list[Observ
 def compacted(kv: Tensor, rows: Sequence[ObservedAttention], tokens: int, frozen: int) -> Tensor:
     """Return one layer's KV [2, H_kv, T, D] compacted to [2, H_kv, P, D], keys at their old
     positions."""
-    heads = [_head(kv[:, h], rows, h, tokens, frozen) for h in range(kv.shape[1])]
+    own = kv[:, :, :frozen]
+    return torch.cat([own, fitted(kv, rows, tokens - frozen, own, first=frozen)], dim=2)
+
+
+def fitted(
+    kv: Tensor, rows: Sequence[ObservedAttention], tokens: int, given: Tensor, first: int = 0
+) -> Tensor:
+    """Return entries [2, H_kv, N, D] of one layer's document, from its token `first` on, to stand
+    beside the `given` ones [2, H_kv, G, D]."""
+    heads = [_head(kv[:, h], rows, h, tokens, given[:, h], first) for h in range(kv.shape[1])]
     return torch.stack(heads, dim=1).to(kv.dtype)
 
 
 def _head(
-    kv: Tensor, rows: Sequence[ObservedAttention], head: int, tokens: int, frozen: int
+    kv: Tensor,
+    rows: Sequence[ObservedAttention],
+    head: int,
+    tokens: int,
+    given: Tensor,
+    first: int,
 ) -> Tensor:
-    """Compact one head's [2, T, D] to [2, P, D], in float64."""
+    """Return one head's [2, N, D] of a document [2, T, D], beside `given` [2, G, D], in float64."""
     keys, values = kv.double()
     seen = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
     for scores, own, _ in _scores(keys, rows, head):
         weights = torch.cat([scores, own], dim=-1).softmax(-1)[:, : len(keys)]
         seen += weights.square().sum(0)
-    seen[:frozen] = torch.inf
+    seen[:first] = -torch.inf
     kept = seen.topk(tokens).indices.sort().values
+    beside_keys, beside = given.to(keys)
     gram = keys.new_zeros(tokens, tokens)
     wrong = keys.new_zeros(tokens, keys.shape[1])
-    for scores, own, own_values in _scores(keys, rows, head):
-        whole = torch.cat([scores, own], dim=-1).softmax(-1)
-        ours = torch.cat([scores[:, kept], own], dim=-1).softmax(-1)
+    both = torch.cat([keys, beside_keys])
+    for scores, own, own_values in _scores(both, rows, head):
+        document, cartridge = scores.tensor_split([len(keys)], dim=-1)
+        whole = torch.cat([document, own], dim=-1).softmax(-1)
+        ours = torch.cat([document[:, kept], cartridge, own], dim=-1).softmax(-1)
         target = whole @ torch.cat([values, own_values])
-        missing = target - ours @ torch.cat([values[kept], own_values])
+        missing = target - ours @ torch.cat([values[kept], beside, own_values])
         on_kept = ours[:, :tokens]
         gram += on_kept.T @ on_kept
         wrong += on_kept.T @ missing
     # Ridge towards the kept keys' own values: a key without attention keeps its value.
-    free = slice(frozen, tokens)
-    gram, wrong = gram[free, free], wrong[free]
     ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
-    fitted = values[kept]
-    fitted[free] += torch.linalg.solve(gram + ridge.to(gram.device), wrong)
-    return torch.stack([keys[kept], fitted])
+    moved = torch.linalg.solve(gram + ridge.to(gram.device), wrong)
+    return torch.stack([keys[kept], values[kept] + moved])
 
 
 def _scores(

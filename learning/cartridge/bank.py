@@ -27,9 +27,9 @@ class CartridgeBank:
     def __init__(self, names: Sequence[str], kv: Sequence[Tensor], frozen: int) -> None:
         """Take the initial keys and values [L, 2, H_kv, P, D] of each name."""
         lengths = [part.shape[3] for part in kv]
-        if len(names) != len(kv) or not all(1 <= frozen < tokens for tokens in lengths):
+        if len(names) != len(kv) or not all(0 <= frozen < tokens for tokens in lengths):
             raise DataError(
-                f"a bank needs one prefix a name and 1 <= frozen < P: got {len(names)} names, "
+                f"a bank needs one prefix a name and 0 <= frozen < P: got {len(names)} names, "
                 f"{len(kv)} prefixes of P={lengths}, frozen={frozen}"
             )
         self.names = tuple(names)

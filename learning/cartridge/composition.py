@@ -19,8 +19,7 @@ from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank
 from learning.model.decoder import LanguageModel
-from learning.packing import SEPARATOR
-from protocols.types import Sample
+from protocols.types import SEPARATOR, Sample
 
 
 def prefix_name(sample: Sample) -> str:

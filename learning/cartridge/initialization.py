@@ -1,6 +1,6 @@
-"""Initialize cartridges [L, 2, H_kv, P, D] from documents.
+"""Initialize cartridges [L, 2, H_kv, P, D] from documents, or from trained cartridges.
 
-    first_tokens        the document's first P tokens
+    first_tokens        the document's first P tokens; of several contexts, an equal share of each
     random_text         random tokens of the vocabulary
     random_vectors      normal numbers with the mean and spread of the document's KV
     sampled_chunks      chunks of the document, read one after another (Diaz, arXiv 2508.17032)
@@ -10,21 +10,26 @@
 All but attention_matching compute the keys at positions 0..P-1. The first `frozen` tokens are
 always the document's own: they are the attention sink, which is not trained, and random text would
 not be one.
+
+A trained cartridge of other than P tokens is cut to its first P, or gets more of the document:
+random vectors, or entries that attention matching fits beside its own (PADS).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from learning.cartridge.attention_matching import attention_matched
+from learning.cartridge.attention_matching import attention_added, attention_matched
 from learning.cartridge.bank import CartridgeBank, check_longer
+from learning.cartridge.composition import shifted
 from learning.model.decoder import LanguageModel
 from learning.model.document_kv import document_kv
+from protocols.errors import DataError
 from protocols.seeds import stream_seed
 
 CHUNKS = 8  # at most, and so few that each has LEAST tokens
@@ -33,41 +38,125 @@ LEAST = 4
 
 @dataclass(frozen=True)
 class InitSource:
-    """Describe a document: its token ids [T], its KV [L, 2, H_kv, T, D], and the ids that stand for
-    text."""
+    """Describe what a cartridge learns from: a text's token ids [T], a call that returns its KV
+    [L, 2, H_kv, T, D], and one that returns the ids that stand for text. Where several contexts
+    make up the text, `parts` are the ids that each of them has of it."""
 
     name: str
     ids: tuple[int, ...]
-    kv: Tensor
+    kv: Callable[[], Tensor]
     vocabulary: Callable[[], Sequence[int]]
+    parts: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
 class CartridgeInit:
     """Name one of INITS, the cartridge's P tokens, how many of them are frozen, and the seed of the
-    draws."""
+    draws. `pad` is one of PADS, for trained cartridges of fewer tokens."""
 
     init: str
     tokens: int
     frozen: int
     seed: int = 0
+    pad: str | None = None
+
+
+Start = tuple[Tensor, int]
+"""A cartridge before its first step: [L, 2, H_kv, P, D] in float32, and its frozen tokens."""
+
+
+def initial_cartridges(
+    model: LanguageModel,
+    sources: Iterable[InitSource],
+    start: CartridgeInit,
+    given: Mapping[str, Start],
+) -> dict[str, Start]:
+    """Return every cartridge at its start, by name: the `given` ones and those of `sources`. A
+    given cartridge of fewer than P tokens is padded from the source of its name.
+
+    Raises DataError for a document that is not longer than a cartridge made of it.
+    """
+    by_name = {source.name: source for source in sources}
+    made = {}
+    for name in sorted({*by_name, *given}):
+        source = by_name.get(name)
+        if source is not None:
+            check_longer(name, len(source.ids), start.tokens)
+        if name in given:
+            kv, frozen = given[name]
+            made[name] = resized(model, source, start, kv, frozen), frozen
+        else:
+            assert source is not None
+            made[name] = INITS[start.init](model, source, start).float(), start.frozen
+    return made
 
 
 def initial_bank(
-    model: LanguageModel, sources: Sequence[InitSource], start: CartridgeInit
+    model: LanguageModel,
+    sources: Iterable[InitSource],
+    start: CartridgeInit,
+    given: Mapping[str, Start] | None = None,
 ) -> CartridgeBank:
-    """Return a bank with a cartridge of each document. Raises DataError for a document that is not
-    longer than a cartridge."""
-    for source in sources:
-        check_longer(source.name, len(source.ids), start.tokens)
-    ordered = sorted(sources, key=lambda source: source.name)
-    made = [INITS[start.init](model, source, start) for source in ordered]
-    return CartridgeBank([source.name for source in ordered], made, start.frozen)
+    """Return a bank of `initial_cartridges`. Raises DataError as that does, and where cartridges
+    differ in frozen tokens."""
+    made = initial_cartridges(model, sources, start, given or {})
+    counts = {frozen: name for name, (_, frozen) in made.items()}
+    if len(counts) > 1:
+        shown = ", ".join(f"{name} {frozen}" for frozen, name in sorted(counts.items()))
+        raise DataError(
+            f"the cartridges of a run have equally many frozen tokens: got {shown}; start from "
+            "files that agree, and set cartridge.frozen to their number"
+        )
+    return CartridgeBank(list(made), [kv for kv, _ in made.values()], *counts)
+
+
+def resized(
+    model: LanguageModel, source: InitSource | None, start: CartridgeInit, kv: Tensor, frozen: int
+) -> Tensor:
+    """Return a trained cartridge [L, 2, H_kv, G, D] with P tokens, in float32: its first, or with
+    tokens of the document `source` behind its own.
+
+    The frozen tokens do not change. The keys of the others are moved by P - G, so that a prompt is
+    as far behind them as in training.
+    """
+    kv = kv.to(model.device, torch.float32)
+    if (missing := start.tokens - kv.shape[3]) == 0:
+        return kv
+    sink, learned = kv[:, :, :, : start.tokens].tensor_split([frozen], dim=3)
+    own = torch.cat([sink, shifted(learned, missing, model.frequencies())], dim=3)
+    if missing < 0:
+        return own
+    assert start.pad is not None, "refused before the cartridge was read"
+    assert source is not None, "a padded cartridge has its document"
+    return torch.cat([own, PADS[start.pad](model, source, start, own).float()], dim=3)
 
 
 def beginning(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
-    """Return the KV of the document's first P tokens, which the cartridge paper found best."""
-    return source.kv[:, :, :, : start.tokens]
+    """Return the KV of the document's first P tokens, which the cartridge paper found best. Of
+    several contexts, these are the first tokens of each, read as one text."""
+    if not source.parts:
+        return source.kv()[:, :, :, : start.tokens]
+    return document_kv(model, first_of_each(source.parts, start.tokens))
+
+
+def first_of_each(parts: Sequence[Sequence[int]], tokens: int) -> list[int]:
+    """Return the first tokens of each part, `tokens` in all, by `shares`."""
+    counts = shares([len(part) for part in parts], tokens)
+    return [id for part, n in zip(parts, counts, strict=True) for id in part[:n]]
+
+
+def shares(lengths: Sequence[int], tokens: int) -> list[int]:
+    """Divide `tokens` equally over texts of these lengths. What a shorter text leaves over, or is
+    not divisible, goes to the longer ones, of equal ones to the first. Raises ValueError for more
+    tokens than the texts have."""
+    if tokens > sum(lengths):
+        raise ValueError(f"texts of {sum(lengths)} tokens have no first {tokens}")
+    found, left = [0] * len(lengths), tokens
+    shortest = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
+    for place, i in enumerate(shortest):
+        found[i] = min(lengths[i], left // (len(lengths) - place))
+        left -= found[i]
+    return found
 
 
 def random_text(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
@@ -81,14 +170,21 @@ def random_vectors(model: LanguageModel, source: InitSource, start: CartridgeIni
     """Return independent normal numbers after the frozen tokens. Mean and standard deviation are
     those of the document's tokens after the frozen ones, for each layer, head and channel, keys and
     values apart."""
-    kv = source.kv[:, :, :, start.frozen :].float()
-    size = (*kv.shape[:3], start.tokens - start.frozen, kv.shape[4])
-    draws = torch.Generator().manual_seed(
-        stream_seed(f"init/random_vectors/{start.seed}/{source.name}")
-    )
+    whole = source.kv()
+    drawn = _drawn(source, whole, start, start.frozen, "random_vectors")
+    return torch.cat([whole[:, :, :, : start.frozen], drawn], dim=3)
+
+
+def _drawn(
+    source: InitSource, whole: Tensor, start: CartridgeInit, beside: int, stream: str
+) -> Tensor:
+    """Draw P - `beside` vectors like those of the document, `whole`, behind its frozen tokens."""
+    kv = whole[:, :, :, start.frozen :].float()
+    size = (*kv.shape[:3], start.tokens - beside, kv.shape[4])
+    draws = torch.Generator().manual_seed(stream_seed(f"init/{stream}/{start.seed}/{source.name}"))
     noise = torch.randn(size, generator=draws).to(kv.device)
     drawn = kv.mean(3, keepdim=True) + kv.std(3, keepdim=True) * noise
-    return torch.cat([source.kv[:, :, :, : start.frozen], drawn.to(source.kv.dtype)], dim=3)
+    return drawn.to(whole.dtype)
 
 
 def sampled_chunks(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
@@ -118,7 +214,7 @@ def chunks(length: int, tokens: int, rng: random.Random) -> list[range]:
 
 def matched(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """Return the document's KV compacted to P entries by attention matching."""
-    return attention_matched(model, source.ids, source.kv, start.tokens, start.frozen)
+    return attention_matched(model, source.ids, source.kv(), start.tokens, start.frozen)
 
 
 INITS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit], Tensor]] = {
@@ -127,4 +223,26 @@ INITS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit], Tensor]
     "random_vectors": random_vectors,
     "sampled_chunks": sampled_chunks,
     "attention_matching": matched,
+}
+
+
+def random_padding(
+    model: LanguageModel, source: InitSource, start: CartridgeInit, kv: Tensor
+) -> Tensor:
+    """Return random vectors [L, 2, H_kv, P - G, D] like the document's KV."""
+    return _drawn(source, source.kv(), start, kv.shape[3], "pad")
+
+
+def matched_padding(
+    model: LanguageModel, source: InitSource, start: CartridgeInit, kv: Tensor
+) -> Tensor:
+    """Return entries [L, 2, H_kv, P - G, D] of the document, fitted beside the cartridge `kv` by
+    attention matching."""
+    added = start.tokens - kv.shape[3]
+    return attention_added(model, source.ids, source.kv(), kv, added)
+
+
+PADS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit, Tensor], Tensor]] = {
+    "random": random_padding,
+    "attention_matching": matched_padding,
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 from learning.model.attention import FlatAttention
 from learning.model.decoder import LanguageModel
 from protocols.errors import DataError
-from protocols.types import CacheStats
+from protocols.types import SEPARATOR, CacheStats
 
 PREFILL_CHUNK = 512  # tokens: bounds the activations while a long document is read
 
@@ -43,6 +43,18 @@ def document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]) ->
         )
         model(chunk, positions[of], attention, none)
     return done
+
+
+def context_ids(documents: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
+    """Return the token ids of a context, or of several whose names are joined by SEPARATOR, as one
+    text: the tokens before any document, `documents["none"]`, begin it alone. Raises DataError for
+    an unknown name."""
+    names = name.split(SEPARATOR)
+    if unknown := [one for one in names if one not in documents]:
+        raise DataError(f"no document {unknown[0]!r}; this run has {sorted(documents)}")
+    begin = len(documents.get("none", ()))
+    first, *others = (documents[one] for one in names)
+    return (*first, *(id for ids in others for id in ids[begin:]))
 
 
 @dataclass(frozen=True)
@@ -109,22 +121,22 @@ class DocumentKVCache:
         return name in self._documents
 
     def get(self, name: str) -> Tensor:
-        """Return the document's KV on the device; read it now if it is not cached. The least
-        recently used documents make room for it. A document larger than the device's bound is
-        returned but not kept there. Raises DataError for an unknown name."""
+        """Return the KV of a document, or of several contexts (`context_ids`) read as one text, on
+        the device; read it now if it is not cached. The least recently used make room for it. KV
+        larger than the device's bound is returned but not kept there. Raises DataError for an
+        unknown name."""
         if name in self._held:
             self.hits += 1
             self._held.move_to_end(name)
             return self._held[name]
-        if name not in self._documents:
-            raise DataError(f"no document {name!r}; this run has {sorted(self._documents)}")
+        ids = context_ids(self._documents, name)
         there = self._spilled.get(name)
         if there is not None and self._spill is not None:
             self.host_hits += 1
             kv = self._spill.back(there)
         else:
             self.misses += 1
-            kv = self._read(self._documents[name])
+            kv = self._read(ids)
         if kv.nbytes > self._max_bytes:
             if there is None:
                 self._put_out(name, kv)

@@ -31,6 +31,8 @@ class Answer:
     is what was read from `text`, None where nothing could be. `right` is 1 or 0, or the share of
     right candidates; None where it cannot be judged. `nll` is the mean negative log-probability of
     `expected`, nats a token. `tokens` counts the response. What was not measured is None.
+    `cartridge` answers questions about the document in the arms that have one, and `contexts` are
+    what the arm document reads.
     """
 
     id: str
@@ -45,9 +47,18 @@ class Answer:
     nll: float | None = None
     reward: float | None = None
     tokens: int = 0
+    cartridge: str = ""
+    contexts: tuple[str, ...] = ()
 
 
-class AnswerRow(TypedDict):
+class _Prefixes(TypedDict, total=False):
+    """Hold the fields that rows of earlier versions lack."""
+
+    cartridge: str
+    contexts: Sequence[str]
+
+
+class AnswerRow(_Prefixes):
     """Hold a row of answers.jsonl: an `Answer` with the arm that gave it, the arm's step, and
     whether it was sampled or greedy."""
 

@@ -94,9 +94,11 @@ class RolloutRow:
     "kind": "summarise", "prompt_ids": [4, 91], "response_ids": [17, 2],
     "sampler_logprobs": [-0.31, -0.02], "versions": [11, 11],
     "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 64},
-    "finish_reason": "stop", "text": "metformin"}`
-    `text` is the decoded response, for people; the ids are what was trained on. `composed` is that
-    of `protocols.types.Sample`.
+    "finish_reason": "stop", "text": "metformin", "cartridge": "patient_01",
+    "contexts": ["patient_01"]}`
+    `document` is what the prompt is about. `text` is the decoded response, for people; the ids are
+    what was trained on. `composed`, `cartridge` and `contexts` are those of
+    `protocols.types.Sample`.
     """
 
     schema: int = 1
@@ -113,6 +115,8 @@ class RolloutRow:
     finish_reason: str
     text: str
     composed: tuple[str, ...] = ()
+    cartridge: str
+    contexts: tuple[str, ...]
 
 
 class PopulationMeans(TypedDict):

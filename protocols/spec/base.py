@@ -52,12 +52,12 @@ def unique(values: tuple[str, ...]) -> tuple[str, ...]:
 
 def bounded(key: str, sign: Literal["<", "<=", ">", ">="], other: str, remedy: str) -> Any:
     """Return a validator: `key` stands in the relation `sign` to `other`, an earlier key of its
-    section. Errors write `other` as given: "train.steps" is the key `steps`."""
+    section; null stands in any. Errors write `other` as given: "train.steps" is the key `steps`."""
     holds = {"<": lt, "<=": le, ">": gt, ">=": ge}[sign]
 
-    def check(value: float, info: ValidationInfo) -> float:
+    def check(value: Any, info: ValidationInfo) -> Any:
         bound = info.data.get(other.rpartition(".")[2])
-        if bound is not None and not holds(value, bound):
+        if value is not None and bound is not None and not holds(value, bound):
             shown = f"{bound:g}" if isinstance(bound, float) else bound
             raise broken(f"must be {sign} {other} ({shown})", remedy)
         return value

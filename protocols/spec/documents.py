@@ -17,7 +17,7 @@ STUDY_KINDS: tuple[StudyKind, ...] = (
 
 
 class DocumentsSpec(SpecSection):
-    """Configure how the files of data.path are read; each document has a cartridge of its own."""
+    """Configure how the files of data.path are read, and how long documents are cut."""
 
     text_fields: Annotated[tuple[str, ...], AsTuple] = Field(
         default=("text", "content", "body"),
@@ -33,14 +33,15 @@ class DocumentsSpec(SpecSection):
     max_tokens: int | None = Field(
         default=None,
         ge=2,
-        description="most tokens of a document; null: what the model's context holds beside a row",
+        description="the former name of teacher.context_tokens; the lesser of the two holds",
     )
-    long: Literal["split", "refuse"] = Field(
+    long: Literal["split", "chunks", "refuse"] = Field(
         default="split",
-        description="a longer document: parts, each with a cartridge of its own, or refuse it",
+        description="a document longer than teacher.context_tokens: parts that each count as a "
+        "document, chunks of one document, or refuse it",
     )
     overlap: int = Field(
-        default=0, ge=0, description="tokens that a part repeats of the one before it"
+        default=0, ge=0, description="tokens that a part or chunk repeats of the one before it"
     )
 
     _fields_once = field_validator("text_fields")(unique)
@@ -64,7 +65,7 @@ class ApiSpec(EndpointSpec):
 
 
 class SelfStudySpec(SpecSection):
-    """Configure the questions about the documents: A writes the user's turn, B the answer."""
+    """Configure the conversations about the documents: A writes the user's turns, B the answers."""
 
     rows: str | None = Field(
         default=None,
@@ -78,7 +79,13 @@ class SelfStudySpec(SpecSection):
         description="of the answers in rows: read by the document teacher with the whole document, "
         "or stored with the rows, as B saw them with the passage",
     )
-    questions: int = Field(default=64, ge=2, description="turns of A for each document")
+    questions: int = Field(default=64, ge=2, description="conversations about each document")
+    rounds: int = Field(
+        default=1,
+        ge=1,
+        description="turns of A in a conversation, each but the first about B's last answer; the "
+        "answer to the last is trained on",
+    )
     kinds: Annotated[tuple[StudyKind, ...], AsTuple] = Field(
         default=STUDY_KINDS, min_length=1, description="seeds that A is given, in turn"
     )
@@ -107,6 +114,11 @@ class SelfStudySpec(SpecSection):
 
     _kinds_once = field_validator("kinds")(unique)
     _holds_the_least = bounded("max_chunk", ">=", "min_chunk", "raise it")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the most tokens of a conversation up to its last answer."""
+        return self.rounds * self.question_tokens + (self.rounds - 1) * self.answer_tokens
 
     @field_validator("scores")
     @classmethod

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from protocols.errors import SpecError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MeshSpec
+from protocols.spec.start import TAG
 from protocols.spec.yaml_source import Key, SourceLocation, show
 
 
@@ -67,7 +69,7 @@ def dotted(key: Key) -> str:
 
 def unknown_key(key: Key, model: type[BaseModel], place: SourceLocation) -> SpecProblem:
     """Return the problem of a key that the section `model` does not have."""
-    known, leaf = list(model.model_fields), str(key[-1])
+    known, leaf = [name for name, _ in _keys(model)], str(key[-1])
     elsewhere = [k for k in _all_keys() if k.rsplit(".", 1)[-1] == leaf]
     near = difflib.get_close_matches(leaf, known, 1) or elsewhere
     hint = f"did you mean {near[0]}? " if near else ""
@@ -93,7 +95,7 @@ def unknown_override(key: Key, place: SourceLocation) -> SpecProblem:
 def _fault_of(
     error: ErrorDetails, model: type[BaseModel], places: Mapping[Key, SourceLocation]
 ) -> SpecProblem:
-    key: Key = error["loc"]
+    key: Key = tuple(part for part in error["loc"] if not str(part).startswith(TAG))
     context: dict[str, Any] = error.get("ctx", {})
     kind, got = error["type"], error["input"]
     if kind == "rule":
@@ -145,7 +147,7 @@ def _rule_of(
         step = context["multiple_of"]
         return f"must be a multiple of {step}", f"round it to {step}, {2 * step}, ..."
     if kind == "model_type" and section is not None:
-        return "must be a mapping of keys", f"it may hold {', '.join(section.model_fields)}"
+        return "must be a mapping of keys", f"it may hold {', '.join(k for k, _ in _keys(section))}"
     if kind == "literal_error":
         words = re.findall(r"'([^']*)'", context["expected"])
         near = difflib.get_close_matches(str(got), words, 1)
@@ -163,20 +165,27 @@ def _section_at(model: type[BaseModel], key: Key) -> type[BaseModel] | None:
     """Return the section that a key leads to, or None when it leads to a value."""
     section: type[BaseModel] | None = model
     for name in key:
-        field = section.model_fields.get(str(name)) if section else None
+        field = dict(_keys(section)).get(str(name)) if section else None
         section = _section_in(field.annotation) if field else None
     return section
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *typing.get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+    """Return the section in a type, its unions and their tagged members; None without one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (_section_in(part) for part in typing.get_args(annotation))
+    return next((section for section in inner if section is not None), None)
+
+
+def _keys(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield a section's keys as the YAML has them."""
+    for name, field in model.model_fields.items():
+        yield field.alias or name, field
 
 
 def _dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
+    for name, field in _keys(model):
         yield prefix + name
         section = _section_in(field.annotation)
         if section is not None:

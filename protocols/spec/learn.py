@@ -13,6 +13,7 @@ from protocols.spec.base import SpecSection, broken
 from protocols.spec.objective import HINT_WRITER
 from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec
 from protocols.spec.sections import LearnSections
+from protocols.spec.start import StartSpec
 
 Rule = tuple[bool, str, str]  # whether it is broken, the rule with its dotted key first, the remedy
 
@@ -20,6 +21,18 @@ Rule = tuple[bool, str, str]  # whether it is broken, the rule with its dotted k
 class LearnSpec(LearnSections):
     """Hold a learning config, `configs/*.yaml`: the sections of `protocols.spec.sections`,
     validated by the rules between them. The first that is broken is reported."""
+
+    @property
+    def cartridges(self) -> int:
+        """Return the number of cartridges: by document, as many as `data.patients` allows."""
+        counts = {"document": self.data.patients, "corpus": 1}
+        return counts.get(self.cartridge.per, len(self.cartridge.groups or ()))
+
+    def with_start(self, start: StartSpec, frozen: int | None = None) -> LearnSpec:
+        """Return the config with another `cartridge.init`, and `cartridge.frozen` if it is
+        given."""
+        changed = {"init": start, **({} if frozen is None else {"frozen": frozen})}
+        return self.model_copy(update={"cartridge": self.cartridge.model_copy(update=changed)})
 
     @model_validator(mode="after")
     def _across(self) -> LearnSpec:
@@ -47,20 +60,28 @@ def _rules(spec: LearnSections) -> Iterator[Rule]:
         "set it to 1 or teacher.top_k to full"
         + (", and self_study.scores to read" if stored else ""),
     )
-    patients = spec.data.source in ("clinic", "longhealth") and spec.rsa is None
+    patients = spec.data.source in ("clinic", "longhealth")
+    templates = patients and spec.rsa is None and spec.self_study is None
     yield (
-        spec.train.offline_texts is not None and not patients,
-        "train.offline_texts must be null but for self-study of patients: a teacher writes other "
-        "runs no text, or rows that are read again in any case",
+        spec.train.offline_texts is not None and not templates,
+        "train.offline_texts must be null but for patients without self_study or rsa: a teacher "
+        "writes other runs no text, or rows that are read again in any case",
         "remove it",
     )
     yield from _of_channels(spec)
     yield from _of_documents(spec)
-    alone = spec.data.patients < 2 or spec.episodes is not None or spec.rsa is not None
+    unnamed = spec.episodes is not None or spec.rsa is not None
+    yield (
+        spec.cartridge.per != "document" and unnamed,
+        "cartridge.per must be document with episodes or rsa, whose prompts do not say which "
+        "document they are about",
+        "remove it",
+    )
+    alone = spec.data.patients < 2 or spec.cartridge.per == "corpus" or unnamed
     yield (
         spec.train.compose > 0 and alone,
-        "train.compose must be 0 with a single document, episodes or rsa",
-        "remove it, or study two documents or more without them",
+        "train.compose must be 0 with a single cartridge, episodes or rsa",
+        "remove it, or train two cartridges or more without them",
     )
     yield (
         spec.loss.form == "pairs" and spec.loss.direction != "cross_entropy",
@@ -206,24 +227,29 @@ def _of_rsa(spec: LearnSections, rsa: RsaSpec) -> Iterator[Rule]:
 
 
 def _of_documents(spec: LearnSections) -> Iterator[Rule]:
-    """Yield what a user's documents need of other sections."""
+    """Yield what self-study needs of other sections, and a user's documents of self-study."""
     study, train, most = spec.self_study, spec.train, spec.rollout.max_tokens
+    source = spec.data.source
     yield (
-        (study is None) != (spec.data.source != "documents"),
-        "data.source must be documents with self_study, and only then",
-        "set data.source: documents, or remove the section self_study",
+        study is None and source == "documents",
+        "self_study must be given with data.source documents",
+        "add the section self_study, or set another data.source",
     )
-    if study is None:
+    yield (
+        spec.data.questions is not None and source != "documents",
+        "data.questions must be left out but with data.source documents",
+        "remove it",
+    )
+    if study is not None:
         yield (
-            spec.data.questions is not None,
-            "data.questions must be left out but with data.source documents",
-            "remove it",
+            source not in ("documents", "longhealth"),
+            "data.source must be documents or longhealth with self_study",
+            "set one of the two, or remove the section self_study",
         )
-    else:
         yield (
             spec.rsa is not None or spec.evaluate.sampled,
             ("rsa" if spec.rsa is not None else "evaluate.sampled")
-            + " must be left out with data.source documents",
+            + " must be left out with self_study",
             "remove it",
         )
         yield (
@@ -231,6 +257,13 @@ def _of_documents(spec: LearnSections) -> Iterator[Rule]:
             f"self_study.question_tokens must be <= train.row_tokens ({train.row_tokens}) with "
             f"rollout.max_tokens ({most})",
             "a sequence holds a question and its answer: raise train.row_tokens",
+        )
+        yield (
+            study.prompt_tokens + most > train.row_tokens,
+            f"self_study.rounds must leave room for rollout.max_tokens ({most}) in "
+            f"train.row_tokens ({train.row_tokens}): so many turns take up to "
+            f"{study.prompt_tokens:,} tokens",
+            "lower it, self_study.answer_tokens or question_tokens, or raise train.row_tokens",
         )
     if (warm := train.warm_start) is not None:
         yield (

@@ -77,9 +77,10 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
         raise combined(faults)
     mesh_keys = ("config", "control.tls_cert", "control.tls_key")
     learn_keys = ("model.path", "data.path", "data.questions", "self_study.rows")
+    learn = _with_local_paths(learn_spec, document.places, *learn_keys)
     spec = RunSpec(
         mesh=_with_local_paths(mesh_spec, mesh_document.places, *mesh_keys),
-        learn=_with_local_paths(learn_spec, document.places, *learn_keys),
+        learn=_with_local_start(learn, document.places),
     )
     return LoadedSpec(spec, mesh_document.places, document.places)
 
@@ -287,6 +288,18 @@ def _with_local_paths(spec: Model, places: Mapping[Key, SourceLocation], *keys: 
             changed = above.model_copy(update={name: changed})
         spec = changed
     return spec
+
+
+def _with_local_start(learn: LearnSpec, places: Mapping[Key, SourceLocation]) -> LearnSpec:
+    """Return the spec with the local paths of `cartridge.init` absolute."""
+    start = learn.cartridge.start
+    if start is None:
+        return learn
+    below = ("cartridge", "init")
+    local = start.local(
+        lambda key, path: _absolute(path, place_of((*below, *key), places).directory)
+    )
+    return learn.with_start(local)
 
 
 def _local(section: BaseModel, key: str, path: str, directory: Path) -> str:

@@ -11,12 +11,10 @@ from protocols.spec.base import AsTuple, SpecSection, bounded, broken, unique
 from protocols.spec.documents import DocumentsSpec, SelfStudySpec
 from protocols.spec.objective import EpisodesSpec, LossSpec, ObjectiveSpec
 from protocols.spec.rsa import RsaSpec
+from protocols.spec.start import Init, InitOrStart, StartSpec
 from protocols.spec.teacher_replay import ReplaySpec
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy"]
-Init = Literal[
-    "first_tokens", "random_text", "random_vectors", "sampled_chunks", "attention_matching"
-]
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
 
 
@@ -106,6 +104,11 @@ class DataSpec(SpecSection):
         gt=0, le=1, description="share of the questions kept for evaluation, in (0, 1]"
     )
     instruction: str = Field(default="", description="text appended to every option question")
+    name_document: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="whether prompts begin with the name of the patient or document that they are "
+        "about; auto: where one cartridge learns from several",
+    )
     document_tokens: int | None = Field(
         default=None, ge=1, description="tokens of a document: the dry run's estimate only"
     )
@@ -133,21 +136,75 @@ class DataSpec(SpecSection):
         return value
 
 
+# A group's name is the cartridge's: one part of a file's name.
+GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+DocumentPatterns = Annotated[tuple[str, ...], AsTuple, Field(min_length=1)]
+
+
 class CartridgeSpec(SpecSection):
-    """Configure the trainable KV prefix of one document."""
+    """Configure the trainable KV prefixes, and which documents each learns from."""
 
     tokens: int = Field(ge=2, description="KV positions P of a cartridge, tokens")
-    frozen: int = Field(
-        default=1, ge=1, description="leading attention-sink tokens that are not trained, tokens"
+    per: Literal["document", "corpus", "group"] = Field(
+        default="document",
+        description="a cartridge for each document, one named corpus for all, or one for each of "
+        "`groups`",
     )
-    init: Init = Field(
+    groups: dict[GroupName, DocumentPatterns] | None = Field(
+        default=None,
+        min_length=1,
+        validate_default=True,
+        description="with per: group, the documents of each cartridge, as names or patterns with * "
+        "and ?; one that several groups match is trained in each, and asked about over the first",
+    )
+    init: InitOrStart = Field(
         default="first_tokens",
-        description="where training starts: the KV of the document's first P tokens, of random "
-        "tokens, or of sampled chunks of the document; random vectors of the size of its KV; or "
-        "all of its KV, compacted to P by attention matching",
+        description="where training starts: the KV of the document's first P tokens (of several "
+        "documents or chunks, an equal share of each, read as one text), of random tokens, or of "
+        "sampled chunks of the document; random vectors of the size of its KV; all of its KV, "
+        "compacted to P by attention matching; or {from: trained cartridges}",
+    )
+    frozen: int | None = Field(
+        default=None,
+        ge=0,
+        validate_default=True,
+        description="leading attention-sink tokens that are not trained, tokens; null: 1, or as "
+        "many as in the cartridges of init.from",
     )
 
     _some_trainable = bounded("frozen", "<", "cartridge.tokens", "leave tokens to train")
+
+    @field_validator("groups")
+    @classmethod
+    def _of_per_group(cls, value: Any, info: ValidationInfo) -> Any:
+        per = info.data.get("per")
+        if per is not None and (per == "group") != (value is not None):
+            raise broken("must be given with cartridge.per group, and only then", "set both")
+        return value
+
+    @field_validator("frozen")
+    @classmethod
+    def _keeps_a_sink(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if isinstance(info.data.get("init"), StartSpec):
+            return value
+        if value == 0:
+            raise broken("must be >= 1", "set it to 1 or more")
+        return 1 if value is None else value
+
+    @property
+    def start(self) -> StartSpec | None:
+        """Return the section of trained cartridges; None where no cartridge starts from one."""
+        return self.init if isinstance(self.init, StartSpec) else None
+
+    @property
+    def fresh(self) -> Init | None:
+        """Return how a cartridge starts that is not a trained one; None where every one is."""
+        return self.init.otherwise if isinstance(self.init, StartSpec) else self.init
+
+    @property
+    def frozen_tokens(self) -> int:
+        """Return `frozen`, or 1 while the cartridges that decide it are not read."""
+        return 1 if self.frozen is None else self.frozen
 
 
 class RolloutSpec(SpecSection):
@@ -205,7 +262,15 @@ class GeneratorSpec(SpecSection):
 
 
 class TeacherSpec(SpecSection):
-    """Configure the document teacher: the base model with the whole document in context."""
+    """Configure the document teacher: the base model with the document in context, or with the
+    chunk that a prompt is about."""
+
+    context_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        description="most tokens of a document or chunk that is read; null: what the model's "
+        "context holds beside a row",
+    )
 
     top_k: int | Literal["full"] = Field(
         default=20, description="teacher log-probabilities kept per token, or full for all"

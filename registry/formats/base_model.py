@@ -137,25 +137,32 @@ def made_for(cartridge: CartridgeFile, base: BaseModelInfo) -> CartridgeFile:
     )
 
 
-def other_weights(cartridge: CartridgeFile, model: Path) -> list[str]:
+def other_weights(
+    cartridge: CartridgeFile, model: Path, known: Mapping[str, str] | None = None
+) -> list[str]:
     """Return why the model's weights are not those that the cartridge was trained with; empty where
-    they are, or where the cartridge has no hash of them. Loads the model, because only its weights
-    tell two models of one config apart. Raises DataError where there is no model."""
+    they are, or where the cartridge has no hash of them. Only its weights tell two models of one
+    config apart: it is loaded unless `known` has its hash by dtype. Raises DataError where there is
+    no model."""
     facts = cartridge.facts
     if not facts.weights_sha256 or not facts.weights_dtype:
         return []
-    from transformers.utils.logging import disable_progress_bar  # slow: see learning.model
-
-    from learning.model.loading import base_hash, load_model
-
-    disable_progress_bar()
-    found = base_hash(load_model(str(model), facts.weights_dtype))
+    found = (known or {}).get(facts.weights_dtype) or _loaded_hash(model, facts.weights_dtype)
     if found == facts.weights_sha256:
         return []
     return [
         f"the cartridge was trained with other weights ({facts.weights_sha256[:12]}, these are "
         f"{found[:12]}); use those, or train it on these"
     ]
+
+
+def _loaded_hash(model: Path, dtype: str) -> str:
+    from transformers.utils.logging import disable_progress_bar  # slow: see learning.model
+
+    from learning.model.loading import base_hash, load_model
+
+    disable_progress_bar()
+    return base_hash(load_model(str(model), dtype))
 
 
 def _shown(rope: Mapping[str, Any]) -> str:

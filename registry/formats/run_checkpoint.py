@@ -18,24 +18,29 @@ from protocols.spec.loading import load_resolved
 from registry.formats.base_model import model_name, read_base
 from registry.formats.cartridge_file import CartridgeFile, Provenance
 
+START = "start.json"  # of a run directory: `registry.starting` writes it
+
 
 def is_run(path: Path) -> bool:
     """Return whether a path is a run's directory, its `checkpoints`, or a checkpoint."""
     return is_checkpoint(path) or bool(_checkpoints(path))
 
 
-def chosen_checkpoint(path: Path) -> Path:
+def chosen_checkpoint(path: Path, arm: str | None = None) -> Path:
     """Return the checkpoint at `path`, a run directory, its `checkpoints` or a checkpoint. Of a
-    run: the newest on policy, as the offline arm, its baseline, is trained later. Raises DataError.
-    """
-    if is_checkpoint(path):
+    run: the newest of `arm`, or the newest on policy, as the offline arm, its baseline, is trained
+    later. Raises DataError."""
+    if is_checkpoint(path) and arm is None:
         return path
     found = _checkpoints(path)
     if not found:
         raise DataError(
             f"there is no checkpoint in {path}; give a run directory such as runs/longhealth/latest"
         )
-    return last_of_arms(found[-1].parent).get("on_policy", found[-1])
+    lasts = last_of_arms(found[-1].parent)
+    if arm is not None and arm not in lasts:
+        raise DataError(f"{path} has no checkpoint of arm {arm}; it has {', '.join(lasts)}")
+    return lasts.get(arm or "on_policy", found[-1])
 
 
 def read_cartridges(checkpoint: Path) -> tuple[int, dict[str, Tensor]]:
@@ -56,8 +61,8 @@ def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, Cart
     facts, kv, frozen = _whole(checkpoint)
     run = checkpoint.parent.parent
     source = {
-        "run": run.name, "checkpoint": checkpoint.name, "arm": facts.get("arm", ""),
-        "step": facts.get("step", 0),
+        "run": run.name, "checkpoint": checkpoint.name, "version": facts["version"],
+        "arm": facts.get("arm", ""), "step": facts.get("step", 0),
     }  # fmt: skip
     if facts.get("last"):
         source["metrics"] = {k: facts["last"][k] for k in ("kl", "tokens") if k in facts["last"]}
@@ -66,11 +71,24 @@ def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, Cart
         have = ", ".join(facts["names"])
         raise DataError(f"the run has no cartridge {missing[0]}; it has {have}")
     made_for, data = _of_spec(run, facts.get("base_hash", ""))
+    started = read_start_record(run / START)
     return {
-        name: CartridgeFile(part, frozen, made_for).with_source({**source, **data, "name": name})
+        name: CartridgeFile(part, frozen, made_for).with_source(
+            {**source, **data, "name": name} | ({"start": started[name]} if name in started else {})
+        )
         for name, part in kv.items()
         if names is None or name in names
     }
+
+
+def read_start_record(path: Path) -> dict[str, Any]:
+    """Return how a run's cartridges started, by name; {} where none started from a trained one.
+    Raises DataError for a damaged record."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); restore it from a copy") from error
+    return found
 
 
 def read(path: Path, name: str | None) -> CartridgeFile:

@@ -227,7 +227,9 @@ async def between_steps(
     mesh = await open_mesh(spec, recorder.event, recorder.span)
     try:
         course = open_course(spec, mesh)
-        await spawn_roles(spec, course.documents, course.end_ids, mesh, directory)
+        await spawn_roles(
+            spec, course.documents, course.layout.contexts, course.end_ids, mesh, directory
+        )
         run = TrainingRun(
             spec, course, mesh, directory, recorder, lambda **_: None, lambda _: work(run)
         )

@@ -73,6 +73,8 @@ def rollout(arm: str, step: int, index: int, text: str) -> RolloutRow:
         sampling={"temperature": 1.0},
         finish_reason="stop",
         text=text,
+        cartridge="patient_01",
+        contexts=("patient_01",),
     )
 
 

@@ -16,10 +16,9 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
-from environments.renderer import NO_DOCUMENT
 from environments.rollout import BARE
 from protocols.errors import PublishError
-from protocols.records.answers import hash_of, mean_nll, to_row
+from protocols.records.answers import mean_nll, to_row
 from protocols.records.evaluation import EvalRow, Forgetting, PairedDifference, Perplexity
 from protocols.records.intervals import (
     mean_interval,
@@ -30,7 +29,7 @@ from protocols.records.intervals import (
 from protocols.records.run_files import Agreement
 from protocols.seeds import stream_seed
 from protocols.spec.experiments import EvalSpec
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.types import SEPARATOR, Completion, GenerateRequest, PrefixRef, Sampling
 from training.evaluation.questions import EvalQuestion, EvalSuite, QuestionReading
 from training.recipes.agreement import HeldOutQuestion, StudyQuestion, compared, users_answer
 from training.recipes.question_files import UserQuestion
@@ -41,8 +40,9 @@ AT_ONCE = 64  # requests of a call: more would wait in the engines until it time
 
 @dataclass(frozen=True)
 class EvalArm:
-    """Describe the prefix before the questions. `prefixes` has one for each document, None stands
-    for no document at all; `tokens` is the mean length of a prefix."""
+    """Describe the prefix before the questions. `prefixes` has one for everything that a question
+    of the suite is about (`EvalSuite.abouts`), None stands for no document at all; `tokens` is the
+    mean length of a prefix."""
 
     name: str
     kind: str
@@ -106,15 +106,14 @@ class RequestWindow:
     ) -> None:
         self._paper, self._spec, self._max_tokens = paper, spec, max_tokens
         self._generate = generate
-        self._hashes = {name: hash_of(text) for name, text in paper.texts.items()}
         self._taught: list[HeldOutQuestion] = []
         self._general: list[HeldOutQuestion] = []
         self._bare_accuracy = 0.0
 
     async def prepare(self) -> None:
         """Sample the answers of the teacher and of the bare model, once for all arms."""
-        names = [name for name in self._paper.heads if name != NO_DOCUMENT]
-        whole = EvalArm("document", "", {n: PrefixRef(f"document/{n}", 0) for n in names}, 0.0)
+        read = {about: PrefixRef(f"document/{about}", 0) for about in self._paper.abouts}
+        whole = EvalArm("document", "", read, 0.0)
         bare = EvalArm("none", "", None, 0.0)
         self._taught = await self._exams(whole, self._paper.items)
         self._general = await self._exams(bare, self._paper.probes)
@@ -124,7 +123,7 @@ class RequestWindow:
     async def sit(self, arm: EvalArm) -> ArmAnswers:
         items = self._paper.items
         made = await self._completions(arm, items, "asked")
-        said = [self._paper.conversation.decode(c.token_ids).strip() for c in made]
+        said = [self._paper.about.conversation.decode(c.token_ids).strip() for c in made]
         both = list(zip(items, said, strict=True))
         judged = [i.asked.scores(a) if i.known else (0.0, 0.0, True) for i, a in both]
         words = [i.asked.words(a) if i.known else (0.0, 0.0) for i, a in both]
@@ -134,7 +133,9 @@ class RequestWindow:
         low, high = wilson_interval(round(sum(right)), len(right))
         wanted = [i.right for i in items if i.right is not None] or _readings(self._taught)
         answers_read, nll = await self._perplexity(arm, wanted)
-        sizes = [len(ids) for name, ids in self._paper.heads.items() if name != NO_DOCUMENT]
+        heads = self._paper.heads
+        learned = self._paper.about.layout.contexts.values()
+        sizes = [sum(len(heads[c]) for c in contexts) for contexts in learned]
         row = EvalRow(
             arm=arm.name, kind=arm.kind, run=arm.run, mesh=arm.mesh, step=arm.step,
             budget=arm.budget, prefix_tokens=arm.tokens, document_tokens=fmean(sizes),
@@ -151,8 +152,15 @@ class RequestWindow:
             forgetting=await self._forgetting(arm) if self._paper.probes else None,
         )  # fmt: skip
         records = zip(items, made, said, strict=True)
-        answers = [users_answer(i.asked, c, a, nll.get(i.asked.id), self._hashes)
-                   for i, c, a in records]  # fmt: skip
+        about = self._paper.about
+        answers = [
+            replace(
+                users_answer(i.asked, c, a, nll.get(i.asked.id), about.hashes),
+                cartridge=about.layout.cartridge_of(i.asked.document),
+                contexts=tuple(i.about.split(SEPARATOR)),
+            )
+            for i, c, a in records
+        ]
         rows = tuple(
             {
                 **to_row(answer if i.known else replace(answer, right=None), arm.name, arm.step,
@@ -181,7 +189,7 @@ class RequestWindow:
 
     async def _right(self, arm: EvalArm, items: Sequence[EvalQuestion]) -> list[float]:
         made = await self._completions(arm, items, "probe")
-        said = [self._paper.conversation.decode(c.token_ids).strip() for c in made]
+        said = [self._paper.about.conversation.decode(c.token_ids).strip() for c in made]
         return [i.asked.scores(a)[0] for i, a in zip(items, said, strict=True)]
 
     async def _perplexity(
@@ -208,13 +216,13 @@ class RequestWindow:
             ]
         )  # fmt: skip
         readings = [
-            QuestionReading(i.asked.id, i.asked.document, i.prompt_ids, i.bare_ids, c.token_ids)
+            QuestionReading(i.asked.id, i.about, i.prompt_ids, i.bare_ids, c.token_ids)
             for i, c in zip(items, made, strict=True)
         ]
         read = await self._read(arm, readings)
         return [
             HeldOutQuestion(
-                StudyQuestion(r.id, r.document, "", "", r.prompt_ids, ()), r.bare_ids, r.answer_ids,
+                StudyQuestion(r.id, r.about, "", (), r.prompt_ids, ()), r.bare_ids, r.answer_ids,
                 c.prompt_logprobs[-len(r.answer_ids) :], c.prompt_likeliest[-len(r.answer_ids) :],
             )
             for r, c in zip(readings, read, strict=True)
@@ -243,10 +251,9 @@ class RequestWindow:
         answer: tuple[int, ...] = (),
     ) -> GenerateRequest:  # fmt: skip
         """Return a request; `answer` goes to the end of the prompt for its log-probabilities."""
-        document = of.asked.document if isinstance(of, EvalQuestion) else of.document
         bare = arm.prefixes is None
         ids = of.bare_ids if bare else of.prompt_ids
-        prefix = BARE if arm.prefixes is None else arm.prefixes[document]
+        prefix = BARE if arm.prefixes is None else arm.prefixes[of.about]
         return GenerateRequest(
             name, (*ids, *answer), prefix, sampling, seed, prompt_logprobs=bool(answer)
         )

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from documents.chunks import TokenizedText
 from documents.corpus import read_parts, tokenised
 from documents.near_duplicates import LocatedText
 from documents.seed_prompts import PLAIN, SENTENCE
@@ -32,14 +33,18 @@ from environments.clinic.prompts import (
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from protocols.errors import DataError
 from protocols.files import REPOSITORY
+from protocols.layout import CartridgeLayout
+from protocols.records.answers import hash_of
 from protocols.spec.experiments import EvalSpec
 from protocols.spec.learn import LearnSpec
 from protocols.teacher_replay import AgentMessage
+from protocols.types import SEPARATOR
 from services.run_directory import RunDirectory
 from training.recipes.agreement import split
-from training.recipes.documents import of_parts, studied_of
-from training.recipes.longhealth import in_turns, read_patients
+from training.recipes.longhealth_prompts import open_prompts, read_patients
 from training.recipes.question_files import UserQuestion, read_questions
+from training.recipes.study_prompts import in_turns, of_contexts, titled, titled_messages
+from training.recipes.study_rows import context_titles, of_parts, studied_of
 
 GENERAL = REPOSITORY / "configs" / "forgetting.json"
 CUE_WORDS = 3  # words of a passage that identify it
@@ -48,10 +53,11 @@ WORD_START = re.compile(r"\S")
 
 @dataclass(frozen=True)
 class QuestionReading:
-    """Hold `answer_ids` after a prompt, with the prefix of `document` and without any."""
+    """Hold `answer_ids` after a prompt, with a prefix and without any. `about` names the contexts
+    that the prompt is about, as one text (`learning.model.document_kv.context_ids`)."""
 
     id: str
-    document: str
+    about: str
     prompt_ids: tuple[int, ...]
     bare_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
@@ -59,10 +65,12 @@ class QuestionReading:
 
 @dataclass(frozen=True)
 class EvalQuestion:
-    """Hold a question as the model reads it. `right` is a reading of the right answer, None where
-    it is unknown; `known` tells whether a response can be judged."""
+    """Hold a question as the model reads it, `about` as in `QuestionReading`. `right` is a reading
+    of the right answer, None where it is unknown; `known` tells whether a response can be
+    judged."""
 
     asked: UserQuestion
+    about: str
     prompt_ids: tuple[int, ...]
     bare_ids: tuple[int, ...]
     right: QuestionReading | None
@@ -70,19 +78,37 @@ class EvalQuestion:
 
 
 @dataclass(frozen=True)
+class EvalSubjects:
+    """Hold what a suite is about: the contexts' `texts` and the `titles` that prompts about them
+    begin with, by context; the documents' `hash_of`, by document; and the cartridges' `layout`."""
+
+    conversation: ChatRenderer
+    layout: CartridgeLayout
+    texts: Mapping[str, str]
+    titles: Mapping[str, str]
+    hashes: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class EvalSuite:
-    """Hold all questions, passages and probes. `heads` are the documents' token ids by name,
-    `texts` their words. `user_file` tells whether the questions come from a user's file."""
+    """Hold all questions, passages and probes, and what they are about. `heads` are the contexts'
+    token ids by name. `user_file` tells whether the questions come from a user's file."""
 
     source: str
     user_file: bool
-    conversation: ChatRenderer
-    texts: Mapping[str, str]
+    about: EvalSubjects
     heads: Mapping[str, tuple[int, ...]]
     end_ids: frozenset[int]
     items: tuple[EvalQuestion, ...]
     passages: tuple[QuestionReading, ...]
     probes: tuple[EvalQuestion, ...]
+
+    @property
+    def abouts(self) -> dict[str, str]:
+        """Return everything that a question or reading is about, with its document."""
+        named = [*(i.about for i in (*self.items, *self.probes)), *(r.about for r in self.passages)]
+        owners = self.about.layout.documents
+        return {about: owners[about.split(SEPARATOR)[0]] for about in named}
 
     @property
     def placed(self) -> list[LocatedText]:
@@ -104,62 +130,67 @@ def set_paper(
     Raises DataError for data that changed since the run, or without any question.
     """
     if learn.data.source == "documents":
-        texts, own = _of_documents(learn, directory, tokenizer, asked)
+        about, own = _documents(learn, directory, tokenizer, asked)
     elif learn.data.source in ("clinic", "longhealth"):
-        texts, own = _of_patients(learn)
+        about, own = _patients(learn, tokenizer)
     else:
         raise DataError(
             f"run {directory.id} has no questions about documents (data.source "
             f"{learn.data.source}); forge eval is for clinic, longhealth and documents"
         )
-    conversation = ChatRenderer(tokenizer, texts)
     source, file = "held-out questions", asked or learn.data.questions
-    known = own is None or bool(own and (own[0].answers or own[0].choice))
+    known = own is None or bool(own and (own[0][0].answers or own[0][0].choice))
     if file is not None:
-        own = read_questions(file, texts, learn.data.instruction, unanswerable=True)
-        own, source, known = in_turns(_by_document(own, texts)), Path(file).name, True
+        owners, words = about.layout.documents, learn.data.instruction
+        found = read_questions(file, about.texts, words, owners, unanswerable=True)
+        by_context = [[q for q in found if q.document == name] for name in about.texts]
+        own = [(replace(q, document=owners[q.document]), q.document) for q in in_turns(by_context)]
+        source, known = Path(file).name, True
     if not own:
         raise DataError(
             f"run {directory.id} has no held-out question: raise data.held_out, or give a file "
             "with --asked"
         )
-    items = tuple(_item(q, conversation, known) for q in own[: spec.questions])
     return EvalSuite(
         source=source,
-        user_file=file is not None or (learn.data.path is not None and not learn.self_study),
-        conversation=conversation,
-        texts=texts,
+        user_file=file is not None
+        or (learn.data.path is not None and learn.data.source != "documents"),
+        about=about,
         heads={
-            **{name: conversation.head(name) for name in texts},
-            NO_DOCUMENT: conversation.head(None),
+            **{name: about.conversation.head(name) for name in about.texts},
+            NO_DOCUMENT: about.conversation.head(None),
         },
         end_ids=frozenset({tokenizer.eos_token_id}),
-        items=items,
-        passages=tuple(_passages(spec, learn, texts, conversation, tokenizer)),
-        probes=tuple(_probes(spec, learn, list(texts), conversation)),
+        items=tuple(_item(q, of, about, known) for q, of in own[: spec.questions]),
+        passages=tuple(_passages(spec, learn, about, tokenizer)),
+        probes=tuple(_probes(spec, learn, about)),
     )
 
 
 def first_tokens_of(paper: EvalSuite, tokens: int, tokenizer: Any) -> dict[str, tuple[int, ...]]:
-    """Return each document cut so that its prompt, chat template included, has at most `tokens`
-    tokens: what fits into a cartridge's budget.
+    """Return for each cartridge a prompt of its contexts, each cut after as many tokens, which has
+    at most `tokens` tokens, chat template included: what fits into the cartridge's budget.
 
-    Raises DataError where the template alone is longer.
+    Raises DataError where there is no room for any.
     """
     found = {}
-    for name, text in paper.texts.items():
-        cut = tokenised(tokenizer, text)
-        low, high = 0, min(tokens, len(cut))  # the most tokens of the text that fit
+    for name, contexts in paper.about.layout.contexts.items():
+        whole = [tokenised(tokenizer, paper.about.texts[c]) for c in contexts]
+
+        def cut(count: int, whole: Sequence[TokenizedText] = whole) -> tuple[int, ...]:
+            parts = [t.text_of(t.chunk(0, min(count, len(t)))) for t in whole]
+            return _head(tokenizer, "\n".join(parts))
+
+        low, high = 0, min(tokens, max(map(len, whole)))  # the most tokens of each that fit
         while low < high:
             middle = (low + high + 1) // 2
-            head = _head(tokenizer, cut.text_of(cut.chunk(0, middle)))
-            low, high = (middle, high) if len(head) <= tokens else (low, middle - 1)
+            low, high = (middle, high) if len(cut(middle)) <= tokens else (low, middle - 1)
         if low == 0:
             raise DataError(
-                f"the chat template alone has more than {tokens} tokens: no document fits into a "
-                "prompt of that budget; leave the arm truncated out with --arms"
+                f"the chat template and a token of each context have more than {tokens} tokens: "
+                "nothing fits into a prompt of that budget; leave the arm truncated out with --arms"
             )
-        found[name] = _head(tokenizer, cut.text_of(cut.chunk(0, low)))
+        found[name] = cut(low)
     return found
 
 
@@ -167,36 +198,45 @@ def _head(tokenizer: Any, text: str) -> tuple[int, ...]:
     return ChatRenderer(tokenizer, {"cut": text}).head("cut")
 
 
-def _item(asked: UserQuestion, conversation: ChatRenderer, known: bool = True) -> EvalQuestion:
-    ids, bare = (_opening(conversation, d, asked.text) for d in (asked.document, None))
+def _item(asked: UserQuestion, of: str, about: EvalSubjects, known: bool = True) -> EvalQuestion:
+    context = of.split(SEPARATOR)[0]
+    said = titled_messages(about.titles, context, asked.messages)
+    ids, bare = (about.conversation.opening(c, said) for c in (context, None))
     words = asked.wording
     if not words:
-        return EvalQuestion(asked, ids, bare, None, known)
-    right = QuestionReading(asked.id, asked.document, ids, bare, conversation.saying(words))
-    return EvalQuestion(asked, ids, bare, right, known)
+        return EvalQuestion(asked, of, ids, bare, None, known)
+    right = QuestionReading(asked.id, of, ids, bare, about.conversation.saying(words))
+    return EvalQuestion(asked, of, ids, bare, right, known)
 
 
-def _opening(conversation: ChatRenderer, document: str | None, text: str) -> tuple[int, ...]:
-    return conversation.opening(document, (AgentMessage("user", text),))
+def _opening(conversation: ChatRenderer, context: str | None, text: str) -> tuple[int, ...]:
+    return conversation.opening(context, (AgentMessage("user", text),))
 
 
-def _by_document(
-    asked: Sequence[UserQuestion], texts: Mapping[str, str]
-) -> list[list[UserQuestion]]:
-    return [[q for q in asked if q.document == name] for name in texts]
+# -- the run's own questions, each with what it is about -----------------------------------------
 
 
-# -- the run's own questions ------------------------------------------------------------------
-
-
-def _of_patients(learn: LearnSpec) -> tuple[dict[str, str], list[UserQuestion]]:
-    patients = read_patients(learn.data)
+def _patients(
+    learn: LearnSpec, tokenizer: Any
+) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]]]:
+    prompts = open_prompts(learn, tokenizer)
+    about = EvalSubjects(
+        conversation=prompts.conversation,
+        layout=prompts.layout,
+        texts=prompts.texts,
+        titles=of_contexts(prompts.titles, prompts.layout),
+        hashes={name: hash_of(p.document) for name, p in prompts.patients.items()},
+    )
     # All held-out questions, not only the first few that the run itself measured.
     every = [
-        [_choice(q, learn) for q in p.questions if is_held_out(q, learn.data.held_out)]
-        for p in sorted(patients, key=lambda p: p.id)
+        [
+            (_choice(q, learn), SEPARATOR.join(prompts.contexts_of(p.id, p.places_of(q))))
+            for q in p.questions
+            if is_held_out(q, learn.data.held_out)
+        ]
+        for _, p in sorted(prompts.patients.items())
     ]
-    return {p.id: p.document for p in patients}, in_turns(every)
+    return about, in_turns(every)
 
 
 def _choice(question: Any, learn: LearnSpec) -> UserQuestion:
@@ -204,21 +244,36 @@ def _choice(question: Any, learn: LearnSpec) -> UserQuestion:
     return UserQuestion(question.id, question.patient, text, choice=question)
 
 
-def _of_documents(
+def _documents(
     learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
-) -> tuple[dict[str, str], list[UserQuestion] | None]:
-    """Return the documents and the self-study questions that the run held out."""
+) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]] | None]:
+    """Return the documents of a run and the self-study questions that it held out; None in place of
+    those where a file has questions. Raises DataError where the run read other documents."""
     parts = read_parts(learn, tokenizer)
     require_same_documents(parts.as_dict()["documents"], directory)
+    about = EvalSubjects(
+        conversation=ChatRenderer(tokenizer, parts.texts),
+        layout=parts.layout,
+        texts=parts.texts,
+        titles=context_titles(learn, parts),
+        hashes={parts.layout.documents[name]: h for name, h in parts.hashes.items()},
+    )
     if asked or learn.data.questions:
-        return parts.texts, None
+        return about, None
     assert learn.self_study is not None
     file = Path(learn.self_study.rows or directory.selfstudy)
-    conversation = ChatRenderer(tokenizer, parts.texts)
     rows = of_parts(read_rows(file), parts, str(file))
-    studied = [s for r in rows if r.kept and (s := studied_of(r, learn, conversation)) is not None]
-    _, held_out = split(studied, learn.data.held_out)
-    return parts.texts, [UserQuestion(s.key, s.document, s.text) for s in held_out]
+    read = (studied_of(r, learn, about.conversation, about.titles) for r in rows if r.kept)
+    _, held_out = split(filter(None, read), learn.data.held_out)
+    owners = parts.layout.documents
+    own = [
+        (
+            UserQuestion(s.key, owners[s.document], s.messages[-1].content, before=s.messages[:-1]),
+            s.document,
+        )
+        for s in held_out
+    ]
+    return about, own
 
 
 def require_same_documents(now: Sequence[Mapping[str, Any]], directory: RunDirectory) -> None:
@@ -235,16 +290,12 @@ def require_same_documents(now: Sequence[Mapping[str, Any]], directory: RunDirec
 
 
 def _passages(
-    spec: EvalSpec,
-    learn: LearnSpec,
-    texts: Mapping[str, str],
-    conversation: ChatRenderer,
-    tokenizer: Any,
+    spec: EvalSpec, learn: LearnSpec, about: EvalSubjects, tokenizer: Any
 ) -> list[QuestionReading]:
-    """Return windows of each document that begin with a sentence, drawn by its name, each as the
+    """Return windows of each context that begin with a sentence, drawn by its name, each as the
     answer to a turn that quotes its first words."""
-    found = []
-    for name, text in texts.items():
+    found, conversation = [], about.conversation
+    for name, text in about.texts.items():
         cut = tokenised(tokenizer, text)
         last = max(0, len(cut) - spec.passage_tokens)
         rng = random.Random(f"passages/{spec.seed}/{name}")
@@ -257,6 +308,7 @@ def _passages(
             turn = PLAIN["question"][1].format(cue=cue)
             if learn.data.source != "documents":
                 turn = recite_prompt(cue)
+            turn = titled(about.titles, name, turn)
             found.append(
                 QuestionReading(
                     f"{name}/passage/{number}", name, _opening(conversation, name, turn),
@@ -275,10 +327,8 @@ def _sentence_starts(text: str, places: Sequence[int]) -> list[int]:
     return [i for i, at in enumerate(words) if at in starts] or [0]
 
 
-def _probes(
-    spec: EvalSpec, learn: LearnSpec, names: Sequence[str], conversation: ChatRenderer
-) -> list[EvalQuestion]:
-    """Return the probes; each is asked over the cartridge of one document, in turn."""
+def _probes(spec: EvalSpec, learn: LearnSpec, about: EvalSubjects) -> list[EvalQuestion]:
+    """Return the probes; each is asked over the cartridge of one context, in turn."""
     if not spec.probes:
         return []
     others = [] if learn.data.source == "documents" else _others(learn)
@@ -293,10 +343,12 @@ def _probes(
         )  # fmt: skip
     else:
         asked = read_questions(str(GENERAL), {"general": ""}, "")
-    found = []
+    found, names = [], list(about.texts)
+    plain = replace(about, titles={})  # they are about none of the documents
     for i, question in enumerate(asked[: spec.probes]):
         over = names[i % len(names)]
-        found.append(_item(replace(question, document=over), conversation))
+        document = about.layout.documents[over]
+        found.append(_item(replace(question, document=document), over, plain))
     return found
 
 

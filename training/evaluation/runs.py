@@ -17,7 +17,10 @@ from torch import Tensor
 
 from documents.near_duplicates import LocatedText
 from environments.renderer import NO_DOCUMENT, ChatRenderer
+from learning.cartridge.initialization import first_of_each
+from learning.cartridge.sources import parts_of
 from learning.checkpoint import last_of_arms
+from learning.model.document_kv import context_ids
 from protocols.errors import CheckpointError, DataError, SpecError
 from protocols.files import iter_rows
 from protocols.spec.learn import LearnSpec
@@ -28,7 +31,8 @@ from protocols.types import PrefixRef
 from registry.formats.run_checkpoint import read_all
 from services.run_directory import RunDirectory
 from training.evaluation.arms import EvalArm
-from training.evaluation.questions import EvalSuite, first_tokens_of
+from training.evaluation.questions import EvalSubjects, EvalSuite, first_tokens_of
+from training.recipes.study_prompts import titled
 
 KINDS = ("none", "document", "truncated", "untrained", "offline", "hybrid", "on_policy")
 TRAINED = ("offline", "on_policy")  # names in checkpoints; a hybrid is under on_policy
@@ -117,11 +121,23 @@ def require_comparable(runs: Sequence[FinishedRun]) -> None:
                 f"{who} differ in {', '.join(f'data.{k}' for k in changed)}: they were asked about "
                 "other documents or held out other questions; evaluate them apart"
             )
+        if _layout(first.learn) != _layout(run.learn):
+            raise SpecError(
+                f"{who} differ in cartridge.per, cartridge.groups or the teacher's contexts: they "
+                "were asked in other words; evaluate them apart, and `forge compare` them"
+            )
+
+
+def _layout(learn: LearnSpec) -> tuple[object, ...]:
+    """Return what decides the contexts and cartridges of a run."""
+    files, of = learn.documents, learn.cartridge
+    read = (learn.teacher.context_tokens, files.max_tokens, files.long, files.overlap)
+    return (of.per, of.groups, *read)
 
 
 def require_documents(run: FinishedRun, paper: EvalSuite) -> None:
     """Raise DataError where a run's cartridges replace other documents than the suite's."""
-    names = set(paper.heads) - {NO_DOCUMENT}
+    names = set(paper.about.layout.cartridges)
     for trained in run.trained:
         if set(trained.cartridges) != names:
             raise DataError(
@@ -146,38 +162,42 @@ def enter(
     unknown = sorted(set(kinds) - set(KINDS))
     if unknown:
         raise SpecError(f"--arms: there is no arm {unknown[0]}; name some of {', '.join(KINDS)}")
-    names = [name for name in paper.heads if name != NO_DOCUMENT]
+    layout, abouts = paper.about.layout, paper.abouts
+    over = {about: layout.cartridge_of(document) for about, document in abouts.items()}
     documents = dict(paper.heads)
     found: list[EvalArm] = []
     if "none" in kinds:
         found.append(EvalArm("none", "none", None, float(len(paper.heads[NO_DOCUMENT]))))
     if "document" in kinds:
-        whole = {n: PrefixRef(f"document/{n}", 0) for n in names}
-        found.append(EvalArm("document", "document", whole, _mean(paper.heads, names)))
+        whole = {about: PrefixRef(f"document/{about}", 0) for about in abouts}
+        read = [len(context_ids(paper.heads, i.about)) for i in paper.items]
+        found.append(EvalArm("document", "document", whole, fmean(read)))
     budgets = sorted({run.learn.cartridge.tokens for run in runs})
     for kind in ("truncated", "untrained"):
         if kind not in kinds:
             continue
         for budget in budgets:
-            # An untrained cartridge is the KV of the head's first P tokens, cut wherever they end;
-            # a truncated document is as much of its text as a whole prompt of P tokens holds.
+            # An untrained cartridge is the KV of its contexts' first P tokens, cut wherever they
+            # end; truncated documents are as much of their text as a whole prompt of P tokens
+            # holds.
             cut = (
                 first_tokens_of(paper, budget, tokenizer)
                 if kind == "truncated"
-                else {n: paper.heads[n][:budget] for n in names}
+                else {
+                    name: tuple(first_of_each(parts_of(contexts, paper.heads), budget))
+                    for name, contexts in layout.contexts.items()
+                }
             )
             documents |= {f"{kind}/{budget}/{n}": ids for n, ids in cut.items()}
-            prefixes = {n: PrefixRef(f"document/{kind}/{budget}/{n}", 0) for n in names}
+            prefixes = {a: PrefixRef(f"document/{kind}/{budget}/{n}", 0) for a, n in over.items()}
             name = kind if len(budgets) == 1 else f"{kind} P={budget}"
-            found.append(EvalArm(name, kind, prefixes, _mean(cut, names), budget))
+            found.append(EvalArm(name, kind, prefixes, fmean(map(len, cut.values())), budget))
     cartridges: dict[int, tuple[str, Tensor]] = {}
     trained = [(run, t) for run in runs for t in run.trained if t.kind in kinds]
     for run, t in sorted(trained, key=lambda pair: KINDS.index(pair[1].kind)):
-        prefixes = {}
-        for name in names:
-            version = len(cartridges)
-            cartridges[version] = (name, t.cartridges[name])
-            prefixes[name] = PrefixRef(f"cartridge/{name}", version)
+        versions = {name: len(cartridges) + i for i, name in enumerate(layout.cartridges)}
+        cartridges |= {version: (name, t.cartridges[name]) for name, version in versions.items()}
+        prefixes = {a: PrefixRef(f"cartridge/{name}", versions[name]) for a, name in over.items()}
         budget = run.learn.cartridge.tokens
         found.append(
             EvalArm(
@@ -190,12 +210,9 @@ def enter(
     return EvaluatedRun(tuple(found), documents, cartridges)
 
 
-def _mean(ids: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> float:
-    return fmean(len(ids[name]) for name in names)
-
-
-def trained_on(run: FinishedRun, conversation: ChatRenderer) -> Iterator[LocatedText]:
-    """Yield the user's turn of every prompt that the run trained on, without options, each once."""
+def trained_on(run: FinishedRun, about: EvalSubjects) -> Iterator[LocatedText]:
+    """Yield the turns of every prompt that the run trained on, without its document's title and
+    options, each prompt once."""
     wraps: dict[str, tuple[int, int]] = {}
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for row in iter_rows(run.directory.rollouts):
@@ -203,19 +220,21 @@ def trained_on(run: FinishedRun, conversation: ChatRenderer) -> Iterator[Located
         if (document, ids) in seen:
             continue
         seen.add((document, ids))
-        if document not in wraps:
-            wraps[document] = _wrap(conversation, document)
-        before, after = wraps[document]
-        text = conversation.decode(ids[before : len(ids) - after]).strip()
-        if row["kind"] == "choice":
-            text = text.partition(" options: ")[0]
-        yield LocatedText(document, text, f"run {run.directory.id}, rollouts.jsonl {row['id']}")
+        context = row.get("contexts", [document])[0]
+        if context not in wraps:
+            wraps[context] = _wrap(about.conversation, context)
+        before, after = wraps[context]
+        for text in about.conversation.texts_of(ids[before : len(ids) - after]):
+            text = text.removeprefix(titled(about.titles, context, "")).strip()
+            if row["kind"] == "choice":
+                text = text.partition(" options: ")[0]
+            yield LocatedText(document, text, f"run {run.directory.id}, rollouts.jsonl {row['id']}")
 
 
-def _wrap(conversation: ChatRenderer, document: str) -> tuple[int, int]:
+def _wrap(conversation: ChatRenderer, context: str) -> tuple[int, int]:
     """Return how many ids the template puts before and after a user's words."""
     one, two = (
-        conversation.opening(document, (AgentMessage("user", words),))
+        conversation.opening(context, (AgentMessage("user", words),))
         for words in ("cat", "why dog")
     )
     before = next(i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)

@@ -21,7 +21,7 @@ from protocols.teacher_replay import AgentMessage
 from strategies.catalog import Strategy, parse, run
 from strategies.problem import StrategyResult
 from strategies.samplers.sampler import Sampler
-from training.recipes.longhealth import LongHealthQuestion
+from training.recipes.longhealth_prompts import LongHealthQuestion
 
 AT_ONCE = 32  # questions: more would wait in the engines until their calls time out
 

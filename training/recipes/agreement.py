@@ -11,24 +11,32 @@ from statistics import fmean
 from protocols.records.answers import Answer, hash_of, mean_nll
 from protocols.records.intervals import mean_interval, wilson_interval
 from protocols.records.run_files import Agreement, MeasuredAccuracy
+from protocols.teacher_replay import AgentMessage
 from protocols.types import Completion
-from training.recipes.longhealth import in_turns
 from training.recipes.question_files import UserQuestion
+from training.recipes.study_prompts import in_turns
 
 
 @dataclass(frozen=True)
 class StudyQuestion:
-    """Hold a self-study question. `answer_ids` is the answer of model B, if any; `teacher_ids` and
-    `teacher_logprobs` are B's likeliest tokens at each place, if known."""
+    """Hold a self-study question: `messages` end with it. `answer_ids` is the answer of model B,
+    if any; `teacher_ids` and `teacher_logprobs` are B's likeliest tokens at each place, if
+    known."""
 
     key: str
     document: str
     kind: str
-    text: str
+    messages: tuple[AgentMessage, ...]
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
     teacher_ids: tuple[tuple[int, ...], ...] = ()
     teacher_logprobs: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Return the words of the whole conversation, which are the question's alone without
+        earlier rounds."""
+        return "\n".join(m.content for m in self.messages)
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,8 @@ def split(
 ) -> tuple[dict[str, list[StudyQuestion]], list[StudyQuestion]]:
     """Return (training questions by document, held-out questions with the documents in turn).
 
-    Of every document the `share` of questions whose words hash lowest is held out: at least one,
-    and not all. So the order of rows and other documents never change the split.
+    Of every document the `share` of questions whose words hash lowest is held out, rounded up, but
+    not all. So the order of rows and other documents never change the split.
     """
     by_document: dict[str, list[StudyQuestion]] = {}
     for s in studied:
@@ -57,7 +65,7 @@ def split(
     training, held_out = {}, []
     for name, pool in sorted(by_document.items()):
         ranked = sorted(pool, key=lambda s: hashlib.sha256(f"{name}\n{s.text}".encode()).digest())
-        count = min(len(ranked) - 1, max(1, math.ceil(share * len(ranked))))
+        count = min(len(ranked) - 1, math.ceil(share * len(ranked)))
         held_out.append(ranked[:count])
         kept = {s.key for s in ranked[:count]}
         training[name] = [s for s in pool if s.key not in kept]

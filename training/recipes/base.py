@@ -3,7 +3,7 @@
 LongHealthRecipe    one answer to each prompt about a document     (training.recipes.longhealth)
 ToolEpisodesRecipe  episodes of several turns with a desk's tools  (training.recipes.tool_episodes)
 RSARecipe           runs of recursive self-aggregation             (training.recipes.rsa)
-DocumentsRecipe     answers about a user's own documents           (training.recipes.documents)
+DocumentsRecipe     answers to self-study about documents          (training.recipes.documents)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from protocols.layout import CartridgeLayout
 from protocols.records.answers import KeepAnswers
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.train_batch import TrainBatch
@@ -31,10 +32,12 @@ def drawn_steps(names: Sequence[str], each: int, steps: int) -> dict[str, int]:
 
 
 class Recipe(Protocol):
-    """Choose prompts, make train batches and measure arms. `documents` maps each name to its token
-    ids from position 0; `end_ids` end a response. Methods that are not abstract do nothing."""
+    """Choose prompts, make train batches and measure arms. `documents` maps the name of each
+    context to its token ids from position 0, and `layout` tells which cartridge learns from which;
+    `end_ids` end a response. Methods that are not abstract do nothing."""
 
     documents: Mapping[str, tuple[int, ...]]
+    layout: CartridgeLayout
     end_ids: frozenset[int]
 
     def prepare(self, step: int) -> None:

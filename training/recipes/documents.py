@@ -1,9 +1,10 @@
-"""Train on a user's own documents, with self-study questions only.
+"""Train on documents with self-study questions only: a user's own, or LongHealth's charts.
 
-    questions   A writes questions about passages (documents.synthesis); some are held out by the
-                hash of their words
+    questions   A writes questions about passages (documents.synthesis); of a user's documents some
+                are held out by the hash of their words
     step        other questions -> answers on policy -> doc_kl of the teacher
-    measure     held-out questions: the teacher's own sampled answers, read by each arm
+    measure     held-out questions: the teacher's own sampled answers, read by each arm; the user's
+                questions, or LongHealth's held-out ones: answers
 
 For an answer y sampled by the teacher T, the sum of log T(y_t) - log S(y_t) is an unbiased estimate
 of KL(T || S). It needs only the arm S's log-probabilities of y, and is reported per token, with the
@@ -13,10 +14,10 @@ share of tokens at which both have the same likeliest token.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,8 @@ from documents.synthesis import SynthesisPlan, model_name, read_rows, write_stud
 from documents.synthesis_rows import StudyRow
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE
-from protocols.errors import CheckpointError, DataError
-from protocols.files import write_atomically
-from protocols.records.answers import KeepAnswers, hash_of, mean_nll
+from protocols.errors import DataError
+from protocols.records.answers import Answer, KeepAnswers, mean_nll
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
@@ -48,8 +48,22 @@ from training.recipes.agreement import (
 )
 from training.recipes.base import Recipe, drawn_steps
 from training.recipes.contamination import clean
-from training.recipes.longhealth import in_company, in_turns, reading
-from training.recipes.question_files import UserQuestion, read_questions
+from training.recipes.question_files import UserQuestion
+from training.recipes.study_prompts import (
+    context_ref,
+    contexts_of,
+    in_company,
+    reading,
+    titled_messages,
+)
+from training.recipes.study_rows import (
+    context_titles,
+    note_documents,
+    of_parts,
+    require_scores,
+    said,
+    studied_of,
+)
 from training.rollouts import (
     Rollout,
     ScoreGroup,
@@ -64,26 +78,31 @@ from training.rollouts import (
 
 
 class DocumentsRecipe(Recipe):
-    """Train on the documents of the spec; write their questions into the run's directory."""
+    """Train on the documents of the spec; write their questions into the run's directory. The
+    questions `asked` are never trained on."""
 
     def __init__(
-        self, spec: LearnSpec, parts: Corpus, tokenizer: Any, directory: RunDirectory
-    ) -> None:
+        self, spec: LearnSpec, parts: Corpus, asked: Sequence[UserQuestion], tokenizer: Any,
+        directory: RunDirectory,
+    ) -> None:  # fmt: skip
         assert spec.self_study is not None
         self._spec, self._study, self._parts = spec, spec.self_study, parts
         self._directory, self._model = directory, model_name(spec.model.path)
+        self.layout = parts.layout
+        self._titles = context_titles(spec, parts)
         self._conversation = ChatRenderer(tokenizer, parts.texts)
         self.documents: Mapping[str, tuple[int, ...]] = {
             **{name: self._conversation.head(name) for name in parts.parts},
             NO_DOCUMENT: self._conversation.head(None),
         }
         self.end_ids = frozenset({tokenizer.eos_token_id})
-        self._asked = self._read_asked()
+        self._asked = asked
         self._getting_ready = asyncio.Lock()
         self._training: dict[str, list[StudyQuestion]] = {}
         self._held_out: list[StudyQuestion] = []
         self._exams: list[HeldOutQuestion] = []
-        self._hashes = {name: hash_of(text) for name, text in parts.texts.items()}
+        abouts = (*parts.parts, *(q.document for q in asked))
+        self._hashes = {about: parts.hashes[contexts_of(about)[0]] for about in abouts}
         note_documents(parts, directory)
 
     # -- questions ------------------------------------------------------------------------------
@@ -97,10 +116,15 @@ class DocumentsRecipe(Recipe):
                 rows = of_parts(read_rows(Path(self._study.rows)), self._parts, self._study.rows)
             else:
                 rows = await self._write(generate)
-            found = (studied_of(r, self._spec, self._conversation) for r in rows if r.kept)
-            training, held_out = split(filter(None, found), self._spec.data.held_out)
+            found = (
+                studied_of(r, self._spec, self._conversation, self._titles) for r in rows if r.kept
+            )
+            data = self._spec.data
+            # Of LongHealth, data.held_out is a share of its own questions.
+            share = 0.0 if data.source == "longhealth" else data.held_out
+            training, held_out = split(filter(None, found), share)
             lacking = [name for name in self._parts.parts if not training.get(name)]
-            if lacking or not held_out:
+            if lacking or not (held_out or self._asked):
                 raise DataError(
                     f"self-study has no question to train on about {lacking or 'any document'}: "
                     "raise self_study.questions, lower data.held_out, set self_study.plain: true, "
@@ -118,16 +142,20 @@ class DocumentsRecipe(Recipe):
         """Raise DataError, as `clean` does, before anything is trained."""
         evaluate = self._spec.evaluate
         trained = [
-            LocatedText(s.document, s.text, f"self-study: {s.key}")
+            LocatedText(self._document(s.document), message.content, f"self-study: {s.key}")
             for pool in training.values()
             for s in pool
+            for message in s.messages
         ]
+        key = "data.questions" if self._spec.data.questions else "data.path"
         asked = [
-            LocatedText(
-                q.document, q.choice.text if q.choice else q.text, f"data.questions: {q.id}"
-            )
+            LocatedText(self._document(q.document), text, f"{key}: {q.id}")
             for q in self._asked
-        ] or [LocatedText(s.document, s.text, f"held out: {s.key}") for s in held_out]
+            for text in q.forms
+        ] or [
+            LocatedText(self._document(s.document), s.messages[-1].content, f"held out: {s.key}")
+            for s in held_out
+        ]
         clean(
             overlaps(trained, asked, evaluate.alike),
             evaluate.contamination or ("fail" if self._asked else "warn"),
@@ -145,39 +173,71 @@ class DocumentsRecipe(Recipe):
             self._directory.selfstudy, list(self._parts.parts.values()), plan, sampler
         )
 
-    def _prompt_ids(self, document: str | None, text: str) -> tuple[int, ...]:
-        return self._conversation.opening(document, (AgentMessage("user", text),))
+    def _document(self, about: str) -> str:
+        """Return the document of contexts that are read as one text."""
+        return self.layout.documents[contexts_of(about)[0]]
+
+    def _prompt_ids(
+        self, about: str, messages: Sequence[AgentMessage], bare: bool = False
+    ) -> tuple[int, ...]:
+        """Return the ids of a prompt about contexts, after any prefix or without one."""
+        context = contexts_of(about)[0]
+        said = titled_messages(self._titles, context, messages)
+        return self._conversation.opening(None if bare else context, said)
+
+    def _ref(self, about: str, prefix: str, version: int) -> PrefixRef:
+        """Return the prefix of an arm before a prompt about contexts."""
+        if prefix == NO_DOCUMENT:
+            return BARE
+        if prefix == "document":
+            return context_ref(contexts_of(about))
+        cartridge = self.layout.cartridge_of(self._document(about))
+        return PrefixRef(f"{prefix}/{cartridge}", version)
+
+    def _kept(self, answer: Answer) -> Answer:
+        """Return the record of an answer to a question about contexts, by their document."""
+        contexts, document = contexts_of(answer.document), self._document(answer.document)
+        cartridge = self.layout.cartridge_of(document)
+        return replace(answer, document=document, cartridge=cartridge, contexts=contexts)
 
     def _prompts(self, arm: str, step: int) -> list[tuple[StudyQuestion, StudyPrompt]]:
-        """Return a step's prompts: documents take turns, their questions are reshuffled each
-        round."""
+        """Return a step's prompts: contexts take turns, each with every cartridge that learns from
+        it; their questions are reshuffled each round."""
         rollout, seed = self._spec.rollout, self._spec.train.seed
-        names = sorted(self._training)
+        turns = self._turns
         found = []
         for i in range(rollout.prompts):
-            number, of = divmod(step * rollout.prompts + i, len(names))
-            pool = self._training[names[of]]
+            number, turn = divmod(step * rollout.prompts + i, len(turns))
+            about, cartridge = turns[turn]
+            pool = self._training[about]
             lap, place = divmod(number, len(pool))
             order = list(range(len(pool)))
-            random.Random(f"questions/{seed}/{names[of]}/{lap}").shuffle(order)
+            random.Random(f"questions/{seed}/{about}/{lap}").shuffle(order)
             studied = pool[order[place]]
             name = f"{arm}/{step + 1}/{i}"
             request = GenerateRequest(
                 id=name,
                 prompt_ids=studied.prompt_ids,
-                prefix=PrefixRef(f"document/{studied.document}", 0),
+                prefix=context_ref((about,)),
                 sampling=Sampling(
                     rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens
                 ),
                 seed=stream_seed(f"sample/{seed}/{name}"),
             )
-            found.append((studied, StudyPrompt(studied.document, studied.kind, request)))
+            document = self.layout.documents[about]
+            prompt = StudyPrompt(document, studied.kind, request, cartridge, (about,), studied.key)
+            found.append((studied, prompt))
         return found
 
     # -- rollouts -------------------------------------------------------------------------------
 
+    @property
+    def _turns(self) -> list[tuple[str, str]]:
+        """Return every context with each of its cartridges, in the order of their turns."""
+        return sorted((about, c) for c, of in self.layout.contexts.items() for about in of)
+
     def updates(self, steps: int) -> Mapping[str, int]:
-        return drawn_steps(sorted(self._parts.parts), self._spec.rollout.prompts, steps)
+        return drawn_steps([c for _, c in self._turns], self._spec.rollout.prompts, steps)
 
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
@@ -185,7 +245,7 @@ class DocumentsRecipe(Recipe):
         await self._ready(generate)
         begun = time.perf_counter()
         train, asked = self._spec.train, [p for _, p in self._prompts("on_policy", step)]
-        names = sorted(self._parts.parts)
+        names = sorted(self.layout.cartridges)
         prompts = in_company(asked, version, names, train.compose, train.seed)
         requests = [p.request for p in prompts]
         completions, compute = await generate(requests, handed_over(prompts, ended))
@@ -221,28 +281,29 @@ class DocumentsRecipe(Recipe):
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate, keep: KeepAnswers | None = None,
     ) -> MeasuredAccuracy:  # fmt: skip
-        """Return the agreement with the teacher on held-out questions; where the user gave
-        questions, their answers decide the accuracy."""
+        """Return the agreement with the teacher on held-out questions; where questions are asked,
+        their answers decide the accuracy."""
         await self._ready(generate)
         await self._examine(generate)
-        bare = prefix == NO_DOCUMENT
-        requests = [
-            self._reading(e, f"evaluate/{arm}", prefix, version) for e in self._exams[:most]
-        ]
-        completions, _ = await generate(requests)
-        measured = agreement(self._exams[:most], completions)
-        if keep is not None:
-            both = zip(self._exams[:most], completions, strict=True)
-            keep([teachers_answer(e, c, self._hashes, self._decode) for e, c in both])
-        if not self._asked:
-            return measured
+        exams = self._exams[:most]
+        measured: MeasuredAccuracy | None = None
+        if exams:
+            requests = [self._reading(e, f"evaluate/{arm}", prefix, version) for e in exams]
+            completions, _ = await generate(requests)
+            measured = agreement(exams, completions)
+            if keep is not None:
+                both = zip(exams, completions, strict=True)
+                told = [teachers_answer(e, c, self._hashes, self._decode) for e, c in both]
+                keep([self._kept(answer) for answer in told])
+            if not self._asked:
+                return measured
         asked = self._asked[: most or self._spec.evaluate.questions]
         sampling = Sampling(temperature=0.0, max_tokens=self._spec.evaluate.max_tokens)
         requests = [
             GenerateRequest(
                 f"evaluate/{arm}/asked/{q.id}",
-                self._prompt_ids(None if bare else q.document, q.text),
-                BARE if bare else PrefixRef(f"{prefix}/{q.document}", version),
+                self._prompt_ids(q.document, q.messages, bare=prefix == NO_DOCUMENT),
+                self._ref(q.document, prefix, version),
                 sampling,
                 stream_seed(f"asked/{q.id}"),
             )
@@ -257,13 +318,14 @@ class DocumentsRecipe(Recipe):
             of_reading = iter(read)
             nll = [mean_nll(next(of_reading), len(own)) if own else None for own in ids]
             rows = zip(asked, answers, said, nll, strict=True)
-            keep([users_answer(q, c, text, lost, self._hashes) for q, c, text, lost in rows])
-        return {**answered(asked, said), "agreement": measured["agreement"]}
+            keep([self._kept(users_answer(q, c, t, lost, self._hashes)) for q, c, t, lost in rows])
+        found = answered(asked, said)
+        return found if measured is None else {**found, "agreement": measured["agreement"]}
 
     async def _examine(self, generate: TimedGenerate) -> None:
         """Sample the teacher's answers to the held-out questions, once."""
         async with self._getting_ready:
-            if self._exams:
+            if self._exams or not self._held_out:
                 return
             # Untruncated and at temperature 1: only then is the estimate one of KL(T || S).
             sampling = Sampling(max_tokens=self._spec.evaluate.max_tokens)
@@ -271,14 +333,16 @@ class DocumentsRecipe(Recipe):
             answers, _ = await generate(
                 [
                     GenerateRequest(
-                        f"teacher/{s.key}", s.prompt_ids, PrefixRef(f"document/{s.document}", 0),
-                        sampling, stream_seed(f"teacher/{seed}/{s.key}"),
+                        f"teacher/{s.key}", s.prompt_ids, context_ref((s.document,)), sampling,
+                        stream_seed(f"teacher/{seed}/{s.key}"),
                     )
                     for s in self._held_out
                 ]
             )  # fmt: skip
             exams = [
-                HeldOutQuestion(s, self._prompt_ids(None, s.text), c.token_ids, (), ())
+                HeldOutQuestion(
+                    s, self._prompt_ids(s.document, s.messages, bare=True), c.token_ids, (), ()
+                )
                 for s, c in zip(self._held_out, answers, strict=True)
             ]
             read, _ = await generate(
@@ -297,21 +361,12 @@ class DocumentsRecipe(Recipe):
         self, exam: HeldOutQuestion, name: str, prefix: str, version: int
     ) -> GenerateRequest:
         """Return a request that reads the teacher's answer, for its log-probabilities."""
-        bare = prefix == NO_DOCUMENT
-        ids = exam.bare_ids if bare else exam.studied.prompt_ids
-        ref = BARE if bare else PrefixRef(f"{prefix}/{exam.studied.document}", version)
+        ids = exam.bare_ids if prefix == NO_DOCUMENT else exam.studied.prompt_ids
+        ref = self._ref(exam.studied.document, prefix, version)
         return GenerateRequest(
             f"{name}/{exam.studied.key}", (*ids, *exam.answer_ids), ref,
             Sampling(temperature=0.0, max_tokens=1), 0, prompt_logprobs=True,
         )  # fmt: skip
-
-    def _read_asked(self) -> list[UserQuestion]:
-        path = self._spec.data.questions
-        if path is None:
-            return []
-        found = read_questions(path, self._parts.texts, self._spec.data.instruction)
-        by_document = [[q for q in found if q.document == name] for name in self._parts.parts]
-        return in_turns(by_document)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._conversation.decode(ids).strip()
@@ -320,71 +375,3 @@ class DocumentsRecipe(Recipe):
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_rollouts(as_rows(rollout, arm, step, self._decode))
-
-
-def studied_of(row: StudyRow, spec: LearnSpec, conversation: ChatRenderer) -> StudyQuestion | None:
-    """Return the question of a row; None when a trainer row cannot hold it with its answer."""
-    ids = conversation.opening(row.document, (AgentMessage("user", row.question),))
-    if len(ids) + spec.rollout.max_tokens > spec.train.row_tokens:
-        return None
-    room = spec.train.row_tokens - len(ids)
-    # Ids of another model's tokenizer mean nothing here: its answer text is tokenized again.
-    own = row.model == model_name(spec.model.path) and row.answer_ids
-    answer = row.answer_ids if own else ()
-    if row.answer and not own:
-        answer = conversation.saying(row.answer)
-    kept = min(len(answer), room) if own and len(row.teacher_ids) == len(answer) else 0
-    known = all(id >= 0 for at in row.teacher_ids[:kept] for id in at)
-    return StudyQuestion(
-        row.key, row.document, row.kind, row.question, ids, answer[:room],
-        row.teacher_ids[:kept] if known else (), row.teacher_logprobs[:kept] if known else (),
-    )  # fmt: skip
-
-
-def require_scores(studied: Sequence[StudyQuestion], where: str | None) -> None:
-    """Raise DataError unless every answer has the same number of teacher tokens at every place."""
-    lacking = [s.key for s in studied if not s.teacher_ids]
-    if lacking:
-        raise DataError(
-            f"{where}: {len(lacking)} of {len(studied)} rows to train on have no answer with "
-            f"log-probabilities of this model's tokens, the first is {lacking[0]}; write them with "
-            "this model and self_study.top_k > 0, or set self_study.scores: read"
-        )
-    counts = sorted({len(at) for s in studied for at in s.teacher_ids})
-    if len(counts) > 1:
-        raise DataError(
-            f"{where}: rows keep {counts} log-probabilities a token; keep one file for each "
-            "self_study.top_k, or set self_study.scores: read"
-        )
-
-
-def note_documents(parts: Corpus, directory: RunDirectory) -> None:
-    """Write the run's list of documents. Raises CheckpointError when it differs on resume."""
-    told = parts.as_dict()
-    if directory.documents.exists():
-        before = json.loads(directory.documents.read_bytes())
-        if before["documents"] != told["documents"]:
-            raise CheckpointError(
-                f"the documents changed since the run began ({directory.documents}); bring them "
-                "back, or start anew without --resume"
-            )
-        return
-    write_atomically(directory.documents, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
-
-
-def of_parts(rows: Sequence[StudyRow], parts: Corpus, where: str) -> list[StudyRow]:
-    """Return the rows. Raises DataError when one is about a text that is not in `parts`."""
-    for row in rows:
-        part = parts.parts.get(row.document)
-        if part is None or part.document.sha256 != row.sha256:
-            raise DataError(
-                f"{where}: {row.key} is about {row.document} of hash {row.sha256[:12]}, which is "
-                "none of the run's documents; write the rows anew with `forge selfstudy`"
-            )
-    return list(rows)
-
-
-def said(studied: StudyQuestion, prompt: StudyPrompt) -> Completion:
-    """Return B's written answer as a Completion, with zeros for its unknown log-probabilities."""
-    ids = studied.answer_ids
-    return Completion(prompt.request.id, ids, (0.0,) * len(ids), (0,) * len(ids), "stop")

@@ -23,6 +23,7 @@ from typing import Any
 from environments.clinic.longhealth import LETTERS, PatientQuestion, parse_patients
 from environments.clinic.prompts import option_prompt, parse_answer, right_answer, said_answer
 from protocols.errors import DataError
+from protocols.teacher_replay import AgentMessage
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -38,18 +39,33 @@ _DECLINES = re.compile(
 @dataclass(frozen=True)
 class UserQuestion:
     """Hold a question about a document: with options (`choice`), with accepted answers, or, with
-    neither, a question that the document does not answer."""
+    neither, a question that the document does not answer. It may have a conversation `before`
+    it."""
 
     id: str
     document: str
     text: str
     answers: tuple[str, ...] = ()
     choice: PatientQuestion | None = None
+    before: tuple[AgentMessage, ...] = ()
+
+    @property
+    def messages(self) -> tuple[AgentMessage, ...]:
+        """Return the conversation that ends with the question."""
+        return (*self.before, AgentMessage("user", self.text))
 
     @property
     def fact(self) -> str:
         """Return the words of the question without its options."""
         return self.choice.text if self.choice else self.text
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Return the words that no training prompt may have: the question's, and those of its
+        options with it."""
+        if self.choice is None:
+            return (self.text,)
+        return self.choice.text, option_prompt(self.choice.text, self.choice.options)
 
     @property
     def expected(self) -> str | None:
@@ -59,7 +75,7 @@ class UserQuestion:
     @property
     def wording(self) -> str | None:
         """Return the right answer as the model says it, or None where there is none."""
-        return right_answer(self.choice) if self.choice else self.expected
+        return right_answer(self.choice, self.text) if self.choice else self.expected
 
     def read(self, response: str) -> str | None:
         """Return the answer in a response, or None where it gives none."""
@@ -111,10 +127,17 @@ def f1(said: str, answer: str) -> float:
 
 
 def read_questions(
-    path: str, texts: Mapping[str, str], instruction: str, *, unanswerable: bool = False
+    path: str,
+    texts: Mapping[str, str],
+    instruction: str,
+    owners: Mapping[str, str] | None = None,
+    *,
+    unanswerable: bool = False,
 ) -> list[UserQuestion]:
-    """Return the questions of a file about the documents in `texts`; SQuAD's impossible ones only
-    with `unanswerable`.
+    """Return the questions of a file about the contexts in `texts`, of which `owners` are the
+    documents, by default themselves; SQuAD's impossible ones only with `unanswerable`. A question
+    about a document of several chunks is about the first that holds its paragraph, or the right
+    option's words.
 
     Raises DataError for a file of another shape, and for a question about no document of the run.
     """
@@ -127,7 +150,8 @@ def read_questions(
     if isinstance(content, Mapping) and isinstance(content.get("data"), list):
         found = _squad(path, content["data"], texts, unanswerable)
     else:
-        found = _longhealth(path, content, texts, instruction)
+        of = owners or {name: name for name in texts}
+        found = _longhealth(path, content, texts, instruction, of)
     if not found:
         raise DataError(f"{path} has no question that can be answered; check data.questions")
     twice = [i for i, n in Counter(q.id for q in found).items() if n > 1]
@@ -177,21 +201,27 @@ def _of_context(where: str, title: str, context: str, plain: Mapping[str, str]) 
 
 
 def _longhealth(
-    path: str, content: Any, texts: Mapping[str, str], instruction: str
+    path: str,
+    content: Any,
+    texts: Mapping[str, str],
+    instruction: str,
+    owners: Mapping[str, str],
 ) -> list[UserQuestion]:
     found = []
+    documents = list(dict.fromkeys(owners.values()))
     for patient in parse_patients(content, path):
-        name = patient.id if patient.id in texts else None
-        if name is None and len(texts) == 1:
-            name = next(iter(texts))
-        if name is None:
+        only = next(iter(documents)) if len(documents) == 1 else ""
+        chunks = [c for c, d in owners.items() if d in (patient.id, only)]
+        if not chunks:
             raise DataError(
-                f"{path}: {patient.id} is the name of no document: {', '.join(texts)}; name it as "
-                "one of them (a document that was split has no one cartridge that knows it all)"
+                f"{path}: {patient.id} is the name of no document: "
+                f"{', '.join(documents)}; name it as one of them (set documents.long: "
+                "chunks for one that was split)"
             )
         for q in patient.questions:
             text = option_prompt(q.text, q.options, instruction)
-            found.append(UserQuestion(q.id, name, text, choice=q))
+            holding = next((c for c in chunks if q.correct in texts[c]), chunks[0])
+            found.append(UserQuestion(q.id, holding, text, choice=q))
     return found
 
 

@@ -26,16 +26,16 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
 
         return RSARecipe(learn, tokenizer, mesh)
     if learn.self_study is not None:
-        from documents.corpus import read_parts
         from training.recipes.documents import DocumentsRecipe
+        from training.recipes.study_material import read_material
 
         assert directory is not None
-        parts = read_parts(learn, tokenizer)
-        return DocumentsRecipe(learn, parts, tokenizer, directory)
-    from training.recipes.longhealth import LongHealthPrompts, LongHealthRecipe, read_patients
+        parts, asked = read_material(learn, tokenizer)
+        return DocumentsRecipe(learn, parts, asked, tokenizer, directory)
+    from training.recipes.longhealth import LongHealthRecipe
+    from training.recipes.longhealth_prompts import open_prompts
 
-    tasks = LongHealthPrompts(learn, read_patients(learn.data), tokenizer)
-    return LongHealthRecipe(tasks, measured=bool(learn.evaluate.arms))
+    return LongHealthRecipe(open_prompts(learn, tokenizer), measured=bool(learn.evaluate.arms))
 
 
 @contextmanager

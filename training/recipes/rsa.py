@@ -21,6 +21,7 @@ from environments.training_signals import rl_samples, turn_samples
 from learning.losses.advantages import varying
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.errors import DataError, RunError
+from protocols.layout import layout_of
 from protocols.records.answers import Answer, KeepAnswers, hash_of
 from protocols.records.intervals import mean_interval
 from protocols.records.run_files import MeasuredAccuracy, PopulationMeans
@@ -40,6 +41,7 @@ from training.rollouts import (
     Rollout,
     ScoreGroup,
     StepRecord,
+    StudyPrompt,
     TimedGenerate,
     as_sample,
     refill_counts,
@@ -63,6 +65,7 @@ class RSARecipe(Recipe):
         self._aggregators = RSAAggregatorClient(mesh.pools)
         self._source: ProblemSource = open_source(spec, self._aggregators.problems)
         self._conversation = ChatRenderer(tokenizer, self._source.documents)
+        self.layout = layout_of(spec.cartridge, {name: name for name in self._source.documents})
         names = [*self._source.documents, None]
         self.documents: Mapping[str, tuple[int, ...]] = {
             name or NO_DOCUMENT: self._conversation.head(name) for name in names
@@ -84,7 +87,7 @@ class RSARecipe(Recipe):
             completions, seconds = await generate(requests)
             if self._spec.objective.reads_document:
                 said = zip(requests, completions, strict=True)
-                ended("doc_teacher", [as_sample(_document(r), r, c) for r, c in said])
+                ended("doc_teacher", [as_sample(self._candidate(r), c) for r, c in said])
             return completions, seconds
 
         runs: list[PlayedRun] = []
@@ -148,6 +151,7 @@ class RSARecipe(Recipe):
             answer=None if chosen is None else chosen.candidate.answer,
             expected=problem.facts.get("correct"), right=run.metrics(-1)["mean_accuracy"],
             tokens=sum(len(g.completion.token_ids) for p in run.populations for g in p),
+            cartridge=problem.document, contexts=(problem.document,),
         )  # fmt: skip
 
     def _ids(self, document: str | None, prompt: str) -> tuple[int, ...]:
@@ -187,6 +191,13 @@ class RSARecipe(Recipe):
         rsa = self._rsa
         metric, weight = rsa.final_reward_metric, rsa.greedy_reward_weight
         return reward(run.metrics(-1), metric, run.scores, weight)
+
+    def _candidate(self, request: GenerateRequest) -> StudyPrompt:
+        """Return the prompt of a candidate, group/run/population/slot, over its document's
+        cartridge."""
+        document = request.prefix.name.partition("/")[2]
+        group = request.id.rsplit("/", 1 if self._rsa.advantage == "population" else 3)[0]
+        return StudyPrompt(document, "candidate", request, document, (document,), group)
 
     def _varied(self, runs: Sequence[PlayedRun], sampling: Sampling) -> set[str]:
         """Return the problems, by the group of their runs, with rewards that vary."""
@@ -235,10 +246,6 @@ class RSARecipe(Recipe):
         counts["rsa/majority_vote"] = found["majority_vote"]
         counts["rsa/pass_at_n"] = found["pass_at_n"]
         return {"channels": output.terms, "cosines": output.cosines, "episodes": counts}
-
-
-def _document(request: GenerateRequest) -> str:
-    return request.prefix.name.partition("/")[2]
 
 
 def populations(runs: Sequence[PlayedRun]) -> PopulationMeans:

@@ -22,7 +22,8 @@ from protocols.errors import DataError
 from protocols.rsa import RSAProblem
 from protocols.spec.learn import LearnSpec
 from protocols.spec.rsa import OF_DOCUMENTS
-from training.recipes.longhealth import in_turns, read_patients
+from training.recipes.longhealth_prompts import read_patients
+from training.recipes.study_prompts import in_turns
 
 PRIMER = "primer"
 PRIMER_TEXT = """\

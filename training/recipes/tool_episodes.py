@@ -38,6 +38,7 @@ from environments.training_signals import (
 )
 from learning.losses.advantages import varying
 from protocols.episodes import Episode, Task
+from protocols.layout import layout_of
 from protocols.records.answers import Answer, KeepAnswers, hash_of
 from protocols.records.intervals import wilson_interval
 from protocols.records.run_files import MeasuredAccuracy
@@ -79,6 +80,7 @@ class ToolEpisodesRecipe(Recipe):
         ]
         self._desks = [desk.id for desk in desks]
         self._texts = {desk.id: desk.document for desk in desks}
+        self.layout = layout_of(spec.cartridge, {name: name for name in self._desks})
         self._conversation = ChatRenderer(tokenizer, self._texts)
         self._hints = HintWriter(
             spec.objective.hints, HINTS, self._conversation, self._texts, mesh.pools,
@@ -185,6 +187,7 @@ class ToolEpisodesRecipe(Recipe):
             expected=expected_of(episode),
             right=None if episode.reward is None else float(episode.reward == 1.0),
             reward=episode.reward, tokens=sum(len(t.response_ids) for t in turns),
+            cartridge=task.document, contexts=(task.document,),
         )  # fmt: skip
 
     async def _step(

@@ -130,7 +130,7 @@ def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> 
             return CorpusTurn(kind, question_prompt(cue), f"the chart says {found[start]}.")
         return CorpusTurn(kind, recite_prompt(cue), " ".join(f"{s}." for s in found[start:]))
     if kind == "options" and rng.random() < 0.3:  # a choice as self-study offers it
-        kind, prompt = self_study_prompt(patient, [], ("choice",), rng)
+        kind, prompt, _ = self_study_prompt(patient, [], ("choice",), rng)
         cue = prompt.removeprefix("what about ").split("?")[0]
         rest = next((r for _, c, r in cued_sentences(patient) if c == cue), "")
         if kind == "choice":

@@ -11,7 +11,7 @@ from small_run import SMALL, Finished, rows
 
 from learning.model.loading import load_tokenizer
 from protocols.spec.loading import load_resolved
-from training.recipes.longhealth import LongHealthPrompts, read_patients
+from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
 
 ARMS = {"none", "document", "untrained", "offline", "on_policy"}
 STEPS = SMALL["train.steps"]

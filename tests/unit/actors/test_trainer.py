@@ -88,7 +88,10 @@ def test_the_cartridges_start_as_the_spec_says(
     sets = ["cartridge.init=sampled_chunks", "train.seed=3", "roles.trainer.threads=1"]
     spec = load_spec(MESH, sets=sets).spec
     documents = {"none": (1,), "p": (1, *range(20, 80)), "q": (1, *range(90, 140))}
-    base = ModelSource(spec.learn.model.path, "float32", 1, documents, 1 << 30, NoPlane())
+    learned = {"q": ("q",), "p": ("p",)}
+    base = ModelSource(
+        spec.learn.model.path, "float32", 1, documents, 1 << 30, NoPlane(), cartridges=learned
+    )
     directory = RunDirectory(tmp_path)
     arguments = role_arguments("trainer", spec, base, frozenset({2}), directory)
     actor: Any = TrainerActor.__new__(TrainerActor)
@@ -98,6 +101,8 @@ def test_the_cartridges_start_as_the_spec_says(
     model = load_model(spec.learn.model.path)
     kv = document_kv(model, documents["q"])
     expected = sampled_chunks(
-        model, InitSource("q", documents["q"], kv, list), CartridgeInit("sampled_chunks", 28, 1, 3)
+        model,
+        InitSource("q", documents["q"], lambda: kv, list),
+        CartridgeInit("sampled_chunks", 28, 1, 3),
     )
     torch.testing.assert_close(bank.kv(["q"])[0].detach(), expected)

@@ -98,3 +98,13 @@ def test_random_chunks_reach_every_sentence() -> None:
     said = "".join(tokens.text_of(random_chunk(tokens, 30, 60, rng)) for _ in range(200))
     assert all(f"number {i} " in said for i in range(60))
     assert said.count("Sentence") == said.count("number")  # begun and ended at sentences
+
+
+def test_sentences_end_before_tokens_that_begin_with_their_space() -> None:
+    """Offsets of a tokenizer whose words begin with a space: " Two" is the token after "One." """
+    text = "One two. Three four. Five."
+    spans = [(0, 3), (3, 7), (7, 8), (8, 14), (14, 19), (19, 20), (20, 25), (25, 26)]
+    found = pieces(TokenizedText(text, spans), 4)
+    assert [TokenizedText(text, spans).text_of(c) for c in found] == [
+        "One two.", " Three four.", " Five."
+    ]  # fmt: skip

@@ -2,7 +2,15 @@ import random
 
 import pytest
 
-from documents.seed_prompts import PLAIN, SEEDS, asking, plain_turn
+from documents.seed_prompts import (
+    NEXT_SEEDS,
+    PLAIN,
+    SEEDS,
+    asking,
+    asking_on,
+    plain_next_turn,
+    plain_turn,
+)
 from protocols.spec.documents import STUDY_KINDS
 
 PASSAGE = "Salt was made here. The road is still called the Grey Lane.\nIt climbs to Tollard."
@@ -29,3 +37,22 @@ def test_a_plain_turn_quotes_the_passage(kind: str) -> None:
         assert cue
         assert cue in PASSAGE
     assert plain_turn("...", kind, random.Random(0))
+
+
+def test_a_sees_the_conversation_and_takes_up_its_last_answer() -> None:
+    history = (("Who made salt?", "Monks did."), ("Where?", "At Tollard."))
+    told = asking_on(PASSAGE, history, random.Random("seeds"))
+    passage, said, seed = told.split("\n\n---\n\n")
+    assert passage == PASSAGE
+    assert said == (
+        "User: Who made salt?\n\nAssistant: Monks did.\n\nUser: Where?\n\nAssistant: At Tollard."
+    )
+    assert any(seed.startswith(one) for one in NEXT_SEEDS)
+    drawn = {asking_on(PASSAGE, history, random.Random(i)) for i in range(40)}
+    assert len(drawn) == len(NEXT_SEEDS) == 3
+
+
+def test_a_plain_next_turn_quotes_the_answer() -> None:
+    for seed in range(20):
+        cue = plain_next_turn("Monks did. They sold it.", random.Random(seed)).split('"')[1]
+        assert cue in ("Monks did.", "They sold it.")

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +65,9 @@ def parts() -> list[CorpusDocument]:
         document = UserDocument(Path(name).stem, name, text, f"hash of {name}", "utf-8")
         tokens = tokenised(tokenizer, text)
         found.append(
-            CorpusDocument(document.name, document, tokens.chunk(0, len(tokens)), text, tokens)
+            CorpusDocument(
+                document.name, document.name, document, tokens.chunk(0, len(tokens)), text, tokens
+            )
         )
     return found
 
@@ -203,3 +205,123 @@ def test_a_model_has_the_same_name_wherever_it_lies() -> None:
     assert len(name) == len("clinic-reader@") + 12
     assert name != model_name(READER.replace("reader", "panel"))
     assert model_name("meta-llama/Llama-3.2-3B") == "meta-llama/Llama-3.2-3B"
+
+
+class Talker:
+    """Names the request in every text; `says` has other texts and finish reasons by request."""
+
+    abilities: frozenset[Ability] = frozenset({"top_logprobs"})
+
+    def __init__(self, says: Mapping[str, tuple[str, str]] | None = None) -> None:
+        self.asks: dict[str, SampleRequest] = {}
+        self._says = says or {}
+
+    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
+        assert asks
+        self.asks |= {ask.id: ask for ask in asks}
+        found = [self._says.get(ask.id, (f"Text of {ask.id} so far.", "stop")) for ask in asks]
+        return [
+            SampleResult(text, 2, 9, reason, "", (7, 8), (-0.1, -0.1)) for text, reason in found
+        ]
+
+
+def talk(
+    path: Path, parts: list[CorpusDocument], talker: Talker, *, answers: bool, **changes: object
+) -> list[StudyRow]:
+    how = replace(plan(questions=2, **changes), answers=answers)
+    return asyncio.run(write_study(path, parts, how, talker))
+
+
+def test_a_conversation_goes_on_from_its_answers(
+    tmp_path: Path, parts: list[CorpusDocument]
+) -> None:
+    talker = Talker()
+    rows = talk(tmp_path / "rows.jsonl", parts[:1], talker, answers=True, rounds=3)
+    assert read_rows(tmp_path / "rows.jsonl") == rows
+    row, key = rows[0], "kestrel/00000"
+    assert row.history == (
+        (f"Text of {key}/question so far.", f"Text of {key}/answer so far."),
+        (f"Text of {key}/question/2 so far.", f"Text of {key}/answer/2 so far."),
+    )
+    assert (row.question, row.answer) == (
+        f"Text of {key}/question/3 so far.", f"Text of {key}/answer/3 so far.",
+    )  # fmt: skip
+    said = [m.content for m in row.messages]
+    assert said == [*row.history[0], *row.history[1], row.question]
+    assert [m.role for m in row.messages] == ["user", "assistant", "user", "assistant", "user"]
+    last = talker.asks[f"{key}/answer/3"]
+    assert [m.role for m in last.messages] == ["system", *(m.role for m in row.messages)]
+    assert [m.content for m in last.messages[1:]] == said
+    asked = talker.asks[f"{key}/question/2"].messages[0].content
+    start, stop = row.chars
+    assert asked.startswith(parts[0].text[start:stop].strip())
+    assert f"User: {said[0]}\n\nAssistant: {said[1]}" in asked
+    seeds = [ask.seed for ask in talker.asks.values()]
+    assert len(set(seeds)) == len(seeds) == 2 * 6  # two rows of three turns and three answers
+    assert (row.question_seed, row.answer_seed) == (
+        talker.asks[f"{key}/question/3"].seed, last.seed,
+    )  # fmt: skip
+    assert counts(rows) == {"rows": 2, "kept": 2, "plain": 0, "kept with 3 rounds": 2}
+
+
+def test_one_round_asks_as_before(tmp_path: Path, parts: list[CorpusDocument]) -> None:
+    talker = Talker()
+    rows = talk(tmp_path / "rows.jsonl", parts[:1], talker, answers=False, rounds=1)
+    assert [row.history for row in rows] == [(), ()]
+    assert sorted(talker.asks) == ["kestrel/00000/question", "kestrel/00001/question"]
+
+
+def test_a_run_leaves_the_last_answer_to_the_student(
+    tmp_path: Path, parts: list[CorpusDocument]
+) -> None:
+    talker = Talker()
+    rows = talk(tmp_path / "rows.jsonl", parts[:1], talker, answers=False, rounds=2)
+    assert {name.partition("/0000")[2][2:] for name in talker.asks} == {
+        "question", "answer", "question/2",
+    }  # fmt: skip
+    assert [(len(row.history), row.answer, row.answer_ids) for row in rows] == [(1, "", ())] * 2
+
+
+def test_what_cannot_go_on_ends_before(tmp_path: Path, parts: list[CorpusDocument]) -> None:
+    says = {
+        "kestrel/00000/answer": ("Birds and more bi", "length"),
+        "kestrel/00001/question/2": ("too few", "stop"),
+    }
+    ended, plain = talk(tmp_path / "a.jsonl", parts[:1], Talker(says), answers=False, rounds=2)
+    assert (ended.history, ended.question, ended.tried, ended.refused) == (
+        (), "Text of kestrel/00000/question so far.", ("answer: no_end",), "",
+    )  # fmt: skip
+    assert (len(plain.history), plain.asker, plain.tried) == (1, "plain", ("too_short",))
+    assert '"Text of kestrel/00001/' in plain.question  # of B's answer
+    _, alone = talk(
+        tmp_path / "b.jsonl", parts[:1], Talker(says), answers=True, rounds=2, plain=False
+    )
+    assert (alone.history, alone.tried, alone.asker) == ((), ("too_short",), "model")
+    assert alone.answer == "Text of kestrel/00001/answer so far."
+
+
+def test_an_interrupted_file_of_conversations_is_gone_on_with(
+    tmp_path: Path, parts: list[CorpusDocument]
+) -> None:
+    how = plan(rounds=2)
+    whole = write(tmp_path / "whole.jsonl", parts, Scribe(), how)
+    assert {len(row.history) for row in whole} == {0, 1}
+    path = tmp_path / "rows.jsonl"
+    with pytest.raises(TimeoutError):
+        write(path, parts, Scribe(fails_at=7), how)  # four calls a batch: in the second one
+    assert len(read_rows(path)) == BATCH
+    assert timeless(write(path, parts, Scribe(), how)) == timeless(whole)
+
+
+def test_a_passage_from_the_middle_begins_with_what_it_is_about(
+    tmp_path: Path, parts: list[CorpusDocument]
+) -> None:
+    talker, named = Talker(), replace(parts[0], about="kestrels, by A. Name")
+    rows = talk(tmp_path / "rows.jsonl", [named], talker, answers=True, min_chunk=20, max_chunk=30)
+    for row in rows:
+        start, stop = row.chars
+        passage = named.text[start:stop]
+        assert start > 0
+        read = f"kestrels, by A. Name\n{passage}"
+        assert talker.asks[f"{row.key}/question"].messages[0].content.startswith(read.strip())
+        assert talker.asks[f"{row.key}/answer"].messages[0].content == read

@@ -152,3 +152,17 @@ def test_words_are_folded() -> None:
 )  # fmt: skip
 def test_an_answer_among_words_always_leaks(before: str, answer: str, after: str) -> None:
     assert leaks(f"{before} {answer.upper()}, {after}", answer)
+
+
+def test_a_sibling_of_several_cases_shows_all_of_them() -> None:
+    """A shift's cases begin new conversations: no turn of an earlier one is lost."""
+    lost, done = member(0, LOST), member(1, RIGHT)
+    first, *others = done.turns
+    begins = replace(first.observation, new_conversation=True)
+    shift = replace(done, turns=(replace(first, observation=begins), *others))
+    shown = sibling_hint(failed_turns([lost])[0], [lost, shift], 1.0)
+    assert shown.text == (
+        "assistant: find surgeon in cardiology.\ntool: note 17.\n"
+        "assistant: read note 17.\ntool: surgeon weber.\n"
+        "assistant: answer weber.\ntool: right."
+    )

@@ -44,6 +44,13 @@ def test_head_and_opening_join_to_the_whole_conversation(name: str) -> None:
     assert [*talk.head(None), *talk.opening(None, (QUESTION,))] == bare
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_are_those_between_special_tokens(name: str) -> None:
+    said = (QUESTION, AgentMessage("assistant", "it is xu."), AgentMessage("user", "why?"))
+    texts = conversation(name).texts_of(conversation(name).opening("desk_01", said))
+    assert texts == [m.content for m in said]
+
+
 def test_a_turn_by_hand() -> None:
     """<|user|> what is the surgeon ? <|end|> <|assistant|> and so on, one id a word."""
     talk, asked = conversation("with_tool_token"), ids_of("what is the surgeon?")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from channel_setup import ALL, changed, scene
 from second_device import Elsewhere, elsewhere
 
 from learning.cartridge.bank import first_tokens
+from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
 from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, claim_device
 from learning.scoring import TeacherDistribution, score_kept
@@ -65,6 +67,26 @@ def test_a_document_is_read_and_the_base_hashed_where_the_model_is(
     here = document_kv(llama.model, llama.documents["c"])
     torch.testing.assert_close(read.cpu(), here, rtol=0, atol=2e-5)
     assert base_hash(there.model) == base_hash(llama.model)
+
+
+@pytest.mark.parametrize("pad", [None, "random"])
+def test_a_trained_cartridge_starts_beside_a_fresh_one(
+    llama: Twin, there: Twin, pad: str | None
+) -> None:
+    """Its file is read on the host."""
+    kv = llama.kv["b"][:, :, :, : 8 if pad is None else 5]
+    start = CartridgeInit("first_tokens", 8, 1, pad=pad)
+    here, elsewhere_too = (
+        initial_bank(
+            twin.model,
+            [InitSource(n, twin.documents[n], partial(twin.kv.__getitem__, n), list) for n in "ac"],
+            start,
+            {"a": (kv, 1)},
+        )
+        for twin in (llama, there)
+    )
+    assert isinstance(elsewhere_too.trainable.data, Elsewhere)
+    torch.testing.assert_close(elsewhere_too.kv().detach().cpu(), here.kv().detach())
 
 
 def trainer_of(

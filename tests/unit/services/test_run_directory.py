@@ -54,6 +54,8 @@ def rollout(arm: str, step: int, text: str = "metformin") -> RolloutRow:
         sampling={"temperature": 1.0, "max_tokens": 64},
         finish_reason="stop",
         text=text,
+        cartridge="patient_01",
+        contexts=("patient_01",),
     )
 
 
@@ -99,7 +101,7 @@ def test_a_rollout_row_is_these_bytes(run: RunDirectory) -> None:
         '"kind": "summarise", "prompt_ids": [4, 91], "response_ids": [17, 2], '
         '"sampler_logprobs": [-0.31, -0.02], "versions": [2, 2], '
         '"sampling": {"temperature": 1.0, "max_tokens": 64}, "finish_reason": "stop", '
-        '"text": "a\\n\u2028b\u00e9"}'
+        '"text": "a\\n\u2028b\u00e9", "cartridge": "patient_01", "contexts": ["patient_01"]}'
     )
     assert json.loads(second)["text"] == "metformin"
     assert len(read_rows(run.rollouts)) == 2
@@ -303,7 +305,7 @@ def test_a_missing_run_names_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"runs in .*longhealth: {run.id}; name one"):
         RunDirectory.open(root, "longhealth", "20200101T000000Z-0000")
     run.spec.unlink()  # a folder without a spec is no run
-    with pytest.raises(CheckpointError, match="no run to resume"):
+    with pytest.raises(CheckpointError, match="no run to go on with"):
         RunDirectory.open(root, "longhealth")
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from documents.corpus import read_parts
 from documents.synthesis import read_rows
 from learning.decoding.decode_batch import generate
 from learning.model.document_kv import DocumentKVCache, document_kv
@@ -18,12 +17,15 @@ from learning.model.loading import load_model, load_tokenizer
 from protocols.errors import CheckpointError, DataError
 from protocols.records.answers import Answer, KeepAnswers
 from protocols.records.run_files import MeasuredAccuracy
+from protocols.spec.experiments import EvalSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.clients import Replied
 from services.run_directory import RunDirectory
+from training.evaluation.questions import set_paper
 from training.recipes.documents import DocumentsRecipe
+from training.recipes.study_material import read_material
 from training.rollouts import rollout_from
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -50,7 +52,7 @@ class House:
         ).spec.learn
         self.directory = RunDirectory(folder)
         self.course = DocumentsRecipe(
-            self.spec, read_parts(self.spec, TOKENIZER), TOKENIZER, self.directory
+            self.spec, *read_material(self.spec, TOKENIZER), TOKENIZER, self.directory
         )
         self.requests: list[GenerateRequest] = []
         self._documents = DocumentKVCache(
@@ -320,3 +322,28 @@ def test_questions_of_the_user_that_self_study_asks_end_the_run_before_training(
         (row,) = map(json.loads, leaking.directory.contamination.read_text().splitlines())
         assert (row["kind"], row["training"]["text"]) == ("exact", trained.text)
     assert not house.directory.contamination.exists()
+
+
+def test_a_conversation_is_trained_measured_and_evaluated_with_all_its_turns(
+    tmp_path: Path,
+) -> None:
+    house = House(tmp_path, "self_study.rounds=2", "self_study.answer_tokens=40")
+    house.measure("none")
+    rows = {row.key: row for row in read_rows(house.directory.selfstudy)}
+    exams = house.course._exams
+    assert any(len(e.studied.messages) == 3 for e in exams)
+    for exam in exams:
+        assert exam.studied.messages == rows[exam.studied.key].messages
+        text = TOKENIZER.decode(exam.studied.prompt_ids)
+        assert text.count("<|user|>") == 1 + len(rows[exam.studied.key].history)
+        assert len(exam.studied.prompt_ids) == len(exam.bare_ids)
+    suite = set_paper(EvalSpec(probes=0), house.spec, house.directory, TOKENIZER, None)
+    assert {i.asked.id: i.prompt_ids for i in suite.items} == {
+        e.studied.key: e.studied.prompt_ids for e in exams
+    }
+    assert not suite.user_file
+    rollout = asyncio.run(house.course.sample(0, 0, house.generate))
+    asked = {
+        house.course._conversation.opening(row.document, row.messages) for row in rows.values()
+    }
+    assert {s.prompt_ids for s in rollout.samples} <= asked

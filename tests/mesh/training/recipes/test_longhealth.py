@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from environments.clinic.pretrain.tokenizer import build_tokenizer
 from protocols.spec.learn import LearnSpec
-from training.recipes.longhealth import LongHealthPrompts, read_patients
+from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
 
 ROOT = Path(__file__).resolve().parents[4]
 

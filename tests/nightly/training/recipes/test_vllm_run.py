@@ -14,7 +14,7 @@ from learning.decoding.decode_batch import generate
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model, load_tokenizer
 from protocols.spec.loading import load_resolved
-from training.recipes.longhealth import LongHealthPrompts, read_patients
+from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -15,6 +15,7 @@ from environments.clinic.prompts import (
     option_prompt,
     parse_answer,
     recite_prompt,
+    right_answer,
     self_study_prompt,
     sentences,
     structure_prompt,
@@ -108,6 +109,16 @@ LETTERS_AS_TEXT = asks("b", "c", "d", "e", "a")
         ("answer: a\nwait. answer: e", FINDINGS, "e"),
         ("the answer is cyst. but the answer is", FINDINGS, "c"),
         ("the answer is cyst. in truth the answer is unknown", FINDINGS, None),
+        # between tags
+        ("<thinking>it may be a fracture</thinking>\n<answer>\nCyst\n</answer>", FINDINGS, "c"),
+        ("<thinking>the answer is b.</thinking> <answer>ulcer</answer> as I said", FINDINGS, "d"),
+        ("<answer>VRd</answer>", TWINS, "b"),
+        ("<answer>(D)</answer>", TWINS, "d"),
+        ("<Answer>The answer is: cyst.</Answer>", FINDINGS, "c"),
+        ("<answer>cyst", FINDINGS, "c"),
+        ("<answer>cyst</answer> <answer> </answer>", FINDINGS, "c"),
+        ("<answer></answer>", FINDINGS, None),
+        ("<answer>a cyst</answer>", FINDINGS, None),
         # no answer
         ("", FINDINGS, None),
         ("cyst", FINDINGS, None),
@@ -131,6 +142,16 @@ def test_any_text_parses_to_an_option_or_nothing(noise: str, letter: str) -> Non
     text = FINDINGS.options["abcde".index(letter)]
     assert parse_answer(f"{noise} the answer is {text}.", FINDINGS) == letter
     assert parse_answer(f"{noise} answer: {letter})", FINDINGS) == letter
+
+
+def test_the_right_answer_is_worded_as_the_prompt_asks() -> None:
+    tags = option_prompt("which?", TWINS.options, "think, then <answer>the option</answer>")
+    assert right_answer(TWINS, tags) == "<answer>VCD</answer>"
+    assert right_answer(TWINS, option_prompt("which?", TWINS.options)) == "answer: VCD"
+    for asked in (tags, ""):
+        assert parse_answer(right_answer(TWINS, asked), TWINS) == "a"
+    clinic = PatientQuestion("p/0", "p", "what is the sodium?", ("1", "2", "3", "4", "5"), "2")
+    assert right_answer(clinic, tags) == "the chart says sodium 2. the answer is 2."
 
 
 def test_option_prompt_word_for_word() -> None:
@@ -231,7 +252,7 @@ def drawn(
     patient: Patient, questions: list[PatientQuestion], kinds: tuple[str, ...], count: int = 300
 ) -> list[tuple[str, str]]:
     return [
-        self_study_prompt(patient, questions, kinds, random.Random(f"test/{i}"))
+        self_study_prompt(patient, questions, kinds, random.Random(f"test/{i}"))[:2]
         for i in range(count)
     ]
 
@@ -301,7 +322,7 @@ def test_other_documents_lend_their_ends() -> None:
     assert self_study_prompt(short, [], ("choice",), rng)[0] == "structure"
     others = ["abilar", "cordel", "no new pain", "dravil", "gruber", "hassan"]
     for _ in range(50):
-        kind, text = self_study_prompt(short, [], ("choice",), rng, others)
+        kind, text, _ = self_study_prompt(short, [], ("choice",), rng, others)
         assert kind == "choice"
         assert "no new pain" not in text, "three words beside one: the farthest is left out"
 
@@ -344,7 +365,7 @@ def test_the_generator_alone_decides(patient: Patient) -> None:
 
 def test_a_whole_note_is_asked_for_by_its_first_sentence() -> None:
     (patient,) = parse_patients(generate_clinic(0, 1, 12, 1), "test")
-    kind, text = self_study_prompt(patient, [], ("recite_note",), random.Random(0))
+    kind, text, _ = self_study_prompt(patient, [], ("recite_note",), random.Random(0))
     first = sentences(patient.texts[0])[0]
     cue = unique_cue(patient.document, first)
     assert cue is not None

@@ -57,7 +57,8 @@ def test_a_run_is_converted_to_every_format_and_inspected(
     assert all(same(made[name], made["forge"]) for name in FORMATS)
     assert made["forge"].frozen == 1
     assert made["forge"].facts.source == {
-        "run": "r1", "checkpoint": "version-000002", "arm": "on_policy", "step": 2, "name": "p2",
+        "run": "r1", "checkpoint": "version-000002", "version": 2, "arm": "on_policy",
+        "step": 2, "name": "p2",
         "metrics": {"kl": 0.25, "tokens": 9},
     }  # fmt: skip
     assert forge(["inspect", str(tmp_path / "peft"), "--model", str(READER)]) == 0

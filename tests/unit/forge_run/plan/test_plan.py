@@ -1,11 +1,13 @@
 """The plan's numbers, worked by hand for Llama-3.2-3B, and what it says when it does not know."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from deploy.manifests.sizing import kv_values_per_token, matmul_parameters
+from environments.clinic.patients import generate_clinic
 from forge_run.formatting import TableSection, bytes_text, count_text, render, seconds_text
 from forge_run.plan import roofline
 from forge_run.plan.documents import require_documents
@@ -136,7 +138,7 @@ def test_whole_plans_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     sections = [s for case in GOLDEN for s in planned(*case) if s.title != "cannot run here yet"]
     twice = ("roles", "memory", "sizing", "roofline")  # shown of the first alone
-    shown = [s for i, s in enumerate(sections) if i < 6 or not s.title.startswith(twice)]
+    shown = [s for i, s in enumerate(sections) if i < 7 or not s.title.startswith(twice)]
     found = render(shown, terminal=False)
     golden = Path(__file__).with_name("plans.txt").read_text(encoding="utf-8")
     assert found.replace(f"{REPOSITORY}/", "") == golden
@@ -327,3 +329,42 @@ def test_refills_bound_what_a_step_samples() -> None:
     assert refilled["episodes"] == (
         plain["episodes"] + ", and up to 2 times as many for groups without variance"
     )
+
+
+STUDY = "{questions: 7, min_chunk: 40, max_chunk: 40, question_tokens: 10, answer_tokens: 30"
+
+
+def test_self_study_of_longhealth_is_planned_by_kind_and_rounds(tmp_path: Path) -> None:
+    """Two charts x 7 conversations of passages of about 40 tokens, of 5 kinds in turn: two of each
+    but the last three, with one. Three rounds: A writes 14 x 3 x 10 tokens, and reads each passage
+    and seed (90) three times, with 0, 1 and 2 earlier rounds of 40 tokens."""
+    path = tmp_path / "benchmark.json"
+    path.write_text(json.dumps(generate_clinic(3, 2, 12, 3)))
+    sets = ("data.source=longhealth", f"data.path={path}", "data.patients=2", "data.facts=null",
+            "data.notes=null", "evaluate.sampled=false")  # fmt: skip
+    sections = planned("longhealth.yaml", *sets, f"self_study={STUDY}, rounds: 3}}")
+    (study,) = [s for s in sections if s.title == "self-study"]
+    told = [(name, text) for name, text in study.rows]
+    kinds = "structuring 4, summarization 4, question 2, use_case 2, creative 2"
+    assert told[:2] == [
+        ("conversations", f"7 a document, 14 in all: {kinds}"),
+        ("rounds", "3; the answer to the last is trained on"),
+    ]
+    assert told[3] == ("never asked", "LongHealth's own questions, which measure the accuracy")
+    passages = float(told[2][1].split(", ")[1].split()[0]) * 14
+    reads, writes = numbers_in(told[4])
+    assert writes == 420
+    assert reads == pytest.approx(3 * (passages + 14 * 90) + 14 * 3 * 40, abs=3 * 14)
+    early, written = numbers_in(told[5])  # B, before the student's answer: two rounds
+    assert written == 14 * 2 * 30
+    assert early == pytest.approx(2 * passages + 14 * 40 + 14 * 2 * 10, abs=2 * 14)
+    assert numbers_in(told[6])[1] == 14 * 3 * 30
+    (table,) = [s for s in sections if s.title.startswith("2 documents")]
+    assert [row[1] for row in table.rows] == [f"{path}#patient_01", f"{path}#patient_02"]
+    absent = planned("longhealth.yaml", *sets, f"self_study={STUDY}}}", "model.path=absent/model")
+    assert [s.title for s in absent[1:3]] == ["2 documents", "self-study"]
+
+
+def numbers_in(row: tuple[str, str]) -> tuple[int, int]:
+    reads, writes = re.findall(r"[\d,]+(?= tokens)|(?<=at most )[\d,]+", row[1])
+    return int(reads.replace(",", "")), int(writes.replace(",", ""))

@@ -14,8 +14,10 @@ from learning.cartridge.attention_matching import (
     MOST_ROWS,
     ROW,
     ObservedAttention,
+    attention_added,
     attention_matched,
     compacted,
+    fitted,
     observe,
     reference_rows,
 )
@@ -114,3 +116,36 @@ def test_every_part_of_a_long_document_is_represented() -> None:
     assert len(rows) == MOST_ROWS
     assert [row[0] for row in rows[:3]] == [0, 3 * ROW, 6 * ROW]
     assert reference_rows(range(70))[1] == range(64, 70)
+
+
+def test_the_rest_of_a_document_beside_its_beginning_is_the_document(
+    twin: Twin, make_samples: MakeSamples
+) -> None:
+    """A cartridge of the first 10 of 24 tokens with 14 added: every key of the document twice, or
+    once, so its outputs are the document's."""
+    kv = twin.kv["a"]
+    given = kv[:, :, :, :10]
+    added = attention_added(twin.model, twin.documents["a"], kv, given, 14)
+    assert added.shape[3] == 14
+    both = torch.cat([given, added], dim=3)
+    samples = make_samples(("a", 4, 6), ("a", 2, 3))
+    expected = torch.cat([twin.response_logits(s, kv) for s in samples])
+
+    def wrong(prefix: Tensor) -> float:
+        return (logits_over(twin, samples, prefix) - expected).square().mean().item()
+
+    moved = shifted(given, 14, twin.model.frequencies())  # the cartridge alone, a prompt at 24
+    assert wrong(both) < 0.5 * wrong(moved)
+
+
+def test_an_added_token_by_hand() -> None:
+    """As above, with the cartridge's one token in place of the frozen one: key 0, value 0. Nothing
+    of the document is left out but token 2, so the added value is 15 again, where token 0 of the
+    document has the weight of the cartridge's own."""
+    kv = torch.tensor([[[[0.0], [1.0], [1.0]]], [[[0.0], [7.0], [14.0]]]]).double()
+    row = ObservedAttention(
+        torch.full((1, 1, 1), math.log(2)).double(), torch.tensor([[[[1.0]]], [[[0.0]]]])
+    )
+    made = fitted(kv, [row], 1, kv[:, :, :1])
+    assert made[0].flatten().tolist() == [1]
+    assert made[1].flatten().tolist() == pytest.approx([15], abs=0.01)

@@ -82,11 +82,11 @@ def test_a_document_no_longer_than_the_cartridge_is_refused(llama: Twin) -> None
         first_tokens(llama.kv, tokens=17, frozen=1)
 
 
-@pytest.mark.parametrize(("names", "frozen"), [("xy", 0), ("xy", 3), ("x", 1), ("xyz", 1)])
+@pytest.mark.parametrize(("names", "frozen"), [("xy", -1), ("xy", 3), ("x", 1), ("xyz", 1)])
 def test_a_bank_that_cannot_be_is_refused(names: str, frozen: int) -> None:
     with pytest.raises(
         DataError,
-        match=rf"1 <= frozen < P: got {len(names)} names, 2 prefixes of P=\[3, 3\], "
+        match=rf"0 <= frozen < P: got {len(names)} names, 2 prefixes of P=\[3, 3\], "
         rf"frozen={frozen}",
     ):
         CartridgeBank(names, numbered(2, 3), frozen)

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 import torch
 from small_run import ROOT
 
 from learning.cartridge.attention_matching import attention_matched
-from learning.cartridge.initialization import INITS, CartridgeInit, InitSource, chunks, initial_bank
+from learning.cartridge.composition import frequencies, shifted
+from learning.cartridge.initialization import (
+    INITS,
+    PADS,
+    CartridgeInit,
+    InitSource,
+    chunks,
+    initial_bank,
+    initial_cartridges,
+)
 from learning.model.loading import text_ids
 from protocols.errors import DataError
-from protocols.spec.sections import CartridgeSpec
+from protocols.spec.start import Init, StartSpec
 
 if TYPE_CHECKING:
     from twins import Twin
@@ -23,7 +33,7 @@ TEXT = range(50, 60)
 
 
 def sources(twin: Twin, names: str = "ac") -> list[InitSource]:
-    return [InitSource(n, twin.documents[n], twin.kv[n], lambda: TEXT) for n in names]
+    return [InitSource(n, twin.documents[n], partial(twin.kv.get, n), lambda: TEXT) for n in names]
 
 
 def made(twin: Twin, init: str, seed: int = 0) -> torch.Tensor:
@@ -43,8 +53,9 @@ def read_back(twin: Twin, kv: torch.Tensor) -> list[int]:
 
 
 def test_the_spec_names_exactly_what_there_is() -> None:
-    schema = CartridgeSpec.model_json_schema()["properties"]["init"]
-    assert set(schema["enum"]) == set(INITS)
+    assert set(get_args(Init)) == set(INITS)
+    pads = StartSpec.model_json_schema()["properties"]["pad"]["anyOf"][0]["enum"]
+    assert set(pads) == set(PADS)
 
 
 @pytest.mark.parametrize("init", INITS)
@@ -101,7 +112,7 @@ def test_chunks_do_not_overlap_and_every_place_is_met() -> None:
 def test_random_vectors_have_the_document_s_mean_and_spread(llama: Twin) -> None:
     """Means of 4,000 draws lie within five standard errors of the document's."""
     kv = llama.kv["a"].repeat(1, 1, 1, 200, 1)
-    source = InitSource("a", llama.documents["a"] * 200, kv, lambda: TEXT)
+    source = InitSource("a", llama.documents["a"] * 200, lambda: kv, lambda: TEXT)
     (whole,) = initial_bank(llama.model, [source], CartridgeInit("random_vectors", 4001, 1)).kv()
     drawn = whole[..., 1:, :]
     real = kv[..., 1:, :]
@@ -118,3 +129,67 @@ def test_a_document_no_longer_than_the_cartridge_is_refused(llama: Twin) -> None
 def test_special_tokens_are_no_text() -> None:
     ids = text_ids(str(ROOT / "models/clinic-reader"))
     assert ids == list(range(6, 1458))
+
+
+def given(twin: Twin, tokens: int, frozen: int = 2) -> tuple[torch.Tensor, int]:
+    """A trained cartridge: the numbers of another document, in part."""
+    return twin.kv["b"][:, :, :, :tokens] * 1.5, frozen
+
+
+def test_a_trained_cartridge_starts_as_it_is_beside_a_fresh_one(llama: Twin) -> None:
+    """No document is read for it: its source is left out."""
+    kv, frozen = given(llama, 12)
+    start = CartridgeInit("first_tokens", 12, 2)
+    made = initial_cartridges(llama.model, sources(llama, "c"), start, {"a": (kv.half(), frozen)})
+    assert list(made) == ["a", "c"]
+    assert made["a"][0].dtype == torch.float32
+    assert torch.equal(made["a"][0], kv.half().float())
+    assert torch.equal(made["c"][0], llama.kv["c"][:, :, :, :12])
+    assert [frozen for _, frozen in made.values()] == [2, 2]
+
+
+def test_a_longer_one_is_cut_to_its_first_tokens_as_near_to_a_prompt(llama: Twin) -> None:
+    kv, frozen = given(llama, 16)
+    bank = initial_bank(llama.model, [], CartridgeInit("x", 12, 1), {"a": (kv, frozen)})
+    made = bank.kv()[0]
+    assert bank.frozen.shape[4] == 2
+    assert torch.equal(made[:, :, :, :2], kv[:, :, :, :2])
+    assert torch.equal(made[:, 1], kv[:, 1, :, :12])
+    moved = shifted(kv, -4, frequencies(llama.model))
+    torch.testing.assert_close(made[:, :, :, 2:], moved[:, :, :, 2:12])
+
+
+@pytest.mark.parametrize("pad", PADS)
+def test_a_padded_one_keeps_its_sink_and_its_distance_to_a_prompt(llama: Twin, pad: str) -> None:
+    kv, frozen = given(llama, 9)
+    start = CartridgeInit("x", 12, 2, pad=pad)
+    made = initial_bank(llama.model, sources(llama, "a"), start, {"a": (kv, frozen)}).kv()[0]
+    assert made.shape[3] == 12
+    assert torch.equal(made[:, :, :, :2], kv[:, :, :, :2])
+    assert torch.equal(made[:, 1, :, :9], kv[:, 1, :, :9])
+    moved = shifted(kv, 3, frequencies(llama.model))
+    torch.testing.assert_close(made[:, :, :, 2:9], moved[:, :, :, 2:9])
+    assert not torch.allclose(made[:, 0, :, 2:9], kv[:, 0, :, 2:9], atol=1e-2)
+    again = initial_bank(llama.model, sources(llama, "a"), start, {"a": (kv, frozen)}).kv()[0]
+    assert torch.equal(made, again)
+    other = initial_bank(llama.model, sources(llama, "c"), start, {"c": (kv, frozen)}).kv()[0]
+    assert not torch.allclose(made[:, :, :, 9:], other[:, :, :, 9:], atol=1e-3)
+
+
+def test_random_padding_is_drawn_by_the_seed(llama: Twin) -> None:
+    kv = given(llama, 9)
+    first, second = (
+        initial_bank(
+            llama.model, sources(llama, "a"), CartridgeInit("x", 12, 2, seed, "random"), {"a": kv}
+        ).kv()[0, ..., 9:, :]
+        for seed in (0, 1)
+    )
+    assert not torch.allclose(first, second, atol=1e-3)
+
+
+def test_cartridges_with_unequal_sinks_are_refused_and_none_is_a_sink_too(llama: Twin) -> None:
+    start = CartridgeInit("first_tokens", 12, 1)
+    with pytest.raises(DataError, match="equally many frozen tokens: got c 1, a 2;"):
+        initial_bank(llama.model, sources(llama, "c"), start, {"a": given(llama, 12)})
+    bank = initial_bank(llama.model, [], start, {"a": given(llama, 12, frozen=0)})
+    assert (bank.frozen.shape[4], bank.trainable.shape[4]) == (0, 12)

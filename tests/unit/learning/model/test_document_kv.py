@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learning.model.document_kv import DocumentKVCache, HostCache, host_spill
+from learning.model.document_kv import DocumentKVCache, HostCache, context_ids, host_spill
 from protocols.errors import DataError
 from protocols.types import CacheStats
 
@@ -200,3 +200,17 @@ def test_what_was_looked_up_since() -> None:
     before, after = CacheStats(1, 2, 3, 4), CacheStats(5, 5, 5, 5)
     assert after.since(before) == CacheStats(4, 3, 2, 1)
     assert before + after.since(before) == after
+
+
+def test_contexts_are_joined_as_one_text() -> None:
+    """The begin token stands once, and the joined text is cached under its own name."""
+    documents = {"none": (1,), "x": (1, 10, 11), "y": (1, 20)}
+    assert context_ids(documents, "x") == (1, 10, 11)
+    assert context_ids(documents, "y\nx\ny") == (1, 20, 10, 11, 20)
+    with pytest.raises(DataError, match="no document 'z'"):
+        context_ids(documents, "x\nz")
+    reader = Reader()
+    cache = DocumentKVCache(reader, documents, 1 << 20)
+    cache.get("x\ny")
+    cache.get("x\ny")
+    assert (reader.read, cache.hits, cache.misses) == ([(1, 10, 11, 20)], 1, 1)

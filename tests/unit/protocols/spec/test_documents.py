@@ -51,9 +51,17 @@ def test_an_api_has_its_providers_usual_places() -> None:
 @pytest.mark.parametrize(
     ("sets", "told"),
     [
-        (("self_study=null",), r"source must be documents with self_study, and only then"),
+        (("self_study=null",), r"self_study must be given with data.source documents"),
+        (("data.source=clinic", "data.path=null", "data.facts=3", "data.notes=1"),
+         r"source must be documents or longhealth with self_study"),
+        (("data.source=longhealth", "data.questions=q.json"),
+         "questions must be left out but with data.source documents"),
+        (("self_study.rounds=2",),
+         r"rounds must leave room for rollout.max_tokens \(128\) in train.row_tokens \(512\): so "
+         "many turns take up to 768 tokens"),
+        (("self_study.rounds=0",), "rounds must be >= 1: got 0"),
         (("data.facts=3",), "facts must be left out with data.source documents"),
-        (("evaluate.sampled=true",), "must be left out with data.source documents"),
+        (("evaluate.sampled=true",), "must be left out with self_study"),
         (("self_study.question_tokens=400",),
          r"must be <= train.row_tokens \(512\) with rollout.max_tokens \(128\)"),
         (("self_study.max_chunk=100",), r"max_chunk must be >= min_chunk \(512\)"),
@@ -77,6 +85,17 @@ def test_what_is_refused(sets: tuple[str, ...], told: str) -> None:
 def test_questions_and_self_study_are_about_documents_alone() -> None:
     with pytest.raises(SpecError, match=r"must be left out but with data.source documents"):
         loaded("data.questions=q.json", mesh=CLINIC)
-    with pytest.raises(SpecError, match=r"source must be documents with self_study"):
+    with pytest.raises(SpecError, match=r"source must be documents or longhealth with self_study"):
         loaded("self_study.questions=4", mesh=CLINIC)
     assert loaded("train.warm_start={steps: 5}", mesh=CLINIC).learn.train.warm_start
+
+
+def test_longhealth_may_be_studied_and_the_published_setting_is() -> None:
+    learn = loaded(mesh=str(ROOT / "meshes" / "longhealth_3b.yaml")).learn
+    assert learn.self_study is not None
+    assert (learn.data.source, learn.data.held_out, learn.data.patients) == ("longhealth", 1.0, 20)
+    assert "<answer>" in learn.data.instruction
+    three = learn.self_study.model_copy(update={"rounds": 3})
+    assert three.prompt_tokens == 3 * 256 + 2 * 512
+    with pytest.raises(SpecError, match=r"must be null but for patients without self_study"):
+        loaded("train.offline_texts=2", mesh=str(ROOT / "meshes" / "longhealth_3b.yaml"))

@@ -280,8 +280,8 @@ def test_a_bad_override_names_itself(house: Path, override: str, expected: str) 
 
 def test_compositions_need_two_documents_and_no_certain_backend(house: Path) -> None:
     assert message("train.compose=0.5", "data.patients=1") == (
-        "compose must be 0 with a single document, episodes or rsa: got 0.5 at --set "
-        "train.compose=0.5 (train.compose); remove it, or study two documents or more without them"
+        "compose must be 0 with a single cartridge, episodes or rsa: got 0.5 at --set "
+        "train.compose=0.5 (train.compose); remove it, or train two cartridges or more without them"
     )
     sets = ("train.compose=0.5", "generator.backend=vllm")
     assert load_spec(M, sets=sets).spec.learn.train.compose == 0.5

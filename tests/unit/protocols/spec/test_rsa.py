@@ -54,7 +54,10 @@ def test_the_shipped_mesh_has_its_roles_and_reads_back_equal() -> None:
         ((GYM, PRIMER, "data.patients=2"), "patients must be 1 with data.source primer"),
         ((GYM, PRIMER, "data.facts=3"), "facts must be left out with data.source primer"),
         ((GYM, PRIMER, "rsa.problems.most=20"), r"most must be > evaluate.questions \(48\)"),
-        (("train.offline_texts=3",), "offline_texts must be null but for self-study of patients"),
+        (
+            ("train.offline_texts=3",),
+            "offline_texts must be null but for patients without self_study",
+        ),
         (("rsa=null",), "w_rl must be 0 without episodes.*; add the section episodes, or rsa"),
     ],
 )

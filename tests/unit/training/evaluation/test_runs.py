@@ -34,8 +34,12 @@ def cartridges(tokens: int = 16, names: tuple[str, ...] = ("patient_01", "patien
     return {n: torch.randn(2, 2, 1, tokens, 4, generator=made) for n in names}
 
 
-def prompt(text: str, kind: str = "question", document: str = "patient_01") -> dict[str, Any]:
-    ids = paper().conversation.opening(document, (AgentMessage("user", text),))
+def prompt(
+    text: str, kind: str = "question", document: str = "patient_01", before: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    roles = ("user", "assistant") * len(before)
+    said = (AgentMessage(role, words) for role, words in zip(roles, before, strict=False))
+    ids = paper().about.conversation.opening(document, (*said, AgentMessage("user", text)))
     return {"arm": "on_policy", "id": "1/0", "document": document, "kind": kind,
             "prompt_ids": ids}  # fmt: skip
 
@@ -128,13 +132,17 @@ def test_training_prompts_are_what_the_user_said(tmp_path: Path) -> None:
         prompt("what about vitals? options: a) 1 b) 2 c) 3 d) 4 e) 5", "choice"),
         prompt("what is the sodium?"),
         prompt("what is the sodium?", document="patient_02"),
+        prompt("what is the ecg?", before=("what is the platelets?", "the answer is 41 giga.")),
     ]
     run = read_run(finished_run(tmp_path / "r", {"on_policy": cartridges()}, rollouts=rows))
-    found = list(trained_on(run, paper().conversation))
+    found = list(trained_on(run, paper().about))
     assert [(p.document, p.text) for p in found] == [
         ("patient_01", "what is the sodium?"),
         ("patient_01", "what about vitals?"),
         ("patient_02", "what is the sodium?"),
+        ("patient_01", "what is the platelets?"),
+        ("patient_01", "the answer is 41 giga."),
+        ("patient_01", "what is the ecg?"),
     ]
     assert found[0].place == "run r, rollouts.jsonl 1/0"
 

@@ -16,7 +16,7 @@ from protocols.spec.loading import load_file
 from strategies.catalog import parse
 from strategies.samplers.sampler import ABILITIES, SampleRequest, SampleResult
 from training.evaluation.strategies import ArmRow, compare
-from training.recipes.longhealth import LongHealthQuestion
+from training.recipes.longhealth_prompts import LongHealthQuestion
 
 OPTIONS = ("cyst", "ulcer", "normal", "edema", "murmur")
 # What the samples 0, 1, 2 say of each question; all are asked with the right answer "cyst".
@@ -49,7 +49,11 @@ class Scripted:
 
 EXAMS = [
     LongHealthQuestion(
-        PatientQuestion(name, f"p{i % 2}", "which?", OPTIONS, "cyst"), "which? options", (4,), (5,)
+        PatientQuestion(name, f"p{i % 2}", "which?", OPTIONS, "cyst"),
+        "which? options",
+        (4,),
+        (5,),
+        (f"p{i % 2}",),
     )
     for i, name in enumerate(SAYS)
 ]

@@ -5,7 +5,8 @@ from math import sqrt
 import pytest
 
 from environments.clinic.longhealth import PatientQuestion
-from training.recipes.longhealth import LongHealthQuestion, measure
+from training.recipes.longhealth import measure
+from training.recipes.longhealth_prompts import LongHealthQuestion
 
 Z = 1.959963984540054
 
@@ -13,7 +14,7 @@ Z = 1.959963984540054
 def exam(correct: str, *options: str) -> LongHealthQuestion:
     options = options or ("stenosis", "fracture", "cyst", "ulcer", "normal")
     question = PatientQuestion("patient_01/0", "patient_01", "which?", options, correct)
-    return LongHealthQuestion(question, "what?", (4, 5), (4, 5))
+    return LongHealthQuestion(question, "what?", (4, 5), (4, 5), ("p",))
 
 
 def test_right_wrong_and_unreadable() -> None:

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from protocols.teacher_replay import AgentMessage
 from protocols.types import Completion
 from training.recipes.agreement import HeldOutQuestion, StudyQuestion, agreement, split
 
 
 def studied(document: str, text: str) -> StudyQuestion:
-    return StudyQuestion(f"{document}/{text}", document, "question", text, (1,), ())
+    asked = (AgentMessage("user", text),)
+    return StudyQuestion(f"{document}/{text}", document, "question", asked, (1,), ())
 
 
 def test_a_question_stays_on_its_side_whatever_is_beside_it() -> None:
@@ -22,6 +24,19 @@ def test_a_question_stays_on_its_side_whatever_is_beside_it() -> None:
     assert {s.key for s in held_alone} == {s.key for s in held_out if s.document == "a"}
     assert {s.key for s in alone["a"]} == {s.key for s in training["a"]}
     assert split(one[:2], 1.0)[0]["a"]  # one is always left to train on
+    assert split(one, 0.0) == ({"a": one}, [])
+
+
+def test_a_conversation_is_held_out_by_all_its_words() -> None:
+    """`printf 'a\\nq' | sha256sum` begins with 79ac, that of 'a\\nq\\nyes\\nwhy' with aaf4: the
+    lowest is held out. With the last word "how" it begins with 1020."""
+    short = studied("a", "q")
+    said = (AgentMessage("user", "q"), AgentMessage("assistant", "yes"))
+    long = replace(short, key="long", messages=(*said, AgentMessage("user", "why")))
+    assert long.text == "q\nyes\nwhy"
+    assert split([long, short], 0.5) == ({"a": [long]}, [short])
+    lower = replace(long, messages=(*said, AgentMessage("user", "how")))
+    assert split([lower, short], 0.5) == ({"a": [short]}, [lower])
 
 
 def test_agreement_by_hand() -> None:

@@ -19,7 +19,8 @@ from protocols.errors import DataError
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from training.recipes.longhealth import LongHealthPrompts, in_company, read_patients
+from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
+from training.recipes.study_prompts import in_company
 from training.rollouts import StudyPrompt, as_rollout, rollout_from
 
 BOS, END, USER, ASSISTANT = 1, 2, 4, 5
@@ -196,7 +197,7 @@ def test_a_prepared_step_is_the_same_and_is_not_made_again(
     prepared.prepare(3)
     assert prepared.rollout(2, 7) == plain.rollout(2, 7), "another step is made as ever"
     prepared.prepare(3)
-    monkeypatch.delattr("training.recipes.longhealth.self_study_prompt")
+    monkeypatch.delattr("training.recipes.longhealth_prompts.self_study_prompt")
     assert prepared.rollout(3, 7) == expected
     with pytest.raises(NameError):
         prepared.rollout(3, 7)  # what was used is not kept
@@ -363,9 +364,12 @@ def test_near_doubles_of_held_out_questions_are_not_asked_in_training(
 def some_prompts(count: int) -> list[StudyPrompt]:
     bare = PrefixRef("document/none", 0)
     return [
-        StudyPrompt(name, "recite", GenerateRequest(f"on_policy/1/{i}", (4,), bare, Sampling(), i))
+        StudyPrompt(
+            name, "recite", GenerateRequest(f"on_policy/1/{i}", (4,), bare, Sampling(), i), name,
+            (name,), f"{name}/{i}",
+        )
         for i, name in enumerate(["a", "b", "c"] * (count // 3))
-    ]
+    ]  # fmt: skip
 
 
 def test_about_a_share_of_the_prompts_is_asked_in_company() -> None:

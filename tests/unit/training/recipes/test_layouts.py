@@ -1,0 +1,149 @@
+"""Prompts of corpus and group cartridges: what each is about, is read with, and trains."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from small_run import ROOT
+
+from environments.clinic.longhealth import Patient
+from learning.model.loading import load_tokenizer
+from protocols.layout import CartridgeLayout
+from protocols.spec.learn import LearnSpec
+from protocols.spec.loading import load_spec
+from protocols.types import Completion, PrefixRef
+from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
+from training.recipes.study_prompts import titled, titles_of
+from training.rollouts import as_rollout, as_rows, rollout_from
+
+MESH = str(ROOT / "meshes" / "longhealth.yaml")
+TOKENIZER = load_tokenizer(str(ROOT / "models" / "clinic-reader"))
+CHUNK = 100  # tokens, of charts of some 230
+
+
+def learn(*sets: str) -> LearnSpec:
+    return load_spec(MESH, sets=["rollout.prompts=8", *sets]).spec.learn
+
+
+def prompts(spec: LearnSpec, most: int | None = None) -> LongHealthPrompts:
+    return LongHealthPrompts(spec, read_patients(spec.data), TOKENIZER, most)
+
+
+def said(run: LongHealthPrompts, ids: tuple[int, ...]) -> str:
+    """Return what the user says in a prompt."""
+    return str(TOKENIZER.decode(list(ids[1:-2]))).strip()
+
+
+def test_one_cartridge_learns_from_every_chunk_that_a_prompt_is_about() -> None:
+    run = prompts(learn("cartridge.per=corpus", "rollout.kinds=[choice]"), CHUNK)
+    assert len(run.texts) > 2 * len(run.patients)
+    met = set()
+    for step in range(40):
+        for p in run.rollout(step, 3):
+            assert (p.cartridge, p.request.prefix) == ("corpus", PrefixRef("cartridge/corpus", 3))
+            name, _, asked = said(run, p.request.prompt_ids).partition(": ")
+            assert name == run.patients[p.document].name
+            # "what about CUE? options: ..." is about the chunk that has the sentence of the cue.
+            cue = asked.removeprefix("what about ").partition("?")[0]
+            assert any(cue in run.texts[c] for c in p.contexts)
+            assert {run.layout.documents[c] for c in p.contexts} == {p.document}
+            met.update(p.contexts)
+    assert met == set(run.texts)
+    assert [p.document for p in run.rollout(0, 0)] == 2 * sorted(run.patients)
+
+
+def test_an_exam_reads_the_chunk_that_answers_it() -> None:
+    run = prompts(learn("cartridge.per=corpus"), CHUNK)
+    over = {
+        arm: run.exam_requests(run.exams, arm, prefix, 5, False)
+        for arm, prefix in (("on_policy", "cartridge"), ("document", "document"), ("none", "none"))
+    }
+    for i, exam in enumerate(run.exams):
+        name = run.patients[exam.question.patient].name
+        assert said(run, exam.prompt_ids).startswith(f"{name}: what is the ")
+        assert exam.bare_ids == exam.prompt_ids
+        fact = exam.question.text.removeprefix("what is the ").removesuffix("?")
+        (chunk,) = exam.contexts
+        assert f"{fact} {exam.question.correct}." in run.texts[chunk]
+        assert over["on_policy"][i].prefix == PrefixRef("cartridge/corpus", 5)
+        assert over["document"][i].prefix == PrefixRef(f"document/{chunk}", 0)
+        assert over["none"][i].prefix == PrefixRef("document/none", 0)
+    (answer, *_) = run.answers(run.exams[:1], ["the answer is x."], [4])
+    assert (answer.document, answer.cartridge) == (run.exams[0].question.patient, "corpus")
+    assert answer.contexts == run.exams[0].contexts
+
+
+def test_the_questions_of_a_corpus_pair_with_those_of_single_documents() -> None:
+    """The name before a prompt is no part of the question."""
+    alone, corpus = prompts(learn()), prompts(learn("cartridge.per=corpus"))
+    both = [r.answers(r.exams, [""] * len(r.exams), [0] * len(r.exams)) for r in (alone, corpus)]
+    keys = [[(a.id, a.document_hash, a.question_hash) for a in answers] for answers in both]
+    assert keys[0] == keys[1]
+    assert said(alone, alone.exams[0].prompt_ids).startswith("what is the")
+
+
+def test_a_document_of_two_groups_trains_both() -> None:
+    groups = "cartridge.groups={x: [patient_01, patient_02], y: ['patient_0[2-4]']}"
+    run = prompts(learn("cartridge.per=group", groups, "rollout.prompts=10"))
+    asked = [(p.document, p.cartridge) for p in run.rollout(0, 0)]
+    turns = [("patient_01", "x"), ("patient_02", "x"), ("patient_02", "y"), ("patient_03", "y"),
+             ("patient_04", "y")]  # fmt: skip
+    assert asked == 2 * turns
+    exam = next(e for e in run.exams if e.question.patient == "patient_02")
+    (request,) = run.exam_requests([exam], "a", "cartridge", 0, False)
+    assert request.prefix.name == "cartridge/x"
+
+
+@pytest.mark.parametrize(
+    ("choice", "shared", "named"),
+    [("auto", True, True), ("auto", False, False), ("always", False, True), ("never", True, False)],
+)
+def test_when_prompts_name_their_document(choice: str, shared: bool, named: bool) -> None:
+    data = learn(f"data.name_document={choice}").data
+    layout = CartridgeLayout(
+        {"a": "a", "b": "b"}, {"all": ("a", "b")} if shared else {"a": ("a",), "b": ("b",)}
+    )
+    titles = titles_of(data, layout, {"a": "ada novak", "b": "ida weber"})
+    assert titled(titles, "a", "why?") == ("ada novak: why?" if named else "why?")
+    twins = titles_of(data, layout, {"a": "ada novak", "b": "ada novak"})
+    assert titled(twins, "b", "why?") == ("b: why?" if named else "why?")
+
+
+def finished(run: LongHealthPrompts) -> Any:
+    asked = run.rollout(0, 2)
+    done = [Completion(p.request.id, (9, 2), (-0.1, -0.2), (2, 2), "stop") for p in asked]
+    return as_rollout(0, asked, done, 0.5, 0.25, offline=False)
+
+
+def test_samples_and_rows_tell_cartridge_contexts_and_prompt() -> None:
+    rollout = finished(prompts(learn("cartridge.per=corpus"), CHUNK))
+    rows = as_rows(rollout, "on_policy", 1, lambda ids: "")
+    for p, sample, row in zip(rollout.prompts, rollout.samples, rows, strict=True):
+        assert (sample.cartridge, sample.contexts) == ("corpus", p.contexts)
+        assert sample.prompt == p.prompt != ""
+        assert (row.document, row.cartridge, row.contexts) == (p.document, "corpus", p.contexts)
+    assert rollout_from(json.loads(json.dumps(dataclasses.asdict(rollout)))) == rollout
+
+
+def test_a_checkpoint_from_before_cartridges_had_names_is_resumed() -> None:
+    rollout = finished(prompts(learn()))
+    old = json.loads(json.dumps(dataclasses.asdict(rollout)))
+    for p, s in zip(old["prompts"], old["samples"], strict=True):
+        s["document"] = s.pop("cartridge")
+        for key in ("contexts", "prompt"):
+            del p[key], s[key]
+        del p["cartridge"]
+    found = rollout_from(old)
+    assert [(s.cartridge, s.contexts) for s in found.samples] == [
+        (s.cartridge, s.contexts) for s in rollout.samples
+    ]
+    assert [p.contexts for p in found.prompts] == [p.contexts for p in rollout.prompts]
+
+
+def test_patients_are_told_apart_by_name() -> None:
+    patients = [
+        Patient(f"p{i}", "n", "b", "d", (f"sodium {i}{i} mmol. nurse weber.",), ()) for i in (1, 2)
+    ]
+    run = LongHealthPrompts(learn("cartridge.per=corpus", "data.patients=2"), patients, TOKENIZER)
+    assert run.titles == {"p1": "p1", "p2": "p2"}

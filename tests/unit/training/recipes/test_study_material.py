@@ -1,0 +1,143 @@
+"""What self-study is about: charts as documents, and LongHealth's questions that are held out."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from environments.clinic.patients import generate_clinic
+from environments.clinic.prompts import option_prompt
+from learning.model.loading import load_tokenizer
+from protocols.errors import DataError
+from protocols.spec.experiments import EvalSpec
+from protocols.spec.learn import LearnSpec
+from protocols.spec.loading import load_spec
+from protocols.types import SEPARATOR
+from services.run_directory import RunDirectory
+from training.evaluation.questions import set_paper
+from training.recipes.study_material import read_material
+from training.recipes.study_rows import context_titles
+
+ROOT = Path(__file__).resolve().parents[4]
+TOKENIZER = load_tokenizer(str(ROOT / "models" / "clinic-reader"))
+STUDY = "{questions: 5, min_chunk: 20, max_chunk: 60, question_tokens: 24, answer_tokens: 40}"
+
+
+def learn(path: Path, *sets: str, patients: int = 2) -> LearnSpec:
+    return load_spec(
+        str(ROOT / "meshes" / "longhealth.yaml"),
+        sets=[
+            "data.source=longhealth", f"data.path={path}", f"data.patients={patients}",
+            "data.facts=null", "data.notes=null", "data.held_out=0.5", "evaluate.sampled=false",
+            "data.instruction=answer as <answer>text</answer>", f"self_study={STUDY}", *sets,
+        ],
+    ).spec.learn  # fmt: skip
+
+
+def written(folder: Path, records: Any = None) -> Path:
+    path = folder / "benchmark.json"
+    path.write_text(json.dumps(records or generate_clinic(3, 3, 12, 3)))
+    return path
+
+
+def test_charts_are_documents_with_their_heads(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    corpus, _ = read_material(learn(path), TOKENIZER)
+    assert list(corpus.parts) == ["patient_01", "patient_02"]  # data.patients of three
+    record = json.loads(path.read_text())["patient_02"]
+    part = corpus.parts["patient_02"]
+    head = f"chart of {record['name']}, born {record['birthday']}, diagnosis {record['diagnosis']}."
+    assert part.about == head
+    notes = [f"note {i + 1}: {record['texts'][f'text_{i}']}" for i in range(3)]
+    assert part.text == part.document.text == "\n".join([head, *notes])
+    assert part.document.source == f"{path}#patient_02"
+    assert part.document.sha256 == hashlib.sha256(part.text.encode()).hexdigest()
+    assert len(part.tokens) == len(TOKENIZER(part.text, add_special_tokens=False).input_ids)
+
+
+def test_questions_are_those_that_a_hash_holds_out(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    _, asked = read_material(learn(path), TOKENIZER)
+    expected = []
+    for patient, record in json.loads(path.read_text()).items():
+        for q in record["questions"] if patient != "patient_03" else ():
+            digest = hashlib.sha256(f"{patient}\n{q['question']}".encode()).hexdigest()
+            if digest[0] < "8":  # below a half
+                expected.append((patient, q["question"], q["correct"]))
+    assert 0 < len(expected) < 24
+    found = [(q.document, q.fact, q.expected) for q in asked]
+    assert sorted(found) == sorted(expected)
+    assert [q.document for q in asked[:4]] == ["patient_01", "patient_02"] * 2
+    first = asked[0]
+    assert first.choice is not None
+    plain = option_prompt(first.choice.text, first.choice.options)
+    assert first.text == f"{plain}\nanswer as <answer>text</answer>"
+    assert first.forms == (first.choice.text, plain)
+    assert first.scores(f"so: <answer>{first.choice.correct}</answer>") == (1.0, 1.0, True)
+    assert first.scores("I do not know") == (0.0, 0.0, False)
+
+
+def test_a_chart_of_several_chunks_is_studied_by_chunk_under_its_patients_name(
+    tmp_path: Path,
+) -> None:
+    spec = learn(written(tmp_path), "teacher.context_tokens=80", "cartridge.per=corpus")
+    corpus, asked = read_material(spec, TOKENIZER)
+    names = list(corpus.parts)
+    assert names[:2] == ["patient_01.part_01", "patient_01.part_02"]
+    assert corpus.layout.cartridges == {"corpus": ("patient_01", "patient_02")}
+    assert {part.of for part in corpus.parts.values()} == {"patient_01", "patient_02"}
+    records = json.loads((tmp_path / "benchmark.json").read_text())
+    for part in corpus.parts.values():
+        assert len(part.tokens) <= 80
+        assert part.title == records[part.of]["name"]
+        assert part.text.startswith(f"{part.about}\nnote ")
+    assert len({corpus.hashes[name] for name in names}) == 2  # those of the whole charts
+    for question in asked:
+        contexts = question.document.split(SEPARATOR)
+        assert any(question.expected in corpus.parts[name].text for name in contexts)
+    suite = set_paper(EvalSpec(probes=0), spec, RunDirectory(tmp_path), TOKENIZER, None)
+    assert suite.about.texts == corpus.texts
+    assert [(i.asked.id, i.about) for i in suite.items] == [(q.id, q.document) for q in asked]
+    assert suite.about.titles == context_titles(spec, corpus)
+    assert set(suite.about.titles.values()) == {r["name"] for r in list(records.values())[:2]}
+
+
+def test_forge_eval_asks_the_same_questions_and_fails_on_copies(tmp_path: Path) -> None:
+    spec = learn(written(tmp_path))
+    suite = set_paper(EvalSpec(probes=0), spec, RunDirectory(tmp_path), TOKENIZER, None)
+    corpus, asked = read_material(spec, TOKENIZER)
+    assert [i.asked for i in suite.items] == asked
+    assert suite.about.texts == corpus.texts
+    assert suite.user_file  # so contamination is `fail`
+
+
+def test_of_a_users_documents_questions_come_from_their_file(tmp_path: Path) -> None:
+    salt = ROOT / "tests" / "data" / "articles" / "salt.txt"
+    qas = [{"id": "a", "question": "What was sold?", "answers": [{"text": "salt"}]}]
+    asked = {"data": [{"title": "salt", "paragraphs": [{"context": "", "qas": qas}]}]}
+    (tmp_path / "q.json").write_text(json.dumps(asked))
+    mesh = str(ROOT / "meshes" / "documents.yaml")
+    for sets, told in (((), []), ((f"data.questions={tmp_path / 'q.json'}",), ["a"])):
+        spec = load_spec(mesh, sets=[f"data.path={salt}", *sets]).spec.learn
+        corpus, questions = read_material(spec, TOKENIZER)
+        assert [q.id for q in questions] == told
+        assert {name: part.about for name, part in corpus.parts.items()} == {"salt": ""}
+
+
+@pytest.mark.parametrize(
+    ("sets", "text", "told"),
+    [
+        ((), "so <|end|> it is. " * 20, r"about patient_02 need a cartridge of the whole chart"),
+        ((), "so it is.", r"\n  .*#patient_02 has \d+ tokens, no more than a cartridge"),
+        (("data.held_out=0.000001",), "so it is. " * 20, "has no held-out question: raise"),
+    ],
+)
+def test_charts_that_cannot_be_studied_are_refused(
+    tmp_path: Path, sets: tuple[str, ...], text: str, told: str
+) -> None:
+    records = generate_clinic(3, 2, 12, 3)
+    records["patient_02"]["texts"] = {"text_0": text}
+    with pytest.raises(DataError, match=told):
+        read_material(learn(written(tmp_path, records), *sets), TOKENIZER)

@@ -1,0 +1,95 @@
+"""Place prompts over cartridges: alone, composed with another's, or followed by an answer to read.
+
+Recipes of patients and of a user's documents share these.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from protocols.layout import CartridgeLayout
+from protocols.spec.sections import DataSpec
+from protocols.teacher_replay import AgentMessage
+from protocols.types import SEPARATOR, GenerateRequest, PrefixRef, Sampling, composed_ref
+from training.rollouts import StudyPrompt
+
+Turn = TypeVar("Turn")
+
+
+def in_company(
+    prompts: Sequence[StudyPrompt], version: int, names: Sequence[str], share: float, seed: int
+) -> list[StudyPrompt]:
+    """Return the prompts over their cartridges of `version`; for about `share` of them, the
+    cartridge of another of `names` stands before or after it."""
+    found = []
+    for prompt in prompts:
+        rng = random.Random(f"compose/{seed}/{prompt.request.id}")
+        order = [prompt.cartridge]
+        others = [name for name in names if name != prompt.cartridge]
+        if rng.random() < share and others:
+            order.insert(rng.randrange(2), rng.choice(others))
+        refs = [PrefixRef(f"cartridge/{name}", version) for name in order]
+        found.append(over(prompt, composed_ref(refs)))
+    return found
+
+
+def over(prompt: StudyPrompt, prefix: PrefixRef) -> StudyPrompt:
+    """Return the prompt with another prefix."""
+    return replace(prompt, request=replace(prompt.request, prefix=prefix))
+
+
+def context_ref(contexts: Sequence[str]) -> PrefixRef:
+    """Return the prefix of contexts that are read as one text."""
+    return PrefixRef(f"document/{SEPARATOR.join(contexts)}", 0)
+
+
+def contexts_of(about: str) -> tuple[str, ...]:
+    """Return the contexts that are read as one text of this name."""
+    return tuple(about.split(SEPARATOR))
+
+
+def reading(request: GenerateRequest, answer_ids: tuple[int, ...]) -> GenerateRequest:
+    """Return a request for the log-probabilities of `answer_ids` after the prompt of another."""
+    return replace(
+        request, id=f"{request.id}/read", prompt_ids=(*request.prompt_ids, *answer_ids),
+        sampling=Sampling(temperature=0.0, max_tokens=1), seed=0, prompt_logprobs=True,
+    )  # fmt: skip
+
+
+def in_turns(rows: Sequence[Sequence[Turn]]) -> list[Turn]:
+    """Return items column by column; rows may end early: [[a, b], [c]] -> [a, c, b]."""
+    longest = max((len(r) for r in rows), default=0)
+    return [r[i] for i in range(longest) for r in rows if i < len(r)]
+
+
+def titles_of(
+    data: DataSpec, layout: CartridgeLayout, names: Mapping[str, str]
+) -> Mapping[str, str]:
+    """Return the title of each document that its prompts begin with, as `data.name_document` says;
+    {} where they begin with none. `names` are the documents' titles by document; those that share
+    one are called by their document's name."""
+    if data.name_document == "never" or (data.name_document == "auto" and not layout.shared):
+        return {}
+    given = list(names.values())
+    return {d: title if given.count(title) == 1 else d for d, title in names.items()}
+
+
+def of_contexts(titles: Mapping[str, str], layout: CartridgeLayout) -> dict[str, str]:
+    """Return the titles of documents by context."""
+    return {c: titles[document] for c, document in layout.documents.items() if document in titles}
+
+
+def titled(titles: Mapping[str, str], about: str, text: str) -> str:
+    """Return a prompt's text, after the title of what it is about, if any: "ada novak: ..."."""
+    return f"{titles[about]}: {text}" if about in titles else text
+
+
+def titled_messages(
+    titles: Mapping[str, str], about: str, messages: Sequence[AgentMessage]
+) -> tuple[AgentMessage, ...]:
+    """Return a conversation whose first turn is after the title of what it is about, if any."""
+    first, *others = messages
+    return (replace(first, content=titled(titles, about, first.content)), *others)

@@ -1,0 +1,96 @@
+"""Turn the rows of self-study into the questions of a run, and check that they belong to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from documents.corpus import Corpus
+from documents.synthesis import model_name
+from documents.synthesis_rows import StudyRow
+from environments.renderer import ChatRenderer
+from protocols.errors import CheckpointError, DataError
+from protocols.files import write_atomically
+from protocols.spec.learn import LearnSpec
+from protocols.types import Completion
+from services.run_directory import RunDirectory
+from training.recipes.agreement import StudyQuestion
+from training.recipes.study_prompts import of_contexts, titled_messages, titles_of
+from training.rollouts import StudyPrompt
+
+
+def context_titles(spec: LearnSpec, parts: Corpus) -> dict[str, str]:
+    """Return the title that prompts about each context begin with, its document's; {} where they
+    begin with none (`data.name_document`)."""
+    names = {part.of: part.title or part.of for part in parts.parts.values()}
+    return of_contexts(titles_of(spec.data, parts.layout, names), parts.layout)
+
+
+def studied_of(
+    row: StudyRow, spec: LearnSpec, conversation: ChatRenderer, titles: Mapping[str, str]
+) -> StudyQuestion | None:
+    """Return the question of a row; None when a trainer row cannot hold it with its answer."""
+    ids = conversation.opening(row.document, titled_messages(titles, row.document, row.messages))
+    if len(ids) + spec.rollout.max_tokens > spec.train.row_tokens:
+        return None
+    room = spec.train.row_tokens - len(ids)
+    # Ids of another model's tokenizer mean nothing here: its answer text is tokenized again.
+    own = row.model == model_name(spec.model.path) and row.answer_ids
+    answer = row.answer_ids if own else ()
+    if row.answer and not own:
+        answer = conversation.saying(row.answer)
+    kept = min(len(answer), room) if own and len(row.teacher_ids) == len(answer) else 0
+    known = all(id >= 0 for at in row.teacher_ids[:kept] for id in at)
+    return StudyQuestion(
+        row.key, row.document, row.kind, row.messages, ids, answer[:room],
+        row.teacher_ids[:kept] if known else (), row.teacher_logprobs[:kept] if known else (),
+    )  # fmt: skip
+
+
+def require_scores(studied: Sequence[StudyQuestion], where: str | None) -> None:
+    """Raise DataError unless every answer has the same number of teacher tokens at every place."""
+    lacking = [s.key for s in studied if not s.teacher_ids]
+    if lacking:
+        raise DataError(
+            f"{where}: {len(lacking)} of {len(studied)} rows to train on have no answer with "
+            f"log-probabilities of this model's tokens, the first is {lacking[0]}; write them with "
+            "this model and self_study.top_k > 0, or set self_study.scores: read"
+        )
+    counts = sorted({len(at) for s in studied for at in s.teacher_ids})
+    if len(counts) > 1:
+        raise DataError(
+            f"{where}: rows keep {counts} log-probabilities a token; keep one file for each "
+            "self_study.top_k, or set self_study.scores: read"
+        )
+
+
+def note_documents(parts: Corpus, directory: RunDirectory) -> None:
+    """Write the run's list of documents. Raises CheckpointError when it differs on resume."""
+    told = parts.as_dict()
+    if directory.documents.exists():
+        before = json.loads(directory.documents.read_bytes())
+        if before["documents"] != told["documents"]:
+            raise CheckpointError(
+                f"the documents changed since the run began ({directory.documents}); bring them "
+                "back, or start anew without --resume"
+            )
+        return
+    write_atomically(directory.documents, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+
+
+def of_parts(rows: Sequence[StudyRow], parts: Corpus, where: str) -> list[StudyRow]:
+    """Return the rows. Raises DataError when one is about a text that is not in `parts`."""
+    for row in rows:
+        part = parts.parts.get(row.document)
+        if part is None or part.document.sha256 != row.sha256:
+            raise DataError(
+                f"{where}: {row.key} is about {row.document} of hash {row.sha256[:12]}, which is "
+                "none of the run's documents; write the rows anew with `forge selfstudy`"
+            )
+    return list(rows)
+
+
+def said(studied: StudyQuestion, prompt: StudyPrompt) -> Completion:
+    """Return B's written answer as a Completion, with zeros for its unknown log-probabilities."""
+    ids = studied.answer_ids
+    return Completion(prompt.request.id, ids, (0.0,) * len(ids), (0,) * len(ids), "stop")
