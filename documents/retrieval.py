@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain, repeat
 
-TermCounts = Mapping[str, int]  # of a passage: how often it has each term
+from registry.terms import Passages
 
 TERM = re.compile(r"\w+")
 
@@ -34,7 +34,7 @@ class Bm25Router:
     """Rank names by their best passage for a question. The result depends on the passages and the
     question alone: neither on their order, nor on the machine."""
 
-    def __init__(self, passages: Mapping[str, Sequence[TermCounts]]) -> None:
+    def __init__(self, passages: Mapping[str, Passages]) -> None:
         """Index the passages of each name. A name without a term is never found."""
         from bm25s import BM25  # half a second, for those alone who route
 

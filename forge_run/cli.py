@@ -116,6 +116,10 @@ CARTRIDGES = {
         *LIBRARY, CARTRIDGE, _option("tag", "TAG", "letters, digits and _ . -, a letter first"),
         _flag("--remove", "call it so no more"),
     )),
+    "words": Command("give a version the text that `auto` chooses it by", "cartridges:words", (
+        *LIBRARY, CARTRIDGE,
+        _option("files", "FILE", "texts, PDFs or folders of them", type=Path, nargs="+"),
+    )),
     "diff": Command("how far two cartridges are apart, layer by layer", "cartridges:diff", (
         *LIBRARY,
         *(_option(which, which.upper(), f"{NAMED}, or a path of any format") for which in "ab"),
