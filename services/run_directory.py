@@ -12,6 +12,7 @@ kill.
         ├── votes.jsonl      teacher votes on the run's states         appended
         ├── selfstudy.jsonl  questions about a user's documents        appended
         ├── documents.json   which documents, by hash                  written once
+        ├── terms.json       the words of each cartridge's texts       replaced whole
         ├── contamination.jsonl  duplicated evaluation questions       replaced whole
         ├── teachers.jsonl   every call to a teacher: the ledger       by teachers/ledger.py
         ├── events.jsonl     run events with their times               appended
@@ -52,6 +53,7 @@ from protocols.records.run_files import (
     RolloutRow,
     RunResults,
 )
+from registry.terms import TERMS
 
 LATEST = "latest"
 FRONTIER = "frontier.json"
@@ -87,6 +89,7 @@ class RunDirectory:
     votes = RunFile("votes.jsonl")
     selfstudy = RunFile("selfstudy.jsonl")
     documents = RunFile("documents.json")
+    terms = RunFile(TERMS)
     contamination = RunFile("contamination.jsonl")
     ledger = RunFile("teachers.jsonl")
     events = RunFile("events.jsonl")

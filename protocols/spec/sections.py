@@ -13,7 +13,7 @@ from protocols.spec.objective import EpisodesSpec, LossSpec, ObjectiveSpec
 from protocols.spec.rsa import RsaSpec
 from protocols.spec.teacher_replay import ReplaySpec
 
-Arm = Literal["none", "document", "untrained", "offline", "on_policy"]
+Arm = Literal["none", "document", "untrained", "offline", "on_policy", "routed"]
 Init = Literal[
     "first_tokens", "random_text", "random_vectors", "sampled_chunks", "attention_matching"
 ]
@@ -350,11 +350,16 @@ class EvaluateSpec(SpecSection):
 
     @field_validator("arms")
     @classmethod
-    def _offline_needs_its_budget(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _need_on_policy(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "offline" in value and "on_policy" not in value:
             raise broken(
                 "must hold on_policy where it holds offline, which trains on as many tokens",
                 "add on_policy or remove offline",
+            )
+        if "routed" in value and "on_policy" not in value:
+            raise broken(
+                "must hold on_policy where it holds routed, which reads the same cartridges",
+                "add on_policy or remove routed",
             )
         return value
 

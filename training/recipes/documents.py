@@ -46,7 +46,7 @@ from training.recipes.agreement import (
     teachers_answer,
     users_answer,
 )
-from training.recipes.base import Recipe
+from training.recipes.base import Recipe, Route, own_cartridge
 from training.recipes.contamination import clean
 from training.recipes.longhealth import in_company, in_turns, reading
 from training.recipes.question_files import UserQuestion, read_questions
@@ -77,6 +77,7 @@ class DocumentsRecipe(Recipe):
             **{name: self._conversation.head(name) for name in parts.parts},
             NO_DOCUMENT: self._conversation.head(None),
         }
+        self.texts = {name: (text,) for name, text in parts.texts.items()}
         self.end_ids = frozenset({tokenizer.eos_token_id})
         self._asked = self._read_asked()
         self._getting_ready = asyncio.Lock()
@@ -216,7 +217,7 @@ class DocumentsRecipe(Recipe):
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate, keep: KeepAnswers | None = None,
+        generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
         """Return the agreement with the teacher on held-out questions; where the user gave
         questions, their answers decide the accuracy."""
@@ -224,7 +225,7 @@ class DocumentsRecipe(Recipe):
         await self._examine(generate)
         bare = prefix == NO_DOCUMENT
         requests = [
-            self._reading(e, f"evaluate/{arm}", prefix, version) for e in self._exams[:most]
+            self._reading(e, f"evaluate/{arm}", prefix, version, route) for e in self._exams[:most]
         ]
         completions, _ = await generate(requests)
         measured = agreement(self._exams[:most], completions)
@@ -239,7 +240,7 @@ class DocumentsRecipe(Recipe):
             GenerateRequest(
                 f"evaluate/{arm}/asked/{q.id}",
                 self._prompt_ids(None if bare else q.document, q.text),
-                BARE if bare else PrefixRef(f"{prefix}/{q.document}", version),
+                BARE if bare else PrefixRef(f"{prefix}/{route(q.document, q.text)}", version),
                 sampling,
                 stream_seed(f"asked/{q.id}"),
             )
@@ -291,12 +292,15 @@ class DocumentsRecipe(Recipe):
             ]  # fmt: skip
 
     def _reading(
-        self, exam: HeldOutQuestion, name: str, prefix: str, version: int
-    ) -> GenerateRequest:
+        self, exam: HeldOutQuestion, name: str, prefix: str, version: int,
+        route: Route = own_cartridge,
+    ) -> GenerateRequest:  # fmt: skip
         """Return a request that reads the teacher's answer, for its log-probabilities."""
         bare = prefix == NO_DOCUMENT
         ids = exam.bare_ids if bare else exam.studied.prompt_ids
-        ref = BARE if bare else PrefixRef(f"{prefix}/{exam.studied.document}", version)
+        studied = exam.studied
+        over = route(studied.document, studied.text)
+        ref = BARE if bare else PrefixRef(f"{prefix}/{over}", version)
         return GenerateRequest(
             f"{name}/{exam.studied.key}", (*ids, *exam.answer_ids), ref,
             Sampling(temperature=0.0, max_tokens=1), 0, prompt_logprobs=True,

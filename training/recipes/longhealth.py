@@ -47,7 +47,7 @@ from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import TrainBatch
 from protocols.types import GenerateRequest, PrefixRef, Sampling, composed_ref
 from services.run_directory import RunDirectory
-from training.recipes.base import Recipe
+from training.recipes.base import Recipe, Route, own_cartridge
 from training.rollouts import (
     Rollout,
     ScoreGroup,
@@ -71,6 +71,7 @@ class LongHealthRecipe(Recipe):
         self._tasks = tasks
         self._exams = tasks.exams if measured else []
         self.documents: Mapping[str, tuple[int, ...]] = tasks.documents
+        self.texts = {name: (p.document,) for name, p in tasks.patients.items()}
         self.end_ids = tasks.end_ids
 
     def prepare(self, step: int) -> None:
@@ -106,10 +107,10 @@ class LongHealthRecipe(Recipe):
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate, keep: KeepAnswers | None = None,
+        generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
         exams = self._exams[:most]
-        requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled)
+        requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled, route)
         completions, _ = await generate(requests)
         said = [self._tasks.decode(c.token_ids) for c in completions]
         if keep is not None:
@@ -256,6 +257,7 @@ class LongHealthPrompts:
         prefix: str,
         version: int,
         sampled: bool,
+        route: Route = own_cartridge,
     ) -> list[GenerateRequest]:
         """Return one arm's requests: prefix "cartridge", "document" or "none" (no document)."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
@@ -268,7 +270,7 @@ class LongHealthPrompts:
             ref = (
                 PrefixRef(f"document/{NO_DOCUMENT}", 0)
                 if bare
-                else PrefixRef(f"{prefix}/{exam.question.patient}", version)
+                else PrefixRef(f"{prefix}/{route(exam.question.patient, exam.text)}", version)
             )
             name = f"evaluate/{arm}/{exam.question.id}"
             ids = exam.bare_ids if bare else exam.prompt_ids

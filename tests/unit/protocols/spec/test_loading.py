@@ -199,6 +199,9 @@ BAD_FILES = [
     (C, "train:", "evaluate: {arms: [none, offline]}\ntrain:",
      "arms must hold on_policy where it holds offline, which trains on as many tokens: "
      f"got [none, offline] at {C}:14 (evaluate.arms); add on_policy or remove offline"),
+    (C, "train:", "evaluate: {arms: [none, routed]}\ntrain:",
+     "arms must hold on_policy where it holds routed, which reads the same cartridges: "
+     f"got [none, routed] at {C}:14 (evaluate.arms); add on_policy or remove routed"),
     (C, "train:", "evaluate: {sampled: yes}\ntrain:",
      f"sampled must be true or false: got 'yes' at {C}:14 (evaluate.sampled); "
      "write true or false"),
