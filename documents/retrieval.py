@@ -2,6 +2,7 @@
 
     text -> count_terms -> the terms of a passage          (what a library keeps of a text)
     {name: passages} -> Bm25Router -> top(question, n) -> [(name, score), ...]
+                                      choose(question) -> Choice: the best, and the runner-up
 
 How rare a term is depends on the other documents, so an index over one set cannot serve another.
 Term counts can: an index over any set is built from them, in milliseconds.
@@ -12,8 +13,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain, repeat
 
+from protocols.errors import DataError
 from registry.terms import Passages
 
 TERM = re.compile(r"\w+")
@@ -28,6 +31,17 @@ def terms_of(text: str) -> list[str]:
 def count_terms(text: str) -> dict[str, int]:
     """Return how often each term occurs in a text, sorted by term."""
     return dict(sorted(Counter(terms_of(text)).items()))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hold the best name for a question with its BM25 score, and the next best, None where no other
+    shares a word with the question."""
+
+    name: str
+    score: float
+    runner_up: str | None = None
+    runner_up_score: float | None = None
 
 
 class Bm25Router:
@@ -67,3 +81,14 @@ class Bm25Router:
             best[name] = max(score, best.get(name, 0.0))
         found = sorted(best.items(), key=lambda pair: (-pair[1], pair[0]))
         return [(name, score) for name, score in found if score > 0][:n]
+
+    def choose(self, text: str) -> Choice:
+        """Return the best name and the runner-up. Raises DataError where no text shares a word."""
+        found = self.top(text, 2)
+        if not found:
+            raise DataError(
+                "the question shares no word with the text of a cartridge, so none is chosen for "
+                f"it; name one: {', '.join(self.names) or 'none has its words'}"
+            )
+        best, *others = found
+        return Choice(*best, *(others[0] if others else ()))

@@ -121,11 +121,10 @@ class AnswerContext:
         named: dict[str, Any] = {}
         if used:
             named = {"cartridge": used[0]} if len(used) == 1 else {"cartridges": used}
-        if (chosen := request.routed) is not None:
+        if request.routed is not None:
+            why = request.routed.why
             named["routed"] = RoutedInfo(
-                score=chosen.score,
-                runner_up=chosen.runner_up,
-                runner_up_score=chosen.runner_up_score,
+                score=why.score, runner_up=why.runner_up, runner_up_score=why.runner_up_score
             )
         self.forge = ForgeExtension(
             seed=request.seed, cartridge_tokens=request.cartridge_tokens, **named

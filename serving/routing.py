@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from documents.retrieval import Bm25Router
+from documents.retrieval import Bm25Router, Choice
 from protocols.errors import DataError
 from registry.names import AUTO, CartridgeName
 from registry.store import CartridgeStore, CartridgeVersion
@@ -13,13 +13,10 @@ from registry.store import CartridgeStore, CartridgeVersion
 
 @dataclass(frozen=True)
 class RoutedChoice:
-    """Hold the chosen version with its BM25 score, and the next best name, None where no other
-    cartridge shares a word with the question."""
+    """Hold the chosen version, and why."""
 
     entry: CartridgeVersion
-    score: float
-    runner_up: str | None = None
-    runner_up_score: float | None = None
+    why: Choice
 
 
 class CartridgeRouter:
@@ -39,16 +36,11 @@ class CartridgeRouter:
         """Return the best cartridge for a question. Raises DataError where it shares no word with
         any."""
         router = self._refresh()
-        found = router.top(text, 2)
-        if not found:
-            raise DataError(
-                f"the question shares no word with the text of a cartridge, so {AUTO} cannot "
-                f"choose; name one: {', '.join(router.names) or 'none has its words'}"
-                f"{self._unknown(router)}"
-            )
-        (name, score), *others = found
-        entry = self._library.get(CartridgeName(name))
-        return RoutedChoice(entry, score, *(others[0] if others else ()))
+        try:
+            why = router.choose(text)
+        except DataError as error:
+            raise DataError(f"{error}{self._unknown(router)}") from error
+        return RoutedChoice(self._library.get(CartridgeName(why.name)), why)
 
     def require(self) -> None:
         """Raise DataError where there is nothing to choose from."""

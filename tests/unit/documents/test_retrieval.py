@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from documents.retrieval import Bm25Router, count_terms, terms_of
+from documents.retrieval import Bm25Router, Choice, count_terms, terms_of
+from protocols.errors import DataError
 
 TIDE, SALT = "The dog sat.", "the cat sat on the mat"
 
@@ -59,6 +60,15 @@ def test_names_without_a_common_word_are_not_found() -> None:
     assert router.top("", 3) == []
     assert Bm25Router.of_texts({}).top("cat", 1) == []
     assert Bm25Router.of_texts({"blank": ""}).top("cat", 1) == []
+
+
+def test_the_choice_names_the_runner_up() -> None:
+    router = Bm25Router.of_texts({"salt": SALT, "tide": TIDE, "reef": "kelp"})
+    (best, first), (other, second) = router.top("the dog sat", 3)
+    assert router.choose("the dog sat") == Choice(best, first, other, second)
+    assert router.choose("kelp") == Choice("reef", router.top("kelp", 1)[0][1])
+    with pytest.raises(DataError, match=r"no word .* name one: reef, salt, tide"):
+        router.choose("whale")
 
 
 def test_a_name_stands_by_its_best_passage() -> None:
