@@ -290,6 +290,12 @@ def test_compositions_need_two_documents_and_no_certain_backend(house: Path) -> 
     assert load_spec(M, sets=sets).spec.learn.train.compose == 0.5
 
 
+def test_the_arm_routed_needs_questions_that_are_known(house: Path) -> None:
+    sets = ("evaluate.arms=[on_policy, routed]", "rsa={N: 4}", "objective.w_rl=1")
+    assert "arms must not hold routed with episodes or rsa" in message(*sets)
+    assert load_spec(M, sets=sets[:1]).spec.learn.evaluate.arms == ("on_policy", "routed")
+
+
 def test_every_fault_is_listed_in_the_order_of_places(house: Path) -> None:
     (house / M).write_text(MESH.replace("replicas: 2", "replicas: 0").replace("tiny", "Tiny", 1))
     (house / C).write_text(CONFIG.replace("tokens: 28", "tokens: 1"))
