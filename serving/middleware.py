@@ -85,7 +85,7 @@ class BodyLimitMiddleware:
         self._app, self._max_bytes, self._max_upload_bytes = app, max_bytes, max_upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        upload = scope["path"].startswith(UPLOADS)
+        upload = scope["method"] == "POST" and scope["path"].startswith(UPLOADS)
         most = self._max_upload_bytes if upload else self._max_bytes
         seconds = UPLOAD_SECONDS if upload else BODY_SECONDS
         deadline = asyncio.get_running_loop().time() + seconds

@@ -29,7 +29,7 @@ BOATS: list[Any] = [
 
 @pytest.fixture
 def routed(tmp_path: Path) -> Iterator[Served]:
-    with serving(tmp_path) as one:
+    with serving(tmp_path, max_body_bytes=4096) as one:
         library = one.house.library
         for seed, (name, text) in enumerate(TEXTS.items()):
             add_cartridge(library, name, seed)
@@ -125,6 +125,7 @@ def test_cartridges_that_come_and_go_change_what_auto_chooses(routed: Served) ->
     assert listed() == ["harbour", "mute", "orchard"]
     assert chat(routed)[1] == "mute@1"
     assert raw(routed, put, b"\xff", "PUT")[0] == 400
+    assert raw(routed, put, b"boats " * 700, "PUT")[0] == 413
     # A newer version without its words is not routed to, and neither is an older one.
     add_cartridge(routed.house.library, "mute", seed=3)
     assert chat(routed)[1] == "harbour@1"
