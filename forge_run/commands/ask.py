@@ -68,6 +68,8 @@ def command(
     as_json: bool,
 ) -> int:
     """Print the answer; what the router chose is told on stderr. Raises ForgeError."""
+    for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
+        os.environ.setdefault(bars, "1")
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     if server is not None:
         found = _by_server(server, key_env, cartridge, question, sampling, seed)
@@ -77,7 +79,7 @@ def command(
             found = _in_process(asked, question, sampling, seed)
     if found.routed is not None:
         note(f"{found.cartridge}: {told(found.routed)}")
-    print(json.dumps(asdict(found), indent=1) if as_json else found.answer)
+    print(json.dumps(asdict(found), indent=1) if as_json else found.answer.strip())
     return 0
 
 

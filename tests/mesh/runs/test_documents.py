@@ -96,10 +96,10 @@ def test_a_folder_is_trained_on_measured_and_reported(calm: Path) -> None:
     assert agreement["document"]["kl"] == pytest.approx(0.0, abs=1e-5)
     assert agreement["document"]["top1"] == 1.0
     assert agreement["on_policy"]["kl"] < agreement["untrained"]["kl"]
-    # Seven cartridges: the questions of the model quote their documents, so most are found.
+    # Four of the seven tell one story, so words alone do not tell them apart.
     routing = results["arms"]["on_policy"]["routing"]
-    assert (routing["n"], set(read_terms(calm / "terms.json"))) == (7, set(names))
-    assert 0.5 < routing["accuracy"] <= 1.0
+    assert (routing["n"], sorted(read_terms(calm / "terms.json"))) == (12, names)
+    assert 0 < routing["accuracy"] < 1
     routed = [a for a in read_rows(calm / "answers.jsonl") if a["arm"] == "routed"]
     own = {a["id"]: a["nll"] for a in read_rows(calm / "answers.jsonl") if a["arm"] == "on_policy"}
     same = sum(own[a["id"]] == a["nll"] for a in routed)

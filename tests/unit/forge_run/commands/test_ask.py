@@ -80,7 +80,7 @@ def test_a_library_and_its_server_give_one_answer(
     assert other["cartridge"] == "orchard@1"
     assert asked(capsys, "orchard", QUESTION, *here)[0] == other
     assert forge(["ask", "harbour", QUESTION, *FEW, *there]) == 0
-    assert capsys.readouterr().out == f"{named['answer']}\n"
+    assert capsys.readouterr().out == f"{named['answer'].strip()}\n"
 
 
 def test_a_run_answers_too_once_it_has_its_words(
