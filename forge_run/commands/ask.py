@@ -70,6 +70,11 @@ def command(
     """Print the answer; what the router chose is told on stderr. Raises ForgeError."""
     for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
         os.environ.setdefault(bars, "1")
+    if max_tokens < 1 or temperature < 0:
+        raise SpecError(
+            f"--max-tokens must be >= 1 and --temperature >= 0: got {max_tokens} and "
+            f"{temperature:g}; leave them out for 64 and 0"
+        )
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     if server is not None:
         found = _by_server(server, key_env, cartridge, question, sampling, seed)
@@ -94,6 +99,7 @@ def told(why: Choice) -> str:
 def _of_library(
     mesh: str, sets: Sequence[str], cartridge: str, question: str
 ) -> Iterator[AskedCartridge]:
+    from registry.formats import forge
     from registry.formats.base_model import read_base
     from registry.store import CartridgeStore
     from serving.routing import CartridgeRouter
@@ -108,6 +114,7 @@ def _of_library(
         entry, why = chosen.entry, chosen.why
     else:
         entry = library.get(parse_cartridge(cartridge))
+    forge.read(entry.path.parent)  # against its checksums
     shown = "{}@{}".format(*entry.key)
     yield AskedCartridge(shown, entry.path, spec.model, spec.generator, why)
 

@@ -110,6 +110,8 @@ def test_refusals_say_whose_they_are(
         (("reef", "Zebra?", *here), "there is no cartridge reef; the library has harbour, orchard"),
         (("reef", "Zebra?", "--server", house.url), "answers 404: there is no cartridge reef"),
         (("reef", "Zebra?", "--run", str(run)), "the run has no cartridge reef"),
+        (("a", "b", "--max-tokens", "0"), "--max-tokens must be >= 1"),
+        (("a", "b", "--temperature", "-1"), "--temperature >= 0: got 64 and -1"),
         (("a", "b", "--server", house.url, "--key-env", "NO_SUCH"), "--key-env NO_SUCH: no such"),
     ):
         assert forge(["ask", *words]) == 2
