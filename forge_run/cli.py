@@ -119,6 +119,10 @@ CARTRIDGES = {
         *LIBRARY, CARTRIDGE, _option("tag", "TAG", "letters, digits and _ . -, a letter first"),
         _flag("--remove", "call it so no more"),
     )),
+    "words": Command("give a version the text that `auto` chooses it by", "cartridges:words", (
+        *LIBRARY, CARTRIDGE,
+        _option("files", "FILE", "texts, PDFs or folders of them", type=Path, nargs="+"),
+    )),
     "diff": Command("how far two cartridges are apart, layer by layer", "cartridges:diff", (
         *LIBRARY,
         *(_option(which, which.upper(), f"{NAMED}, or a path of any format") for which in "ab"),
@@ -201,6 +205,18 @@ COMMANDS = {
     )),
     "serve": Command("serve a model with cartridges over HTTP", "serve:command",
                      (*MESH_AND_SETS, DRY_RUN)),
+    "ask": Command("ask a cartridge one question, here or of a server", "ask:command", (
+        *LIBRARY,
+        _option("cartridge", "CARTRIDGE", f"{NAMED}, or auto: the one the question is about"),
+        _option("question", "QUESTION"),
+        _option("--run", "RUN", "of this run, not of the library", type=Path),
+        _option("--server", "URL", "of a running server, such as http://127.0.0.1:8000"),
+        _option("--key-env", "NAME", "environment variable that holds the server's key"),
+        _option("--max-tokens", "N", "most of the answer (default: 64)", type=int, default=64),
+        _option("--temperature", "T", "0, the default, is greedy", type=float, default=0.0),
+        _option("--seed", "N", "of the draws (default: 0)", type=int, default=0),
+        _flag("--json", "print JSON, for programs", dest="as_json"),
+    )),
     "cartridges": Command("the library that `forge serve` serves", verbs=CARTRIDGES),
     "convert": Command("write a cartridge in another format", "convert:convert", (
         _option("source", "SRC", SOURCE, type=Path),

@@ -165,9 +165,20 @@ def print_results(console: Console, results: Mapping[str, Any], run_path: Path) 
     """Print the last lines of a run: a summary, the table of arms, and paths."""
     console.print(Text(summary(results)), soft_wrap=True)
     console.print(arms_table(results))
+    if routing := routing_text(results.get("arms", {})):
+        console.print(Text(routing), soft_wrap=True)
     for label, name in (("report", "report.html"), ("results", "results.json"), ("run", ".")):
         if (run_path / name).exists():
             console.print(Text(f"{label:8}{shown_path(run_path / name)}"), soft_wrap=True)
+
+
+def routing_text(arms: Mapping[str, Any]) -> str:
+    """Return how often the router found the right cartridge, "" where it was not measured."""
+    found = (arms.get("on_policy") or {}).get("routing")
+    if not found:
+        return ""
+    share, of = percent(found["accuracy"]), f"{found['n']} questions ({interval(found['ci95'])})"
+    return f"the router finds the cartridge of {share} of {of}"
 
 
 def summary(results: Mapping[str, Any]) -> str:

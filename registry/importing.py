@@ -11,6 +11,7 @@ from protocols.errors import CheckpointError, DataError
 from registry.formats import forge, run_checkpoint
 from registry.formats.cartridge_file import CartridgeFile
 from registry.store import CartridgeStore, CartridgeVersion
+from registry.terms import TERMS, Passages, read_terms
 
 RESULTS = "results.json"  # of a run directory, replaced whole at its end (services.run_directory)
 IMPORTED = ".imported"  # in the store: ids of the runs that `add_finished` added
@@ -21,21 +22,28 @@ def add_from_run(
 ) -> list[CartridgeVersion]:
     """Add the cartridges of a run: all, or those in `names`, {name in the run: name in the store}.
 
-    Raises DataError or CheckpointError.
+    Each gets the terms that the run has of it. Raises DataError or CheckpointError.
     """
     have = run_checkpoint.read_all(path, names or None)
-    wanted = names or {name: name for name in have}
-    return [add_cartridge(library, new, have[name], {}) for name, new in wanted.items()]
+    terms = read_terms(run_checkpoint.run_of(path) / TERMS)
+    return [
+        add_cartridge(library, new, have[name], {}, terms.get(name, ()))
+        for name, new in (names or {name: name for name in have}).items()
+    ]
 
 
 def add_cartridge(
-    library: CartridgeStore, name: str, cartridge: CartridgeFile, source: Mapping[str, Any]
+    library: CartridgeStore,
+    name: str,
+    cartridge: CartridgeFile,
+    source: Mapping[str, Any],
+    passages: Passages = (),
 ) -> CartridgeVersion:
     """Add a cartridge as the next version of `name`; `source` is merged into its own. Raises
     DataError."""
     with library.incoming() as file:
         forge.write_file(cartridge, file)
-        return library.add(name, file, source)
+        return library.add(name, file, source, passages)
 
 
 def finished_runs(root: Path) -> list[Path]:

@@ -5,9 +5,11 @@
     clinic-reader+patient_01@3               with version 3
     clinic-reader+patient_01@best            with the version of that tag
     clinic-reader+patient_01@latest:rsa      with a strategy
+    clinic-reader+auto                       with the cartridge that the question is about
+    auto                                     the same, over the model that is served
 
-    MODEL     := BASE ["+" CARTRIDGE] [":" STRATEGY]
-    CARTRIDGE := NAME ["@" ("latest" | VERSION | TAG)]
+    MODEL     := "auto" [":" STRATEGY] | BASE ["+" CARTRIDGE] [":" STRATEGY]
+    CARTRIDGE := "auto" | NAME ["@" ("latest" | VERSION | TAG)]
 
 `str` of a parsed name is its shortest form, and parses to an equal name.
 """
@@ -25,6 +27,7 @@ STRATEGY = r"[a-z][a-z0-9_]{0,63}"
 VERSION = r"[1-9][0-9]{0,8}"
 TAG = r"[A-Za-z][A-Za-z0-9_.-]{0,31}"
 LATEST = "latest"  # the tag that every cartridge has
+AUTO = "auto"  # the name of no cartridge: it stands for the one that the router chooses
 _CARTRIDGE = re.compile(rf"({NAME})(?:@({TAG}|{VERSION}))?")
 _MODEL = re.compile(rf"({BASE})(?:\+({NAME}(?:@(?:{TAG}|{VERSION}))?))?(?::({STRATEGY}))?")
 

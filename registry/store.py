@@ -2,6 +2,7 @@
 
     library/patient_01/3/cartridge.safetensors    a cartridge in format `registry.formats.forge`
     library/patient_01/3/manifest.json
+    library/patient_01/3/terms.json               the words of its text, if known (registry.terms)
     library/patient_01/last                       the newest version that ever existed
     library/patient_01/tags/best                  the version with the tag `best`
 
@@ -35,7 +36,8 @@ from registry.formats.forge import (
     read_manifest,
     write_manifest,
 )
-from registry.names import LATEST, TAG, VERSION, CartridgeName, is_name, parse_cartridge
+from registry.names import AUTO, LATEST, TAG, VERSION, CartridgeName, is_name, parse_cartridge
+from registry.terms import TERMS, Passages, read_terms, write_terms
 
 LAST, INCOMING, TAGS = "last", ".incoming", "tags"
 ABANDONED_SECONDS = 3600
@@ -43,7 +45,8 @@ ABANDONED_SECONDS = 3600
 
 @dataclass(frozen=True)
 class CartridgeVersion:
-    """Hold a version's manifest and the path of its file."""
+    """Hold a version's manifest, the path of its file, and that of its text's terms, which need not
+    be there."""
 
     manifest: CartridgeManifest
     path: Path
@@ -51,6 +54,10 @@ class CartridgeVersion:
     @property
     def key(self) -> tuple[str, int]:
         return self.manifest.name, self.manifest.version
+
+    @property
+    def terms(self) -> Path:
+        return self.path.parent / TERMS
 
 
 class CartridgeStore:
@@ -159,16 +166,21 @@ class CartridgeStore:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def add(self, name: str, file: Path, source: Mapping[str, Any]) -> CartridgeVersion:
-        """Check an incoming file and add it as the next version of `name`; reads the whole file."""
-        if not is_name(name):
+    def add(
+        self, name: str, file: Path, source: Mapping[str, Any], passages: Passages = ()
+    ) -> CartridgeVersion:
+        """Check an incoming file and add it as the next version of `name`, with the terms of its
+        passages if they are known; reads the whole file."""
+        if not is_name(name) or name == AUTO:
             raise DataError(
                 f"{name!r} is no cartridge's name; write letters, digits and _ . -, at most 64, a "
-                "letter or digit first"
+                f"letter or digit first, and not {AUTO}, which stands for the router's choice"
             )
         cartridge = read_file(file)
         require_fit(cartridge, self.base)
         cartridge, folder = made_for(cartridge.with_source(source), self.base), file.parent
+        if passages:
+            write_terms(folder / TERMS, {name: passages})
         while True:
             version = self._last(name) + 1
             write_manifest(folder, manifest_of(cartridge, file, name, version))
@@ -184,6 +196,14 @@ class CartridgeStore:
             self._note_last(name, version)
             flush(self.directory / name)
             return self._entry(name, version)
+
+    def describe(self, entry: CartridgeVersion, passages: Passages) -> None:
+        """Set the terms of a version's passages, for the router."""
+        write_terms(entry.terms, {entry.manifest.name: passages})
+
+    def passages(self, entry: CartridgeVersion) -> Passages:
+        """Return the terms of a version's passages; none where its text is not known."""
+        return read_terms(entry.terms).get(entry.manifest.name, ())
 
     def drop(self, name: str, version: int | None = None) -> list[int]:
         """Remove a version, or all of them; returns those that were removed."""

@@ -13,6 +13,7 @@ kill.
         ├── selfstudy.jsonl  questions about a user's documents        appended
         ├── start.json       trained cartridges that it started from   written once
         ├── documents.json   which documents, by hash                  written once
+        ├── terms.json       the words of each cartridge's texts       replaced whole
         ├── contamination.jsonl  duplicated evaluation questions       replaced whole
         ├── teachers.jsonl   every call to a teacher: the ledger       by teachers/ledger.py
         ├── events.jsonl     run events with their times               appended
@@ -53,6 +54,7 @@ from protocols.records.run_files import (
     RolloutRow,
     RunResults,
 )
+from registry.terms import TERMS
 
 LATEST = "latest"
 FRONTIER = "frontier.json"
@@ -89,6 +91,7 @@ class RunDirectory:
     selfstudy = RunFile("selfstudy.jsonl")
     start = RunFile("start.json")
     documents = RunFile("documents.json")
+    terms = RunFile(TERMS)
     contamination = RunFile("contamination.jsonl")
     ledger = RunFile("teachers.jsonl")
     events = RunFile("events.jsonl")

@@ -16,12 +16,18 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from environments.renderer import NO_DOCUMENT
 from protocols.errors import DataError, ForgeError, RunError
 from protocols.types import Completion, PrefixRef, TokenChunk, composed_ref
-from protocols.wire.openai_chat import CartridgeInfo, ForgeExtension, StrategyInfo, usage
+from protocols.wire.openai_chat import (
+    CartridgeInfo,
+    ForgeExtension,
+    RoutedInfo,
+    StrategyInfo,
+    usage,
+)
 from serving.admission import Admission
 from serving.backend import ServerConfig
 from serving.detokenizer import Detokenizer, TextPiece
@@ -33,6 +39,7 @@ from serving.request_parsing import RequestParser
 from serving.resident_cartridges import ResidentCartridges
 
 Body = TypeVar("Body")
+CARTRIDGE_HEADER = "x-forge-cartridge"
 BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
 
 
@@ -68,6 +75,8 @@ class RequestHandler:
                 async with asyncio.timeout_at(deadline):
                     using = [self.cartridges.using(entry) for entry in request.entries]
                     parts = [await held.enter_async_context(part) for part in using]
+            if request.routed is not None:
+                self.metrics.routed(request.routed.entry.manifest.name)
             prefix = composed_ref(parts) if parts else BARE
             return AnswerContext(self, request, prefix, held.pop_all(), deadline)
 
@@ -109,7 +118,14 @@ class AnswerContext:
             for entry in request.entries
             for name, version in [entry.key]
         ]
-        named = {"cartridge": used[0]} if len(used) == 1 else {"cartridges": used} if used else {}
+        named: dict[str, Any] = {}
+        if used:
+            named = {"cartridge": used[0]} if len(used) == 1 else {"cartridges": used}
+        if request.routed is not None:
+            why = request.routed.why
+            named["routed"] = RoutedInfo(
+                score=why.score, runner_up=why.runner_up, runner_up_score=why.runner_up_score
+            )
         self.forge = ForgeExtension(
             seed=request.seed, cartridge_tokens=request.cartridge_tokens, **named
         )
@@ -117,6 +133,12 @@ class AnswerContext:
 
     async def close(self) -> None:
         await self._held.aclose()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the header that names the cartridges before the prompt, {} for none."""
+        used = [f"{name}@{version}" for name, version in (e.key for e in self.request.entries)]
+        return {CARTRIDGE_HEADER: ",".join(used)} if used else {}
 
     def pieces(self) -> AsyncGenerator[tuple[int, TextPiece], None]:
         """Yield (choice, piece) as tokens are sampled; the last piece of a choice has a

@@ -33,6 +33,9 @@ class ServingMetrics:
         self._disconnects = counter(
             "forge_serve_disconnects", "Clients that left before their answer was whole."
         )
+        self._routed = counter(
+            "forge_serve_routed", "Requests for auto, by the cartridge chosen.", ["cartridge"]
+        )
         gauges = (
             ("forge_serve_pending", "Responses that were let in and have not ended.", pending),
             ("forge_serve_queue_depth", "Calls of generators under way.", decoding),
@@ -50,6 +53,9 @@ class ServingMetrics:
     def tokens(self, prompt: int, completion: int) -> None:
         self._tokens.labels("prompt").inc(prompt)
         self._tokens.labels("completion").inc(completion)
+
+    def routed(self, cartridge: str) -> None:
+        self._routed.labels(cartridge).inc()
 
     def disconnected(self) -> None:
         self._disconnects.inc()

@@ -10,7 +10,7 @@ import contextlib
 import hmac
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -85,7 +85,7 @@ class BodyLimitMiddleware:
         self._app, self._max_bytes, self._max_upload_bytes = app, max_bytes, max_upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        upload = scope["path"].startswith(UPLOADS)
+        upload = scope["method"] == "POST" and scope["path"].startswith(UPLOADS)
         most = self._max_upload_bytes if upload else self._max_bytes
         seconds = UPLOAD_SECONDS if upload else BODY_SECONDS
         deadline = asyncio.get_running_loop().time() + seconds
@@ -158,10 +158,12 @@ class EventStream(EventSourceResponse):
         metrics: ServingMetrics,
         keep_alive_s: float,
         longest_s: float,
+        headers: Mapping[str, str],
     ) -> None:
         super().__init__(
-            self._encoded(events), ping=keep_alive_s, ping_message_factory=lambda: WAITING
-        )
+            self._encoded(events), headers=headers, ping=keep_alive_s,
+            ping_message_factory=lambda: WAITING,
+        )  # fmt: skip
         self._close, self._metrics, self._longest_s = close, metrics, longest_s
         self._whole = False
 

@@ -10,6 +10,7 @@ from typing import Any
 from protocols.teacher_replay import AgentMessage
 from protocols.types import GenerateRequest, PrefixRef, Sampling, StopCondition
 from registry.store import CartridgeVersion
+from serving.routing import RoutedChoice
 from serving.tokenization import TokenizedPrompt
 
 
@@ -28,7 +29,8 @@ class StrategyRequest:
 class ServingRequest:
     """Ask for `n` responses to each prompt. With `top_logprobs` None no log-probabilities are
     returned. `entries` are the cartridges in the order of their composition, empty for the bare
-    model. With a strategy, which reads `messages`, there is one prompt and one response."""
+    model; `routed` tells how the router chose the only one. With a strategy, which reads
+    `messages`, there is one prompt and one response."""
 
     id: str
     model: str
@@ -40,6 +42,7 @@ class ServingRequest:
     top_logprobs: int | None = None
     stream: bool = False
     entries: tuple[CartridgeVersion, ...] = ()
+    routed: RoutedChoice | None = None
     messages: tuple[AgentMessage, ...] = ()
     strategy: StrategyRequest | None = None
 

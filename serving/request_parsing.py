@@ -11,11 +11,12 @@ from protocols.errors import DataError
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from protocols.wire.openai_chat import ChatRequest, CompletionRequest, ForgeOptions, SamplingFields
-from registry.names import CartridgeName, ModelName, parse_cartridge, parse_model
+from registry.names import AUTO, CartridgeName, ModelName, parse_cartridge, parse_model
 from registry.store import CartridgeVersion
 from serving.backend import ServerConfig
 from serving.errors import ApiError, bad_request, refusing
 from serving.request import ServingRequest, StrategyRequest, drawn_seed
+from serving.routing import CartridgeRouter, RoutedChoice
 from serving.tokasaurus import (
     CartridgeChatRequest,
     CartridgeCompletionRequest,
@@ -27,6 +28,7 @@ DEFAULT_TOKENS = 16  # of a completion, OpenAI's default
 GENERAL = "general"  # the default form of answers
 NO_OPTIONS = ForgeOptions.model_validate({})
 LEAST_MASS = 1e-9  # top_p 0 keeps the likeliest token alone
+Entries = tuple[CartridgeVersion, ...]
 
 
 class RequestParser:
@@ -36,12 +38,14 @@ class RequestParser:
     def __init__(self, config: ServerConfig) -> None:
         self.model, self._limits = config.model, config.limits
         self._texts, self._library = config.texts, config.library
-        self._strategies = config.strategies
+        self._strategies, self.router = config.strategies, CartridgeRouter(config.library)
 
     def chat(self, body: ChatRequest) -> ServingRequest:
         forge = body.forge or NO_OPTIONS
         name = self._name(body.model, forge)
-        return self._with_strategy(self._chat(body, self._entries(name, forge)), name, forge)
+        entries, routed = self._entries(name, forge, _question(body))
+        request = self._with_strategy(self._chat(body, entries), name, forge)
+        return replace(request, routed=routed)
 
     def completion(self, body: CompletionRequest) -> ServingRequest:
         forge = body.forge or NO_OPTIONS
@@ -52,7 +56,8 @@ class RequestParser:
                 "/v1/chat/completions",
                 "forge.strategy",
             )
-        return self._completion(body, self._entries(name, forge))
+        entries, routed = self._entries(name, forge, _question(body))
+        return replace(self._completion(body, entries), routed=routed)
 
     def cartridge_chat(self, body: CartridgeChatRequest) -> ServingRequest:
         """Parse a chat of Tokasaurus' route, which ignores the name of the model."""
@@ -60,15 +65,19 @@ class RequestParser:
             raise bad_request(
                 "one of max_tokens and max_completion_tokens is given, not both", "max_tokens"
             )
-        return self._chat(body, self._sourced(body.cartridges))
+        entries, routed = self._sourced(body.cartridges, _question(body))
+        return replace(self._chat(body, entries), routed=routed)
 
     def cartridge_completion(self, body: CartridgeCompletionRequest) -> ServingRequest:
-        return self._completion(body, self._sourced(body.cartridges))
+        entries, routed = self._sourced(body.cartridges, _question(body))
+        return replace(self._completion(body, entries), routed=routed)
 
     def name_of(self, text: str) -> ModelName:
         """Return the parsed name of a model that is served. Raises ApiError 404."""
         with refusing(404, "model", "model_not_found"):
             name = parse_model(text)
+            if name.base == AUTO and name.cartridge is None:
+                name = ModelName(self.model, CartridgeName(AUTO), name.strategy)
             if name.base != self.model:
                 raise DataError(f"the model {name.base} is not served here; ask for {self.model}")
         with refusing(404, "model", "strategy_not_found"):
@@ -76,7 +85,10 @@ class RequestParser:
                 raise DataError(
                     f"there is no strategy {name.strategy}; GET /v1/models lists those there are"
                 )
-        if name.cartridge is not None:
+        if name.cartridge == CartridgeName(AUTO):
+            with refusing(404, "model", "not_routed"):
+                self.router.require()
+        elif name.cartridge is not None:
             self._entry(name.cartridge)
         return name
 
@@ -110,9 +122,14 @@ class RequestParser:
             )
         return ModelName(name.base, cartridge, strategy)
 
-    def _entries(self, name: ModelName, forge: ForgeOptions) -> tuple[CartridgeVersion, ...]:
+    def _entries(
+        self, name: ModelName, forge: ForgeOptions, question: str | None
+    ) -> tuple[Entries, RoutedChoice | None]:
+        """Return the named cartridges, or the one that the router chooses for the question."""
         if forge.cartridges is None:
-            return () if name.cartridge is None else (self._entry(name.cartridge),)
+            if name.cartridge == CartridgeName(AUTO):
+                return self._routed(question)
+            return () if name.cartridge is None else (self._entry(name.cartridge),), None
         if name.cartridge is not None:
             raise bad_request(
                 f"the cartridge {name.cartridge} is named beside forge.cartridges; put it into "
@@ -120,15 +137,28 @@ class RequestParser:
                 "forge.cartridges",
             )
         with refusing(400, "forge.cartridges"):
-            return tuple(self._entry(parse_cartridge(text)) for text in forge.cartridges)
+            named = [parse_cartridge(text) for text in forge.cartridges]
+        return tuple(self._entry(cartridge) for cartridge in named), None
+
+    def _routed(self, question: str | None) -> tuple[Entries, RoutedChoice]:
+        if question is None:
+            raise bad_request(
+                f"{AUTO} goes by the words of a question; send one prompt, of text, or name a "
+                "cartridge",
+                "prompt",
+                "not_routed",
+            )
+        with refusing(400, "model", "not_routed"):
+            chosen = self.router.choose(question)
+        return (chosen.entry,), chosen
 
     def _entry(self, cartridge: CartridgeName) -> CartridgeVersion:
         with refusing(404, "forge.cartridge", "cartridge_not_found"):
             return self._library.get(cartridge)
 
     def _sourced(
-        self, cartridges: Sequence[CartridgeSource] | None
-    ) -> tuple[CartridgeVersion, ...]:
+        self, cartridges: Sequence[CartridgeSource] | None, question: str | None
+    ) -> tuple[Entries, RoutedChoice | None]:
         for source in cartridges or ():
             if source.source != "local":
                 raise bad_request(
@@ -138,10 +168,12 @@ class RequestParser:
                     "cartridges",
                     "unsupported_source",
                 )
+        if [source.id for source in cartridges or ()] == [AUTO]:
+            return self._routed(question)
         with refusing(400, "cartridges", "cartridge_not_found"):
-            return tuple(self._library.by_path(source.id) for source in cartridges or ())
+            return tuple(self._library.by_path(source.id) for source in cartridges or ()), None
 
-    def _chat(self, body: ChatRequest, entries: tuple[CartridgeVersion, ...]) -> ServingRequest:
+    def _chat(self, body: ChatRequest, entries: Entries) -> ServingRequest:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         both = {body.max_tokens, body.max_completion_tokens} - {None}
@@ -157,9 +189,7 @@ class RequestParser:
             (body.top_logprobs or 0) if body.logprobs else None, messages,
         )  # fmt: skip
 
-    def _completion(
-        self, body: CompletionRequest, entries: tuple[CartridgeVersion, ...]
-    ) -> ServingRequest:
+    def _completion(self, body: CompletionRequest, entries: Entries) -> ServingRequest:
         given = body.prompt
         one = isinstance(given, str) or isinstance(given[0], int)
         prompts = cast(Sequence[str | Sequence[int]], [given] if one else given)
@@ -173,7 +203,7 @@ class RequestParser:
         self,
         kind: str,
         body: SamplingFields,
-        entries: tuple[CartridgeVersion, ...],
+        entries: Entries,
         prompts: tuple[TokenizedPrompt, ...],
         most: int | None,
         top_logprobs: int | None,
@@ -263,3 +293,11 @@ class RequestParser:
             "several requests",
             "n",
         )
+
+
+def _question(body: ChatRequest | CompletionRequest) -> str | None:
+    """Return the words to route by: the last user message, or the one prompt of text."""
+    if isinstance(body, ChatRequest):
+        return next((m.text for m in reversed(body.messages) if m.role == "user"), "")
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    return prompts[0] if len(prompts) == 1 and isinstance(prompts[0], str) else None

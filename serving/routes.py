@@ -51,16 +51,20 @@ async def answer(
     metrics, http = handler.metrics, handler.config.http
     if not body.stream:
         whole = _whole(handler, body, parse, wire)
-        return AsciiJSON(await while_connected(request, metrics, whole))
+        reply, headers = await while_connected(request, metrics, whole)
+        return AsciiJSON(reply, headers=headers)
     answering = await while_connected(request, metrics, handler.begin(body, parse))
     events = _events(handler, answering, body, wire)
     longest_s = http.deadline_s + GRACE_SECONDS
-    return EventStream(events, answering.close, metrics, http.keep_alive_s, longest_s)
+    return EventStream(
+        events, answering.close, metrics, http.keep_alive_s, longest_s, answering.headers
+    )
 
 
 async def _whole(
     handler: RequestHandler, body: Body, parse: Callable[[Body], ServingRequest], wire: Wire
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the reply and its headers."""
     answering = await handler.begin(body, parse)
     request = answering.request
     pieces: list[list[TextPiece]] = [[] for _ in range(request.responses)]
@@ -77,7 +81,8 @@ async def _whole(
         used = usage(used.prompt_tokens * request.n, used.completion_tokens)
         top = None if packed else top
     replies = wire(_head(answering), handler.config.texts.token, top)
-    return replies.whole([joined(p) for p in pieces], used, answering.forge, **more)
+    whole = replies.whole([joined(p) for p in pieces], used, answering.forge, **more)
+    return whole, answering.headers
 
 
 async def _events(

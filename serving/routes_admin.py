@@ -14,6 +14,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
+from documents.retrieval import count_terms
 from protocols.spec.services import LOOPBACK
 from registry.names import VERSION, CartridgeName, is_name
 from registry.store import CartridgeVersion
@@ -38,6 +39,7 @@ class CartridgeEntry(BaseModel):
     source: dict[str, Any]
     latest: bool
     loaded: bool = Field(description="the generators hold it now")
+    routed: bool = Field(description="the words of its text are known, which auto goes by")
 
 
 class CartridgeList(BaseModel):
@@ -49,12 +51,13 @@ class DeletedCartridge(BaseModel):
     versions: list[int]
 
 
-UPLOAD_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
+def _body(kind: str, schema: dict[str, str]) -> dict[str, Any]:
+    """Return a request's body in the OpenAPI schema."""
+    return {"requestBody": {"required": True, "content": {kind: {"schema": schema}}}}
+
+
+UPLOAD_BODY = _body("application/octet-stream", {"type": "string", "format": "binary"})
+WORDS_BODY = _body("text/plain", {"type": "string"})
 
 
 def _name(name: str) -> str:
@@ -104,7 +107,9 @@ def admin_routes(handler: RequestHandler) -> APIRouter:
         versions = library.versions(entry.manifest.name)
         latest = entry.manifest.version == max(versions, default=0)
         loaded = entry.key in resident.held
-        return CartridgeEntry(**entry.manifest.as_dict(), latest=latest, loaded=loaded)
+        return CartridgeEntry(
+            **entry.manifest.as_dict(), latest=latest, loaded=loaded, routed=entry.terms.is_file()
+        )
 
     def listed(names: list[str]) -> CartridgeList:
         entries = [entry for name in names for entry in library.entries(name)]
@@ -140,6 +145,20 @@ def admin_routes(handler: RequestHandler) -> APIRouter:
                 await run_in_threadpool(opened.close)
             with refusing(400, "body", "cartridge_refused"):
                 return described(await run_in_threadpool(library.add, name, file, source))
+
+    @router.put(
+        "/{name}/{version}/words",
+        openapi_extra=WORDS_BODY,
+        summary="Give a version's text, for auto to choose it by; only its words are kept",
+    )
+    async def words(name: Name, version: Version, request: Request) -> CartridgeEntry:
+        entry = await _found(library.get, CartridgeName(name, version))
+        try:
+            counts = await run_in_threadpool(count_terms, (await request.body()).decode())
+        except UnicodeDecodeError as error:
+            raise bad_request(f"the body is no UTF-8 text: {error}", "body") from error
+        await run_in_threadpool(library.describe, entry, [counts])
+        return described(entry)
 
     @router.delete("/{name}", summary="Drop every version")
     async def drop_all(name: Name) -> DeletedCartridge:

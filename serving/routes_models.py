@@ -19,6 +19,7 @@ class ForgeModels(BaseModel):
 
     cartridges: dict[str, list[int]] = Field(description="versions by name, oldest first")
     strategies: list[str]
+    auto: list[str] = Field(description="what the model `auto` chooses from; empty: no such model")
 
 
 class ModelEntry(BaseModel):
@@ -33,7 +34,8 @@ class BaseModelEntry(ModelEntry):
 
 
 class ModelList(BaseModel):
-    """One model: its cartridges and strategies are named behind it, and listed in `forge`."""
+    """One model, as Tokasaurus' clients need: its cartridges and strategies are named behind it,
+    and listed in `forge`; so is what `auto` stands for."""
 
     object: Literal["list"] = "list"
     data: list[BaseModelEntry]
@@ -54,11 +56,14 @@ def model_routes(handler: RequestHandler) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> ModelList:
-        def have() -> dict[str, list[int]]:
-            return {name: config.library.versions(name) for name in config.library.names()}
+        def have() -> ForgeModels:
+            library, router = config.library, handler.parser.router
+            return ForgeModels(
+                cartridges={name: library.versions(name) for name in library.names()},
+                strategies=config.strategies.names(), auto=list(router.names()),
+            )  # fmt: skip
 
-        strategies = config.strategies.names()
-        forge = ForgeModels(cartridges=await run_in_threadpool(have), strategies=strategies)
+        forge = await run_in_threadpool(have)
         return ModelList(data=[BaseModelEntry(id=config.model, created=started, forge=forge)])
 
     @router.get("/v1/models/{name:path}")

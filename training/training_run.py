@@ -24,6 +24,7 @@ from protocols.records.run_files import (
     RunResults,
 )
 from protocols.spec.mesh import RunSpec
+from registry.terms import write_terms
 from services.clients import GeneratorClient, TrainerClient
 from services.control.commands import StopRequested
 from services.mesh import Mesh
@@ -41,8 +42,9 @@ from training.loop import (
     Rollouts,
     RunState,
 )
-from training.recipes.base import Recipe
+from training.recipes.base import Recipe, own_cartridge
 from training.rollouts import Rollout, StepRecord, is_offline, rollout_from
+from training.routing import RememberedAnswers, RoutedQuestions
 from training.teacher_scoring import TeacherScoring, score_key, train_scored
 from training.weight_sync import WeightSync
 
@@ -76,6 +78,8 @@ class TrainingRun:
             starts = {c: course.documents[of[0]] for c, of in course.layout.contexts.items()}
             self._weights.canary = Canary(self._generator, self._trainer, starts, bounds.max)
         self._teachers = TeacherScoring(mesh, self._weights)
+        self._routing = RoutedQuestions(course.texts)
+        self._answers = RememberedAnswers(self._generator.generate)
         self._validation = OverlappedValidation(self._validate, recorder.metric)
         self._directory = directory
         self._recorder, self._show = recorder, show
@@ -92,6 +96,7 @@ class TrainingRun:
         """Run every arm of the spec that has no result yet. Raises StopRequested when a stop was
         requested, RunError when the base model's weights changed."""
         base = await self._trainer.base_hash()
+        write_terms(self._directory.terms, self._routing.terms)
         try:
             if self._state.arm == "on_policy":
                 await self._train_on_policy()
@@ -142,6 +147,7 @@ class TrainingRun:
             await self._rollouts.close()
             self._rollouts = None
         await self._evaluate("on_policy", "cartridge", state.version)
+        await self._evaluate("routed", "cartridge", state.version)
 
     async def _train_offline(self) -> None:
         """Train the baseline: responses by the teacher, as many tokens as on policy."""
@@ -255,6 +261,8 @@ class TrainingRun:
         if self._learn.evaluate.sampled:
             await self._look_up()
             result["sampled"] = await self._measure(arm, prefix, version, sampled=True)
+        if arm == "on_policy" and (routing := self._routing.accuracy) is not None:
+            result["routing"] = routing
         self._state.arms[arm] = result
         self._recorder.event("evaluated", arm=arm, **result)
         self._show(accuracy=result["accuracy"])
@@ -263,16 +271,20 @@ class TrainingRun:
     async def _measure(
         self, arm: str, prefix: str, version: int, *, sampled: bool, most: int | None = None
     ) -> MeasuredAccuracy:
-        step = self._state.step if arm in TRAINED_ARMS else 0
+        step = self._state.step if arm in (*TRAINED_ARMS, "routed") else 0
 
         def keep(answers: Sequence[Answer]) -> None:
             drawn = sampled or self._learn.rsa is not None  # its candidates always are
             rows = [to_row(answer, arm, step, sampled=drawn) for answer in answers]
             self._directory.append_answers(rows)
 
+        again = "routed" in self._learn.evaluate.arms and arm in ("on_policy", "routed")
+        routes = {"on_policy": self._routing.own, "routed": self._routing.chosen}
         return await self._course.measure(
-            arm, prefix, version, most=most, sampled=sampled, generate=self._generator.generate,
+            arm, prefix, version, most=most, sampled=sampled,
+            generate=self._answers if again else self._generator.generate,
             keep=keep if most is None else None,  # not those of validation
+            route=routes.get(arm, own_cartridge),
         )  # fmt: skip
 
     # -- checkpoints and results ----------------------------------------------------------------

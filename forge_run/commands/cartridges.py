@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from documents.reading import read_documents
+from documents.retrieval import count_terms
 from forge_run.formatting import TableSection
 from protocols.errors import DataError
 from protocols.spec.loading import load_serve
@@ -32,6 +34,16 @@ def add(*, path: Path, names: Sequence[str], **where: Any) -> int:
     else:
         raise DataError(f"{path} is no run, so name what it is to be called: --name NAME")
     return _print_added(added)
+
+
+def words(*, cartridge: str, files: Sequence[Path], **where: Any) -> int:
+    """Give a version its text, file by file, for `auto` to choose it by. Raises DataError."""
+    library = _library(**where)
+    entry = library.get(parse_cartridge(cartridge))
+    texts = read_documents([str(file) for file in files]).documents
+    library.describe(entry, [count_terms(text.text) for text in texts])
+    print(f"{_shown(entry)}: the words of {len(texts)} {'text' if len(texts) == 1 else 'texts'}")
+    return 0
 
 
 def sync(*, runs: Path, **where: Any) -> int:
@@ -62,9 +74,10 @@ def list_versions(*, name: str | None, **where: Any) -> list[TableSection]:
             words = [tag for tag, version in tags.items() if version == file.version]
             rows.append((
                 _shown(entry), " ".join(words), str(file.tokens), str(file.frozen), file.dtype,
-                f"{file.bytes:,}", file.created, _origin(entry),
+                f"{file.bytes:,}", "yes" if entry.terms.is_file() else "no", file.created,
+                _origin(entry),
             ))  # fmt: skip
-    heads = ("version", "tags", "tokens", "frozen", "dtype", "bytes", "created", "from")
+    heads = ("version", "tags", "tokens", "frozen", "dtype", "bytes", "words", "created", "from")
     return [TableSection(str(library.directory), heads, tuple(rows))]
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_run.console import HEADS, arm_rows, duration, number, percent, summary
+from forge_run.console import HEADS, arm_rows, duration, number, percent, routing_text, summary
 from forge_run.formatting import TableSection
 from forge_run.report.channels import channels, rewards
 from forge_run.report.documents import documents
@@ -52,6 +52,7 @@ AGREEMENT = (
     "Held-out questions of self-study: accuracy is the share of the teacher's tokens that the arm "
     "too holds likeliest, so that the teacher itself has 100%."
 )
+ROUTED = "Routed is on_policy over the cartridge that the router chooses by the question's words"
 
 
 def write_report(run_path: Path) -> Path:
@@ -130,7 +131,11 @@ def _arms(arms: Row, note: str) -> list[Block]:
     if not arms:
         return [("text", "No arm has its final evaluation.")]
     heads = ("arm", "accuracy", *HEADS, "sampled", *HEADS)
-    return [("soft", note), ("table", TableSection("Table of arms", heads, arm_rows(arms)))]
+    table = TableSection("Table of arms", heads, arm_rows(arms))
+    blocks: list[Block] = [("soft", note), ("table", table)]
+    if routing := routing_text(arms):
+        blocks.append(("text", f"{ROUTED}: {routing}."))
+    return blocks
 
 
 def _training(metrics: list[Row], means: Means, arms: Row) -> list[Block]:

@@ -31,8 +31,8 @@ class Answer:
     is what was read from `text`, None where nothing could be. `right` is 1 or 0, or the share of
     right candidates; None where it cannot be judged. `nll` is the mean negative log-probability of
     `expected`, nats a token. `tokens` counts the response. What was not measured is None.
-    `cartridge` answers questions about the document in the arms that have one, and `contexts` are
-    what the arm document reads.
+    `cartridge` answers the question in the arms that have one, else questions about the document,
+    and `contexts` are what the arm document reads.
     """
 
     id: str

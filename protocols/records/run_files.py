@@ -145,6 +145,15 @@ class Agreement(TypedDict):
     tokens: int
 
 
+class RoutingAccuracy(TypedDict):
+    """Hold how often the router finds a held-out question's own cartridge by its words, with the
+    Wilson interval: `{"accuracy": 0.97, "ci95": [0.936, 0.986], "n": 200}`."""
+
+    accuracy: float
+    ci95: list[float]
+    n: int
+
+
 class MeasuredAccuracy(TypedDict):
     """Hold the accuracy on n held-out questions. Answers that name no option are `parse_failures`
     and count as wrong.
@@ -165,9 +174,11 @@ class MeasuredAccuracy(TypedDict):
 
 
 class ArmResult(MeasuredAccuracy):
-    """Hold the accuracy of an arm: greedy, and `sampled` (None where only greedy was run)."""
+    """Hold the accuracy of an arm: greedy, and `sampled` (None where only greedy was run). The arm
+    on_policy has the router's accuracy on the same questions, if there are several cartridges."""
 
     sampled: MeasuredAccuracy | None
+    routing: NotRequired[RoutingAccuracy]
 
 
 class KlResult(TypedDict):

@@ -84,6 +84,12 @@ def _rules(spec: LearnSections) -> Iterator[Rule]:
         "remove it, or train two cartridges or more without them",
     )
     yield (
+        "routed" in spec.evaluate.arms and (spec.episodes is not None or spec.rsa is not None),
+        "evaluate.arms must not hold routed with episodes or rsa, whose questions are not known "
+        "before they are asked",
+        "remove routed",
+    )
+    yield (
         spec.loss.form == "pairs" and spec.loss.direction != "cross_entropy",
         "loss.form belongs to loss.direction cross_entropy alone, for it is no divergence",
         "use tail, or set loss.direction: cross_entropy",

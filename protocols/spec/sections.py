@@ -14,7 +14,7 @@ from protocols.spec.rsa import RsaSpec
 from protocols.spec.start import Init, InitOrStart, StartSpec
 from protocols.spec.teacher_replay import ReplaySpec
 
-Arm = Literal["none", "document", "untrained", "offline", "on_policy"]
+Arm = Literal["none", "document", "untrained", "offline", "on_policy", "routed"]
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
 
 
@@ -415,11 +415,16 @@ class EvaluateSpec(SpecSection):
 
     @field_validator("arms")
     @classmethod
-    def _offline_needs_its_budget(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _need_on_policy(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "offline" in value and "on_policy" not in value:
             raise broken(
                 "must hold on_policy where it holds offline, which trains on as many tokens",
                 "add on_policy or remove offline",
+            )
+        if "routed" in value and "on_policy" not in value:
+            raise broken(
+                "must hold on_policy where it holds routed, which reads the same cartridges",
+                "add on_policy or remove routed",
             )
         return value
 

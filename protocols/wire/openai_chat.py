@@ -117,7 +117,7 @@ class ServedStreamOptions(StreamOptions, RequestPart):
 class ForgeOptions(RequestPart):
     """Read the extension field `forge`: which cartridges, and which strategy to answer with."""
 
-    cartridge: CartridgeText | None = Field(None, description="NAME, NAME@3 or NAME@latest")
+    cartridge: CartridgeText | None = Field(None, description="NAME, NAME@3, NAME@latest, or auto")
     cartridges: list[CartridgeText] | None = Field(
         None, max_length=MAX_COMPOSED, description="composed in this order, in place of `cartridge`"
     )
@@ -132,7 +132,9 @@ class ForgeOptions(RequestPart):
 class SamplingFields(RequestPart):
     """Read the fields that both OpenAI endpoints share."""
 
-    model: str = Field(max_length=320, description="BASE[+CARTRIDGE[@VERSION]][:STRATEGY]")
+    model: str = Field(
+        max_length=320, description="auto or BASE[+CARTRIDGE[@VERSION]], [:STRATEGY]"
+    )
     max_tokens: int | None = Field(
         None, ge=1, description="of a response; default: what the context leaves, 16 of completions"
     )
@@ -229,6 +231,14 @@ class CartridgeInfo(ResponsePart):
     tokens: int = Field(description="KV positions of the cartridge")
 
 
+class RoutedInfo(ResponsePart):
+    """Describe why the router chose the cartridge: by its BM25 score for the question's words."""
+
+    score: float
+    runner_up: str | None = Field(description="the next best cartridge, null for none")
+    runner_up_score: float | None
+
+
 class StrategyInfo(ResponsePart):
     """Describe how a strategy found its answer."""
 
@@ -249,6 +259,7 @@ class ForgeExtension(ResponsePart):
     seed: int = Field(description="gives this answer again")
     cartridge: CartridgeInfo | None = None
     cartridges: list[CartridgeInfo] | None = Field(None, description="several, as composed")
+    routed: RoutedInfo | None = Field(None, description="why `cartridge`, where `auto` was asked")
     cartridge_tokens: int = Field(description="KV positions before each prompt, 0 for none")
     strategy: StrategyInfo | None = None
 

@@ -43,6 +43,11 @@ def chosen_checkpoint(path: Path, arm: str | None = None) -> Path:
     return lasts.get(arm or "on_policy", found[-1])
 
 
+def run_of(path: Path) -> Path:
+    """Return the run directory of `path`, as `chosen_checkpoint` takes it. Raises DataError."""
+    return chosen_checkpoint(path.resolve()).parent.parent
+
+
 def read_cartridges(checkpoint: Path) -> tuple[int, dict[str, Tensor]]:
     """Return a checkpoint's version, and its cartridges' kv [L, 2, H_kv, P, D] by name.
 

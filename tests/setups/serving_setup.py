@@ -240,7 +240,7 @@ def raw(served: Served, path: str, body: Any = None, method: str = "POST", **hea
     connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=20)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json", **headers}
-    connection.request(method, path, data if method == "POST" else None, headers)
+    connection.request(method, path, data if method in ("POST", "PUT") else None, headers)
     answer = connection.getresponse()
     content = answer.read()
     connection.close()

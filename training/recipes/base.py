@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from protocols.layout import CartridgeLayout
@@ -19,6 +19,13 @@ from protocols.records.run_files import MeasuredAccuracy
 from protocols.train_batch import TrainBatch
 from services.run_directory import RunDirectory
 from training.rollouts import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
+
+# (the cartridge that a question is about, the question) -> the cartridge to answer it over
+Route = Callable[[str, str], str]
+
+
+def own_cartridge(cartridge: str, question: str) -> str:
+    return cartridge
 
 
 def drawn_steps(names: Sequence[str], each: int, steps: int) -> dict[str, int]:
@@ -33,11 +40,13 @@ def drawn_steps(names: Sequence[str], each: int, steps: int) -> dict[str, int]:
 
 class Recipe(Protocol):
     """Choose prompts, make train batches and measure arms. `documents` maps the name of each
-    context to its token ids from position 0, and `layout` tells which cartridge learns from which;
-    `end_ids` end a response. Methods that are not abstract do nothing."""
+    context to its token ids from position 0, `layout` tells which cartridge learns from which, and
+    `texts` maps each cartridge to the contexts' texts; `end_ids` end a response. Methods that are
+    not abstract do nothing."""
 
     documents: Mapping[str, tuple[int, ...]]
     layout: CartridgeLayout
+    texts: Mapping[str, Sequence[str]]
     end_ids: frozenset[int]
 
     def prepare(self, step: int) -> None:
@@ -68,10 +77,12 @@ class Recipe(Protocol):
     @abstractmethod
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate, keep: KeepAnswers | None = None,
+        generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
         """Measure one arm on the first `most` held-out questions (None: all), greedily or by
-        sampling; prefix "cartridge", "document" or "none". `keep` gets every answer, once."""
+        sampling; prefix "cartridge", "document" or "none". `keep` gets every answer, once. `route`
+        chooses each question's cartridge, where questions are known before they are asked: those of
+        episodes and of recursive self-aggregation keep their own."""
 
     @abstractmethod
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:

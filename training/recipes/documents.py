@@ -46,14 +46,17 @@ from training.recipes.agreement import (
     teachers_answer,
     users_answer,
 )
-from training.recipes.base import Recipe, drawn_steps
+from training.recipes.base import Recipe, Route, drawn_steps, own_cartridge
 from training.recipes.contamination import clean
 from training.recipes.question_files import UserQuestion
 from training.recipes.study_prompts import (
+    answered_over,
     context_ref,
     contexts_of,
     in_company,
     reading,
+    texts_of,
+    titled,
     titled_messages,
 )
 from training.recipes.study_rows import (
@@ -95,6 +98,7 @@ class DocumentsRecipe(Recipe):
             **{name: self._conversation.head(name) for name in parts.parts},
             NO_DOCUMENT: self._conversation.head(None),
         }
+        self.texts = texts_of(parts.layout, parts.texts)
         self.end_ids = frozenset({tokenizer.eos_token_id})
         self._asked = asked
         self._getting_ready = asyncio.Lock()
@@ -185,14 +189,18 @@ class DocumentsRecipe(Recipe):
         said = titled_messages(self._titles, context, messages)
         return self._conversation.opening(None if bare else context, said)
 
-    def _ref(self, about: str, prefix: str, version: int) -> PrefixRef:
-        """Return the prefix of an arm before a prompt about contexts."""
+    def _ref(
+        self, about: str, messages: Sequence[AgentMessage], prefix: str, version: int, route: Route
+    ) -> PrefixRef:
+        """Return the prefix of an arm before a prompt about contexts; `route` reads its last turn
+        as a server does, after the title."""
         if prefix == NO_DOCUMENT:
             return BARE
         if prefix == "document":
             return context_ref(contexts_of(about))
         cartridge = self.layout.cartridge_of(self._document(about))
-        return PrefixRef(f"{prefix}/{cartridge}", version)
+        asked = titled(self._titles, contexts_of(about)[0], messages[-1].content)
+        return PrefixRef(f"{prefix}/{route(cartridge, asked)}", version)
 
     def _kept(self, answer: Answer) -> Answer:
         """Return the record of an answer to a question about contexts, by their document."""
@@ -279,7 +287,7 @@ class DocumentsRecipe(Recipe):
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate, keep: KeepAnswers | None = None,
+        generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
         """Return the agreement with the teacher on held-out questions; where questions are asked,
         their answers decide the accuracy."""
@@ -288,13 +296,13 @@ class DocumentsRecipe(Recipe):
         exams = self._exams[:most]
         measured: MeasuredAccuracy | None = None
         if exams:
-            requests = [self._reading(e, f"evaluate/{arm}", prefix, version) for e in exams]
+            requests = [self._reading(e, f"evaluate/{arm}", prefix, version, route) for e in exams]
             completions, _ = await generate(requests)
             measured = agreement(exams, completions)
             if keep is not None:
                 both = zip(exams, completions, strict=True)
                 told = [teachers_answer(e, c, self._hashes, self._decode) for e, c in both]
-                keep([self._kept(answer) for answer in told])
+                keep(answered_over([self._kept(answer) for answer in told], requests))
             if not self._asked:
                 return measured
         asked = self._asked[: most or self._spec.evaluate.questions]
@@ -303,7 +311,7 @@ class DocumentsRecipe(Recipe):
             GenerateRequest(
                 f"evaluate/{arm}/asked/{q.id}",
                 self._prompt_ids(q.document, q.messages, bare=prefix == NO_DOCUMENT),
-                self._ref(q.document, prefix, version),
+                self._ref(q.document, q.messages, prefix, version, route),
                 sampling,
                 stream_seed(f"asked/{q.id}"),
             )
@@ -318,7 +326,8 @@ class DocumentsRecipe(Recipe):
             of_reading = iter(read)
             nll = [mean_nll(next(of_reading), len(own)) if own else None for own in ids]
             rows = zip(asked, answers, said, nll, strict=True)
-            keep([self._kept(users_answer(q, c, t, lost, self._hashes)) for q, c, t, lost in rows])
+            told = [users_answer(q, c, t, lost, self._hashes) for q, c, t, lost in rows]
+            keep(answered_over([self._kept(answer) for answer in told], requests))
         found = answered(asked, said)
         return found if measured is None else {**found, "agreement": measured["agreement"]}
 
@@ -358,11 +367,13 @@ class DocumentsRecipe(Recipe):
             ]  # fmt: skip
 
     def _reading(
-        self, exam: HeldOutQuestion, name: str, prefix: str, version: int
-    ) -> GenerateRequest:
+        self, exam: HeldOutQuestion, name: str, prefix: str, version: int,
+        route: Route = own_cartridge,
+    ) -> GenerateRequest:  # fmt: skip
         """Return a request that reads the teacher's answer, for its log-probabilities."""
-        ids = exam.bare_ids if prefix == NO_DOCUMENT else exam.studied.prompt_ids
-        ref = self._ref(exam.studied.document, prefix, version)
+        studied = exam.studied
+        ids = exam.bare_ids if prefix == NO_DOCUMENT else studied.prompt_ids
+        ref = self._ref(studied.document, studied.messages, prefix, version, route)
         return GenerateRequest(
             f"{name}/{exam.studied.key}", (*ids, *exam.answer_ids), ref,
             Sampling(temperature=0.0, max_tokens=1), 0, prompt_logprobs=True,

@@ -11,8 +11,9 @@ from protocols.records.intervals import wilson_interval
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.train_batch import TrainBatch
 from services.run_directory import RunDirectory
-from training.recipes.base import Recipe, drawn_steps
+from training.recipes.base import Recipe, Route, drawn_steps, own_cartridge
 from training.recipes.longhealth_prompts import LongHealthPrompts, LongHealthQuestion
+from training.recipes.study_prompts import answered_over, texts_of
 from training.rollouts import (
     Rollout,
     ScoreGroup,
@@ -35,6 +36,7 @@ class LongHealthRecipe(Recipe):
         self._exams = tasks.exams if measured else []
         self.documents: Mapping[str, tuple[int, ...]] = tasks.documents
         self.layout = tasks.layout
+        self.texts = texts_of(tasks.layout, tasks.texts)
         self.end_ids = tasks.end_ids
 
     def prepare(self, step: int) -> None:
@@ -73,10 +75,10 @@ class LongHealthRecipe(Recipe):
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate, keep: KeepAnswers | None = None,
+        generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
         exams = self._exams[:most]
-        requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled)
+        requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled, route)
         completions, _ = await generate(requests)
         said = [self._tasks.decode(c.token_ids) for c in completions]
         if keep is not None:
@@ -86,7 +88,7 @@ class LongHealthRecipe(Recipe):
                 read, _ = await generate(readings)
                 nll = [mean_nll(c, n) for c, n in zip(read, tokens, strict=True)]
             spent = [len(c.token_ids) for c in completions]
-            keep(self._tasks.answers(exams, said, spent, nll))
+            keep(answered_over(self._tasks.answers(exams, said, spent, nll), requests))
         return measure(exams, said)
 
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:

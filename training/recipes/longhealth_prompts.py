@@ -48,6 +48,7 @@ from protocols.spec.learn import LearnSpec
 from protocols.spec.sections import DataSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.types import GenerateRequest, PrefixRef, Sampling
+from training.recipes.base import Route, own_cartridge
 from training.recipes.study_prompts import (
     context_ref,
     in_company,
@@ -222,6 +223,7 @@ class LongHealthPrompts:
         prefix: str,
         version: int,
         sampled: bool,
+        route: Route = own_cartridge,
     ) -> list[GenerateRequest]:
         """Return one arm's requests: prefix "cartridge", "document" or "none" (no document)."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
@@ -232,9 +234,11 @@ class LongHealthPrompts:
         for exam in exams:
             bare = prefix == NO_DOCUMENT
             cartridge = self.layout.cartridge_of(exam.question.patient)
-            ref = BARE if bare else PrefixRef(f"{prefix}/{cartridge}", version)
+            ref = BARE
             if prefix == "document":
                 ref = context_ref(exam.contexts)
+            elif not bare:
+                ref = PrefixRef(f"{prefix}/{route(cartridge, exam.text)}", version)
             name = f"evaluate/{arm}/{exam.question.id}"
             ids = exam.bare_ids if bare else exam.prompt_ids
             # The draw does not depend on the arm, so that arms differ by their prefix alone.

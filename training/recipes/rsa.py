@@ -34,7 +34,7 @@ from services.clients import Replied, RSAAggregatorClient
 from services.mesh import Mesh
 from services.run_directory import RunDirectory
 from strategies.rsa.populations import reward
-from training.recipes.base import Recipe
+from training.recipes.base import Recipe, Route, own_cartridge
 from training.recipes.rsa_problems import ProblemSource, open_source
 from training.recipes.rsa_rollouts import CandidateRecord, PlayedRun, RSAStart, play
 from training.rollouts import (
@@ -70,6 +70,7 @@ class RSARecipe(Recipe):
         self.documents: Mapping[str, tuple[int, ...]] = {
             name or NO_DOCUMENT: self._conversation.head(name) for name in names
         }
+        self.texts = {name: (text,) for name, text in self._source.documents.items()}
         self.end_ids = frozenset({tokenizer.eos_token_id})
 
     # -- runs -----------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class RSARecipe(Recipe):
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate, keep: KeepAnswers | None = None,
+        generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
         """Return the mean accuracy of the last population, one run a question, always sampled."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from protocols.layout import CartridgeLayout
+from protocols.records.answers import Answer
 from protocols.spec.sections import DataSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.types import SEPARATOR, GenerateRequest, PrefixRef, Sampling, composed_ref
@@ -49,6 +50,20 @@ def context_ref(contexts: Sequence[str]) -> PrefixRef:
 def contexts_of(about: str) -> tuple[str, ...]:
     """Return the contexts that are read as one text of this name."""
     return tuple(about.split(SEPARATOR))
+
+
+def texts_of(layout: CartridgeLayout, texts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return the texts of the contexts that each cartridge learns from."""
+    return {name: tuple(texts[c] for c in of) for name, of in layout.contexts.items()}
+
+
+def answered_over(answers: Sequence[Answer], requests: Sequence[GenerateRequest]) -> list[Answer]:
+    """Return the answers, each with the cartridge that its request was over, where it had one."""
+    found = []
+    for answer, request in zip(answers, requests, strict=True):
+        kind, _, name = request.prefix.name.partition("/")
+        found.append(replace(answer, cartridge=name) if kind == "cartridge" else answer)
+    return found
 
 
 def reading(request: GenerateRequest, answer_ids: tuple[int, ...]) -> GenerateRequest:

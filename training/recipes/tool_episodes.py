@@ -52,7 +52,7 @@ from services.clients import EnvironmentClient
 from services.mesh import Mesh
 from services.run_directory import RunDirectory
 from teachers.ledger import RunSpending
-from training.recipes.base import Recipe, drawn_steps
+from training.recipes.base import Recipe, Route, drawn_steps, own_cartridge
 from training.recipes.hint_writers import HintWriter
 from training.recipes.preferences import AskedState, PreferenceQueue
 from training.rollouts import (
@@ -92,6 +92,7 @@ class ToolEpisodesRecipe(Recipe):
             **{name: self._conversation.head(name) for name in self._desks},
             NO_DOCUMENT: self._conversation.head(None),
         }
+        self.texts = {desk.id: (desk.document,) for desk in desks}
         self.end_ids = frozenset({tokenizer.eos_token_id})
 
     # -- episodes -------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class ToolEpisodesRecipe(Recipe):
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate, keep: KeepAnswers | None = None,
+        generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
         """Return the share of held-out cases that were answered correctly."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed

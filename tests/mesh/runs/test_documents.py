@@ -15,6 +15,7 @@ from pdfs import pdf
 from small_run import ROOT, run_to_end, running
 
 from protocols.files import read_rows
+from registry.terms import read_terms
 
 pytestmark = [pytest.mark.timeout(900)]  # a busy machine starts it slowly
 
@@ -95,6 +96,14 @@ def test_a_folder_is_trained_on_measured_and_reported(calm: Path) -> None:
     assert agreement["document"]["kl"] == pytest.approx(0.0, abs=1e-5)
     assert agreement["document"]["top1"] == 1.0
     assert agreement["on_policy"]["kl"] < agreement["untrained"]["kl"]
+    # Four of the seven tell one story, so words alone do not tell them apart.
+    routing = results["arms"]["on_policy"]["routing"]
+    assert (routing["n"], sorted(read_terms(calm / "terms.json"))) == (12, names)
+    assert 0 < routing["accuracy"] < 1
+    routed = [a for a in read_rows(calm / "answers.jsonl") if a["arm"] == "routed"]
+    own = {a["id"]: a["nll"] for a in read_rows(calm / "answers.jsonl") if a["arm"] == "on_policy"}
+    same = sum(own[a["id"]] == a["nll"] for a in routed)
+    assert same == pytest.approx(routing["accuracy"] * routing["n"])
     rows = read_rows(calm / "metrics.jsonl")
     assert rows[-1]["kl"] < rows[0]["kl"]
     assert {row["stale_tokens"] for row in rows} == {0}

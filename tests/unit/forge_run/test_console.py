@@ -37,6 +37,7 @@ STATUS = RunStatus(
     message="probe in 8 steps",
 )
 MEASURED = {"accuracy": 0.885, "ci95": [0.8334, 0.9221], "n": 200, "parse_failures": 3}
+ROUTING = {"accuracy": 0.97, "ci95": [0.9361, 0.9862], "n": 200}
 RESULTS: dict[str, Any] = {
     "arms": {
         "none": {"accuracy": 0.21, "ci95": [0.1595, 0.2716], "n": 200, "parse_failures": 0}
@@ -242,13 +243,16 @@ def test_the_last_lines_are_the_table_and_where_things_are(
         (run / name).touch()
     monkeypatch.chdir(tmp_path)
     console = plain_console()
-    print_results(console, RESULTS, run)
+    trained = {**RESULTS["arms"]["on_policy"], "routing": ROUTING}
+    arms = {**RESULTS["arms"], "on_policy": trained, "routed": MEASURED}
+    print_results(console, {**RESULTS, "arms": arms}, run)
     lines = [line.rstrip() for line in text_of(console).splitlines() if line.strip()]
     assert lines[0] == (
         "finished in 6m12s, KL 2.310 to 0.410, 9.2x fewer KV tokens, orchestration 4.1%"
     )
-    assert lines[-4].startswith(" on_policy") or lines[-4].startswith("on_policy")
-    assert lines[-3:] == [
+    assert [line.split()[0] for line in lines[-6:-4]] == ["on_policy", "routed"]
+    assert lines[-4:] == [
+        "the router finds the cartridge of 97.0% of 200 questions (93.6-98.6%)",
         "report  runs/longhealth/20260726T101530Z-3fa9/report.html",
         "results runs/longhealth/20260726T101530Z-3fa9/results.json",
         "run     runs/longhealth/20260726T101530Z-3fa9",

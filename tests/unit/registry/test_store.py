@@ -20,6 +20,7 @@ from registry.formats.forge import FILE, MANIFEST
 from registry.importing import add_from_run
 from registry.names import CartridgeName
 from registry.store import INCOMING, CartridgeStore
+from registry.terms import TERMS, write_terms
 
 BASE = BaseModelInfo(layers=2, kv_heads=1, head_dim=4, context=64, config_sha256="c" * 64)
 
@@ -50,6 +51,16 @@ def test_a_version_is_added_found_and_whole(library: CartridgeStore) -> None:
     assert found.manifest.source == {"by": "test"}
     assert library.names() == ["p1"]
     assert not any((library.directory / INCOMING).iterdir())
+
+
+def test_a_version_keeps_its_words_until_it_is_dropped(library: CartridgeStore) -> None:
+    first, second = add(library), add(library)
+    library.describe(first, [{"salt": 2}])
+    assert (library.passages(first), library.passages(second)) == ([{"salt": 2}], ())
+    library.describe(second, [{"tide": 1}, {"reef": 4}])
+    assert library.passages(library.get(CartridgeName("p1"))) == [{"tide": 1}, {"reef": 4}]
+    library.drop("p1", 2)
+    assert [library.passages(entry) for entry in library.entries("p1")] == [[{"salt": 2}]]
 
 
 def test_a_number_is_never_used_again(library: CartridgeStore) -> None:
@@ -117,7 +128,7 @@ def test_a_pickle_is_never_loaded(library: CartridgeStore, tmp_path: Path) -> No
             library.add("p1", file, {})
 
 
-@pytest.mark.parametrize("name", ["../p1", ".p1", "", "a/b", "p" * 65, "p\0"])
+@pytest.mark.parametrize("name", ["../p1", ".p1", "", "a/b", "p" * 65, "p\0", "auto"])
 def test_no_name_leads_out_of_the_library(library: CartridgeStore, name: str) -> None:
     with pytest.raises(DataError, match="is no cartridge's name"):
         add(library, name)
@@ -168,7 +179,9 @@ def test_the_newest_checkpoint_on_policy_of_a_run_is_added(
     checkpoint(run, 1)
     checkpoint(run, 2)
     checkpoint(run, 3, "offline")  # the baseline is trained last
+    write_terms(run / TERMS, {"p1": [{"salt": 2}, {"tide": 1}]})
     one, two = add_from_run(library, run)
+    assert (library.passages(one), library.passages(two)) == ([{"salt": 2}, {"tide": 1}], ())
     assert [one.key, two.key] == [("p1", 1), ("p2", 1)]
     assert one.manifest.source["checkpoint"] == "version-000002"
     kv = load_file(two.path)["kv"]

@@ -194,7 +194,8 @@ def test_a_strategy_and_what_it_tells(client: OpenAI) -> None:
 def test_the_models_that_there_are(client: OpenAI) -> None:
     (model,) = client.models.list().data  # Tokasaurus' client wants one, of the name it expects
     assert model.id == MODEL
-    assert model.forge == {"cartridges": {"p1": [1, 2]}, "strategies": ["twice"]}  # type: ignore[attr-defined]
+    listed = {"cartridges": {"p1": [1, 2]}, "strategies": ["twice"], "auto": []}
+    assert model.forge == listed  # type: ignore[attr-defined]
     assert client.models.retrieve(f"{MODEL}+p1@2:twice").id == f"{MODEL}+p1@2:twice"
     for name in ("gpt-4", f"{MODEL}+p9", f"{MODEL}+p1@9", f"{MODEL}:none", "../x"):
         with pytest.raises(openai.NotFoundError):

@@ -12,6 +12,7 @@ from logits_setup import READER, trained
 from forge_run.cli import forge
 from learning.checkpoint import write_checkpoint
 from registry.formats.convert import FORMATS, read
+from registry.terms import TERMS, read_terms
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -152,6 +153,22 @@ def test_the_library_is_filled_listed_tagged_compared_and_pruned(
     assert "best" not in said("list")
 
 
+def test_a_version_gets_the_words_of_files(
+    run: Path, library: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.md").write_text("Salt, salt and tide.")
+    (tmp_path / "b.txt").write_text("A reef.")
+    assert forge(["cartridges", "add", str(run), "--name", "p1", *library]) == 0
+    files = [str(tmp_path / "a.md"), str(tmp_path / "b.txt")]
+    assert forge(["cartridges", "words", "p1", *files, *library]) == 0
+    assert capsys.readouterr().out.endswith("p1@1: the words of 2 texts\n")
+    assert read_terms(tmp_path / "library/p1/1" / TERMS) == {
+        "p1": [{"and": 1, "salt": 2, "tide": 1}, {"a": 1, "reef": 1}]
+    }
+    assert forge(["cartridges", "list", *library]) == 0
+    assert "yes" in capsys.readouterr().out.splitlines()[-1].split()
+
+
 def test_what_is_not_there_is_told(
     library: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +178,7 @@ def test_what_is_not_there_is_told(
         (("diff", "p1", "p2"), "there is no cartridge p1"),
         (("diff", "a b", "p2"), "is no cartridge; write its name"),
         (("push", "p1", "me/p1"), "there is no cartridge p1"),
+        (("words", "p1", MESH), "there is no cartridge p1"),
         (("prune", "--keep", "0", "p1"), "there is no cartridge p1"),
         (("add", str(tmp_path / "c")), "is no run, so name what it is to be called"),
         (("add", str(tmp_path / "c"), "--name", "ward"), "got [2, 2, 2, 16, 4]"),

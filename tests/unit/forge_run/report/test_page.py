@@ -1,5 +1,6 @@
 """The report: right numbers, nothing from outside, nothing unescaped, the same bytes each time."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,22 @@ def test_the_plots_are_labelled_and_follow_the_page(html: str) -> None:
     for phase in ("rollout", "score", "train", "publish", "orchestration", "10%"):
         assert phase in phases
     assert 'aria-label="KL to the document teacher, per token. on_policy:' in html
+
+
+def test_the_routers_share_stands_under_the_arms(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_report(run.path)
+    assert "the router finds" not in Page(run.report.read_text(encoding="utf-8")).text
+    results = run.read_results() or {}
+    routing = {"accuracy": 0.97, "ci95": [0.9361, 0.9862], "n": 200}
+    arms = results["arms"]
+    arms = {**arms, "on_policy": {**arms["on_policy"], "routing": routing}}
+    run.results.write_text(json.dumps({**results, "arms": {**arms, "routed": arms["none"]}}))
+    write_report(run.path)
+    lines = Page(run.report.read_text(encoding="utf-8")).lines
+    (said,) = [line for line in lines if "the router finds" in line]
+    assert said.endswith("the cartridge of 97.0% of 200 questions (93.6-98.6%).")
+    assert any(line.startswith("routed | 21.0%") for line in lines)
 
 
 def test_ids_are_unique_and_every_reference_lands(html: str) -> None:

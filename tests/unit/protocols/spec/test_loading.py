@@ -199,6 +199,9 @@ BAD_FILES = [
     (C, "train:", "evaluate: {arms: [none, offline]}\ntrain:",
      "arms must hold on_policy where it holds offline, which trains on as many tokens: "
      f"got [none, offline] at {C}:14 (evaluate.arms); add on_policy or remove offline"),
+    (C, "train:", "evaluate: {arms: [none, routed]}\ntrain:",
+     "arms must hold on_policy where it holds routed, which reads the same cartridges: "
+     f"got [none, routed] at {C}:14 (evaluate.arms); add on_policy or remove routed"),
     (C, "train:", "evaluate: {sampled: yes}\ntrain:",
      f"sampled must be true or false: got 'yes' at {C}:14 (evaluate.sampled); "
      "write true or false"),
@@ -285,6 +288,12 @@ def test_compositions_need_two_documents_and_no_certain_backend(house: Path) -> 
     )
     sets = ("train.compose=0.5", "generator.backend=vllm")
     assert load_spec(M, sets=sets).spec.learn.train.compose == 0.5
+
+
+def test_the_arm_routed_needs_questions_that_are_known(house: Path) -> None:
+    sets = ("evaluate.arms=[on_policy, routed]", "rsa={N: 4}", "objective.w_rl=1")
+    assert "arms must not hold routed with episodes or rsa" in message(*sets)
+    assert load_spec(M, sets=sets[:1]).spec.learn.evaluate.arms == ("on_policy", "routed")
 
 
 def test_every_fault_is_listed_in_the_order_of_places(house: Path) -> None:

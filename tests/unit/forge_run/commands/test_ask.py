@@ -1,0 +1,124 @@
+"""`forge ask` over a library, a run and a server: the same cartridge gives the same answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving_setup import READER, Served, add_cartridge, cartridge, serving
+
+from documents.retrieval import Bm25Router, Choice, count_terms
+from forge_run.cli import forge
+from forge_run.commands.ask import told
+from learning.checkpoint import Checkpoint, write_checkpoint
+from protocols.spec.loading import load_spec
+from protocols.spec.yaml_source import dump_yaml
+from registry.names import CartridgeName
+from registry.terms import TERMS, write_terms
+
+MESH = Path(__file__).parents[4] / "meshes/serve.yaml"
+TEXTS = {"harbour": "The harbour keeps nine boats.", "orchard": "Forty pear trees."}
+QUESTION = "How many boats are in the harbour?"
+FEW = ("--max-tokens", "5")
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server whose library has the two cartridges, and their words."""
+    with serving(tmp_path_factory.mktemp("house")) as one:
+        library = one.house.library
+        for seed, (name, text) in enumerate(TEXTS.items()):
+            add_cartridge(library, name, seed)
+            library.describe(library.get(CartridgeName(name)), [count_terms(text)])
+        yield one
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the same two cartridges, without its words."""
+    home = tmp_path_factory.mktemp("runs") / "r1"
+    kv = torch.stack([cartridge(seed) for seed in range(len(TEXTS))])
+    facts = {"names": list(TEXTS), "arm": "on_policy", "step": 1, "version": 1, "last": {}}
+    tensors = {"frozen": kv[..., :1, :].clone(), "trainable": kv[..., 1:, :].clone()}
+    write_checkpoint(home / "checkpoints", "version-000001", Checkpoint(facts, tensors), 1)
+    return home
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, Any], str]:
+    """(the JSON answer, stderr)."""
+    assert forge(["ask", *words, *FEW, "--json"]) == 0
+    out, err = capsys.readouterr()
+    return json.loads(out), err
+
+
+def test_a_library_and_its_server_give_one_answer(
+    house: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = ("--serve", str(MESH), "--set", f"library={house.house.library.directory}")
+    there = ("--server", house.url)
+    answer, err = asked(capsys, "auto", QUESTION, *here)
+    why = Bm25Router.of_texts(TEXTS).choose(QUESTION)
+    assert why == Choice("harbour", why.score)
+    assert err.endswith(
+        f"harbour@1: score {why.score:.2f}, the only one with a word of the question\n"
+    )
+    assert answer["routed"] == {
+        "name": "harbour", "score": why.score, "runner_up": None, "runner_up_score": None,
+    }  # fmt: skip
+    assert (answer["cartridge"], answer["question"]) == ("harbour@1", QUESTION)
+    assert answer["answer"]
+    assert asked(capsys, "auto", QUESTION, *there)[0] == answer
+    named, err = asked(capsys, "harbour", QUESTION, *here)
+    assert named == {**answer, "routed": None}
+    assert "score" not in err
+    assert asked(capsys, "harbour@1", QUESTION, *there)[0] == named
+    other = asked(capsys, "orchard", QUESTION, *there)[0]
+    assert other["cartridge"] == "orchard@1"
+    assert asked(capsys, "orchard", QUESTION, *here)[0] == other
+    assert forge(["ask", "harbour", QUESTION, *FEW, *there]) == 0
+    assert capsys.readouterr().out == f"{named['answer'].strip()}\n"
+
+
+def test_a_run_answers_too_once_it_has_its_words(
+    house: Served, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = load_spec(str(MESH.with_name("longhealth.yaml")), sets=[f"model.path={READER}"]).spec
+    (run / "spec.yaml").write_text(dump_yaml(spec.as_dict()))
+    of_run = ("--run", str(run))
+    answer, _ = asked(capsys, "harbour", QUESTION, *of_run)
+    served, _ = asked(capsys, "harbour", QUESTION, "--server", house.url)
+    assert answer == {**served, "cartridge": "harbour"}
+    assert forge(["ask", "auto", QUESTION, *of_run]) == 2
+    assert "has no words of its texts (terms.json)" in capsys.readouterr().err
+    write_terms(run / TERMS, {name: [count_terms(text)] for name, text in TEXTS.items()})
+    chosen, err = asked(capsys, "auto", QUESTION, *of_run)
+    assert (chosen["answer"], chosen["routed"]["name"]) == (answer["answer"], "harbour")
+    assert "harbour: score " in err
+
+
+def test_refusals_say_whose_they_are(
+    house: Served, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = ("--serve", str(MESH), "--set", f"library={house.house.library.directory}")
+    for words, why in (
+        (("auto", "Zebra?", *here), "name one: harbour, orchard"),
+        (("auto", "Zebra?", "--server", house.url), "answers 400: the question shares no word"),
+        (("reef", "Zebra?", *here), "there is no cartridge reef; the library has harbour, orchard"),
+        (("reef", "Zebra?", "--server", house.url), "answers 404: there is no cartridge reef"),
+        (("reef", "Zebra?", "--run", str(run)), "the run has no cartridge reef"),
+        (("a", "b", "--max-tokens", "0"), "--max-tokens must be >= 1"),
+        (("a", "b", "--temperature", "-1"), "--temperature >= 0: got 64 and -1"),
+        (("a", "b", "--server", house.url, "--key-env", "NO_SUCH"), "--key-env NO_SUCH: no such"),
+    ):
+        assert forge(["ask", *words]) == 2
+        assert why in capsys.readouterr().err
+    assert forge(["ask", "a", "b", "--server", "http://127.0.0.1:9"]) == 1
+    assert "is `forge serve` running there?" in capsys.readouterr().err
+
+
+def test_the_runner_up_is_told() -> None:
+    assert told(Choice("a", 4.216, "b", 1.0)) == "score 4.22, then b with 1.00"
