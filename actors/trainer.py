@@ -239,7 +239,6 @@ def bank_of(
     """Return the bank of `base.cartridges`, untrained but for the `given` ones. A document is read
     only where its cartridge needs it. Raises DataError as `initial_bank` does."""
     cache = DocumentKVCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
-    most = getattr(model.config, "max_position_embeddings", None)
     of = learn.cartridge
     lacking = {
         name: contexts
@@ -247,7 +246,7 @@ def bank_of(
         if name not in given or given[name].tokens < of.tokens
     }
     vocabulary = partial(text_ids, base.path)
-    sources = init_sources(lacking, base.documents, cache, most, vocabulary)
+    sources = init_sources(lacking, base.documents, cache, model.longest, vocabulary)
     start = CartridgeInit(
         of.fresh or "first_tokens",  # of no cartridge, where every one is given
         of.tokens,

@@ -56,6 +56,7 @@ class TransformersModel(LanguageModel):
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.kv_shape = (config.num_hidden_layers, config.num_key_value_heads, size)
         self.vocabulary = config.vocab_size
+        self.longest = getattr(config, "max_position_embeddings", None)
         self.requires_grad_(False)
         self.eval()
 

@@ -42,12 +42,13 @@ class Attention(Protocol):
 class LanguageModel(nn.Module):
     """Hold a frozen causal language model: its layers `base_model`, and the projection `lm_head`.
     `kv_shape` is (layers L, key/value heads H_kv, head size D), `vocabulary` the logits' width V,
-    `path_taken` what runs it."""
+    `longest` the most positions that it was made for, None where its config has none."""
 
     base_model: Any
     lm_head: Any
     kv_shape: tuple[int, int, int]
     vocabulary: int
+    longest: int | None
 
     @property
     def device(self) -> torch.device:
@@ -242,7 +243,7 @@ class Decoder(LanguageModel):
         """Allocate the weights; `load_decoder` reads them."""
         super().__init__()
         self.kv_shape = (len(config.windows), config.kv_heads, config.head_dim)
-        self.vocabulary = config.vocabulary
+        self.vocabulary, self.longest = config.vocabulary, config.longest
         self.base_model = DecoderLayers(config)
         self.lm_head = nn.Linear(config.hidden, config.vocabulary, bias=False)
         if config.tied:

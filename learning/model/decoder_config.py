@@ -13,7 +13,8 @@ ROPES = ("default", "linear", "llama3")
 @dataclass(frozen=True)
 class DecoderConfig:
     """Hold the facts of a config.json that the decoder needs. `windows` has each layer's sliding
-    window, None for none; `rope` its rotary embedding's parameters."""
+    window, None for none; `rope` its rotary embedding's parameters; `longest` is the most positions
+    that it was made for, None where it says none."""
 
     vocabulary: int
     hidden: int
@@ -28,6 +29,7 @@ class DecoderConfig:
     head_norms: bool
     windows: tuple[int | None, ...]
     rope: Mapping[str, Any]
+    longest: int | None
 
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig | None:
@@ -63,6 +65,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig | None:
         head_norms=family == "qwen3",
         windows=tuple(_window(config, layer) for layer in range(layers)),
         rope=rope,
+        longest=config.get("max_position_embeddings"),
     )
 
 

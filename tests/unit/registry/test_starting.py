@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from format_setup import ROPE, cartridge, write
+from format_setup import ROPE, cartridge, checkpoint_of, write
 
 from learning.cartridge.fingerprint import fingerprint
-from learning.checkpoint import Checkpoint, write_checkpoint
+from learning.checkpoint import write_checkpoint
 from protocols.errors import CheckpointError, DataError
 from protocols.spec.sections import CartridgeSpec
 from protocols.spec.start import StartSpec
@@ -42,7 +42,7 @@ def run(folder: Path, version: int = 3, arm: str = "on_policy", names: str = "ab
     tensors = {"frozen": kv[..., :2, :].clone(), "trainable": kv[..., 2:, :].clone()}
     facts = {"names": list(names), "version": version, "arm": arm, "step": version, "last": None}
     write_checkpoint(
-        folder / "checkpoints", f"version-{version:06d}", Checkpoint(facts, tensors), keep=9
+        folder / "checkpoints", f"version-{version:06d}", checkpoint_of(facts, tensors), keep=9
     )
     return folder
 

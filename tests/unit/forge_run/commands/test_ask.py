@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from format_setup import checkpoint_of
 from serving_setup import READER, Served, add_cartridge, cartridge, serving
 
 from documents.retrieval import Bm25Router, Choice, count_terms
 from forge_run.cli import forge
 from forge_run.commands.ask import told
-from learning.checkpoint import Checkpoint, write_checkpoint
+from learning.checkpoint import write_checkpoint
 from protocols.spec.loading import load_spec
 from protocols.spec.yaml_source import dump_yaml
 from registry.names import CartridgeName
@@ -44,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kv = torch.stack([cartridge(seed) for seed in range(len(TEXTS))])
     facts = {"names": list(TEXTS), "arm": "on_policy", "step": 1, "version": 1, "last": {}}
     tensors = {"frozen": kv[..., :1, :].clone(), "trainable": kv[..., 1:, :].clone()}
-    write_checkpoint(home / "checkpoints", "version-000001", Checkpoint(facts, tensors), 1)
+    write_checkpoint(home / "checkpoints", "version-000001", checkpoint_of(facts, tensors), 1)
     return home
 
 

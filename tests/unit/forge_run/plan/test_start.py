@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from format_setup import checkpoint_of
 
 from forge_run.commands.run import plan, resolved
 from forge_run.formatting import TableSection
-from learning.checkpoint import Checkpoint, write_checkpoint
+from learning.checkpoint import write_checkpoint
 from protocols.errors import CheckpointError, DataError, SpecError
 from protocols.spec.loading import LoadedSpec, load_spec
 from protocols.spec.yaml_source import dump_yaml
@@ -33,7 +34,7 @@ def old(tmp_path: Path) -> RunDirectory:
     both = torch.stack([kv(), kv()])
     facts = {"names": ["patient_01", "patient_02"], "version": 40, "arm": "on_policy", "step": 40}
     tensors = {"frozen": both[..., :3, :].clone(), "trainable": both[..., 3:, :].clone()}
-    write_checkpoint(directory.checkpoints, "version-000040", Checkpoint(facts, tensors), keep=1)
+    write_checkpoint(directory.checkpoints, "version-000040", checkpoint_of(facts, tensors), keep=1)
     directory.append_event("finished", status="finished")
     return directory
 

@@ -12,7 +12,7 @@ import torch
 from small_run import ROOT
 
 from learning.cartridge.attention_matching import attention_matched
-from learning.cartridge.composition import frequencies, shifted
+from learning.cartridge.composition import shifted
 from learning.cartridge.initialization import (
     INITS,
     PADS,
@@ -152,10 +152,10 @@ def test_a_longer_one_is_cut_to_its_first_tokens_as_near_to_a_prompt(llama: Twin
     kv, frozen = given(llama, 16)
     bank = initial_bank(llama.model, [], CartridgeInit("x", 12, 1), {"a": (kv, frozen)})
     made = bank.kv()[0]
-    assert bank.frozen.shape[4] == 2
+    assert bank.frozen["a"].shape[3] == 2
     assert torch.equal(made[:, :, :, :2], kv[:, :, :, :2])
     assert torch.equal(made[:, 1], kv[:, 1, :, :12])
-    moved = shifted(kv, -4, frequencies(llama.model))
+    moved = shifted(kv, -4, llama.model.frequencies())
     torch.testing.assert_close(made[:, :, :, 2:], moved[:, :, :, 2:12])
 
 
@@ -167,7 +167,7 @@ def test_a_padded_one_keeps_its_sink_and_its_distance_to_a_prompt(llama: Twin, p
     assert made.shape[3] == 12
     assert torch.equal(made[:, :, :, :2], kv[:, :, :, :2])
     assert torch.equal(made[:, 1, :, :9], kv[:, 1, :, :9])
-    moved = shifted(kv, 3, frequencies(llama.model))
+    moved = shifted(kv, 3, llama.model.frequencies())
     torch.testing.assert_close(made[:, :, :, 2:9], moved[:, :, :, 2:9])
     assert not torch.allclose(made[:, 0, :, 2:9], kv[:, 0, :, 2:9], atol=1e-2)
     again = initial_bank(llama.model, sources(llama, "a"), start, {"a": (kv, frozen)}).kv()[0]
@@ -181,7 +181,7 @@ def test_random_padding_is_drawn_by_the_seed(llama: Twin) -> None:
     first, second = (
         initial_bank(
             llama.model, sources(llama, "a"), CartridgeInit("x", 12, 2, seed, "random"), {"a": kv}
-        ).kv()[0, ..., 9:, :]
+        ).kv()[0][..., 9:, :]
         for seed in (0, 1)
     )
     assert not torch.allclose(first, second, atol=1e-3)
@@ -192,4 +192,4 @@ def test_cartridges_with_unequal_sinks_are_refused_and_none_is_a_sink_too(llama:
     with pytest.raises(DataError, match="equally many frozen tokens: got c 1, a 2;"):
         initial_bank(llama.model, sources(llama, "c"), start, {"a": given(llama, 12)})
     bank = initial_bank(llama.model, [], start, {"a": given(llama, 12, frozen=0)})
-    assert (bank.frozen.shape[4], bank.trainable.shape[4]) == (0, 12)
+    assert (bank.frozen["a"].shape[3], bank.trainable["a"].shape[3]) == (0, 12)
