@@ -179,7 +179,8 @@ COMMANDS = {
         _option("--spec", "FILE", "what is measured (default: configs/eval.yaml)", type=Path),
         _option("--questions", "N", "most questions", type=int),
         _option("--asked", "FILE", "SQuAD's or LongHealth's questions in place of the runs'"),
-        _option("--arms", "A,B", "kinds of arms: none,document,on_policy (default: all)"),
+        _option("--arms", "A,B",
+                "kinds of arms: none,document,on_policy (default: all but routed)"),
         _option("--contamination", None, "what training prompts that double the questions do "
                 "(default: as the run's)", choices=("fail", "warn")),
         _option("--out", "DIR",

@@ -27,9 +27,9 @@ HEADS = (
     "accuracy elsewhere",
 )  # fmt: skip
 PAIR_HEADS = ("arm", "over", "difference", "95%", "other side of zero")
-TRAINED = ("offline", "hybrid", "on_policy")
+TRAINED = ("offline", "hybrid", "on_policy", "routed")
 KINDS = {"none": "x", "document": "D", "truncated": "v", "untrained": "^", "offline": "s",
-         "hybrid": "P", "on_policy": "o"}  # fmt: skip
+         "hybrid": "P", "on_policy": "o", "routed": "*"}  # fmt: skip
 BUDGETED = ("truncated", "untrained", *TRAINED)
 HEIGHT = 3.6  # inches of a plot
 BESIDE = 1.05  # factor between the x positions of kinds with one budget, which would overlap
@@ -199,4 +199,4 @@ def _draw_rows(axes: Axes, rows: Sequence[EvalRow], places: Sequence[float | Non
 
 
 def _paint(kind: str) -> str:
-    return PAINT[kind] if kind in ARMS else hue(4 if kind == "truncated" else 5)
+    return PAINT[kind] if kind in ARMS else hue({"truncated": 4, "hybrid": 5}.get(kind, 6))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from statistics import fmean
 from typing import Any
@@ -41,8 +41,9 @@ AT_ONCE = 64  # requests of a call: more would wait in the engines until it time
 @dataclass(frozen=True)
 class EvalArm:
     """Describe the prefix before the questions. `prefixes` has one for everything that a question
-    of the suite is about (`EvalSuite.abouts`), None stands for no document at all; `tokens` is the
-    mean length of a prefix."""
+    of the suite is about (`EvalSuite.abouts`), None stands for no document at all; `routed` has
+    others for single questions, by their ids after a prefix. `tokens` is the mean length of a
+    prefix."""
 
     name: str
     kind: str
@@ -53,6 +54,7 @@ class EvalArm:
     mesh: str = ""
     step: int = 0
     trained_tokens: int = 0
+    routed: Mapping[tuple[int, ...], PrefixRef] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,9 @@ class RequestWindow:
         answers = [
             replace(
                 users_answer(i.asked, c, a, nll.get(i.asked.id), about.hashes),
-                cartridge=about.layout.cartridge_of(i.asked.document),
+                cartridge=arm.routed[i.prompt_ids].name.removeprefix("cartridge/")
+                if arm.routed
+                else about.layout.cartridge_of(i.asked.document),
                 contexts=tuple(i.about.split(SEPARATOR)),
             )
             for i, c, a in records
@@ -254,6 +258,7 @@ class RequestWindow:
         bare = arm.prefixes is None
         ids = of.bare_ids if bare else of.prompt_ids
         prefix = BARE if arm.prefixes is None else arm.prefixes[of.about]
+        prefix = arm.routed.get(of.prompt_ids, prefix)
         return GenerateRequest(
             name, (*ids, *answer), prefix, sampling, seed, prompt_logprobs=bool(answer)
         )

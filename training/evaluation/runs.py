@@ -8,7 +8,7 @@ runs      one base model, one set of documents            -> arms: none, documen
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,9 +32,11 @@ from registry.formats.run_checkpoint import read_all
 from services.run_directory import RunDirectory
 from training.evaluation.arms import EvalArm
 from training.evaluation.questions import EvalSubjects, EvalSuite, first_tokens_of
-from training.recipes.study_prompts import titled
+from training.recipes.study_prompts import contexts_of, texts_of, titled
+from training.routing import RoutedQuestions
 
 KINDS = ("none", "document", "truncated", "untrained", "offline", "hybrid", "on_policy")
+ROUTED = "routed"  # not by default: it asks everything again, to differ where the router errs
 TRAINED = ("offline", "on_policy")  # names in checkpoints; a hybrid is under on_policy
 
 
@@ -158,10 +160,12 @@ class EvaluatedRun:
 def enter(
     runs: Sequence[FinishedRun], paper: EvalSuite, kinds: Sequence[str], tokenizer: Any
 ) -> EvaluatedRun:
-    """Return the arms of these kinds, ordered as KINDS. Raises SpecError for an unknown kind."""
-    unknown = sorted(set(kinds) - set(KINDS))
+    """Return the arms of these kinds, ordered as KINDS, each trained one before its routed one.
+    Raises SpecError for an unknown kind."""
+    known = (*KINDS, ROUTED)
+    unknown = sorted(set(kinds) - set(known))
     if unknown:
-        raise SpecError(f"--arms: there is no arm {unknown[0]}; name some of {', '.join(KINDS)}")
+        raise SpecError(f"--arms: there is no arm {unknown[0]}; name some of {', '.join(known)}")
     layout, abouts = paper.about.layout, paper.abouts
     over = {about: layout.cartridge_of(document) for about, document in abouts.items()}
     documents = dict(paper.heads)
@@ -193,21 +197,41 @@ def enter(
             name = kind if len(budgets) == 1 else f"{kind} P={budget}"
             found.append(EvalArm(name, kind, prefixes, fmean(map(len, cut.values())), budget))
     cartridges: dict[int, tuple[str, Tensor]] = {}
-    trained = [(run, t) for run in runs for t in run.trained if t.kind in kinds]
+    routed = routed_questions(paper) if ROUTED in kinds else {}
+    trained = [(run, t) for run in runs for t in run.trained if t.kind in kinds or routed]
     for run, t in sorted(trained, key=lambda pair: KINDS.index(pair[1].kind)):
         versions = {name: len(cartridges) + i for i, name in enumerate(layout.cartridges)}
         cartridges |= {version: (name, t.cartridges[name]) for name, version in versions.items()}
         prefixes = {a: PrefixRef(f"cartridge/{name}", versions[name]) for a, name in over.items()}
         budget = run.learn.cartridge.tokens
-        found.append(
-            EvalArm(
-                t.kind if len(runs) == 1 else f"{t.kind} {run.directory.id}", t.kind, prefixes,
-                float(budget), budget, run.directory.id, run.spec.mesh.name, t.step, t.tokens,
-            )
+        name = t.kind if len(runs) == 1 else f"{t.kind} {run.directory.id}"
+        arm = EvalArm(
+            name, t.kind, prefixes, float(budget), budget, run.directory.id, run.spec.mesh.name,
+            t.step, t.tokens,
         )  # fmt: skip
+        if t.kind in kinds:
+            found.append(arm)
+        if routed:
+            refs = {ids: PrefixRef(f"cartridge/{n}", versions[n]) for ids, n in routed.items()}
+            found.append(replace(arm, name=f"{name}, {ROUTED}", kind=ROUTED, routed=refs))
     if not found:
         raise SpecError(f"none of the runs trained an arm of {', '.join(kinds)}; name others")
     return EvaluatedRun(tuple(found), documents, cartridges)
+
+
+def routed_questions(paper: EvalSuite) -> dict[tuple[int, ...], str]:
+    """Return the cartridge that the router chooses for each question, by its ids after a prefix.
+    Raises SpecError where there is one cartridge alone."""
+    about = paper.about
+    if len(about.layout.cartridges) < 2:
+        raise SpecError("--arms: routed needs several cartridges to choose from; leave it out")
+    routing = RoutedQuestions(texts_of(about.layout, about.texts))
+    found = {}
+    for item in paper.items:
+        own = about.layout.cartridge_of(item.asked.document)
+        asked = titled(about.titles, contexts_of(item.about)[0], item.asked.text)
+        found[item.prompt_ids] = routing.chosen(own, asked)
+    return found
 
 
 def trained_on(run: FinishedRun, about: EvalSubjects) -> Iterator[LocatedText]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from evaluation_setup import EVAL, MESH, finished_run, paper, spec, tokenizer
+from evaluation_setup import EVAL, MESH, Reader, finished_run, kv_of, paper, spec, tokenizer
 from torch import Tensor
 
+from documents.retrieval import Bm25Router
 from forge_run.commands.evaluate import SPEC, evaluate
 from protocols.errors import CheckpointError, DataError, SpecError
 from protocols.spec.experiments import EvalSpec
@@ -18,6 +21,7 @@ from protocols.spec.loading import load_file, load_spec
 from protocols.teacher_replay import AgentMessage
 from protocols.types import PrefixRef
 from services.run_directory import RunDirectory
+from training.evaluation.arms import sit
 from training.evaluation.questions import GENERAL, set_paper
 from training.evaluation.runs import (
     KINDS,
@@ -84,7 +88,7 @@ def test_a_corpus_cartridge_answers_about_all_its_chunks(tmp_path: Path) -> None
     require_documents(run, exam)
     with pytest.raises(DataError, match="nothing fits into a prompt of that budget"):
         enter([run], exam, ["truncated"], tokenizer())
-    kinds = [kind for kind in KINDS if kind != "truncated"]
+    kinds = [kind for kind in KINDS if kind not in ("truncated", "routed")]
     entry = enter([run], exam, kinds, tokenizer())
     arms = {arm.kind: arm for arm in entry.arms}
     on_policy, whole = arms["on_policy"].prefixes, arms["document"].prefixes
@@ -112,6 +116,38 @@ def test_a_corpus_cartridge_answers_about_all_its_chunks(tmp_path: Path) -> None
         require_comparable([run, other])
     with pytest.raises(DataError, match="has cartridges of patient_01, patient_02, and the q"):
         require_documents(other, exam)
+
+
+def test_a_routed_arm_asks_each_question_over_the_routers_choice(tmp_path: Path) -> None:
+    exam = paper(spec("data.name_document=always").learn)
+    held = {name: kv_of(exam.heads[name][:16]) for name in exam.about.texts}
+    run = read_run(finished_run(tmp_path / "r", {"on_policy": held}))
+    entry = enter([run], exam, ["on_policy", "routed"], tokenizer())
+    assert [(arm.name, arm.kind) for arm in entry.arms] == [
+        ("on_policy", "on_policy"), ("on_policy, routed", "routed"),
+    ]  # fmt: skip
+    _, routed = entry.arms
+    router = Bm25Router.of_texts(exam.about.texts)
+    choices = []
+    for item in exam.items:
+        title = exam.about.titles[item.about]
+        ((best, _),) = router.top(f"{title}: {item.asked.text}", 1)
+        ref = routed.routed[item.prompt_ids]
+        assert (ref.name, entry.cartridges[ref.version][0]) == (f"cartridge/{best}", best)
+        choices.append(best)
+    assert choices == [item.asked.document for item in exam.items]  # the name tells
+    wrong = {ids: PrefixRef("cartridge/patient_02", 1) for ids in routed.routed}
+    arms = [replace(routed, name="right"), replace(routed, name="wrong", routed=wrong)]
+    generate = Reader(entry.documents, entry.cartridges)
+    right, misled = asyncio.run(sit(exam, arms, EVAL, 8, generate))
+    assert [a["cartridge"] for a in right.answers] == choices
+    assert [a["cartridge"] for a in misled.answers] == ["patient_02"] * 4
+    same = [a["nll"] == b["nll"] for a, b in zip(right.answers, misled.answers, strict=True)]
+    assert same == [name == "patient_02" for name in choices]
+    assert right.row["kind"] == "routed"
+    one = paper(spec("data.patients=1").learn)
+    with pytest.raises(SpecError, match="routed needs several cartridges"):
+        enter([run], one, ["routed"], tokenizer())
 
 
 def test_a_warm_start_is_a_hybrid_and_budgets_have_their_own_baselines(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """What self-study is about: charts as documents, and LongHealth's questions that are held out."""
 
+import asyncio
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,17 @@ import pytest
 
 from environments.clinic.patients import generate_clinic
 from environments.clinic.prompts import option_prompt
+from environments.renderer import ChatRenderer
 from learning.model.loading import load_tokenizer
 from protocols.errors import DataError
+from protocols.records.answers import Answer
 from protocols.spec.experiments import EvalSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
-from protocols.types import SEPARATOR
+from protocols.types import SEPARATOR, Completion, GenerateRequest
 from services.run_directory import RunDirectory
 from training.evaluation.questions import set_paper
+from training.recipes.documents import DocumentsRecipe
 from training.recipes.study_material import read_material
 from training.recipes.study_rows import context_titles
 
@@ -141,3 +146,73 @@ def test_charts_that_cannot_be_studied_are_refused(
     records["patient_02"]["texts"] = {"text_0": text}
     with pytest.raises(DataError, match=told):
         read_material(learn(written(tmp_path, records), *sets), TOKENIZER)
+
+
+def test_prompts_of_a_shared_cartridge_name_the_patient_and_so_do_routed_questions(
+    tmp_path: Path,
+) -> None:
+    study = STUDY.replace("questions: 5", "questions: 5, rounds: 2")
+    groups = "{ward_a: [patient_01, patient_02], ward_b: [patient_03]}"
+    spec = learn(
+        written(tmp_path), "teacher.context_tokens=80", "cartridge.per=group",
+        f"cartridge.groups={groups}", f"self_study={study}", "rollout.prompts=12",
+        "rollout.max_tokens=16", "evaluate.questions=6", patients=3,
+    )  # fmt: skip
+    corpus, asked = read_material(spec, TOKENIZER)
+    recipe = DocumentsRecipe(spec, corpus, asked, TOKENIZER, RunDirectory(tmp_path))
+    assert {name: len(texts) for name, texts in recipe.texts.items()} == {
+        name: len(contexts) for name, contexts in corpus.layout.contexts.items()
+    }
+    names = {part.of: part.title for part in corpus.parts.values()}
+    requests: list[GenerateRequest] = []
+
+    async def generate(
+        some: Sequence[GenerateRequest], replied: object = None, /
+    ) -> tuple[list[Completion], float]:
+        requests.extend(some)
+        ids = tuple(TOKENIZER("it is so.", add_special_tokens=False).input_ids)
+        return [
+            Completion(r.id, ids, (0.0,) * 3, (0,) * 3, "stop", prompt_logprobs=(-1.0,) * 99)
+            for r in some
+        ], 0.0
+
+    rollout = asyncio.run(recipe.sample(0, 3, generate))
+    talk = ChatRenderer(TOKENIZER, corpus.texts)
+    assert {p.document for p in rollout.prompts} == set(names)
+    for prompt in rollout.prompts:
+        user, *later = talk.texts_of(prompt.request.prompt_ids)
+        assert user.startswith(f"{names[prompt.document]}: ")
+        assert not any(text.startswith(names[prompt.document]) for text in later)
+        ward = "ward_b" if prompt.document == "patient_03" else "ward_a"
+        assert prompt.request.prefix.name == f"cartridge/{ward}"
+
+    heard: list[tuple[str, str]] = []
+
+    def route(cartridge: str, question: str) -> str:
+        heard.append((cartridge, question))
+        return "ward_b"
+
+    kept: list[Sequence[Answer]] = []
+    for prefix in ("cartridge", "document"):
+        requests.clear()
+        asyncio.run(
+            recipe.measure(
+                prefix, prefix, 3, most=None, sampled=False, generate=generate, keep=kept.append,
+                route=route,
+            )
+        )  # fmt: skip
+        over = {r.id: r.prefix.name for r in requests if not r.id.endswith("/read")}
+        told = [f"document/{q.document}" if prefix == "document" else "cartridge/ward_b"
+                for q in asked[:6]]  # fmt: skip
+        assert [over[f"evaluate/{prefix}/asked/{q.id}"] for q in asked[:6]] == told
+    own = {"patient_01": "ward_a", "patient_02": "ward_a", "patient_03": "ward_b"}
+    patients = [q.choice.patient for q in asked[:6] if q.choice]
+    assert patients == ["patient_01", "patient_02", "patient_03"] * 2
+    assert heard == [
+        (own[p], f"{names[p]}: {q.text}") for p, q in zip(patients, asked, strict=False)
+    ]
+    assert [[a.document for a in answers] for answers in kept] == [patients] * 2
+    assert [[a.cartridge for a in answers] for answers in kept] == [
+        ["ward_b"] * 6, [own[p] for p in patients],
+    ]  # fmt: skip
+    assert [a.contexts for a in kept[1]] == [tuple(q.document.split(SEPARATOR)) for q in asked[:6]]
