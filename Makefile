@@ -16,7 +16,7 @@ BASE ?= 9fc9f6f
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-prometheus run run-vllm serve test test-fast test-all golden \
+.PHONY: help install install-vllm install-verifiers install-prometheus run run-vllm serve test test-fast test-all bench-against \
         lint format proto proto-release k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean
 
 help: ## show this list
@@ -99,8 +99,8 @@ test: install-vllm install-verifiers install-prometheus ## tests/unit and tests/
 test-all: test ## and tests/nightly: kills at any phase, several hosts, long runs
 	$(SLOW_PYTEST) tests/nightly
 
-golden: install ## run files of this tree against those of BASE (9fc9f6f), value by value
-	tests/nightly/golden.sh $(BASE)
+bench-against: install ## speed of the main job in this tree against that of BASE (9fc9f6f)
+	benchmarks/against.sh $(BASE)
 
 lint: install k8s-check ## ruff, types, the layers contract, and k8s-check
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, pstdev, stdev
 
-from protocols.spec.objective import GrpoSpec
+from protocols.spec.policy_gradient import GrpoSpec
 from protocols.train_batch import PolicySample
 
 EPSILON = 1e-4  # keeps advantages finite in a group whose rewards hardly differ

@@ -63,7 +63,9 @@ from learning.losses.channel import (
 )
 from learning.packing import ChunkedLogits
 from protocols.errors import DataError, StaleTokenError
-from protocols.spec.objective import GrpoSpec, LossSpec, MismatchSpec, ObjectiveSpec
+from protocols.spec.channels import LossSpec
+from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.policy_gradient import GrpoSpec, MismatchSpec
 from protocols.train_batch import PolicySample, TrainBatch
 from protocols.types import Sample
 

@@ -13,7 +13,8 @@ from learning.losses.doc_kl import DocKL
 from learning.losses.dpo import ReplayDPO
 from learning.losses.grpo import GRPO
 from learning.losses.sdpo import SDPO
-from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.spec.channels import LossSpec
+from protocols.spec.objective import ObjectiveSpec
 
 CHANNELS: dict[str, type[LossChannel]] = {
     "doc_kl": DocKL,

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from protocols.spec.base import AsTuple, SpecSection, bounded, broken, unique
+from protocols.spec.channels import LossSpec
 from protocols.spec.documents import DocumentsSpec, SelfStudySpec
-from protocols.spec.objective import EpisodesSpec, LossSpec, ObjectiveSpec
+from protocols.spec.objective import EpisodesSpec, ObjectiveSpec
 from protocols.spec.rsa import RsaSpec
 from protocols.spec.start import Init, InitOrStart, StartSpec
 from protocols.spec.teacher_replay import ReplaySpec

@@ -32,7 +32,7 @@ from learning.model.loading import load_model
 from learning.packing import LOGIT_BYTES
 from learning.scoring import TeacherDistribution
 from learning.trainer import CartridgeTrainer
-from protocols.spec.objective import GrpoSpec
+from protocols.spec.policy_gradient import GrpoSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample

@@ -15,7 +15,8 @@ from learning.losses.channel import MicroBatch
 from learning.losses.objective import active_channels
 from learning.packing import pack
 from learning.scoring import TeacherDistribution
-from protocols.spec.objective import GrpoSpec, ObjectiveSpec
+from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.policy_gradient import GrpoSpec
 from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch
 from protocols.types import Sample, Sampling
 

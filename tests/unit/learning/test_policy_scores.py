@@ -16,7 +16,8 @@ from learning.policy_scores import document_logprobs
 from learning.scoring import TeacherDistribution, joined, response_logprobs, score, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, DataError
-from protocols.spec.objective import GrpoSpec, ObjectiveSpec
+from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.policy_gradient import GrpoSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch
 

@@ -30,7 +30,9 @@ from learning.scoring import response_logprobs
 from learning.trainer import CartridgeTrainer
 from learning.updates import divide, joined_output
 from protocols.errors import RunError, StaleTokenError
-from protocols.spec.objective import GrpoSpec, ObjectiveSpec, SdpoSpec
+from protocols.spec.channels import SdpoSpec
+from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.policy_gradient import GrpoSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample, TrainStepOutput

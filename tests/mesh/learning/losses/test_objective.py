@@ -12,7 +12,7 @@ from channel_setup import ALL, bank_of, changed, do, scene
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.spec.objective import GrpoSpec
+from protocols.spec.policy_gradient import GrpoSpec
 from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from learning.checkpoint import read_checkpoint
 from learning.scoring import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, PublishError
-from protocols.spec.objective import ObjectiveSpec, SdpoSpec
+from protocols.spec.channels import SdpoSpec
+from protocols.spec.objective import ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 
 if TYPE_CHECKING:

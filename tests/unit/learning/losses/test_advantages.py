@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learning.losses.advantages import group_advantages, overlong_penalty, varying_groups
-from protocols.spec.objective import GrpoSpec
+from protocols.spec.policy_gradient import GrpoSpec
 
 BASELINES = get_args(GrpoSpec.model_fields["baseline"].annotation)
 GLOBAL = ("reinforce_pp", "reinforce_pp_baseline")

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from learning.losses.balance import GradientBalance
 from learning.losses.objective import CHANNELS
-from protocols.spec.objective import GrpoSpec, ObjectiveSpec
+from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.policy_gradient import GrpoSpec
 from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:

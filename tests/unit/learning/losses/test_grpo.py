@@ -19,7 +19,7 @@ from learning.losses.grpo import (
     k3_divergence,
     mismatch_weight,
 )
-from protocols.spec.objective import GrpoSpec, MismatchSpec
+from protocols.spec.policy_gradient import GrpoSpec, MismatchSpec
 
 REDUCTIONS = get_args(GrpoSpec.model_fields["reduction"].annotation)
 PLAIN = {"mismatch": None}

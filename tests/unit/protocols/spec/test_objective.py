@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from protocols.errors import SpecError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
-from protocols.spec.objective import GrpoSpec, MismatchSpec, ObjectiveSpec
+from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.policy_gradient import GrpoSpec, MismatchSpec
 
 MESH = str(Path(__file__).resolve().parents[4] / "meshes" / "three_channels.yaml")
 MODEL = "objective.sdpo.hints=model"
