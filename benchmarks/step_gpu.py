@@ -18,9 +18,11 @@ import argparse
 import asyncio
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils.benchmark import Timer
@@ -30,6 +32,8 @@ from benchmarks.phase_step import PHASES, SETTINGS, PhaseStep, Setting, bounds
 from benchmarks.record import benchmark
 from forge_run.formatting import bytes_text, count_text
 from forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost
+from learning.model.layout import layout_of
+from learning.packing import pack
 from services.planes.shared_memory import SharedMemoryPlane
 
 GOAL = 2.0  # times the cached bound, of the whole step
@@ -120,13 +124,38 @@ def published_bound(name: str, setting: Setting) -> tuple[str, float]:
     return device.name, sum(bounds(setting)[phase].seconds(device) for phase in PHASES)
 
 
+@contextmanager
+def _real_layouts() -> Iterator[None]:
+    """Compute where tokens lie on real tensors, under fake ones: their values decide shapes."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    def real(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            with unset_fake_temporarily():
+                return function(*given, **named)
+
+        return call
+
+    places = {
+        "learning.step.pack": pack,
+        "learning.scoring.pack": pack,
+        "benchmarks.phase_step.pack": pack,
+        "learning.model.attention.layout_of": layout_of,
+        "torch.unique": torch.unique,
+    }
+    with ExitStack() as stack:
+        for place, function in places.items():
+            stack.enter_context(patch(place, real(function)))
+        yield
+
+
 def dry(setting: Setting) -> dict[str, Any]:
     """Count the step on fake tensors, which have shapes and no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     shape, work = setting.shape, setting.work
     size = (shape.layers, 2, shape.kv_heads, work.document, shape.head_dim)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), _real_layouts():
         document = torch.empty(size, dtype=getattr(torch, setting.dtype))
         counts = PhaseStep(setting, torch.device("cpu"), document=document).counts()
     analysis, table = bounds(setting, EXPLICIT), FigureTable()
