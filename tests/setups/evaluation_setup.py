@@ -13,7 +13,7 @@ from torch import Tensor
 
 from learning.checkpoint import Checkpoint, write_checkpoint
 from learning.decoding.decode_batch import generate
-from learning.model.document_kv import document_kv
+from learning.model.document_kv import context_ids, document_kv
 from learning.model.loading import load_model, load_tokenizer
 from protocols.spec.experiments import EvalSpec
 from protocols.spec.learn import LearnSpec
@@ -70,7 +70,7 @@ class Reader:
             assert held == name
             return kv
         if name not in self._kv:
-            self._kv[name] = document_kv(reader(), self._documents[name])
+            self._kv[name] = document_kv(reader(), context_ids(self._documents, name))
         return self._kv[name]
 
 

@@ -112,6 +112,44 @@ def test_a_routed_arm_asks_each_question_over_the_routers_choice(tmp_path: Path)
         enter([run], one, ["routed"], tokenizer())
 
 
+def test_a_corpus_cartridge_answers_about_all_its_chunks(tmp_path: Path) -> None:
+    sets = ("cartridge.per=corpus", "teacher.context_tokens=40")
+    held = cartridges(names=("corpus",))
+    run = read_run(finished_run(tmp_path / "r", {"on_policy": held}, *sets))
+    exam = paper(run.learn)
+    require_documents(run, exam)
+    with pytest.raises(DataError, match="nothing fits into a prompt of that budget"):
+        enter([run], exam, ["truncated"], tokenizer())
+    kinds = [kind for kind in KINDS if kind != "truncated"]
+    entry = enter([run], exam, kinds, tokenizer())
+    arms = {arm.kind: arm for arm in entry.arms}
+    on_policy, whole = arms["on_policy"].prefixes, arms["document"].prefixes
+    assert on_policy is not None
+    assert whole is not None
+    assert {ref.name for ref in on_policy.values()} == {"cartridge/corpus"}
+    for item in exam.items:
+        choice = item.asked.choice
+        assert choice is not None
+        # The oracle chunk has the answer.
+        fact = choice.text.removeprefix("what is the ").removesuffix("?")
+        assert f"{fact} {choice.correct}." in exam.about.texts[item.about]
+        assert whole[item.about] == PrefixRef(f"document/{item.about}", 0)
+    chunks = list(exam.about.texts)
+    assert len(chunks) > 2
+    # Untrained: 16 tokens, an equal share of each chunk's first ones.
+    (ref,) = set((arms["untrained"].prefixes or {}).values())
+    drawn = entry.documents[ref.name.removeprefix("document/")]
+    assert len(drawn) == 16
+    each = 16 // len(chunks)
+    assert each > 0
+    assert drawn[:each] == exam.heads[chunks[0]][:each]
+    other = read_run(finished_run(tmp_path / "s", {"on_policy": cartridges()}))
+    with pytest.raises(SpecError, match=r"differ in cartridge\.per, cartridge\.groups"):
+        require_comparable([run, other])
+    with pytest.raises(DataError, match="has cartridges of patient_01, patient_02, and the q"):
+        require_documents(other, exam)
+
+
 def test_a_warm_start_is_a_hybrid_and_budgets_have_their_own_baselines(tmp_path: Path) -> None:
     long = finished_run(tmp_path / "long", {"on_policy": cartridges()}, warm_steps=2)
     short = finished_run(
