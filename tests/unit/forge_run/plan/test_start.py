@@ -9,6 +9,7 @@ import torch
 
 from forge_run.commands.run import plan, resolved
 from forge_run.formatting import TableSection
+from forge_run.launch import open_directory
 from learning.checkpoint import Checkpoint, write_checkpoint
 from protocols.errors import CheckpointError, DataError, SpecError
 from protocols.spec.loading import LoadedSpec, load_spec
@@ -101,3 +102,14 @@ def test_the_plan_says_where_each_cartridge_comes_from(tmp_path: Path) -> None:
     assert rows([named, "cartridge.frozen=8"], "start")[1] == ("by random_text: others",)
     with pytest.raises(ValueError, match="not enough values"):
         rows([], "start")
+
+
+def test_a_continued_run_is_resumed_with_both_options(old: RunDirectory, tmp_path: Path) -> None:
+    found, _ = loaded(tmp_path, old.id, "cartridge.frozen=")
+    made, resumed = open_directory(found.spec, tmp_path, None, print)
+    assert (made.id != old.id, resumed) == (True, False)
+    again, _ = loaded(tmp_path, old.id, "cartridge.frozen=")
+    assert open_directory(again.spec, tmp_path, "", print) == (made, True)
+    alone, _ = loaded(tmp_path, None, "cartridge.frozen=")
+    with pytest.raises(CheckpointError, match=r"differs in .*learn\.cartridge\.init"):
+        open_directory(alone.spec, tmp_path, "", print)
