@@ -10,6 +10,7 @@ Term counts can: an index over any set is built from them, in milliseconds.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -52,6 +53,7 @@ class Bm25Router:
         """Index the passages of each name. A name without a term is never found."""
         from bm25s import BM25  # half a second, for those alone who route
 
+        logging.getLogger("bm25s").setLevel(logging.WARNING)  # its import makes it DEBUG
         self.names = tuple(sorted(passages))
         held = [(name, counts) for name in self.names for counts in passages[name] if counts]
         self._owners = [name for name, _ in held]
