@@ -100,7 +100,7 @@ test-all: test ## and tests/nightly: kills at any phase, several hosts, long run
 	$(SLOW_PYTEST) tests/nightly
 
 bench-against: install ## speed of the main job in this tree against that of BASE (9fc9f6f)
-	benchmarks/against.sh $(BASE)
+	tests/nightly/against.sh $(BASE)
 
 lint: install k8s-check ## ruff, types, the layers contract, and k8s-check
 	$(BIN)/ruff check .

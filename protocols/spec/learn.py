@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from protocols.rsa import shape_fault
 from protocols.spec.base import SpecSection, broken
-from protocols.spec.channels import HINT_WRITER
+from protocols.spec.objective import HINT_WRITER
 from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec
 from protocols.spec.sections import LearnSections
 from protocols.spec.start import StartSpec

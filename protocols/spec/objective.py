@@ -12,12 +12,240 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import SpecSection
-from protocols.spec.channels import DpoSpec, HintSpec, LossSpec, SdpoSpec
+from protocols.spec.base import SpecSection, bounded, broken
 from protocols.spec.environment import EnvironmentSpec
 from protocols.spec.policy_gradient import GrpoSpec
+
+GENERATOR = "generator"  # the writer of hints that is no external teacher
+HINT_WRITER = "objective.sdpo.hint_writer"  # the key that names the writer
+
+
+class LossSpec(SpecSection):
+    """Configure doc_kl: student against teacher on the sampled tokens, nats per token."""
+
+    direction: Literal["forward", "reverse", "jsd", "cross_entropy"] = Field(
+        default="forward",
+        description="forward KL(T||S), reverse KL(S||T), jsd between, or -p_T log q_S",
+    )
+    beta: float | None = Field(default=None, gt=0, lt=1, description="the jsd's weight, in (0, 1)")
+    form: Literal["tail", "renormalised", "pairs"] = Field(
+        default="tail",
+        description="what a top-k does with the rest: a tail bucket, renormalise, or nothing and "
+        "a mean over (token, k) pairs as HazyResearch/cartridges does; no matter with top_k full",
+    )
+    temperature: float = Field(default=1.0, gt=0, description="divides both sides' logits")
+
+    @field_validator("beta")
+    @classmethod
+    def _beta_is_of_jsd(cls, value: float | None, info: ValidationInfo) -> float | None:
+        direction = info.data.get("direction")
+        if value is None and direction == "jsd":
+            raise broken("must be given with loss.direction jsd", "set it to 0.5")
+        if value is not None and direction is not None and direction != "jsd":
+            raise broken(
+                "belongs to loss.direction jsd alone", "remove it or set loss.direction: jsd"
+            )
+        return value
+
+
+class HintSpec(SpecSection):
+    """Configure where the hints of failed turns come from."""
+
+    hints: Literal["template", "model", "sibling", "feedback"] = Field(
+        default="template",
+        description="the environment's registry, a model that reads the conversation, a "
+        "successful episode of the same task, or the environment's own text of the error",
+    )
+    hint_writer: str = Field(
+        default=GENERATOR,
+        min_length=1,
+        description="hints model: generator, or the name of one of replay.teachers",
+    )
+    hint_context: Literal["document", "cartridge"] = Field(
+        default="document", description="what the generator reads before the conversation"
+    )
+    hint_prompt: str = Field(
+        default="Say in one sentence what to do next. Do not give the answer.",
+        description="what the writer is asked after the error; empty: nothing, it goes on itself",
+    )
+    hint_tokens: int = Field(
+        default=64, ge=1, description="most tokens of a hint that the generator writes"
+    )
+    hint_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="seconds for a step's hints by the generator, for each by a teacher",
+    )
+    sibling_reward: float = Field(
+        default=1.0, description="least reward of an episode that hints sibling shows"
+    )
+
+    @property
+    def source(self) -> str:
+        """Return where hints come from, for a plan."""
+        if self.hints != "model":
+            return self.hints
+        return f"by {self.hint_writer}" + ("" if self.asks else f" with the {self.hint_context}")
+
+    @property
+    def reads_document(self) -> bool:
+        """Return whether the generator reads the document to write hints."""
+        return self.hints == "model" and not self.asks and self.hint_context == "document"
+
+    @property
+    def asks(self) -> str | None:
+        """Return the external teacher that writes the hints, or None."""
+        by_teacher = self.hints == "model" and self.hint_writer != GENERATOR
+        return self.hint_writer if by_teacher else None
+
+    @field_validator("hint_writer")
+    @classmethod
+    def _writer_is_of_model(cls, value: str, info: ValidationInfo) -> str:
+        if value != GENERATOR and info.data.get("hints", "model") != "model":
+            raise broken("belongs to hints model alone", "remove it or set hints: model")
+        return value
+
+
+class SdpoSpec(HintSpec):
+    """Configure self-distillation from the model with a hint in its context."""
+
+    variant: Literal["jsd", "sampled"] = Field(
+        default="jsd", description="divergence over the vocabulary, or the sampled token alone"
+    )
+    beta: float = Field(default=0.5, ge=0, le=1, description="jsd: 0 forward KL, 1 reverse KL")
+    temperature: float = Field(default=1.0, gt=0, description="divides both sides' logits")
+    token_bound: float | None = Field(
+        default=None,
+        gt=0,
+        description="jsd: most nats of one token, whose gradient is scaled down to them; null: no "
+        "bound",
+    )
+    token_clip: float | None = Field(
+        default=None,
+        gt=0,
+        description="jsd: most nats of one vocabulary entry, which has no gradient beyond: turns "
+        "the gradient of wrong calls round; null: no clip",
+    )
+
+    teacher: Literal["live", "base", "ema"] = Field(
+        default="live",
+        description="the cartridges that read the hint: those in training, the untrained ones, or "
+        "their moving average",
+    )
+    ema_decay: float = Field(
+        default=0.95, ge=0, lt=1, description="ema: share of the average that a step keeps"
+    )
+
+    @property
+    def reader(self) -> str:
+        """Return which model reads the hint, for a plan."""
+        over = {
+            "live": "the same model",
+            "base": "the model over the untrained cartridge",
+            "ema": f"the model over the cartridges' average (decay {self.ema_decay:g})",
+        }
+        return over[self.teacher]
+
+    @field_validator("temperature")
+    @classmethod
+    def _plain_when_sampled(cls, value: float, info: ValidationInfo) -> float:
+        if info.data.get("variant") == "sampled" and value != 1.0:
+            raise broken("must be 1 with variant sampled, which has no distribution", "set it to 1")
+        return value
+
+    @field_validator("token_bound")
+    @classmethod
+    def _bounds_the_jsd(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("variant") == "sampled":
+            raise broken("belongs to variant jsd alone", "remove it")
+        return value
+
+    @field_validator("token_clip")
+    @classmethod
+    def _one_bound(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("token_bound") is not None:
+            raise broken("cannot be given beside token_bound", "remove token_clip")
+        return value
+
+
+class DpoSpec(SpecSection):
+    """Configure training on the preferences of external teachers."""
+
+    variant: Literal["dpo_length_normalised", "dpo", "ipo", "simpo", "kto", "regression"] = Field(
+        default="dpo_length_normalised",
+        description="the loss of a pair; dpo and kto sum log-probabilities over a completion, the "
+        "others take their mean",
+    )
+    beta: float | None = Field(
+        default=None,
+        gt=0,
+        description="sharpness of a preference; null: 0.1 of dpo and kto, 0.5 of ipo, else 2",
+    )
+    gamma: float = Field(default=1.0, ge=0, description="target margin of simpo, nats times beta")
+    desirable: float = Field(default=1.0, gt=0, description="weight of chosen completions, of kto")
+    undesirable: float = Field(
+        default=1.0, gt=0, description="weight of rejected completions, of kto"
+    )
+    smoothing: Literal["none", "votes"] = Field(
+        default="votes",
+        description="exchange a pair's completions with the probability (1 - share of the votes "
+        "for the chosen) / 2",
+    )
+    nll: float = Field(
+        default=0.0, ge=0, description="weight of the chosen's negative log-probability a token"
+    )
+    reference: Literal["initial", "first_use"] = Field(
+        default="initial",
+        description="the untrained cartridge, which anchors the run, or that of the version which "
+        "first trains the pair",
+    )
+    max_reference_age: int | None = Field(
+        default=None,
+        ge=0,
+        description="of first_use: versions after which a reference is stale; null: never",
+    )
+    states: int = Field(
+        default=16,
+        ge=1,
+        description="most states of a step that teachers are asked about, least confident first",
+    )
+    pairs: int = Field(default=32, ge=1, description="most pairs of one step")
+    lag: int = Field(
+        default=1, ge=1, description="steps after its rollout in which a pair joins, if it is there"
+    )
+    uses: int = Field(default=4, ge=1, description="steps that one pair is trained on")
+    max_age: int = Field(
+        default=8, ge=1, description="steps after its rollout at which a pair is given up"
+    )
+
+    @field_validator("max_reference_age")
+    @classmethod
+    def _age_is_of_first_use(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("reference") == "initial":
+            raise broken(
+                "belongs to reference first_use alone", "remove it or set reference: first_use"
+            )
+        return value
+
+    @property
+    def sharpness(self) -> float:
+        """Return beta, or its default for the variant."""
+        return self.beta or {"dpo": 0.1, "kto": 0.1, "ipo": 0.5}.get(self.variant, 2.0)
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether the variant compares with a reference's log-probabilities."""
+        return self.variant != "simpo"
+
+    @property
+    def follows_policy(self) -> bool:
+        """Return whether references are of a version that was trained, which only readers of
+        published cartridges hold."""
+        return self.has_reference and self.reference == "first_use"
+
+    _outlives_the_lag = bounded("max_age", ">=", "lag", "no pair would ever join: raise it")
 
 
 class ObjectiveSpec(SpecSection):

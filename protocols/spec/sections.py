@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from protocols.spec.base import AsTuple, SpecSection, bounded, broken, unique
-from protocols.spec.channels import LossSpec
 from protocols.spec.documents import DocumentsSpec, SelfStudySpec
-from protocols.spec.objective import EpisodesSpec, ObjectiveSpec
+from protocols.spec.objective import EpisodesSpec, LossSpec, ObjectiveSpec
 from protocols.spec.rsa import RsaSpec
 from protocols.spec.start import Init, InitOrStart, StartSpec
 from protocols.spec.teacher_replay import ReplaySpec
@@ -272,6 +271,16 @@ class TeacherSpec(SpecSection):
         description="most tokens of a document or chunk that is read; null: what the model's "
         "context holds beside a row",
     )
+    context: Literal["own", "retrieved"] = Field(
+        default="own",
+        description="what is read before a prompt in training: the document or chunk that it is "
+        "about, or those that BM25 finds for it among its cartridge's",
+    )
+    retrieved: int = Field(
+        default=1,
+        ge=1,
+        description="with context retrieved, the contexts before a prompt",
+    )
 
     top_k: int | Literal["full"] = Field(
         default=20, description="teacher log-probabilities kept per token, or full for all"
@@ -287,6 +296,13 @@ class TeacherSpec(SpecSection):
         description="document KV that had to leave a GPU and is kept in host memory, bytes; not "
         "used on a CPU",
     )
+
+    @field_validator("retrieved")
+    @classmethod
+    def _is_of_retrieved(cls, value: int, info: ValidationInfo) -> int:
+        if value != 1 and info.data.get("context") == "own":
+            raise broken("belongs to teacher.context retrieved alone", "remove it or set both")
+        return value
 
     @field_validator("top_k", mode="before")
     @classmethod

@@ -20,8 +20,7 @@ from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
 from learning.step import train_step
 from learning.updates import Share, part_of
-from protocols.spec.channels import LossSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch, hinted
 from protocols.types import Sample, Sampling, TrainStepOutput

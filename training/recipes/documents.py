@@ -67,6 +67,7 @@ from training.recipes.study_rows import (
     said,
     studied_of,
 )
+from training.recipes.teacher_contexts import context_choice
 from training.rollouts import (
     Rollout,
     ScoreGroup,
@@ -99,6 +100,7 @@ class DocumentsRecipe(Recipe):
             NO_DOCUMENT: self._conversation.head(None),
         }
         self.texts = texts_of(parts.layout, parts.texts)
+        self._choose = context_choice(spec, parts.layout, parts.texts, self.documents)
         self.end_ids = frozenset({tokenizer.eos_token_id})
         self._asked = asked
         self._getting_ready = asyncio.Lock()
@@ -222,18 +224,19 @@ class DocumentsRecipe(Recipe):
             order = list(range(len(pool)))
             random.Random(f"questions/{seed}/{about}/{lap}").shuffle(order)
             studied = pool[order[place]]
+            contexts = self._choose(cartridge, (about,), titled(self._titles, about, studied.text))
             name = f"{arm}/{step + 1}/{i}"
             request = GenerateRequest(
                 id=name,
                 prompt_ids=studied.prompt_ids,
-                prefix=context_ref((about,)),
+                prefix=context_ref(contexts),
                 sampling=Sampling(
                     rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens
                 ),
                 seed=stream_seed(f"sample/{seed}/{name}"),
             )
             document = self.layout.documents[about]
-            prompt = StudyPrompt(document, studied.kind, request, cartridge, (about,), studied.key)
+            prompt = StudyPrompt(document, studied.kind, request, cartridge, contexts, studied.key)
             found.append((studied, prompt))
         return found
 

@@ -23,7 +23,7 @@ from environments.hints import (
 from environments.renderer import ChatRenderer
 from protocols.episodes import Episode
 from protocols.errors import RunError
-from protocols.spec.channels import HintSpec
+from protocols.spec.objective import HintSpec
 from protocols.teacher_replay import AgentMessage, ReplayState, TextAction
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 from services.clients import TeacherReplayClient

@@ -57,6 +57,7 @@ from training.recipes.study_prompts import (
     titled,
     titles_of,
 )
+from training.recipes.teacher_contexts import context_choice
 from training.rollouts import StudyPrompt
 
 
@@ -132,6 +133,7 @@ class LongHealthPrompts:
         self._ends = sorted({end for p in patients for end in sentence_ends(p)})
         self.documents = {name: self.conversation.head(name) for name in self.texts}
         self.documents[NO_DOCUMENT] = self.conversation.head(None)
+        self._choose = context_choice(spec, self.layout, self.texts, self.documents)
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -178,19 +180,20 @@ class LongHealthPrompts:
             kind, text, places = self_study_prompt(
                 self.patients[document], self._training[document], rollout.kinds, rng, self._ends
             )
-            contexts = self.contexts_of(document, places)
+            asked = titled(self.titles, document, text)
+            contexts = self._choose(cartridge, self.contexts_of(document, places), asked)
             name = f"{arm}/{step + 1}/{i}"
             request = GenerateRequest(
                 id=name,
-                prompt_ids=self._prompt_ids(contexts[0], titled(self.titles, document, text)),
+                prompt_ids=self._prompt_ids(contexts[0], asked),
                 prefix=context_ref(contexts),
                 sampling=Sampling(
                     rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens
                 ),
                 seed=stream_seed(f"sample/{seed}/{arm}/{drawn + 1}/{i}"),
             )
-            asked = f"{document}/{hash_of(text)}"
-            prompts.append(StudyPrompt(document, kind, request, cartridge, contexts, asked))
+            key = f"{document}/{hash_of(text)}"
+            prompts.append(StudyPrompt(document, kind, request, cartridge, contexts, key))
         return prompts
 
     def contexts_of(self, document: str, places: Sequence[NoteSpan]) -> tuple[str, ...]:

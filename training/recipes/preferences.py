@@ -21,7 +21,7 @@ from environments.training_signals import training_pair
 from learning.losses.dpo import is_stale
 from protocols import teacher_replay
 from protocols.errors import DataError, RunError
-from protocols.spec.channels import DpoSpec
+from protocols.spec.objective import DpoSpec
 from protocols.spec.teacher_replay import ReplaySpec
 from protocols.teacher_replay import PanelVerdict, ReplayState
 from protocols.train_batch import PreferencePair

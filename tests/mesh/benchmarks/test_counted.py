@@ -8,7 +8,7 @@ from forge_run.plan.roofline import EXPLICIT
 
 
 def test_the_seed_s_size_in_shape_alone() -> None:
-    """The analysis takes the last layer at every token; the code needs it where one is predicted."""
+    """The analysis takes the last layer at every token, the code where a token is predicted."""
     setting = SETTINGS["3b"]
     counted, analysis = dry(setting), bounds(setting, EXPLICIT)
     for phase in ("teacher", "student"):

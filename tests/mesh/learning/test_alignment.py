@@ -15,7 +15,7 @@ from learning.losses.doc_kl import doc_kl
 from learning.model.document_kv import document_kv
 from learning.packing import PackedTokens, pack, response_logits
 from learning.scoring import TeacherDistribution, score, top_k
-from protocols.spec.channels import LossSpec
+from protocols.spec.objective import LossSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

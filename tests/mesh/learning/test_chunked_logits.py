@@ -10,7 +10,7 @@ from twins import Twin
 
 from learning.packing import LOGIT_BYTES
 from learning.scoring import TeacherDistribution, top_k
-from protocols.spec.channels import LossSpec, SdpoSpec
+from protocols.spec.objective import LossSpec, SdpoSpec
 from protocols.spec.policy_gradient import GrpoSpec
 
 VOCAB = 97

@@ -21,8 +21,7 @@ from learning.decoding.engine import TorchEngine
 from learning.losses.dpo import with_references
 from learning.scoring import score_kept
 from learning.trainer import CartridgeTrainer
-from protocols.spec.channels import SdpoSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from protocols.spec.sections import TrainSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TrainStepOutput
 from services.planes.codec import pack, unpack

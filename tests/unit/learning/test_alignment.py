@@ -19,8 +19,7 @@ from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.packing import PackedTokens, pack, response_logits
 from learning.scoring import TeacherDistribution, score
 from learning.step import train_step
-from protocols.spec.channels import LossSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ from learning.step import (
     train_step,
 )
 from protocols.errors import RunError, StaleTokenError
-from protocols.spec.channels import LossSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from learning.losses.objective import active_channels
 from learning.scoring import TeacherDistribution, score
 from learning.step import train_step
 from learning.trainer import CartridgeTrainer
-from protocols.spec.channels import LossSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch, completions
 

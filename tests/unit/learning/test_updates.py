@@ -30,8 +30,7 @@ from learning.scoring import response_logprobs
 from learning.trainer import CartridgeTrainer
 from learning.updates import divide, joined_output
 from protocols.errors import RunError, StaleTokenError
-from protocols.spec.channels import SdpoSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from protocols.spec.policy_gradient import GrpoSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch

@@ -14,8 +14,7 @@ from channel_setup import ALL, bank_of, changed, of_cartridge, prefixes, scene
 from learning.checkpoint import list_checkpoints, read_checkpoint
 from learning.trainer import CartridgeTrainer
 from protocols.errors import PublishError
-from protocols.spec.channels import DpoSpec, SdpoSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
 from protocols.spec.policy_gradient import GrpoSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch

@@ -13,8 +13,7 @@ from learning.checkpoint import read_checkpoint
 from learning.scoring import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, PublishError
-from protocols.spec.channels import SdpoSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from protocols.spec.sections import TrainSpec
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from learning.losses.doc_kl import (
 )
 from learning.scoring import TeacherDistribution, joined, top_k
 from protocols.errors import SpecError
-from protocols.spec.channels import LossSpec
+from protocols.spec.objective import LossSpec
 
 Probs = tuple[float, ...]
 DIRECTIONS = get_args(LossSpec.model_fields["direction"].annotation)

@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from learning.losses.dpo import is_stale, replay_dpo, summed_by_pair
 from protocols.errors import DataError
-from protocols.spec.channels import DpoSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import DpoSpec, ObjectiveSpec
 from protocols.train_batch import PreferencePair
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from learning.packing import ChunkedLogits
 from learning.trainer import CartridgeTrainer
 from protocols.errors import DataError
 from protocols.spec.base import SpecSection
-from protocols.spec.channels import LossSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample

@@ -43,8 +43,7 @@ from learning.model.loading import base_hash, load_model, load_tokenizer
 from learning.packing import pack, response_logits
 from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
 from protocols.errors import DataError, ForgeError, RunError, StaleTokenError
-from protocols.spec.channels import DpoSpec, SdpoSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
 from protocols.spec.policy_gradient import GrpoSpec
 from protocols.train_batch import HintedTurn, PolicySample, TrainBatch, hinted
 from protocols.types import Sample, Sampling

@@ -15,7 +15,7 @@ from learning.losses.doc_kl import doc_kl
 from learning.losses.sdpo import alpha_at, sdpo_term, sdpo_tokens
 from learning.scoring import TeacherDistribution, top_k
 from protocols.errors import SpecError
-from protocols.spec.channels import SdpoSpec
+from protocols.spec.objective import SdpoSpec
 
 S, T = (0.5, 0.5), (0.9, 0.1)
 

@@ -27,8 +27,7 @@ from learning.model.loading import load_model, load_tokenizer
 from learning.scoring import TeacherDistribution, response_logprobs, score_over
 from learning.step import train_step
 from protocols.episodes import EnvironmentRequest, Observation, Task
-from protocols.spec.channels import SdpoSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import TrainBatch, hinted
 from protocols.types import Completion, GenerateRequest, Sample, Sampling, TrainStepOutput

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from protocols.spec.channels import LossSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RolesSpec, RunSpec
+from protocols.spec.objective import LossSpec
 from protocols.spec.sections import EvaluateSpec, TeacherSpec
 
 

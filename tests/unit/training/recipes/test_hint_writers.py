@@ -14,7 +14,7 @@ from environments.clinic.desk import HINTS
 from environments.hints import TurnHint
 from protocols.episodes import Episode
 from protocols.errors import RunError
-from protocols.spec.channels import SdpoSpec
+from protocols.spec.objective import SdpoSpec
 from protocols.teacher_replay import ReplayState
 from protocols.types import Completion, GenerateRequest
 from training.recipes.hint_writers import HintWriter

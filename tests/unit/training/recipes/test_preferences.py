@@ -14,7 +14,7 @@ from episode_setup import HANDBOOK, LOST, conversation, episode_of
 from environments.action_parsing import DESK
 from environments.training_signals import replay_states
 from protocols.errors import RunError
-from protocols.spec.channels import DpoSpec
+from protocols.spec.objective import DpoSpec
 from protocols.spec.teacher_replay import GateSpec, PriceSpec, ReplaySpec, ReplayTeacherSpec
 from protocols.teacher_replay import (
     AgentMessage,

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Compares the main job's speed in this tree with that of a base commit, both in this tree's .venv.
-#   benchmarks/against.sh [BASE]
+#   tests/nightly/against.sh [BASE]
 # Runs meshes/longhealth.yaml (seed 0, 30 steps, the arm on_policy) twice in each tree, in turn, and
 # prints medians: seconds a step, trained tokens a second, seconds to the first finished step and
 # processor seconds of the whole run. Read the ratios: machines differ.
 set -euo pipefail
 base=${1:-9fc9f6f}
-head=$(cd "$(dirname "$0")/.." && pwd)
+head=$(cd "$(dirname "$0")/../.." && pwd)
 python=$head/.venv/bin/python
 work=$(mktemp -d)
 trap 'git -C "$head" worktree remove --force "$work/base" 2>/dev/null; rm -rf "$work"' EXIT
