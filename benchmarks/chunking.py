@@ -53,8 +53,7 @@ from learning.packing import ChunkedLogits, Reader, chunk_tokens, token_logprobs
 from learning.progress import CartridgeProgress, LearningRateSchedule
 from learning.scoring import TeacherDistribution, score_kept, top_k
 from learning.step import train_step
-from protocols.spec.channels import LossSpec, SdpoSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample
 

@@ -37,8 +37,7 @@ from learning.progress import CartridgeProgress, LearningRateSchedule
 from learning.scoring import TeacherDistribution, contexts_of, score_kept
 from learning.step import train_step
 from protocols.ports import TensorPlane
-from protocols.spec.channels import LossSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import ShapeSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling

@@ -49,7 +49,7 @@ from learning.packing import context_of
 from learning.scoring import TeacherDistribution, contexts_of, score_kept, top_k
 from learning.trainer import CartridgeTrainer
 from protocols.files import flush
-from protocols.spec.channels import LossSpec
+from protocols.spec.objective import LossSpec
 from protocols.spec.sections import TrainSpec
 from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 from services.planes.shared_memory import SharedMemoryPlane

@@ -30,8 +30,7 @@ from learning.step import train_step
 from learning.trainer_state import TrainerState
 from learning.updates import run_updates
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
-from protocols.spec.channels import LossSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import PreferencePair, TrainBatch
 from protocols.types import Sample, TrainStepOutput

@@ -19,8 +19,7 @@ from learning.packing import ChunkedLogits, PackedTokens
 from learning.sampler_gap import SampledTokens
 from learning.scoring import TeacherDistribution
 from protocols.errors import DataError
-from protocols.spec.channels import LossSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample
 

@@ -38,8 +38,7 @@ from learning.losses.channel import (
 from learning.packing import ChunkedLogits
 from learning.scoring import TeacherDistribution
 from protocols.errors import SpecError
-from protocols.spec.channels import LossSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample
 

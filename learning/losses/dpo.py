@@ -48,8 +48,7 @@ from learning.model.decoder import LanguageModel
 from learning.packing import ChunkedLogits
 from learning.scoring import response_logprobs
 from protocols.errors import StaleTokenError
-from protocols.spec.channels import DpoSpec, LossSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import DpoSpec, LossSpec, ObjectiveSpec
 from protocols.train_batch import PreferencePair, TrainBatch, completions
 from protocols.types import Sample
 

@@ -63,8 +63,7 @@ from learning.losses.channel import (
 )
 from learning.packing import ChunkedLogits
 from protocols.errors import DataError, StaleTokenError
-from protocols.spec.channels import LossSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.policy_gradient import GrpoSpec, MismatchSpec
 from protocols.train_batch import PolicySample, TrainBatch
 from protocols.types import Sample

@@ -13,8 +13,7 @@ from learning.losses.doc_kl import DocKL
 from learning.losses.dpo import ReplayDPO
 from learning.losses.grpo import GRPO
 from learning.losses.sdpo import SDPO
-from protocols.spec.channels import LossSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 
 CHANNELS: dict[str, type[LossChannel]] = {
     "doc_kl": DocKL,

@@ -53,8 +53,7 @@ from learning.losses.grpo import (
 from learning.packing import ChunkedLogits, token_logprobs
 from learning.scoring import TeacherDistribution
 from protocols.errors import SpecError
-from protocols.spec.channels import LossSpec, SdpoSpec
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
 from protocols.train_batch import TrainBatch, hinted
 from protocols.types import Sample
 
