@@ -40,6 +40,9 @@ def fork_server() -> Iterator[Callable[[], None]]:
                 pass_fds=[theirs.fileno()],
                 # One thread until a role sets its number: OpenMP reads this when it is loaded.
                 env={**os.environ, **QUIET, "OMP_NUM_THREADS": "1"},
+                # a terminal's signal to the owner's group is for the owner: it stops the
+                # run in order, with this server's processes alive.
+                process_group=0,
             )
         ours.set_inheritable(True)  # for the stand-ins, which Monarch starts
         os.environ[CHANNEL] = f"{os.getpid()}:{ours.fileno()}"

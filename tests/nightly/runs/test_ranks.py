@@ -32,6 +32,10 @@ def same_curve(path: Path, one: Path) -> None:
     for row, expected in zip(ours, theirs, strict=True):
         for name in ("kl", "grad_norm"):
             assert row.pop(name) == pytest.approx(expected.pop(name), rel=1e-3), name
+        of_cartridge, of_that = row.pop("cartridges"), expected.pop("cartridges")
+        assert of_cartridge.keys() == of_that.keys()
+        for cartridge, facts in of_cartridge.items():
+            assert facts == pytest.approx(of_that[cartridge], rel=1e-3), cartridge
         gap, of_one = row.pop("sampler_gap"), expected.pop("sampler_gap")
         assert gap.pop("tokens") == of_one.pop("tokens")
         assert gap.keys() == of_one.keys()
