@@ -40,8 +40,7 @@ def fork_server() -> Iterator[Callable[[], None]]:
                 pass_fds=[theirs.fileno()],
                 # One thread until a role sets its number: OpenMP reads this when it is loaded.
                 env={**os.environ, **QUIET, "OMP_NUM_THREADS": "1"},
-                # a terminal's signal to the owner's group is for the owner: it stops the
-                # run in order, with this server's processes alive.
+                # A signal to the owner's group is for the owner, which stops the run in order.
                 process_group=0,
             )
         ours.set_inheritable(True)  # for the stand-ins, which Monarch starts

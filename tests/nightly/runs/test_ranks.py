@@ -30,12 +30,14 @@ def same_curve(path: Path, one: Path) -> None:
     )
     assert len(ours) == len(theirs) == 6
     for row, expected in zip(ours, theirs, strict=True):
-        for name in ("kl", "grad_norm"):
-            assert row.pop(name) == pytest.approx(expected.pop(name), rel=1e-3), name
+        # Ranks read other samples together: attention rounds at 20 bits, and six steps of Adam at a
+        # rate of 0.4 carry that into a small gradient.
+        for name, rel in (("kl", 1e-2), ("grad_norm", 3e-2)):
+            assert row.pop(name) == pytest.approx(expected.pop(name), rel=rel), name
         of_cartridge, of_that = row.pop("cartridges"), expected.pop("cartridges")
         assert of_cartridge.keys() == of_that.keys()
         for cartridge, facts in of_cartridge.items():
-            assert facts == pytest.approx(of_that[cartridge], rel=1e-3), cartridge
+            assert facts == pytest.approx(of_that[cartridge], rel=3e-2), cartridge
         gap, of_one = row.pop("sampler_gap"), expected.pop("sampler_gap")
         assert gap.pop("tokens") == of_one.pop("tokens")
         assert gap.keys() == of_one.keys()
