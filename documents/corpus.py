@@ -172,11 +172,16 @@ def corpus_of(
     return Corpus(parts, layout, tuple(left_out), tuple(notes))
 
 
+def room_beside_a_row(spec: LearnSpec, context: int) -> int:
+    """Return the tokens that a model which reads `context` tokens has before a prompt."""
+    return context - spec.train.row_tokens - TEMPLATE_TOKENS
+
+
 def longest(spec: LearnSpec, context: int | None) -> int | None:
     """Return the most tokens of a document or chunk that a teacher with a context of so many tokens
     reads, None without a bound. Raises DataError where none longer than a cartridge of its own fits
     the model, or the overlap is too large."""
-    room = None if context is None else context - spec.train.row_tokens - TEMPLATE_TOKENS
+    room = None if context is None else room_beside_a_row(spec, context)
     least = spec.cartridge.tokens if spec.cartridge.per == "document" else 1
     if room is not None and room <= least:
         raise DataError(

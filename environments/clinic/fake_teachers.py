@@ -71,8 +71,10 @@ def next_call(messages: Sequence[AgentMessage]) -> ToolAction:
 def _answer(request: ProviderRequest, right: bool) -> str:
     parts = _TURN.split(request.user)
     turns = zip(parts[1::2], parts[2::2], strict=True)
-    # The pattern matches only roles.
-    messages = [AgentMessage(role, text) for role, text in turns]  # type: ignore[arg-type]
+    messages = [
+        AgentMessage(role, text)  # type: ignore[arg-type]  # the pattern matches only roles
+        for role, text in turns
+    ]
     try:
         call = next_call(messages)
     except DataError:

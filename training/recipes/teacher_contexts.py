@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from documents.corpus import TEMPLATE_TOKENS, context_tokens
+from documents.corpus import context_tokens, room_beside_a_row
 from documents.retrieval import Bm25Router
 from protocols.errors import DataError
 from protocols.layout import CartridgeLayout
@@ -57,7 +57,7 @@ def _require_room(
     positions = context_tokens(spec.model.path)
     if positions is None:
         return
-    room = positions - spec.train.row_tokens - TEMPLATE_TOKENS
+    room = room_beside_a_row(spec, positions)
     for name, contexts in layout.contexts.items():
         needed = sum(sorted((len(documents[c]) for c in contexts), reverse=True)[:count])
         if needed > room:
