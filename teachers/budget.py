@@ -9,6 +9,9 @@ the same rows in the same order, so they agree on answers, money, rates and brea
 
 A reservation of a dead process is settled by the next process that finds it, as "interrupted" and
 at its worst case, because the provider may have charged it.
+
+Rates and breakers count on a monotonic clock of this process: the caller says when each row was
+written on that clock. The `time` of a row is a record; a clock that is set back moves no limit.
 """
 
 from __future__ import annotations
@@ -136,17 +139,17 @@ class CircuitBreaker:
         """Return the breaker after an attempt started."""
         return self if self.opened is None else replace(self, probe=attempt)
 
-    def ended(self, settled: SettledCall, limit: int) -> CircuitBreaker:
-        """Return the breaker after an attempt ended."""
+    def ended(self, settled: SettledCall, limit: int, at: float) -> CircuitBreaker:
+        """Return the breaker after an attempt ended at `at`, in the seconds of `admit`."""
         if settled.usable:
             return CircuitBreaker()
         probing = bool(self.probe) and settled.attempt == self.probe
         if settled.outcome == INTERRUPTED:  # the caller died: not the teacher's failure
             return replace(self, probe="") if probing else self
         if self.opened is not None:  # calls begun before it opened change nothing
-            return replace(self, opened=settled.time, probe="") if probing else self
+            return replace(self, opened=at, probe="") if probing else self
         failures = self.failures + 1
-        return CircuitBreaker(failures, settled.time if failures >= limit else None)
+        return CircuitBreaker(failures, at if failures >= limit else None)
 
     def lets_through(self, now: float, cooldown_s: float) -> bool:
         """Return whether a call may start now."""
@@ -160,7 +163,7 @@ class TeacherAccount:
 
     open: dict[str, ReservedCall] = field(default_factory=dict)
     begun: deque[float] = field(default_factory=deque)
-    not_before: float = 0.0
+    not_before: float = -math.inf
     breaker: CircuitBreaker = CircuitBreaker()
     overran: bool = False
 
@@ -190,12 +193,13 @@ class Budget:
         self._accounts: dict[str, TeacherAccount] = {}
         self._totals: dict[tuple[str, str], SpendTotals] = {}
 
-    def add(self, row: ReservedCall | SettledCall) -> None:
-        """Add one row of the ledger; a second settlement of an attempt is ignored."""
+    def add(self, row: ReservedCall | SettledCall, at: float) -> None:
+        """Add one row of the ledger, written at `at` in the seconds of `admit`; a second settlement
+        of an attempt is ignored."""
         account = self.account(row.teacher)
         if isinstance(row, ReservedCall):
             account.open[row.attempt] = self.in_flight[row.attempt] = row
-            account.begun.append(row.time)
+            account.begun.append(at)
             account.breaker = account.breaker.begun(row.attempt)
             self._count(row, held=row.nanodollars, calls=1)
             return
@@ -204,8 +208,8 @@ class Budget:
             return
         del account.open[row.attempt]
         limits = self.limits.get(row.teacher)
-        account.breaker = account.breaker.ended(row, limits.breaker_failures if limits else 1)
-        account.not_before = max(account.not_before, row.time + row.retry_after_s)
+        account.breaker = account.breaker.ended(row, limits.breaker_failures if limits else 1, at)
+        account.not_before = max(account.not_before, at + row.retry_after_s)
         account.overran |= row.nanodollars > reserved.nanodollars
         self.last[row.key] = row
         if answered := row.outcome == ANSWERED:
@@ -216,8 +220,8 @@ class Budget:
         )  # fmt: skip
 
     def admit(self, call: TeacherCall, now: float) -> Admission:
-        """Return whether the call may be made now. CallNow has no attempt yet: the ledger assigns
-        it."""
+        """Return whether the call may be made at `now`, in seconds of a monotonic clock. CallNow
+        has no attempt yet: the ledger assigns it."""
         if call.key in self.answers:
             return AlreadyAnswered(self.answers[call.key])
         account, limits = self.account(call.teacher), self.limits[call.teacher]

@@ -88,7 +88,7 @@ class SpendLedger:
         not."""
         with self._locked():
             self._settle_the_dead()
-            admission = self._books.admit(call, time.time())
+            admission = self._books.admit(call, time.monotonic())
             if not isinstance(admission, CallNow):
                 return admission
             attempt = uuid.uuid4().hex
@@ -165,7 +165,10 @@ class SpendLedger:
         whole = fresh.rfind(b"\n") + 1
         for line in fresh[:whole].split(b"\n")[:-1]:
             self._lines += 1
-            self._books.add(self._row(line))
+            row = self._row(line)
+            # Another process wrote it, maybe before a clock was set: a row cannot be of the future.
+            age = max(0.0, time.time() - row.time)
+            self._books.add(row, time.monotonic() - age)
         self._offset += whole
         if cut and whole < len(fresh):
             os.ftruncate(self._file, self._offset)
@@ -201,7 +204,7 @@ class SpendLedger:
             raise RunError(f"{self.path} cannot be written: {error}; make room for it") from error
         self._lines += 1
         self._offset += len(data)
-        self._books.add(row)
+        self._books.add(row, time.monotonic())
 
     # -- owners ---------------------------------------------------------------------------------
 

@@ -95,8 +95,9 @@ class ControllerActor(Actor):
         if mesh is None:
             return "stopped"
         helm = self._helm = RunCommands(
-            self._whole_status, self._show, lambda: mesh.pools, recorder, mesh.service.scale
-        )
+            self._whole_status, self._show, lambda: mesh.pools, recorder, mesh.service.scale,
+            self._spec.mesh.control.max_replicas,
+        )  # fmt: skip
         if self._stop_asked:
             await helm.stop()
         control = ControlPlane(helm, self._spec.mesh.control, self._directory.id)

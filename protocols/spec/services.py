@@ -63,6 +63,9 @@ class ControlSpec(SpecSection):
         default=None,
         description="environment variable with the bearer token that every call must carry",
     )
+    max_replicas: int = Field(
+        default=64, ge=1, description="most replicas that a command may scale a role to"
+    )
     tls_cert: str | None = Field(default=None, description="PEM file of the server's certificate")
     tls_key: str | None = Field(default=None, description="PEM file of its private key")
 

@@ -29,9 +29,10 @@ class RunCommands:
         pools: Callable[[], Mapping[str, Pool]],
         recorder: RunLog,
         scale: Callable[[str, int], Awaitable[None]],
+        most_replicas: int,
     ) -> None:
         self._status, self._show, self._pools, self._recorder = status, show, pools, recorder
-        self._scale = scale
+        self._scale, self._most_replicas = scale, most_replicas
         self._stopping = False
         self._going = asyncio.Event()
         self._going.set()
@@ -49,8 +50,11 @@ class RunCommands:
             raise SpecError(f"no pool {role!r}; this run has {', '.join(sorted(pools)) or 'none'}")
         if role in ALONE:
             raise SpecError(f"{role} cannot be scaled: there is one of it in a run")
-        if replicas < 1:
-            raise SpecError(f"replicas must be >= 1: got {replicas} for {role}")
+        if not 1 <= replicas <= self._most_replicas:
+            raise SpecError(
+                f"replicas must be >= 1 and <= {self._most_replicas} (control.max_replicas): got "
+                f"{replicas} for {role}"
+            )
         pool = pools[role]
         limits = pool.spec.autoscale
         if limits is not None and not limits.min <= replicas <= limits.max:

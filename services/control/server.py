@@ -13,7 +13,7 @@ import hmac
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -38,6 +38,12 @@ GRACE_SECONDS = 2.0  # for calls in flight when the run ends
 CALL_SECONDS = 10.0  # maximum for a call, even when its client allows more
 CHECKPOINT_SECONDS = 600.0  # waits for the step in progress
 MOST_CALLS = 64  # at one time; more are refused at once
+MOST_WAITING = 32  # of them event streams and other calls that may last: the rest can steer the run
+# Calls that last for minutes: they must not keep Stop, Scale and Status out.
+WAITING = frozenset({
+    f"/{CONTROL}/Events", f"/{CONTROL}/Checkpoint", f"/{health.SERVICE_NAME}/Watch",
+    f"/{reflection.SERVICE_NAME}/ServerReflectionInfo",
+})  # fmt: skip
 MESSAGE_BYTES = 64 * 1024  # the longest request
 
 _log = logging.getLogger(__name__)
@@ -63,7 +69,7 @@ class ControlPlane:
 
     async def start(self) -> None:
         server = grpc.aio.server(
-            interceptors=[TokenInterceptor(self._token)],
+            interceptors=[TokenInterceptor(self._token), WaitingInterceptor()],
             maximum_concurrent_rpcs=MOST_CALLS,
             options=[
                 # A port that another run listens on is refused, not shared with it.
@@ -228,10 +234,68 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         given = given if isinstance(given, bytes) else given.encode()
         if hmac.compare_digest(given, self._expected):
             return handler
-        # Of the handler's own kind: a stream is refused before its first request.
-        if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(_no_token)
-        return grpc.unary_unary_rpc_method_handler(_no_token)
+        # A stream is refused before its first request, which a client need not send.
+        return grpc.stream_stream_rpc_method_handler(_no_token)
+
+
+class WaitingInterceptor(grpc.aio.ServerInterceptor):
+    """Serve at most MOST_WAITING calls of WAITING at a time and refuse more at once: as many places
+    are left for calls that steer the run. Give up a call whose request does not come within
+    CALL_SECONDS."""
+
+    def __init__(self) -> None:
+        self._waiting = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        waits = handler_call_details.method in WAITING
+
+        # A stream's handler is called before the first request: a call counts from its beginning.
+        async def limited(requests: AsyncIterator[Any], context: Context) -> None:
+            if not waits:
+                return await _answer(handler, requests, context)
+            if self._waiting >= MOST_WAITING:
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"{MOST_WAITING} calls follow this run, or wait for a checkpoint; end one of "
+                    "them. Status, scale, pause, resume and stop are served all the same",
+                )
+            self._waiting += 1
+            try:
+                await _answer(handler, requests, context)
+            finally:
+                self._waiting -= 1
+
+        return grpc.stream_stream_rpc_method_handler(
+            limited, handler.request_deserializer, handler.response_serializer
+        )
+
+
+async def _answer(handler: Any, requests: AsyncIterator[Any], context: Context) -> None:
+    """Write the handler's replies to one call."""
+    if handler.request_streaming:
+        async for reply in handler.stream_stream(requests, context):
+            await context.write(reply)
+        return
+    try:
+        async with asyncio.timeout(CALL_SECONDS):
+            request = await anext(requests, None)
+    except TimeoutError:
+        request = None
+    if request is None:
+        await context.abort(
+            grpc.StatusCode.CANCELLED, "the call's request did not come; send it with the call"
+        )
+    if handler.response_streaming:
+        await handler.unary_stream(request, context)
+    else:
+        await context.write(await handler.unary_unary(request, context))
 
 
 async def _no_token(request: object, context: Context) -> NoReturn:

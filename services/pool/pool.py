@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from protocols.clock import steady_time
 from protocols.errors import RunError
 from protocols.records.status import PoolStatus, ReplicaState
 from protocols.spec.mesh import RoleSpec
@@ -183,7 +184,13 @@ class Pool:
     # -- replicas -------------------------------------------------------------------------------
 
     def scale(self, replicas: int) -> None:
-        """Set the target and return at once. Replicas start or drain in the background."""
+        """Set the target and return at once. Replicas start or drain in the background. Raises
+        RunError for fewer than one."""
+        if replicas < 1:
+            raise RunError(
+                f"{self.role} cannot be scaled to {replicas} replicas; a pool has one at least, "
+                "and ends with its service"
+            )
         self.target = replicas
         self.resize(self)
 
@@ -256,10 +263,10 @@ class Pool:
         why = ""
         for attempt in range(1, self.spec.attempts + 1):
             request.attempt, request.replica = attempt, ""
-            asked = time.time()
+            asked = steady_time()
             replica = await self._seat(session, deadline, request, limit)
             request.replica = replica.name
-            begun = time.time()
+            begun = steady_time()
             outcome = "failed"
             replica.ongoing += 1
             try:
@@ -281,7 +288,7 @@ class Pool:
                     "request": request.id, "attempt": attempt, "outcome": outcome,
                     "waited": round(begun - asked, 6), "version": replica.version,
                 }  # fmt: skip
-                self._observe(TraceSpan(replica.name, request.method, begun, time.time(), facts))
+                self._observe(TraceSpan(replica.name, request.method, begun, steady_time(), facts))
         raise RunError(
             f"{self.role}.{request.method} was lost {self.spec.attempts} times with the replica "
             f"that worked on it, last: {why}; if the replicas are well, raise "
@@ -319,7 +326,7 @@ class Pool:
 
     async def _tell(self, replica: Replica, method: str, args: tuple[Any, ...]) -> Any:
         """Call one replica outside routing. Raises ReplicaLost, RunError or the actor's error."""
-        begun = time.time()
+        begun = steady_time()
         outcome = "failed"
         try:
             answer = await ask(replica, method, args, time.monotonic() + self._timeout_s)
@@ -336,7 +343,9 @@ class Pool:
                 "call_timeout_s in the mesh file if the work is really that long"
             ) from error
         finally:
-            self._observe(TraceSpan(replica.name, method, begun, time.time(), {"outcome": outcome}))
+            self._observe(
+                TraceSpan(replica.name, method, begun, steady_time(), {"outcome": outcome})
+            )
 
     def _missed(self, replica: Replica) -> list[PoolUpdate]:
         return [

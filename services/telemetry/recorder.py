@@ -7,12 +7,12 @@ span, status   ->  sinks
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from protocols.clock import steady_time
 from protocols.files import read_rows
 from protocols.ports import TelemetrySink
 from protocols.records.run_files import EventName, MetricRow
@@ -56,7 +56,7 @@ class RunLog:
 
     def phase(self, name: str, **facts: str | int | float) -> None:
         """Begin a phase and end the one before; "" for none."""
-        now = time.time()
+        now = steady_time()
         if self._phase is not None:
             self.span(replace(self._phase, end=now))
         self._phase = TraceSpan("controller", name, now, now, facts) if name else None

@@ -1,6 +1,8 @@
 """The ledger as a file: torn lines, dead owners, several writers, and kill -9 at any moment."""
 
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,27 @@ def test_a_full_disk_makes_no_call(path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(ledger.admit(CALL), CallNow)
     ledger.close()
     assert len(ledger_rows(path)) == 1
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_set_moves_no_rate_limit(
+    path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    spec = a_spec(a_teacher("a", "http://127.0.0.1:1", requests_per_minute=2))
+    now = time.time()
+    first = SpendLedger(path, limits_of(spec), lock_timeout_s=5.0)
+    attempt = first.admit(TeacherCall("k1", "a", "run", 5))
+    assert isinstance(attempt, CallNow)
+    row = a_settlement(CALL, attempt.attempt, 5)
+    first.settle(replace(row, key="k1", outcome="rate_limited", retry_after_s=7.0))
+    monkeypatch.setattr(time, "time", lambda: now + 3600 * hours)
+    later = first.admit(TeacherCall("k2", "a", "run", 5))
+    assert isinstance(later, CallLater)
+    assert 0 < later.seconds <= 7, "its own rows do not move with the clock"
+    if hours < 0:  # rows of the future, to a process that starts now
+        other = SpendLedger(path, limits_of(spec), lock_timeout_s=5.0)
+        later = other.admit(TeacherCall("k3", "a", "run", 5))
+        assert isinstance(later, CallLater)
+        assert 0 < later.seconds <= 7
+        other.close()
+    first.close()

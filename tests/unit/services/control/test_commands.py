@@ -32,6 +32,9 @@ class NoSink:
     def close(self) -> None: ...
 
 
+BOUND = "replicas must be >= 1 and <= 8 (control.max_replicas)"
+
+
 class Steps:
     """A run of steps of one second each, steered by a helm. `written` are its checkpoints: the
     number of steps done, at each."""
@@ -45,7 +48,7 @@ class Steps:
         self.recorder = RunLog(self.directory, NoSink())
         self.pools = pools or {}
         self.helm = RunCommands(
-            lambda: self.now, self.show, lambda: self.pools, self.recorder, self.scale
+            lambda: self.now, self.show, lambda: self.pools, self.recorder, self.scale, 8
         )
 
     async def scale(self, role: str, replicas: int) -> None:
@@ -116,8 +119,9 @@ def pools() -> dict[str, Pool]:
         ("actor", 2, "no pool 'actor'; this run has doc_teacher, generator, store, trainer"),
         ("trainer", 2, "trainer cannot be scaled: there is one of it in a run"),
         ("store", 1, "store cannot be scaled: there is one of it in a run"),
-        ("generator", 0, "replicas must be >= 1: got 0 for generator"),
-        ("generator", -3, "replicas must be >= 1: got -3 for generator"),
+        ("generator", 0, f"{BOUND}: got 0 for generator"),
+        ("generator", -3, f"{BOUND}: got -3 for generator"),
+        ("generator", 9, f"{BOUND}: got 9 for generator"),
         (
             "doc_teacher", 5,
             "replicas of doc_teacher must be within roles.doc_teacher.autoscale (1 to 4): got 5; "

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -405,6 +406,61 @@ def test_more_calls_than_it_serves_are_refused_at_once(monkeypatch: pytest.Monke
         streams[0].cancel()
         assert soon(lambda: here.steering.streams == 1)
         assert stub.Status(pb.StatusRequest(), timeout=SECONDS, wait_for_ready=True).run == "r1"
+
+
+def test_followers_leave_room_for_those_who_steer(run: Served) -> None:
+    ended = threading.Event()
+    with connected(run.address) as channel:
+        stub = ControlStub(channel)
+        silent = [channel.stream_stream(f"/{CONTROL}/Events")(hanging(ended)) for _ in range(8)]
+        streams = [stub.Events(pb.EventsRequest(replay=1), timeout=SECONDS) for _ in range(64)]
+        codes = [answered(stream) for stream in streams]
+        assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) >= 64 - server.MOST_WAITING
+        assert run.steering.streams <= server.MOST_WAITING
+        stub.Stop(pb.StopRequest(), timeout=SECONDS)
+        assert stub.Status(pb.StatusRequest(), timeout=SECONDS).run == "r1"
+        assert run.steering.asked[-2:] == [("stop",), ("status",)]
+        full = refused(stub.Events, pb.EventsRequest(replay=1))
+        assert full[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert full[1].startswith("32 calls follow this run, or wait for a checkpoint; end one")
+        checks = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest()
+        assert refused(checks.Watch, request)[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert checks.Check(request, timeout=SECONDS).status == 1
+        ended.set()
+        for call in [*silent, *streams]:
+            call.cancel()
+        assert soon(lambda: run.steering.streams == 0)
+        assert next(stub.Events(pb.EventsRequest(replay=1), timeout=SECONDS)).event == "step"
+
+
+def hanging(ended: threading.Event) -> Iterator[bytes]:
+    """The requests of a client that begins a call and sends nothing until then."""
+    ended.wait(LONG)
+    yield from ()
+
+
+def answered(stream: Any) -> grpc.StatusCode | None:
+    """None for a stream with a first event, else how it was refused."""
+    try:
+        next(stream)
+    except grpc.RpcError as error:
+        return error.code()
+    return None
+
+
+@pytest.mark.parametrize("method", ["Stop", "Events"])
+def test_a_call_without_its_request_is_given_up(
+    run: Served, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(server, "CALL_SECONDS", 0.1)
+    with connected(run.address) as channel:
+        ended = threading.Event()
+        call = channel.stream_stream(f"/{CONTROL}/{method}")(hanging(ended), timeout=SECONDS)
+        with pytest.raises(grpc.RpcError, match="the call's request did not come"):
+            next(call)
+        ended.set()
+    assert run.steering.asked == []
 
 
 def start_refused(spec: ControlSpec) -> str:

@@ -558,13 +558,10 @@ def test_the_status_counts() -> None:
     run(scenario())
 
 
-def test_a_span_says_how_it_ended_and_how_long_it_waited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_span_says_how_it_ended_and_how_long_it_waited() -> None:
     spans: list[TraceSpan] = []
 
     async def scenario() -> None:
-        monkeypatch.setattr(time, "time", time.monotonic)
         pool = pool_of(Actor(), observe=spans.append, max_ongoing=1, timeout_s=4.0)
         await asyncio.gather(pool.route("work", 1, 1.5), pool.route("work", 2, 0.5))
         with pytest.raises(RunError):
@@ -587,6 +584,14 @@ def test_a_span_says_how_it_ended_and_how_long_it_waited(
         ("work", 0.0, 0, "failed"),
         ("load", 0.0, None, "failed"),
     ]
+
+
+@pytest.mark.parametrize("replicas", [0, -1])
+def test_a_pool_is_never_scaled_to_nothing(replicas: int) -> None:
+    pool = pool_of(Actor(), replicas=2)
+    with pytest.raises(RunError, match=f"cannot be scaled to {replicas} replicas; a pool has one"):
+        pool.scale(replicas)
+    assert pool.target == 2
 
 
 def test_settled_waits_for_the_starting_and_the_leaving() -> None:

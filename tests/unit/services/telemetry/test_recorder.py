@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,7 @@ def test_a_request_says_in_which_phase_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter([10.0, 13.0, 14.5, 15.0])
-    monkeypatch.setattr(time, "time", lambda: next(now))
+    monkeypatch.setattr("services.telemetry.recorder.steady_time", lambda: next(now))
     spans: list[TraceSpan] = []
     recorder, sink = recorder_in(tmp_path)
     sink.span = spans.append  # type: ignore[method-assign]
