@@ -100,11 +100,22 @@ def read_documents(
             why = faults[-1] if faults else "holds no text"
             raise DataError(f"{shown} {why}; name a file with text in it")
     if not gathered.documents:
-        listed = "".join(f"\n  {item}" for item in gathered.left_out)
-        raise DataError(
-            f"no document in {', '.join(paths)}: expected {', '.join(READERS)} files{listed}"
-        )
+        raise _no_document(paths, gathered.left_out)
     return ReadResult(tuple(gathered.documents), tuple(gathered.left_out), tuple(gathered.notes))
+
+
+def require_files(paths: Sequence[str]) -> None:
+    """Raise DataError, as `read_documents` does, for a missing path and for empty folders. No file
+    is read and no model, so a mistake is answered at once."""
+    if next(_files(paths), None) is None:
+        raise _no_document(paths)
+
+
+def _no_document(paths: Sequence[str], left_out: Sequence[SkippedFile] = ()) -> DataError:
+    listed = "".join(f"\n  {item}" for item in left_out)
+    return DataError(
+        f"no document in {', '.join(paths)}: expected {', '.join(READERS)} files{listed}"
+    )
 
 
 class Collection:

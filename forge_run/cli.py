@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from forge_run.arguments import ExistingPath, ShowVersion, whole_number
 from protocols.errors import ForgeError
 
 INTERRUPTED = 130  # a shell's code for a process that Ctrl-C ended
@@ -38,19 +39,17 @@ def _option(name: str, metavar: str | None = None, help: str | None = None, **mo
     return name, {"metavar": metavar, "help": help, **more}
 
 
+def _there(name: str, metavar: str, help: str, **more: Any) -> Option:
+    """Return an option that takes paths of files or directories that exist."""
+    return _option(name, metavar, help, type=Path, action=ExistingPath, **more)
+
+
 def _flag(name: str, help: str, **more: Any) -> Option:
     return name, {"action": "store_true", "help": help, **more}
 
 
 def _sets(help: str) -> Option:
     return _option("--set", "KEY.PATH=VALUE", help, dest="sets", action="append", default=[])
-
-
-def _count(text: str) -> int:
-    """Parse a whole number that fits the protocol's uint32."""
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more: got {text!r}")
-    return int(text)
 
 
 MESH_AND_SETS = (
@@ -105,13 +104,13 @@ TARGET = (
 CARTRIDGES = {
     "add": Command("add the cartridges of a run, or a cartridge of any format", "cartridges:add", (
         *LIBRARY,
-        _option("path", "PATH", "a run, a checkpoint, or a cartridge", type=Path),
+        _there("path", "PATH", "a run, a checkpoint, or a cartridge"),
         _option("--name", "NAME[=NEW]", "this cartridge of the run alone, under another name; "
                 "repeatable (default: all). Of a file, the name it gets",
                 dest="names", action="append", default=[]),
     )),
     "sync": Command("add those of every finished run, each run once", "cartridges:sync", (
-        *LIBRARY, _option("runs", "RUNS", "such as runs, or runs/longhealth", type=Path),
+        *LIBRARY, _there("runs", "RUNS", "such as runs, or runs/longhealth"),
     )),
     "list": Command("every version, with its tags", "cartridges:list_versions",
                     (*LIBRARY, OF_NAME)),
@@ -155,6 +154,8 @@ COMMANDS = {
         *RUN, _flag("--sizing", "memory, item by item, and bytes of a step alone"),
         _flag("--json", "the tables as JSON", dest="as_json"),
     )),
+    "explain": Command("type, default, bounds and meaning of a key of meshes and configs",
+                       "explain:command", (_option("key", "KEY", "such as train.lr, or train"),)),
     "ablate": Command("run a mesh with and without its channels, compare",
                       "experiments.ablation:command", (
         *MESH, _option("--seeds", "N", "seeds of each arm (default: 3)", type=int, default=3),
@@ -169,13 +170,13 @@ COMMANDS = {
     )),
     "frontier": Command("compare test-time strategies over the cartridges of a run",
                         "frontier:command", (
-        _option("run", "RUN", "a run directory", type=Path),
+        _there("run", "RUN", "a run directory"),
         _option("--arms", "FILE", "strategies (default: configs/frontier.yaml)", type=Path),
         _option("--questions", "N", "most held-out questions", type=int),
     )),
     "eval": Command("the cartridges of finished runs beside no, a cut and the whole document",
                     "evaluate:command", (
-        _option("runs", "RUN", "run directories", type=Path, nargs="+"),
+        _there("runs", "RUN", "run directories", nargs="+"),
         _option("--spec", "FILE", "what is measured (default: configs/eval.yaml)", type=Path),
         _option("--questions", "N", "most questions", type=int),
         _option("--asked", "FILE", "SQuAD's or LongHealth's questions in place of the runs'"),
@@ -210,7 +211,7 @@ COMMANDS = {
         *LIBRARY,
         _option("cartridge", "CARTRIDGE", f"{NAMED}, or auto: the one the question is about"),
         _option("question", "QUESTION"),
-        _option("--run", "RUN", "of this run, not of the library", type=Path),
+        _there("--run", "RUN", "of this run, not of the library"),
         _option("--server", "URL", "of a running server, such as http://127.0.0.1:8000"),
         _option("--key-env", "NAME", "environment variable that holds the server's key"),
         _option("--max-tokens", "N", "most of the answer (default: 64)", type=int, default=64),
@@ -220,7 +221,7 @@ COMMANDS = {
     )),
     "cartridges": Command("the library that `forge serve` serves", verbs=CARTRIDGES),
     "convert": Command("write a cartridge in another format", "convert:convert", (
-        _option("source", "SRC", SOURCE, type=Path),
+        _there("source", "SRC", SOURCE),
         _option("target", "DST", "the file or directory to write", type=Path),
         _option("--to", None, "the format of DST", choices=FORMATS, required=True),
         _option("--dtype", None, "of DST (default: as it is)", choices=DTYPES),
@@ -229,7 +230,7 @@ COMMANDS = {
         *CHOICE,
     )),
     "inspect": Command("shapes, norms and provenance of a cartridge", "convert:inspect",
-                       (_option("source", "PATH", SOURCE, type=Path), *CHOICE)),
+                       (_there("source", "PATH", SOURCE), *CHOICE)),
     "k8s": Command("a mesh as Kubernetes manifests", verbs=K8S),
     "worker": Command("lend this host to runs, until SIGTERM", "run:worker", (
         _option("--address", "tcp://HOST:PORT[@tcp://LISTEN:PORT]",
@@ -238,14 +239,18 @@ COMMANDS = {
         _option("--grace", "SECONDS", "most time for runs to leave, after SIGTERM (default: 25)",
                 type=float, default=25.0),
     )),
-    "status": Command("how a run stands, and its pools", "control:status", (
+    "runs": Command("every run, how it ended and what it reached", "runs:command", (
+        _option("--run-dir", "DIR", "where runs are kept", type=Path, default=Path("runs")),
+        _flag("--json", "print JSON, for programs", dest="as_json"),
+    )),
+    "status": Command("how a run stands, and its pools; or its result", "control:status", (
         _flag("--json", "print JSON, for programs", dest="as_json"),
         _flag("--watch", "again every second, until it ends"),
         *TARGET,
     )),
     "scale": Command("set how many replicas a role has", "control:scale", (
         _option("role", "ROLE", "generator, doc_teacher, ..."),
-        _option("replicas", "N", "replicas it is to have", type=_count),
+        _option("replicas", "N", "replicas it is to have", type=whole_number),
         *TARGET,
     )),
     "pause": Command("hold a run after the step in progress", "control:pause", TARGET),
@@ -255,7 +260,7 @@ COMMANDS = {
     "events": Command("what happened in a run, as JSON lines", "control:events", (
         _flag("--follow", "go on with every event as it comes"),
         _option("--replay", "N", "how many of the last events come first (default: 20)",
-                type=_count, default=20),
+                type=whole_number, default=20),
         *TARGET,
     )),
 }  # fmt: skip
@@ -274,12 +279,19 @@ def forge(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(parser: argparse.ArgumentParser, command: Command, argv: Sequence[str] | None) -> int:
+    parser.add_argument(
+        "--version",
+        action=ShowVersion,
+        nargs=0,
+        dest=argparse.SUPPRESS,
+        help="print the version and leave",
+    )
     _fill(parser, command, "COMMAND")
-    options = vars(parser.parse_args(argv))
-    module, _, function = options.pop("handler").partition(":")
-    if not module.startswith("experiments."):
-        module = f"commands.{module}"
     try:
+        options = vars(parser.parse_args(argv))
+        module, _, function = options.pop("handler").partition(":")
+        if not module.startswith("experiments."):
+            module = f"commands.{module}"
         found = getattr(import_module(f"forge_run.{module}"), function)(**options)
         if isinstance(found, int):
             return found

@@ -15,10 +15,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from forge_run.commands.control_client import ControlClient, ControlTarget
 from forge_run.commands.status_view import status_view
+from forge_run.console import print_results
 from protocols.errors import ControlError, SpecError
+from protocols.records.status import RunStatus
 from protocols.spec.loading import load_resolved
 from protocols.spec.services import host_and_port
 from services.control.endpoints import (
@@ -35,14 +38,40 @@ BROKEN_PIPE = 141  # a shell's code for a process whose reader closed the pipe
 
 
 def status(*, as_json: bool, watch: bool, **where: Any) -> int:
-    """Print the status of a run; with `watch` every second until it ends."""
+    """Print the status of a run, of one that has ended its result; with `watch` every second until
+    it ends."""
     console = Console()
+    ended = None if where["address"] else ended_run(where["run"], where["run_dir"])
+    if ended is not None:
+        return _print_ended(console, *ended, as_json=as_json)
     target = _target(**where)
     with ControlClient(target) as client:
         if watch:
             return _watch(client, target, console, as_json)
         run, status = client.status()
     _print(console, run, status, as_json)
+    return 0
+
+
+def ended_run(run: str | None, root: Path) -> tuple[RunDirectory, dict[str, Any]] | None:
+    """Return a run with its results, where one is named that has ended; else None. Raises
+    ControlError for an unknown name."""
+    if run is None:
+        return None
+    directory = RunDirectory(find_run(root, run))
+    results = directory.read_results()  # a run that goes on has none
+    return None if results is None else (directory, results)
+
+
+def _print_ended(
+    console: Console, directory: RunDirectory, results: dict[str, Any], *, as_json: bool
+) -> int:
+    if as_json:
+        ended = RunStatus(stage=results["status"], done=True)
+        print(json.dumps({"run": directory.id, **asdict(ended), "results": results}))
+        return 0
+    console.print(Text(f"run     {directory.id}"))
+    print_results(console, results, directory.path)
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from forge_run.formatting import TableSection
 from protocols.spec.loading import LoadedSpec, load_spec
+from services.run_directory import RunDirectory
 
 
 def run(
@@ -79,7 +80,9 @@ def resolved(
     notes: list[str] = []
     if continues is None and loaded.spec.learn.cartridge.start is None:
         return loaded, []
-    from forge_run.plan import start  # it imports torch, which takes seconds
+    if continues is not None:  # a wrong name is answered before torch is imported
+        RunDirectory.open((run_dir or Path("runs")).absolute(), loaded.spec.mesh.name, continues)
+    from forge_run.plan import start
 
     if continues is not None:
         override, notes = start.continued(loaded.spec, run_dir, continues)

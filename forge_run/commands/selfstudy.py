@@ -21,7 +21,7 @@ from documents.synthesis import SynthesisPlan, model_name, write_study
 from documents.synthesis_rows import counts, write_parquet
 from forge_run.commands import note
 from forge_run.formatting import TableSection
-from forge_run.plan.documents import remarks
+from forge_run.plan.documents import remarks, require_sources
 from forge_run.plan.plan import plan
 from protocols.errors import DataError, SpecError
 from protocols.files import write_atomically
@@ -56,6 +56,7 @@ def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:
             f"mesh {spec.mesh.name} has no self_study; use meshes/documents.yaml or "
             "meshes/longhealth_3b.yaml"
         )
+    require_sources(learn)
     from learning.model.loading import load_tokenizer
     from training.recipes.study_material import read_material
 

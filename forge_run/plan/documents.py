@@ -13,7 +13,7 @@ from typing import Any
 
 from documents.corpus import Corpus, CorpusDocument
 from documents.formats import ReadOptions
-from documents.reading import ReadLimits, SkippedFile, read_documents
+from documents.reading import ReadLimits, SkippedFile, read_documents, require_files
 from documents.synthesis import passage_of
 from forge_run.formatting import TableSection, facts, lines
 from protocols.errors import DataError
@@ -35,6 +35,7 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
         known = learn.data.source == "longhealth"  # its charts are as many as data.patients
         told = [facts("self-study", study_rows(learn, learn.data.patients, ()))]
         return learn, told if known else []
+    require_sources(learn)
     tokenizer = tokenizer_at(learn.model.path)
     if tokenizer is None:
         return _estimated(learn)
@@ -58,6 +59,7 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
 def require_documents(learn: LearnSpec) -> list[str]:
     """Return notes to print before a run starts. Raises DataError for documents or questions that
     cannot be used."""
+    require_sources(learn)
     tokenizer = tokenizer_at(learn.model.path)
     if tokenizer is None:
         raise DataError(
@@ -65,6 +67,12 @@ def require_documents(learn: LearnSpec) -> list[str]:
             "or to a hub id that this machine can reach"
         )
     return remarks(_material(learn, tokenizer))
+
+
+def require_sources(learn: LearnSpec) -> None:
+    """Refuse a missing or empty folder before the tokenizer is read, which takes seconds."""
+    if learn.data.source == "documents" and learn.data.path is not None:
+        require_files(learn.data.path.split(os.pathsep))
 
 
 def remarks(parts: Corpus) -> list[str]:

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import difflib
 import re
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from protocols.errors import SpecError
+from protocols.spec.keys import (
+    CONFIG_FILE,
+    MESH_FILE,
+    SpecKey,
+    keys_of,
+    near_keys,
+    section_at,
+    spec_keys,
+)
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MeshSpec
 from protocols.spec.start import TAG
@@ -69,9 +76,8 @@ def dotted(key: Key) -> str:
 
 def unknown_key(key: Key, model: type[BaseModel], place: SourceLocation) -> SpecProblem:
     """Return the problem of a key that the section `model` does not have."""
-    known, leaf = [name for name, _ in _keys(model)], str(key[-1])
-    elsewhere = [k for k in _all_keys() if k.rsplit(".", 1)[-1] == leaf]
-    near = difflib.get_close_matches(leaf, known, 1) or elsewhere
+    known, leaf = [name for name, _ in keys_of(model)], str(key[-1])
+    near = difflib.get_close_matches(leaf, known, 1) or near_keys(leaf, _run_keys())
     hint = f"did you mean {near[0]}? " if near else ""
     return SpecProblem(
         place,
@@ -82,12 +88,7 @@ def unknown_key(key: Key, model: type[BaseModel], place: SourceLocation) -> Spec
 def unknown_override(key: Key, place: SourceLocation) -> SpecProblem:
     """Return the problem of a `--set` whose first name is neither a mesh's nor a config's."""
     known = dict.fromkeys([*MeshSpec.model_fields, *LearnSpec.model_fields])
-    every = _all_keys()
-    near = (
-        [k for k in every if k.endswith(f".{dotted(key)}")]
-        or difflib.get_close_matches(dotted(key), every, 1)
-        or difflib.get_close_matches(str(key[0]), known, 1)
-    )
+    near = near_keys(dotted(key), _run_keys()) or difflib.get_close_matches(str(key[0]), known, 1)
     hint = f"did you mean {near[0]}? " if near else ""
     return SpecProblem(place, f"unknown key {key[0]} at {place}; {hint}known: {', '.join(known)}")
 
@@ -104,17 +105,17 @@ def _fault_of(
         return fault(context["rule"], got, place_of(key, places), key, context["remedy"])
     place = place_of(key, places)
     if kind == "extra_forbidden":
-        section = _section_at(model, key[:-1])
+        section = section_at(model, key[:-1])
         assert section is not None, key
         return unknown_key(key, section, place)
     if kind == "missing":
-        leaf, parent = str(key[-1]), _section_at(model, key[:-1])
+        leaf, parent = str(key[-1]), section_at(model, key[:-1])
         assert parent is not None, key
         what = parent.model_fields[leaf].description
         return SpecProblem(
             place, f"{leaf} must be given: missing at {place} ({dotted(key)}); add {leaf}: ({what})"
         )
-    rule, remedy = _rule_of(kind, context, _section_at(model, key), got, error["msg"])
+    rule, remedy = _rule_of(kind, context, section_at(model, key), got, error["msg"])
     return fault(rule, got, place, key, remedy)
 
 
@@ -147,7 +148,10 @@ def _rule_of(
         step = context["multiple_of"]
         return f"must be a multiple of {step}", f"round it to {step}, {2 * step}, ..."
     if kind == "model_type" and section is not None:
-        return "must be a mapping of keys", f"it may hold {', '.join(k for k, _ in _keys(section))}"
+        return (
+            "must be a mapping of keys",
+            f"it may hold {', '.join(k for k, _ in keys_of(section))}",
+        )
     if kind == "literal_error":
         words = re.findall(r"'([^']*)'", context["expected"])
         near = difflib.get_close_matches(str(got), words, 1)
@@ -161,36 +165,5 @@ def _leaf(key: Key) -> str:
     return dotted(key).rsplit(".", 1)[-1]
 
 
-def _section_at(model: type[BaseModel], key: Key) -> type[BaseModel] | None:
-    """Return the section that a key leads to, or None when it leads to a value."""
-    section: type[BaseModel] | None = model
-    for name in key:
-        field = dict(_keys(section)).get(str(name)) if section else None
-        section = _section_in(field.annotation) if field else None
-    return section
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section in a type, its unions and their tagged members; None without one."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    inner = (_section_in(part) for part in typing.get_args(annotation))
-    return next((section for section in inner if section is not None), None)
-
-
-def _keys(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield a section's keys as the YAML has them."""
-    for name, field in model.model_fields.items():
-        yield field.alias or name, field
-
-
-def _dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in _keys(model):
-        yield prefix + name
-        section = _section_in(field.annotation)
-        if section is not None:
-            yield from _dotted_keys(section, f"{prefix}{name}.")
-
-
-def _all_keys() -> list[str]:
-    return [*_dotted_keys(MeshSpec), *_dotted_keys(LearnSpec)]
+def _run_keys() -> list[SpecKey]:
+    return [*spec_keys(MESH_FILE), *spec_keys(CONFIG_FILE)]

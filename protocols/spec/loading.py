@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from protocols.errors import SpecError
+from protocols.files import REPOSITORY
 from protocols.spec.errors import (
     SpecProblem,
     combined,
@@ -28,6 +29,14 @@ from protocols.spec.errors import (
     place_of,
     unknown_key,
     unknown_override,
+)
+from protocols.spec.keys import (
+    CONFIG_FILE,
+    FILES,
+    MESH_FILE,
+    SERVER_FILE,
+    SpecFile,
+    other_kind,
 )
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
@@ -59,7 +68,7 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
     SpecError with every problem found, a line each with rule, got, file:line, key and remedy.
     """
     faults: list[SpecProblem] = []
-    mesh_document = read_yaml(Path(mesh), mesh)
+    mesh_document = _of_kind(MESH_FILE, *_named(mesh))
     mesh_sets, learn_sets = _route(sets, faults)
     _apply(mesh_document, mesh_sets, faults, "hosts", "kind")
     mesh_spec = _checked(MeshSpec, mesh_document, faults)
@@ -101,7 +110,7 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
     """Read and check `meshes/serve.yaml` with `--set` overrides. Raises SpecError as `load_spec`
     does."""
     faults: list[SpecProblem] = []
-    document = read_yaml(Path(path), path)
+    document = _of_kind(SERVER_FILE, *_named(path))
     for override in _overrides(sets, faults):
         if override.key[0] in SERVE_KEYS:
             _override(document, override, faults)
@@ -117,7 +126,9 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
 def load_file(model: type[Model], path: Path) -> Model:
     """Read and check a spec that is one file. Raises SpecError as `load_spec` does."""
     faults: list[SpecProblem] = []
-    spec = _checked(model, read_yaml(path, str(path)), faults)
+    kind = next((file for file in FILES if file.root is model), None)
+    document = read_yaml(path, str(path)) if kind is None else _of_kind(kind, path, str(path))
+    spec = _checked(model, document, faults)
     if spec is None:
         raise combined(faults)
     return spec
@@ -129,6 +140,38 @@ def load_resolved(path: Path) -> RunSpec:
     Raises SpecError as `load_spec` does.
     """
     return load_file(RunSpec, path)
+
+
+def _named(text: str) -> tuple[Path, str]:
+    """Return the path of a mesh file and what messages call it. A name without a folder and a
+    suffix, or a path as a checkout has it, is that of a shipped mesh where no such file is here:
+    `longhealth` is meshes/longhealth.yaml. Raises SpecError for an unknown name."""
+    path = Path(text)
+    shipped = REPOSITORY / (path if path.suffix else Path("meshes", f"{text}.yaml"))
+    if path.is_file() or path.is_absolute():
+        return path, text
+    if shipped.parent == REPOSITORY / "meshes" and shipped.is_file():
+        return shipped, _shown(shipped)
+    if not path.suffix and not path.exists() and path.parent == Path():
+        names = ", ".join(sorted(file.stem for file in shipped.parent.glob("*.yaml")))
+        raise SpecError(
+            f"there is no mesh {text}: expected a file, or one of the shipped {names}; check the "
+            "name"
+        )
+    return path, text
+
+
+def _of_kind(wanted: SpecFile, path: Path, source: str) -> YamlDocument:
+    """Return the file's mapping. Raises SpecError for a file of another kind."""
+    document = read_yaml(path, source)
+    found = other_kind(document.values, wanted)
+    if found is not None:
+        use = found.use.format(source)
+        mesh = path.parent.parent / "meshes" / path.name
+        if found is CONFIG_FILE and wanted is MESH_FILE and mesh.is_file():
+            use = f"give {_shown(mesh)}, or lay it over a mesh's config with --config {source}"
+        raise SpecError(f"{source} is {found.what}, and {wanted.what} belongs here; {use}")
+    return document
 
 
 @dataclass(frozen=True)

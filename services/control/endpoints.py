@@ -88,8 +88,7 @@ def find_run(root: Path, which: str) -> Path:
 def find_running(root: Path) -> Path:
     """Return the run under `root` that started last and still runs. Raises ControlError."""
     newest: ControlError | None = None
-    runs = [run for home in _folders(root) for run in _folders(home) if run.name != LATEST]
-    for run in sorted(runs, key=lambda run: run.name, reverse=True):  # an id starts with its time
+    for run in runs_under(root):
         if not (run / FILE).exists():
             continue
         try:
@@ -99,9 +98,15 @@ def find_running(root: Path) -> Path:
         else:
             return run.resolve()
     raise newest or ControlError(
-        f"no run is running under {root}; start one with forge run MESH.yaml, or name the "
-        "directory that holds runs with --run-dir"
+        f"no run is running under {root}; list those that ended with forge runs, start one with "
+        "forge run MESH.yaml, or name the directory that holds runs with --run-dir"
     )
+
+
+def runs_under(root: Path) -> list[Path]:
+    """Return the directories of all runs under `root`, as root/mesh/run, the last started first."""
+    runs = [run for home in _folders(root) for run in _folders(home) if run.name != LATEST]
+    return sorted(runs, key=lambda run: run.name, reverse=True)  # an id starts with its time
 
 
 def is_loopback(address: str) -> bool:

@@ -257,8 +257,8 @@ def test_a_run_is_found_by_path_by_id_and_by_being_the_latest(home: Path) -> Non
 def test_no_run_at_all(home: Path, capsys: Printed) -> None:
     assert forge(["status"]) == 1
     assert capsys.readouterr().err == (
-        "error: no run is running under runs; start one with forge run MESH.yaml, or name the "
-        "directory that holds runs with --run-dir\n"
+        "error: no run is running under runs; list those that ended with forge runs, start one "
+        "with forge run MESH.yaml, or name the directory that holds runs with --run-dir\n"
     )
     assert forge(["status", "20260726T101530Z-3fa9", "--run-dir", "kept"]) == 1
     assert capsys.readouterr().err == (

@@ -1,0 +1,40 @@
+"""Check arguments of the command line as they are read, without a heavy import."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from protocols.errors import DataError
+
+
+def whole_number(text: str) -> int:
+    """Parse a whole number that fits the protocol's uint32."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more: got {text!r}")
+    return int(text)
+
+
+class ExistingPath(argparse.Action):
+    """Take paths that must exist: what reads them imports torch first, which takes seconds. Raises
+    DataError for one that does not."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any
+    ) -> None:
+        for path in values if isinstance(values, list) else [values]:
+            if not path.exists():
+                run = "name a run's directory, such as runs/longhealth/latest"
+                remedy = run if self.metavar == "RUN" else "check the path"
+                raise DataError(f"there is nothing at {path}; {remedy}")
+        setattr(namespace, self.dest, values)
+
+
+class ShowVersion(argparse.Action):
+    """Print the installed version and leave."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version  # other commands need not spend its time
+
+        print(f"{parser.prog} {version('cartridge-forge')}")
+        parser.exit()

@@ -1,0 +1,43 @@
+"""Explain a key of a spec file: `forge explain KEY`."""
+
+from __future__ import annotations
+
+from forge_run.formatting import TableSection, facts
+from protocols.errors import SpecError
+from protocols.spec.keys import FILES, SpecKey, keys_of, near_keys, spec_keys
+
+HEADS = ("key", "type", "default", "meaning")
+
+
+def command(*, key: str) -> tuple[TableSection, ...]:
+    """Return the entry of a key, such as `train.lr`; of a section with a row for each of its keys;
+    of a last name alone, all keys of that name. Raises SpecError for an unknown key."""
+    every = [known for file in FILES for known in spec_keys(file)]
+    found = [known for known in every if known.key == key]
+    found = found or [known for known in every if known.key.endswith(f".{key}")]
+    if not found:
+        near = near_keys(key, every)
+        hint = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else "see the sections: "
+        sections = ", ".join(dict.fromkeys(k.key for k in every if "." not in k.key))
+        raise SpecError(f"there is no key {key}; {hint if near else hint + sections}")
+    return tuple(section for known in found for section in _entry(known))
+
+
+def _entry(known: SpecKey) -> list[TableSection]:
+    where = f"{known.file.what}, {known.file.files}"
+    about = [
+        ("type", known.type),
+        ("default", known.default),
+        ("meaning", _meaning(known)),
+        ("in", where),
+    ]
+    if known.section is None:
+        return [facts(known.key, about)]
+    names = {f"{known.key}.{name}" for name, _ in keys_of(known.section)}
+    below = [k for k in spec_keys(known.file) if k.key in names]
+    rows = tuple((k.key, k.type, k.default, _meaning(k)) for k in below)
+    return [facts(known.key, about), TableSection("its keys", HEADS, rows)]
+
+
+def _meaning(known: SpecKey) -> str:
+    return " ".join((known.field.description or "").split())

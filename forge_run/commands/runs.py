@@ -1,0 +1,84 @@
+"""List runs with their state and result: `forge runs`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from forge_run.console import UNKNOWN, duration, interval, number, percent, shown_path
+from forge_run.formatting import TableSection
+from protocols.errors import ControlError, ForgeError
+from protocols.files import iter_rows
+from services.control.endpoints import read_endpoints, runs_under
+from services.run_directory import RunDirectory, outcome
+
+HEADS = ("run", "state", "step", "KL", "accuracy", "95% CI", "took", "directory")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Hold how a run stands: `state` is running, finished, stopped, failed, unfinished (killed) or
+    damaged; `step` the last of the on-policy arm; `kl` that step's, `accuracy` of the trained
+    cartridges with its interval, `seconds` of the whole run. None: not known, or not yet."""
+
+    mesh: str
+    id: str
+    path: str
+    state: str
+    step: int | None = None
+    kl: float | None = None
+    accuracy: float | None = None
+    ci95: tuple[float, float] | None = None
+    seconds: float | None = None
+
+
+def command(*, run_dir: Path, as_json: bool) -> int | tuple[TableSection, ...]:
+    """Return a table of the runs under a directory, the last started first, or print it as JSON."""
+    found = [summary_of(path) for path in runs_under(run_dir) if (path / "spec.yaml").is_file()]
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+        return 0
+    if not found:
+        print(f"no runs under {run_dir}; forge-run longhealth makes one", file=sys.stderr)
+        return 0
+    return (TableSection(f"{len(found)} runs", HEADS, tuple(map(_row, found))),)
+
+
+def summary_of(path: Path) -> RunSummary:
+    """Return the summary of a run's directory; a damaged one is told by its state."""
+    run = RunDirectory(path)
+    try:
+        results = run.read_results() or {}
+        state = str(results.get("status") or _state(run))
+        rows = deque((r for r in iter_rows(run.metrics) if r["arm"] == "on_policy"), maxlen=1)
+    except (ForgeError, ValueError):
+        return RunSummary(path.parent.name, run.id, str(path), "damaged")
+    last = rows[0] if rows else {}
+    arm = results.get("arms", {}).get("on_policy") or {}
+    ci95 = arm.get("ci95")
+    return RunSummary(
+        path.parent.name, run.id, str(path), state, last.get("step"), last.get("kl"),
+        arm.get("accuracy"), None if ci95 is None else (ci95[0], ci95[1]),
+        results.get("wall_seconds"),
+    )  # fmt: skip
+
+
+def _state(run: RunDirectory) -> str:
+    """Return the state of a run without results: it runs, or how its last start ended."""
+    try:
+        read_endpoints(run.path)
+    except ControlError:
+        return outcome(iter_rows(run.events))
+    return "running"
+
+
+def _row(run: RunSummary) -> tuple[str, ...]:
+    return (
+        f"{run.mesh}/{run.id}", run.state, UNKNOWN if run.step is None else str(run.step),
+        number(run.kl, ".3f"), percent(run.accuracy),
+        UNKNOWN if run.ci95 is None else interval(run.ci95),
+        UNKNOWN if run.seconds is None else duration(run.seconds), shown_path(Path(run.path)),
+    )  # fmt: skip

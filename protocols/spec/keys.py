@@ -1,0 +1,208 @@
+"""List the keys of every spec file: their sections, types, bounds and meanings, and which of them a
+misspelt or foreign name may mean.
+
+    meshes/*.yaml   MeshSpec      configs/*.yaml        LearnSpec
+    meshes/serve.yaml  ServeSpec  configs/sweep_*.yaml  SweepSpec   configs/eval.yaml  EvalSpec
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from protocols.spec.experiments import EvalSpec, SweepSpec
+from protocols.spec.learn import LearnSpec
+from protocols.spec.mesh import MeshSpec
+from protocols.spec.serving import ServeSpec
+from protocols.spec.yaml_source import show
+
+# What other trainers call a key. A test checks that each key exists.
+OTHER_NAMES = {
+    "learning_rate": "train.lr",
+    "max_grad_norm": "train.clip",
+    "grad_clip": "train.clip",
+    "max_steps": "train.steps",
+    "num_steps": "train.steps",
+    "epochs": "train.steps",
+    "num_train_epochs": "train.steps",
+    "num_iterations": "train.updates_per_rollout",
+    "save_steps": "train.checkpoint_every",
+    "gradient_checkpointing": "train.recompute_layers",
+    "max_seq_len": "train.row_tokens",
+    "batch_size": "rollout.prompts",
+    "max_new_tokens": "rollout.max_tokens",
+    "max_completion_length": "rollout.max_tokens",
+    "num_tokens": "cartridge.tokens",
+    "num_virtual_tokens": "cartridge.tokens",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "torch_dtype": "model.dtype",
+    "precision": "model.dtype",
+    "dataset": "data.path",
+    "eval_steps": "evaluate.probe_every",
+}
+
+
+@dataclass(frozen=True)
+class SpecFile:
+    """Describe a kind of spec file: its `root` section, what it is called, where it is shipped, and
+    how one is used."""
+
+    root: type[BaseModel]
+    what: str
+    files: str
+    use: str
+
+
+MESH_FILE = SpecFile(MeshSpec, "a mesh", "meshes/*.yaml", "train it with forge-run {}")
+CONFIG_FILE = SpecFile(
+    LearnSpec,
+    "a learning config",
+    "configs/*.yaml",
+    "give a mesh whose key config names it, or lay it over a mesh's config with --config {}",
+)
+SERVER_FILE = SpecFile(ServeSpec, "a server", "meshes/serve.yaml", "serve it with forge serve {}")
+SWEEP_FILE = SpecFile(SweepSpec, "a sweep", "configs/sweep_*.yaml", "run it with forge sweep {}")
+EVAL_FILE = SpecFile(
+    EvalSpec, "an evaluation", "configs/eval.yaml", "use it with forge eval RUN --spec {}"
+)
+FILES = (MESH_FILE, CONFIG_FILE, SERVER_FILE, SWEEP_FILE, EVAL_FILE)
+
+
+@dataclass(frozen=True)
+class SpecKey:
+    """Hold one key of a spec file, such as `train.lr`; `section` is set for one with keys below."""
+
+    key: str
+    file: SpecFile
+    field: FieldInfo
+    section: type[BaseModel] | None
+
+    @property
+    def type(self) -> str:
+        """Return the type with its bounds: `a number, > 0`."""
+        bounds = [text for part in self.field.metadata for text in _bounds(part)]
+        return ", ".join([type_text(self.field.annotation), *bounds])
+
+    @property
+    def default(self) -> str:
+        """Return the default as YAML has it, or that there is none."""
+        if self.field.is_required():
+            return "none: it must be given"
+        value = self.field.get_default(call_default_factory=True, validated_data={})
+        return "those of its keys" if isinstance(value, BaseModel) else show(value)
+
+
+def spec_keys(file: SpecFile) -> Iterator[SpecKey]:
+    """Yield every key of a file, a section before the keys in it."""
+    yield from _below(file, file.root, "")
+
+
+def _below(file: SpecFile, model: type[BaseModel], prefix: str) -> Iterator[SpecKey]:
+    for name, field in keys_of(model):
+        section = section_in(field.annotation)
+        yield SpecKey(prefix + name, file, field, section)
+        if section is not None:
+            yield from _below(file, section, f"{prefix}{name}.")
+
+
+def keys_of(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield a section's keys as the YAML has them."""
+    for name, field in model.model_fields.items():
+        yield field.alias or name, field
+
+
+def section_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the section in a type, its unions and their tagged members; None without one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (section_in(part) for part in typing.get_args(annotation))
+    return next((section for section in inner if section is not None), None)
+
+
+def section_at(model: type[BaseModel], key: tuple[str | int, ...]) -> type[BaseModel] | None:
+    """Return the section that a key leads to, or None when it leads to a value."""
+    section: type[BaseModel] | None = model
+    for name in key:
+        field = dict(keys_of(section)).get(str(name)) if section else None
+        section = section_in(field.annotation) if field else None
+    return section
+
+
+def near_keys(name: str, keys: typing.Sequence[SpecKey]) -> list[str]:
+    """Return the keys that an unknown, perhaps dotted, name may mean, the likeliest first: of the
+    same last name, under another trainer's name, spelt alike, or with its words in their meaning.
+    """
+    leaf, known = name.rpartition(".")[2], [k.key for k in keys]
+    if exact := [k for k in known if k == name or k.endswith(f".{name}")]:
+        return exact
+    if OTHER_NAMES.get(leaf) in known:
+        return [OTHER_NAMES[leaf]]
+    if same := [k for k in known if k.rpartition(".")[2] == leaf]:
+        return same
+    if alike := difflib.get_close_matches(name, known, 3, 0.8):
+        return alike
+    leaves = {k.rpartition(".")[2]: k for k in reversed(known)}
+    if alike := difflib.get_close_matches(leaf, leaves, 3, 0.8):
+        return [leaves[found] for found in alike]
+    words = {word for word in leaf.lower().split("_") if len(word) > 2}
+    meant = [k for k in keys if words and words <= _words(k.field.description)]
+    return [k.key for k in sorted(meant, key=lambda k: len(k.field.description or ""))[:3]]
+
+
+def other_kind(values: Mapping[str, Any], wanted: SpecFile) -> SpecFile | None:
+    """Return what kind of file has these top keys, where it is not the `wanted` kind; None where it
+    may be that."""
+
+    def shared(file: SpecFile) -> int:
+        return len({name for name, _ in keys_of(file.root)} & values.keys())
+
+    best = max(FILES, key=shared)
+    return best if shared(best) > max(1, shared(wanted)) else None
+
+
+def _words(meaning: str | None) -> set[str]:
+    return set(re.findall(r"[a-z]+", (meaning or "").lower()))
+
+
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def _bounds(part: Any) -> Iterator[str]:
+    """Yield the bounds in a field's metadata as text."""
+    for name, sign in _SIGNS.items():
+        if (bound := getattr(part, name, None)) is not None:
+            yield f"{sign} {bound:g}"
+    if (step := getattr(part, "multiple_of", None)) is not None:
+        yield f"in multiples of {step}"
+    if getattr(part, "min_length", None):
+        yield "not empty"
+
+
+def type_text(annotation: Any) -> str:
+    """Return a type in words: `a whole number or null`."""
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in plain:
+        return plain[annotation]
+    if annotation is type(None):
+        return "null"
+    if origin is typing.Annotated:
+        return type_text(parts[0])
+    if origin is Literal:
+        return f"one of {', '.join(map(str, parts))}" if len(parts) > 1 else str(parts[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(type_text, parts)))
+    if origin is tuple:
+        return f"a list, each {type_text(parts[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a section"
+    return "a mapping of keys" if origin is dict else "a value"

@@ -1,0 +1,144 @@
+"""Mistakes on the command line: each is answered with its remedy before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from protocols.spec.keys import CONFIG_FILE, FILES, MESH_FILE, OTHER_NAMES, near_keys, spec_keys
+
+REPOSITORY = Path(__file__).parents[3]
+ASK_ALL = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from forge_run.cli import forge
+told = []
+for argv in json.loads(sys.stdin.read()):
+    err = io.StringIO()
+    with redirect_stderr(err), redirect_stdout(io.StringIO()):
+        code = forge(argv)
+    heavy = [m for m in ("torch", "monarch", "transformers") if m in sys.modules]
+    told.append([code, err.getvalue(), heavy])
+print(json.dumps(told))
+"""
+SHIPPED = "the shipped documents, longhealth, longhealth_3b, rsagent, serve, three_channels"
+
+MISTAKES: dict[str, str] = {
+    # A file of another kind.
+    "run configs/longhealth.yaml":
+        "configs/longhealth.yaml is a learning config, and a mesh belongs here; give "
+        "meshes/longhealth.yaml, or lay it over a mesh's config with "
+        "--config configs/longhealth.yaml",
+    "run configs/sweep_ablation.yaml":
+        "is a sweep, and a mesh belongs here; run it with forge sweep configs/sweep_ablation.yaml",
+    "run configs/eval.yaml":
+        "configs/eval.yaml is an evaluation, and a mesh belongs here; use it with "
+        "forge eval RUN --spec configs/eval.yaml",
+    "run meshes/serve.yaml":
+        "meshes/serve.yaml is a server, and a mesh belongs here; serve it with "
+        "forge serve meshes/serve.yaml",
+    "serve meshes/longhealth.yaml":
+        "meshes/longhealth.yaml is a mesh, and a server belongs here; train it with "
+        "forge-run meshes/longhealth.yaml",
+    "serve configs/longhealth.yaml": "is a learning config, and a server belongs here",
+    "sweep meshes/longhealth.yaml": "is a mesh, and a sweep belongs here",
+    "run longhealt": f"there is no mesh longhealt: expected a file, or one of {SHIPPED}",
+    "run no.yaml": "there is no file no.yaml; check the path",
+    "run meshes": "cannot read meshes: Is a directory; give a YAML file",
+    # A key of another name, or in another place.
+    "run longhealth --set learning_rate=0.1": "did you mean train.lr?",
+    "run longhealth --set lr=0.1": "did you mean train.lr?",
+    "run longhealth --set train.learning_rate=0.1": "did you mean train.lr?",
+    "run longhealth --set train.stepps=1": "did you mean steps?",
+    "run longhealth --set batch_size=1": "did you mean rollout.prompts?",
+    "run longhealth --set rollout.max_new_tokens=1": "did you mean max_tokens?",
+    "run longhealth --set epochs=1": "did you mean train.steps?",
+    "run longhealth --set cartridge.num_tokens=1": "did you mean tokens?",
+    "run longhealth --set replicas=2": "did you mean roles.generator.replicas?",
+    "run longhealth --set train.temperature=1": "did you mean rollout.temperature?",
+    "run longhealth --set quux=1": "unknown key quux at --set quux=1; known: name, config, hosts",
+    "explain learning_rate": "there is no key learning_rate; did you mean train.lr?",
+    "explain rolout.prompts": "there is no key rolout.prompts; did you mean rollout.prompts?",
+    "explain quux": "there is no key quux; see the sections: name, config",
+    # Something that is not there.
+    "run documents": "data.path: null cannot run, there are no documents",
+    "run documents --set data.path=/no/such": "there is no file or folder /no/such; check data",
+    "run documents --dry-run --set data.path=/no/such": "there is no file or folder /no/such",
+    "run documents --set data.path=EMPTY": "no document in EMPTY: expected .txt, .md",
+    "selfstudy documents --set data.path=/no/such": "there is no file or folder /no/such",
+    "run longhealth --resume no_such": "no run to go on with",
+    "run longhealth --continue no_such": "no run to go on with",
+    "run longhealth --set model.path=/no/such": "model.path: /no/such has no config.json",
+    "eval /no/such": "there is nothing at /no/such; name a run's directory, such as runs/",
+    "frontier /no/such": "there is nothing at /no/such; name a run's directory",
+    "ask patient_01 Why? --run /no/such": "there is nothing at /no/such; name a run's directory",
+    "compare /no/such": "/no/such is no run directory and no file of answers",
+    "convert /no/such DST --to hazy": "there is nothing at /no/such; check the path",
+    "inspect /no/such": "there is nothing at /no/such; check the path",
+    "cartridges add /no/such": "there is nothing at /no/such; check the path",
+    "cartridges sync /no/such": "there is nothing at /no/such; check the path",
+    "status no_such": "there is no run no_such: expected the path of a run's directory or an id",
+    "status --run-dir /no/such": "no run is running under /no/such; list those that ended with",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, Sequence[str]]]:
+    """What each mistake is answered with: its exit code, stderr, and what was imported by then."""
+    empty = tmp_path_factory.mktemp("EMPTY")
+    asked = [text.replace("EMPTY", str(empty)).split() for text in MISTAKES]
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_ALL], input=json.dumps(asked), capture_output=True, text=True,
+        cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, timeout=300, check=True,
+    )  # fmt: skip
+    answers = json.loads(done.stdout)
+    return {
+        text: (code, err.replace(str(empty), "EMPTY"), heavy)
+        for text, (code, err, heavy) in zip(MISTAKES, answers, strict=True)
+    }
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_with_its_remedy_at_once(
+    mistake: str, told: dict[str, tuple[int, str, Sequence[str]]]
+) -> None:
+    code, err, heavy = told[mistake]
+    assert MISTAKES[mistake] in err
+    assert err.startswith("error: ")
+    assert code == (1 if mistake.startswith("status") else 2)
+    assert heavy == []
+
+
+def test_every_other_name_leads_to_a_key() -> None:
+    known = {key.key for file in FILES for key in spec_keys(file)}
+    assert set(OTHER_NAMES.values()) <= known
+    assert not {name for name in OTHER_NAMES if name in {k.rpartition(".")[2] for k in known}}
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("lr", ["train.lr"]),
+        ("train.lr", ["train.lr"]),
+        ("learning_rate", ["train.lr"]),  # another trainer's name
+        ("clipp", ["train.clip"]),  # spelt alike
+        ("gradient_norm", ["train.clip"]),  # by the words of "most gradient norm"
+        ("no_such_thing", []),
+    ],
+)
+def test_a_name_leads_to_the_likeliest_keys(name: str, found: list[str]) -> None:
+    near = near_keys(name, [*spec_keys(MESH_FILE), *spec_keys(CONFIG_FILE)])
+    assert near[: max(1, len(found))] == found
+
+
+def test_every_key_has_a_meaning_and_a_type_in_words() -> None:
+    for file in FILES:
+        for key in spec_keys(file):
+            assert key.field.description, key.key
+            assert "a value" not in key.type, key.key
