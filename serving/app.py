@@ -8,12 +8,14 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from serving.access.keys import ApiKeyMiddleware, HostMiddleware
 from serving.backend import ServerConfig
 from serving.errors import ApiError, AsciiJSON, bad_request
 from serving.handler import RequestHandler
-from serving.middleware import ApiKeyMiddleware, BodyLimitMiddleware, MetricsMiddleware
+from serving.middleware import BodyLimitMiddleware, MetricsMiddleware
 from serving.routes import routes
 from serving.routes_admin import admin_routes
 from serving.routes_models import model_routes
@@ -68,8 +70,10 @@ def create_server(config: ServerConfig) -> Server:
     for router in (routes(handler), model_routes(handler), admin_routes(handler)):
         api.include_router(router)
     app: ASGIApp = BodyLimitMiddleware(api, http.max_body_bytes, http.max_upload_bytes)
-    if config.key is not None:
-        app = ApiKeyMiddleware(app, config.key)
+    app = ApiKeyMiddleware(app, config.api_keys, handler.audit)
+    if http.origins:
+        app = CORSMiddleware(app, http.origins, allow_methods=["*"], allow_headers=["*"])
+    app = HostMiddleware(app, http, handler.audit)
     return Server(MetricsMiddleware(app, handler.metrics), api, handler)
 
 

@@ -10,9 +10,10 @@ from typing import Protocol
 from protocols.spec.serving import HttpSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 from registry.store import CartridgeStore
+from serving.access.keys import ApiKey
 from serving.request import ServingRequest, StrategyRequest
 from serving.tokenization import Tokenization
-from strategies.problem import StrategyResult
+from strategies.problem import StrategyCost, StrategyResult
 
 # Receives tokens as they are sampled. A token may be reported twice: the replica that replaces a
 # lost one decodes the response again from its start, with the same tokens.
@@ -54,8 +55,9 @@ class StrategyCatalog(Protocol):
 
     def names(self) -> list[str]: ...
 
-    def check(self, strategy: StrategyRequest) -> None:
-        """Raise DataError for options that the strategy does not take, or an unknown form."""
+    def cost(self, strategy: StrategyRequest) -> StrategyCost:
+        """Return the bound of what the strategy samples, without running it. Raises DataError for
+        options that the strategy does not take, or an unknown form."""
         ...
 
     async def run(self, request: ServingRequest, prefix: PrefixRef) -> StrategyResult:
@@ -74,7 +76,7 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Hold the parts of a server. With `key` None requests need no API key."""
+    """Hold the parts of a server. Without `api_keys` requests need no API key."""
 
     model: str
     backend: Backend
@@ -85,5 +87,5 @@ class ServerConfig:
     end_ids: frozenset[int]
     http: HttpSpec
     held_cartridges: int = 16
-    key: str | None = None
+    api_keys: tuple[ApiKey, ...] = ()
     draining: Callable[[], bool] = lambda: False

@@ -2,9 +2,10 @@
 
 400 invalid_request_error   a malformed request; `param` names the field
 401 authentication_error    a missing or wrong API key
-403 permission_error        an admin route that is off
+403 permission_error        an admin route that is off; a right or a cartridge that the key lacks
 404 not_found_error         an unknown model, cartridge, version or route
 408, 413                    a body that arrives too slowly, or is too large
+421 invalid_request_error   a Host that is not this server's
 429 rate_limit_error        the queue is full; Retry-After has the seconds to wait
 503, 504 service_error      draining or starting; the request's deadline passed
 """
@@ -30,6 +31,7 @@ KINDS = {
     405: "invalid_request_error",
     408: "invalid_request_error",
     413: "invalid_request_error",
+    421: "invalid_request_error",
     429: "rate_limit_error",
 }
 

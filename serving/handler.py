@@ -1,6 +1,7 @@
 """Answer one request: admit it, hold its cartridges, and yield its responses piece by piece.
 
-    begin   parsing -> admission -> cartridges loaded in the generators -> AnswerContext
+    begin   key's requests -> parsing -> admission by cost -> key's tokens -> audit log
+            -> cartridges loaded in the generators -> AnswerContext
     pieces  (choice, piece), ... as tokens are sampled; then `usage`, `forge`, `completions` are set
     close   cancel what still decodes, then release the cartridges and the admission
 
@@ -16,7 +17,10 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, TypeVar
+
+from starlette.types import Scope
 
 from environments.renderer import NO_DOCUMENT
 from protocols.errors import DataError, ForgeError, RunError
@@ -28,7 +32,9 @@ from protocols.wire.openai_chat import (
     StrategyInfo,
     usage,
 )
-from serving.admission import Admission
+from serving.access.admission import Admission, RequestCost, TokenReservation
+from serving.access.audit import AuditLog
+from serving.access.keys import CALLER, Caller, peer_of
 from serving.backend import ServerConfig
 from serving.detokenizer import Detokenizer, TextPiece
 from serving.errors import ApiError
@@ -39,6 +45,7 @@ from serving.request_parsing import RequestParser
 from serving.resident_cartridges import ResidentCartridges
 
 Body = TypeVar("Body")
+Parse = Callable[[RequestParser, Body], ServingRequest]
 CARTRIDGE_HEADER = "x-forge-cartridge"
 BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
 
@@ -48,8 +55,10 @@ class RequestHandler:
     server. Call `close` after the last request."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self.config, self.parser = config, RequestParser(config)
-        self.admission = Admission(config.http.max_pending)
+        self.config, http = config, config.http
+        self._parsers: dict[str, RequestParser] = {}
+        self.admission = Admission(http.max_pending, http.max_pending_tokens)
+        self.audit = AuditLog(http.audit, http.audit_text)
         self.metrics = ServingMetrics(lambda: self.admission.pending, config.backend.depth)
         self.cartridges = ResidentCartridges(config.backend, config.held_cartridges)
         # One thread: a tokenizer is not thread-safe, and its work must not hold the event loop up.
@@ -58,19 +67,28 @@ class RequestHandler:
     async def close(self) -> None:
         await self.cartridges.close()
         self._parsing.shutdown(wait=False, cancel_futures=True)
+        self.audit.close()
 
-    async def begin(self, body: Body, parse: Callable[[Body], ServingRequest]) -> AnswerContext:
+    def parser(self, caller: Caller) -> RequestParser:
+        """Return the parser for the cartridges that the caller may use."""
+        if caller.name not in self._parsers:
+            self._parsers[caller.name] = RequestParser(self.config, caller)
+        return self._parsers[caller.name]
+
+    async def begin(self, scope: Scope, body: Body, parse: Parse[Body]) -> AnswerContext:
         """Return the context of an admitted request, with its cartridges loaded. Raises ApiError
-        for a malformed request, a full queue, a cartridge that cannot be loaded, or a deadline that
-        passed."""
-        loop = asyncio.get_running_loop()
-        request = await loop.run_in_executor(self._parsing, parse, body)
-        deadline = loop.time() + self.config.http.deadline_s
-        if request.strategy is not None:
-            with self.api_errors("forge.options"):
-                self.config.strategies.check(request.strategy)
+        for a malformed request, a cartridge that the key is not for or that cannot be loaded, a
+        full queue, a spent quota, or a deadline that passed."""
+        loop, caller = asyncio.get_running_loop(), scope[CALLER]
         async with AsyncExitStack() as held:
-            held.enter_context(self.admission.let_in(request.responses))
+            held.enter_context(caller.quota.let_in())
+            parsing = partial(parse, self.parser(caller), body)
+            request = await loop.run_in_executor(self._parsing, parsing)
+            deadline = loop.time() + self.config.http.deadline_s
+            cost = self._cost(request)
+            held.enter_context(self.admission.let_in(cost))
+            reserved = held.enter_context(caller.quota.reserve(cost))
+            self._write_down(request, caller, scope)
             with self.api_errors():
                 async with asyncio.timeout_at(deadline):
                     using = [self.cartridges.using(entry) for entry in request.entries]
@@ -78,7 +96,36 @@ class RequestHandler:
             if request.routed is not None:
                 self.metrics.routed(request.routed.entry.manifest.name)
             prefix = composed_ref(parts) if parts else BARE
-            return AnswerContext(self, request, prefix, held.pop_all(), deadline)
+            return AnswerContext(self, request, prefix, held.pop_all(), deadline, reserved)
+
+    def _cost(self, request: ServingRequest) -> RequestCost:
+        """Return the bound of what a request decodes, from its fields alone."""
+        most, strategy = request.sampling.max_tokens, request.strategy
+        if strategy is None:
+            read = request.n * request.prompt_tokens
+            return RequestCost(request.responses, read + request.responses * most)
+        with self.api_errors("forge.options"):
+            cost = self.config.strategies.cost(strategy)
+        sampled = cost.responses * most
+        if strategy.budget is not None:
+            # A strategy may make room for every response before the budget ends it.
+            sampled = max(min(sampled, strategy.budget), cost.responses)
+        read = cost.sequences * request.prompt_tokens
+        return RequestCost(cost.sequences, read + sampled, "forge.options")
+
+    def _write_down(self, request: ServingRequest, caller: Caller, scope: Scope) -> None:
+        used = [f"{name}@{version}" for name, version in (e.key for e in request.entries)]
+        facts: dict[str, Any] = {}
+        if self.audit.with_text:
+            read = self.config.texts.decode
+            facts["text"] = [[m.role, m.content] for m in request.messages] or [
+                read(prompt.ids) for prompt in request.prompts
+            ]
+        self.audit.write(
+            "asked", caller.name, peer_of(scope), request=request.id, cartridges=used,
+            strategy=request.strategy and request.strategy.name,
+            prompt_tokens=request.prompt_tokens, **facts,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def api_errors(self, param: str | None = None) -> Iterator[None]:
@@ -109,6 +156,7 @@ class AnswerContext:
         prefix: PrefixRef,
         held: AsyncExitStack,
         deadline: float,
+        reserved: TokenReservation,
     ) -> None:
         self.request, self.created = request, int(time.time())
         self.usage = usage(request.prompt_tokens, 0)
@@ -130,6 +178,8 @@ class AnswerContext:
             seed=request.seed, cartridge_tokens=request.cartridge_tokens, **named
         )
         self._handler, self._prefix, self._held, self._deadline = handler, prefix, held, deadline
+        # What is cut off has used all that it reserved: nobody counted its tokens.
+        self._reserved, reserved.used = reserved, reserved.tokens
 
     async def close(self) -> None:
         await self._held.aclose()
@@ -203,4 +253,5 @@ class AnswerContext:
 
     def _count(self, read: int, sampled: int) -> None:
         self.usage = usage(read, sampled)
+        self._reserved.used = read + sampled
         self._handler.metrics.tokens(read, sampled)

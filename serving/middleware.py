@@ -1,13 +1,12 @@
 """Wrap the routes in ASGI middleware, and end a reply when its client disconnects.
 
-MetricsMiddleware -> ApiKeyMiddleware, if a key is set -> BodyLimitMiddleware -> routes
+MetricsMiddleware -> hosts, origins and keys (serving.access.keys) -> BodyLimitMiddleware -> routes
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
@@ -23,7 +22,6 @@ from serving.metrics import ServingMetrics
 
 T = TypeVar("T")
 
-OPEN = ("/health", "/ready", "/ping")  # served without a key: they reveal the server's health only
 UPLOADS = "/admin/cartridges/"  # routes whose bodies are files
 BODY_SECONDS, UPLOAD_SECONDS = 30.0, 600.0  # time limits for a body to arrive
 CLIENT_LEFT = 499  # the status in metrics of a request whose client disconnected
@@ -58,22 +56,6 @@ class MetricsMiddleware:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.answered(route, status, time.monotonic() - begun)
-
-
-class ApiKeyMiddleware:
-    """Reject requests without the API key, which is compared in constant time and never logged."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
-        right = hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
-        if right or scope["path"] in OPEN:
-            return await self._app(scope, receive, send)
-        why = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
-        await ApiError(401, why, code="invalid_api_key").response(scope, receive, send)
 
 
 class BodyLimitMiddleware:

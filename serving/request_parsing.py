@@ -13,6 +13,7 @@ from protocols.types import Sampling
 from protocols.wire.openai_chat import ChatRequest, CompletionRequest, ForgeOptions, SamplingFields
 from registry.names import AUTO, CartridgeName, ModelName, parse_cartridge, parse_model
 from registry.store import CartridgeVersion
+from serving.access.keys import Caller
 from serving.backend import ServerConfig
 from serving.errors import ApiError, bad_request, refusing
 from serving.request import ServingRequest, StrategyRequest, drawn_seed
@@ -32,13 +33,14 @@ Entries = tuple[CartridgeVersion, ...]
 
 
 class RequestParser:
-    """Parse requests for one model. Every method raises ApiError. The time of a method grows with
-    the length of the text; any thread may call it."""
+    """Parse one caller's requests for one model. Every method raises ApiError. The time of a method
+    grows with the length of the text; any thread may call it."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, caller: Caller) -> None:
         self.model, self._limits = config.model, config.limits
         self._texts, self._library = config.texts, config.library
-        self._strategies, self.router = config.strategies, CartridgeRouter(config.library)
+        self._strategies, self._caller = config.strategies, caller
+        self.router = CartridgeRouter(config.library, caller.may_use)
 
     def chat(self, body: ChatRequest) -> ServingRequest:
         forge = body.forge or NO_OPTIONS
@@ -153,7 +155,10 @@ class RequestParser:
         return (chosen.entry,), chosen
 
     def _entry(self, cartridge: CartridgeName) -> CartridgeVersion:
+        self._caller.check(cartridge.name)
         with refusing(404, "forge.cartridge", "cartridge_not_found"):
+            if self._caller.cartridges is not None and not self._library.versions(cartridge.name):
+                raise DataError(f"there is no cartridge {cartridge.name}")  # names no other
             return self._library.get(cartridge)
 
     def _sourced(
@@ -171,7 +176,10 @@ class RequestParser:
         if [source.id for source in cartridges or ()] == [AUTO]:
             return self._routed(question)
         with refusing(400, "cartridges", "cartridge_not_found"):
-            return tuple(self._library.by_path(source.id) for source in cartridges or ()), None
+            entries = tuple(self._library.by_path(source.id) for source in cartridges or ())
+        for entry in entries:
+            self._caller.check(entry.manifest.name)
+        return entries, None
 
     def _chat(self, body: ChatRequest, entries: Entries) -> ServingRequest:
         if body.top_logprobs is not None and not body.logprobs:

@@ -5,11 +5,12 @@ body -> RequestHandler.begin -> pieces -> one reply, or chunks
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
+from starlette.types import Scope
 
 from protocols.wire.openai_chat import (
     ChatCompletion,
@@ -21,9 +22,9 @@ from protocols.wire.openai_chat import (
 )
 from serving.detokenizer import TextPiece
 from serving.errors import AsciiJSON, ErrorAnswer
-from serving.handler import AnswerContext, RequestHandler
+from serving.handler import AnswerContext, Parse, RequestHandler
 from serving.middleware import EventStream, while_connected
-from serving.request import ServingRequest
+from serving.request_parsing import RequestParser
 from serving.responses import ChatWire, CompletionWire, joined
 from serving.tokasaurus import (
     CartridgeChatRequest,
@@ -35,7 +36,7 @@ from serving.tokasaurus import (
 Body = TypeVar("Body", bound=SamplingFields)
 Wire = type[CompletionWire]
 GRACE_SECONDS = 5.0  # beyond the deadline, for clients that read slowly
-STATUSES = (400, 401, 404, 408, 413, 429, 503, 504)
+STATUSES = (400, 401, 403, 404, 408, 413, 421, 429, 503, 504)
 REFUSALS: dict[int | str, dict[str, Any]] = {s: {"model": ErrorAnswer} for s in STATUSES}
 STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
@@ -44,16 +45,16 @@ async def answer(
     handler: RequestHandler,
     request: Request,
     body: Body,
-    parse: Callable[[Body], ServingRequest],
+    parse: Parse[Body],
     wire: Wire,
 ) -> Response:
     """Return the whole reply or its stream; decoding ends when the client disconnects."""
     metrics, http = handler.metrics, handler.config.http
     if not body.stream:
-        whole = _whole(handler, body, parse, wire)
+        whole = _whole(handler, request.scope, body, parse, wire)
         reply, headers = await while_connected(request, metrics, whole)
         return AsciiJSON(reply, headers=headers)
-    answering = await while_connected(request, metrics, handler.begin(body, parse))
+    answering = await while_connected(request, metrics, handler.begin(request.scope, body, parse))
     events = _events(handler, answering, body, wire)
     longest_s = http.deadline_s + GRACE_SECONDS
     return EventStream(
@@ -62,10 +63,10 @@ async def answer(
 
 
 async def _whole(
-    handler: RequestHandler, body: Body, parse: Callable[[Body], ServingRequest], wire: Wire
+    handler: RequestHandler, scope: Scope, body: Body, parse: Parse[Body], wire: Wire
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the reply and its headers."""
-    answering = await handler.begin(body, parse)
+    answering = await handler.begin(scope, body, parse)
     request = answering.request
     pieces: list[list[TextPiece]] = [[] for _ in range(request.responses)]
     try:
@@ -110,7 +111,7 @@ def _head(answering: AnswerContext) -> dict[str, Any]:
 
 def routes(handler: RequestHandler) -> APIRouter:
     """Return the routes that generate."""
-    router, parser = APIRouter(responses=REFUSALS), handler.parser
+    router, parser = APIRouter(responses=REFUSALS), RequestParser
 
     @router.post(
         "/v1/chat/completions",

@@ -1,7 +1,8 @@
 """Define the admin routes: upload, list and drop cartridges of the library.
 
-If the server has an API key, these routes require it. Otherwise they serve loopback alone, and no
-browser: a page that makes a browser request 127.0.0.1 sends an Origin, or another Host.
+If the server has API keys, these routes require one with the right `admin`, and a key for some
+cartridges changes those alone. Otherwise they serve loopback alone, and no browser: a page that
+makes a browser request 127.0.0.1 sends an Origin, or another Host.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from documents.retrieval import count_terms
 from protocols.spec.services import LOOPBACK
 from registry.names import VERSION, CartridgeName, is_name
 from registry.store import CartridgeVersion
+from serving.access.keys import CALLER, peer_of
 from serving.errors import ApiError, bad_request, refusing
 from serving.handler import RequestHandler
 from serving.middleware import UPLOADS
@@ -87,20 +89,22 @@ def admin_routes(handler: RequestHandler) -> APIRouter:
     library, resident = handler.config.library, handler.cartridges
     loopback = handler.config.http.listen.rpartition(":")[0] in LOOPBACK
 
-    async def local(request: Request) -> None:
-        if handler.config.key is not None:
+    async def permitted(request: Request) -> None:
+        if handler.config.api_keys:
+            if "name" in request.path_params:
+                request.scope[CALLER].check(request.path_params["name"])
             return
         host = re.sub(r":\d+$", "", request.headers.get("host", ""))
         if not loopback or host not in LOOPBACK or "origin" in request.headers:
             raise ApiError(
                 403,
                 "without an API key the library is changed from this machine alone; set "
-                "http.key_env where the server is configured, and send the key",
+                "http.key_env or http.keys where the server is configured, and send the key",
                 code="admin_off",
             )
 
     router = APIRouter(
-        prefix=UPLOADS.rstrip("/"), responses=REFUSALS, dependencies=[Depends(local)]
+        prefix=UPLOADS.rstrip("/"), responses=REFUSALS, dependencies=[Depends(permitted)]
     )
 
     def described(entry: CartridgeVersion) -> CartridgeEntry:
@@ -115,9 +119,17 @@ def admin_routes(handler: RequestHandler) -> APIRouter:
         entries = [entry for name in names for entry in library.entries(name)]
         return CartridgeList(cartridges=[described(entry) for entry in entries])
 
+    def changed(request: Request, action: str, cartridge: str) -> None:
+        """Write a change to the audit log, before it is made."""
+        scope = request.scope
+        handler.audit.write(
+            "changed", scope[CALLER].name, peer_of(scope), action=action, cartridges=[cartridge]
+        )
+
     @router.get("", summary="Every version of every cartridge")
-    async def every() -> CartridgeList:
-        return await run_in_threadpool(lambda: listed(library.names()))
+    async def every(request: Request) -> CartridgeList:
+        may_use = request.scope[CALLER].may_use
+        return await run_in_threadpool(lambda: listed(list(filter(may_use, library.names()))))
 
     @router.get("/{name}", summary="The versions of one")
     async def versions(name: Name) -> CartridgeList:
@@ -143,6 +155,7 @@ def admin_routes(handler: RequestHandler) -> APIRouter:
                     await run_in_threadpool(opened.write, part)
             finally:
                 await run_in_threadpool(opened.close)
+            changed(request, "add", name)
             with refusing(400, "body", "cartridge_refused"):
                 return described(await run_in_threadpool(library.add, name, file, source))
 
@@ -157,15 +170,17 @@ def admin_routes(handler: RequestHandler) -> APIRouter:
             counts = await run_in_threadpool(count_terms, (await request.body()).decode())
         except UnicodeDecodeError as error:
             raise bad_request(f"the body is no UTF-8 text: {error}", "body") from error
+        changed(request, "words", f"{name}@{entry.manifest.version}")
         await run_in_threadpool(library.describe, entry, [counts])
         return described(entry)
 
     @router.delete("/{name}", summary="Drop every version")
-    async def drop_all(name: Name) -> DeletedCartridge:
-        return await drop(name, None)
+    async def drop_all(name: Name, request: Request) -> DeletedCartridge:
+        return await drop(name, None, request)
 
     @router.delete("/{name}/{version}", summary="Drop one version")
-    async def drop(name: Name, version: Version) -> DeletedCartridge:
+    async def drop(name: Name, version: Version, request: Request) -> DeletedCartridge:
+        changed(request, "drop", name if version is None else f"{name}@{version}")
         dropped = await _found(library.drop, name, version)
         for number in dropped:
             resident.drop((name, number))

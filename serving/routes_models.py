@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
+from serving.access.keys import CALLER
 from serving.handler import RequestHandler
 from serving.routes import REFUSALS
 
@@ -55,11 +56,11 @@ def model_routes(handler: RequestHandler) -> APIRouter:
     router, config, started = APIRouter(responses=REFUSALS), handler.config, int(time.time())
 
     @router.get("/v1/models")
-    async def models() -> ModelList:
+    async def models(request: Request) -> ModelList:
         def have() -> ForgeModels:
-            library, router = config.library, handler.parser.router
+            library, router = config.library, handler.parser(request.scope[CALLER]).router
             return ForgeModels(
-                cartridges={name: library.versions(name) for name in library.names()},
+                cartridges={name: library.versions(name) for name in router.library_names()},
                 strategies=config.strategies.names(), auto=list(router.names()),
             )  # fmt: skip
 
@@ -67,8 +68,9 @@ def model_routes(handler: RequestHandler) -> APIRouter:
         return ModelList(data=[BaseModelEntry(id=config.model, created=started, forge=forge)])
 
     @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> ModelEntry:
-        found = await run_in_threadpool(handler.parser.name_of, name)
+    async def model(name: str, request: Request) -> ModelEntry:
+        parser = handler.parser(request.scope[CALLER])
+        found = await run_in_threadpool(parser.name_of, name)
         return ModelEntry(id=str(found), created=started)
 
     @router.get("/health", summary="The process answers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,17 +21,24 @@ class RoutedChoice:
 
 
 class CartridgeRouter:
-    """Route over the newest versions of a cartridge store, as it is at each call: other processes
-    change it too. Any thread may call it; the index is built anew where a version came or went."""
+    """Route over the newest versions of a cartridge store, those of permitted names, as it is at
+    each call: other processes change it too. Any thread may call it; the index is built anew where
+    a version came or went."""
 
-    def __init__(self, library: CartridgeStore) -> None:
-        self._library = library
+    def __init__(
+        self, library: CartridgeStore, permitted: Callable[[str], bool] = lambda name: True
+    ) -> None:
+        self._library, self._permitted = library, permitted
         self._held: tuple[object, Bm25Router] = (None, Bm25Router({}))
 
     def names(self) -> tuple[str, ...]:
         """Return the names that questions are routed to: those whose newest version has its
         words."""
         return self._refresh().names
+
+    def library_names(self) -> list[str]:
+        """Return the permitted names of the store, with and without words."""
+        return list(filter(self._permitted, self._library.names()))
 
     def choose(self, text: str) -> RoutedChoice:
         """Return the best cartridge for a question. Raises DataError where it shares no word with
@@ -52,13 +60,13 @@ class CartridgeRouter:
             )
 
     def _unknown(self, router: Bm25Router) -> str:
-        rest = [name for name in self._library.names() if name not in router.names]
+        rest = [name for name in self.library_names() if name not in router.names]
         return f" (without words, so never chosen: {', '.join(rest)})" if rest else ""
 
     def _refresh(self) -> Bm25Router:
         newest: list[CartridgeVersion] = []
         stamp: list[object] = []
-        for name in self._library.names():
+        for name in self.library_names():
             with suppress(DataError, FileNotFoundError):  # dropped meanwhile, or without words
                 entry = self._library.get(CartridgeName(name))
                 stamp.append((entry.key, entry.terms.stat().st_mtime_ns))

@@ -24,7 +24,7 @@ from serving.request import ServingRequest, StrategyRequest
 from serving.tokenization import STAND_IN, Tokenization
 from strategies.answers.extract import FORMS, Form
 from strategies.catalog import STRATEGIES, parse, run
-from strategies.problem import StrategyResult
+from strategies.problem import StrategyCost, StrategyResult
 from strategies.samplers.token_sampler import TokenSampler
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class CatalogueStrategies:
     def names(self) -> list[str]:
         return list(STRATEGIES)
 
-    def check(self, strategy: StrategyRequest) -> None:
+    def cost(self, strategy: StrategyRequest) -> StrategyCost:
         if strategy.form not in FORMS:
             raise DataError(f"forge.form is one of {', '.join(FORMS)}: got {strategy.form!r}")
         detector = strategy.options.get("detector")
@@ -53,7 +53,7 @@ class CatalogueStrategies:
                 "backtracks for ever would hold a generator up; leave out "
                 f"{', '.join(sorted(PATTERNS & set(detector)))}, or run the strategy from Python"
             )
-        parse(strategy.name, strategy.options)
+        return parse(strategy.name, strategy.options).cost()
 
     async def run(self, request: ServingRequest, prefix: PrefixRef) -> StrategyResult:
         """Return the result, which is the same for the same seed. Cancelling this ends its

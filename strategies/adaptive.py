@@ -21,7 +21,7 @@ from pydantic import Field
 
 from protocols.spec.base import SpecSection
 from strategies.detectors import Detector
-from strategies.problem import StrategyProblem, StrategyResult
+from strategies.problem import StrategyCost, StrategyProblem, StrategyResult
 from strategies.samplers.sampler import require
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from strategies.scorers import ScorerName, scorer
@@ -65,6 +65,9 @@ class AdaptiveScaling(SpecSection):
     max_steps: int = Field(default=32, ge=1, description="steps before the final answer")
     scorer: ScorerName = Field(default="perplexity", description="what a step is chosen by")
     detector: Detector = Field(default=Detector(), description="where steps end")
+
+    def cost(self) -> StrategyCost:
+        return StrategyCost(self.candidates, self.candidates * (self.max_steps + 1))
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         by = scorer(self.scorer, question)

@@ -24,7 +24,7 @@ from strategies.answers.extract import FORMS, Form
 from strategies.deepconf import DeepConf
 from strategies.offline import ChainOfThought, SelfConsistency
 from strategies.phi import PhiDecoding
-from strategies.problem import Judge, StrategyProblem, StrategyResult
+from strategies.problem import Judge, StrategyCost, StrategyProblem, StrategyResult
 from strategies.rsa.engine import RecursiveSelfAggregation
 from strategies.samplers.sampler import Sampler
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget
@@ -36,8 +36,11 @@ class Strategy(Protocol):
     """Hold the options of a strategy, and solve a question with them.
 
     `solve` raises DataError, before it samples, if the sampler lacks an ability. It may raise
-    BudgetSpent if it has no response yet.
+    BudgetSpent if it has no response yet. `cost` is computed from the options alone, in no time
+    and memory to speak of, whatever they are.
     """
+
+    def cost(self) -> StrategyCost: ...
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult: ...
 

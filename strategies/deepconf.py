@@ -35,7 +35,7 @@ from protocols.spec.base import SpecSection, broken
 from protocols.types import StopCondition
 from strategies.answers.extract import extract
 from strategies.answers.votes import AnswerVote, surest, tally
-from strategies.problem import StrategyProblem, StrategyResult
+from strategies.problem import StrategyCost, StrategyProblem, StrategyResult
 from strategies.samplers.sampler import SampleResult, require
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 
@@ -65,7 +65,9 @@ class DeepConf(SpecSection):
     traces: int = Field(default=32, ge=1, description="traces in all, warm-up included")
     measure: Measure = Field(default="lowest_group", description="what a trace's confidence is")
     window: int = Field(default=2048, ge=1, description="tokens of a group, and of the tail")
-    top: int = Field(default=20, ge=1, description="log-probabilities behind a token's confidence")
+    top: int = Field(
+        default=20, ge=1, le=1024, description="log-probabilities behind a token's confidence"
+    )
     keep_fraction: float = Field(
         default=0.1, gt=0, le=1, description="share of the traces, the surest, that vote"
     )
@@ -82,6 +84,14 @@ class DeepConf(SpecSection):
         if info.data.get("mode") == "online" and warmup >= traces:
             raise broken(f"must be < traces ({traces})", "lower it, or no trace is ever stopped")
         return warmup
+
+    def cost(self) -> StrategyCost:
+        if self.mode == "offline":
+            return StrategyCost(self.traces, self.traces)
+        further = self.traces - self.warmup
+        return StrategyCost(
+            max(self.warmup, min(self.batch, further) if self.consensus else further), self.traces
+        )
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         if self.mode == "online":

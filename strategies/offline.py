@@ -8,12 +8,15 @@ from pydantic_core import to_jsonable_python
 from protocols.spec.base import SpecSection
 from strategies.answers.extract import extract
 from strategies.answers.votes import tally
-from strategies.problem import StrategyProblem, StrategyResult
+from strategies.problem import StrategyCost, StrategyProblem, StrategyResult
 from strategies.samplers.token_budget import TokenBudget
 
 
 class ChainOfThought(SpecSection):
     """Sample one response."""
+
+    def cost(self) -> StrategyCost:
+        return StrategyCost(1, 1)
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         (said,) = await meter([question.ask("0")])
@@ -25,6 +28,9 @@ class SelfConsistency(SpecSection):
     """Choose the most frequent answer of several responses from one call (Wang et al. 2022)."""
 
     samples: int = Field(default=16, ge=1, description="responses that vote")
+
+    def cost(self) -> StrategyCost:
+        return StrategyCost(self.samples, self.samples)
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         traces = await meter([question.ask(str(i)) for i in range(self.samples)])

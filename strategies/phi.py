@@ -33,7 +33,7 @@ from strategies.answers.extract import extract
 from strategies.answers.text_clusters import text_clusters
 from strategies.answers.votes import tally
 from strategies.detectors import Detector
-from strategies.problem import StrategyProblem, StrategyResult
+from strategies.problem import StrategyCost, StrategyProblem, StrategyResult
 from strategies.samplers.sampler import SampleResult, require
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from strategies.scorers import NOTHING
@@ -62,6 +62,10 @@ class PhiDecoding(SpecSection):
     )
     max_steps: int = Field(default=8, ge=1, description="steps that are foreseen")
     detector: Detector = Field(default=Detector(), description="where steps end")
+
+    def cost(self) -> StrategyCost:
+        grown = self.beams * self.rollouts  # and as many look-aheads
+        return StrategyCost(grown, 2 * grown * self.max_steps)
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         require(meter, "phi_decoding", "continue", "until", "logprobs")

@@ -19,6 +19,14 @@ Judge = Callable[[Sequence[str]], Awaitable[Sequence[float]]]
 
 
 @dataclass(frozen=True)
+class StrategyCost:
+    """Bound what a strategy asks of a sampler: `sequences` of one call, `responses` in all."""
+
+    sequences: int
+    responses: int
+
+
+@dataclass(frozen=True)
 class StrategyProblem:
     """Hold `StrategyProblem((AgentMessage("user", "what is 2 + 2?"),), "math", 7, Sampling(0.7,
     max_tokens=512))`.

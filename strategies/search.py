@@ -20,7 +20,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from protocols.spec.base import SpecSection, broken
 from strategies.detectors import Detector
-from strategies.problem import StrategyProblem, StrategyResult
+from strategies.problem import StrategyCost, StrategyProblem, StrategyResult
 from strategies.samplers.sampler import require
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from strategies.scorers import NOTHING, Scorer, ScorerName, scorer
@@ -44,6 +44,9 @@ class BestOfN(SpecSection):
     max_steps: int = Field(default=32, ge=1, description="steps before the final answer")
     scorer: ScorerName = Field(default="perplexity", description="what a step is chosen by")
     detector: Detector = Field(default=Detector(), description="where steps end")
+
+    def cost(self) -> StrategyCost:
+        return _cost(self, 1)
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         return await _search(self, meter, question, 1, "last")
@@ -70,8 +73,17 @@ class BeamSearch(SpecSection):
             )
         return name
 
+    def cost(self) -> StrategyCost:
+        return _cost(self, self.beams)
+
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         return await _search(self, meter, question, self.beams, self.aggregate)
+
+
+def _cost(strategy: BestOfN | BeamSearch, beams: int) -> StrategyCost:
+    """Return the bound: every step grows each beam, and each beam concludes once."""
+    grown = beams * strategy.candidates
+    return StrategyCost(grown, grown * (strategy.max_steps + 1))
 
 
 async def _search(

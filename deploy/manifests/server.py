@@ -97,7 +97,11 @@ def _deployment(
     spec: ServeSpec, files: MeshFiles, resources: Resources, scope: Scope, variable: str
 ) -> Object:
     mesh = f"{HOME}/meshes/{files.mesh_name}"
-    own = (f"http.listen=0.0.0.0:{HTTP_PORT}", f"http.key_env={variable}", "library=/library")
+    own = (
+        f"http.listen=0.0.0.0:{HTTP_PORT}", f"http.key_env={variable}", "library=/library",
+        f"http.hosts=[door, door.{scope.namespace}, door.{scope.namespace}.svc, "
+        f"door.{scope.namespace}.svc.cluster.local]",
+    )  # fmt: skip
     # The model and the generators start first, within spawn_timeout_s.
     tries = max(1, round(spec.spawn_timeout_s / 5))
     volumes, mounts = _files(mesh)

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.base import gpus_here
 from forge_run.formatting import TableSection, facts, lines
@@ -28,11 +28,15 @@ from forge_run.preflight import NO_GPU, Fault, located, vllm_faults
 from protocols.errors import SpecError
 from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.loading import LoadedServeSpec, load_serve
-from protocols.spec.serving import ServeSpec
+from protocols.spec.serving import RIGHTS, ApiKeySpec, HttpSpec, ServeSpec
 from services.forkserver.client import fork_server
+
+if TYPE_CHECKING:
+    from serving.access.keys import ApiKey
 
 STOP_SECONDS = 8.0
 END_SECONDS = 3.0
+EVERYTHING = "key_env"  # the name of that key in the audit log
 
 
 def command(*, mesh: str, sets: Sequence[str], dry_run: bool) -> int | list[TableSection]:
@@ -74,13 +78,20 @@ def plan(loaded: LoadedServeSpec) -> list[TableSection]:
     role, http = spec.roles.generator, spec.http
     base = read_base(Path(spec.model.path))
     context = spec.context_tokens or base.context
-    key = f"the key in {http.key_env}" if http.key_env else "no key"
+    named = ([f"the key in {http.key_env}"] if http.key_env else []) + [
+        f"{name} ({', '.join(key.rights)})" for name, key in http.keys.items()
+    ]
+    key = ", ".join(named) or "no key"
     rows = [
         ("model", f"{spec.name}: {spec.model.path}, {spec.model.dtype}"),
         ("shape", f"L {base.layers}, H_kv {base.kv_heads}, D {base.head_dim}, {context} positions"),
         ("generators", f"{role.replicas} x {spec.generator.backend}, {role.threads} threads each"),
         ("listens on", f"http://{http.listen}, {key}"),
-        ("at a time", f"{http.max_pending} responses, {http.deadline_s:g} s each at most"),
+        (
+            "at a time",
+            f"{http.max_pending} sequences and {http.max_pending_tokens} tokens, "
+            f"{http.deadline_s:g} s each at most",
+        ),
         ("library", spec.library),
     ]
     sections = [facts(f"serve {spec.name}", rows)]
@@ -110,9 +121,22 @@ def _faults(spec: ServeSpec) -> Iterator[Fault]:
         yield gpus, role.gpus, "cannot run, a model lies on one", "use 1"
     elif spec.generator.backend == "torch" and role.gpus and not gpus_here():
         yield gpus, role.gpus, NO_GPU, "use 0, or a torch built for CUDA"
+    why = "is not in the environment, and the API key is read from it"
     if spec.http.key_env and not os.environ.get(spec.http.key_env):
-        why = "is not in the environment, and the API key is read from it"
         yield "http.key_env", spec.http.key_env, why, "export it, or set http.key_env to null"
+    for name, key in spec.http.keys.items():
+        if not os.environ.get(key.env):
+            yield f"http.keys.{name}.env", key.env, why, "export it, or remove the key"
+
+
+def api_keys(http: HttpSpec) -> tuple[ApiKey, ...]:
+    """Return the keys of a server, read from the environment."""
+    from serving.access.keys import ApiKey
+
+    specs = dict(http.keys)
+    if http.key_env:
+        specs[EVERYTHING] = ApiKeySpec(env=http.key_env, rights=RIGHTS)
+    return tuple(ApiKey.of(name, key, os.environ[key.env]) for name, key in specs.items())
 
 
 def listen(address: str) -> socket.socket:
@@ -194,7 +218,7 @@ class ServeProcess:
                 strategies=CatalogueStrategies(backend, texts),
                 limits=RequestLimits(spec.max_tokens, context, http.max_choices), end_ids=end_ids,
                 http=http, held_cartridges=spec.held_cartridges,
-                key=os.environ[http.key_env] if http.key_env else None,
+                api_keys=api_keys(http),
                 draining=self._signalled.is_set,
             )
         )  # fmt: skip

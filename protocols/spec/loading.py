@@ -119,7 +119,7 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
     spec = _checked(ServeSpec, document, faults)
     if faults or spec is None:
         raise combined(faults)
-    spec = _with_local_paths(spec, document.places, "model.path", "library")
+    spec = _with_local_paths(spec, document.places, "model.path", "library", "http.audit")
     return LoadedServeSpec(spec, document.places)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import SpecSection, broken
+from protocols.spec.base import AsTuple, SpecSection, broken
 from protocols.spec.mesh import RoleSpec
 from protocols.spec.sections import GeneratorSpec, ModelSpec
 from protocols.spec.services import LOOPBACK, HealthSpec, host_and_port
+
+Right = Literal["inference", "admin", "metrics"]
+RIGHTS: tuple[Right, ...] = get_args(Right)
 
 
 class ServeRolesSpec(SpecSection):
@@ -18,6 +21,24 @@ class ServeRolesSpec(SpecSection):
 
     generator: RoleSpec = Field(
         default=RoleSpec(max_ongoing=64), description="samples, with or without a cartridge"
+    )
+
+
+class ApiKeySpec(SpecSection):
+    """Configure one API key: what its holder may do, and how much of it."""
+
+    env: str = Field(min_length=1, description="environment variable with the key")
+    rights: Annotated[tuple[Right, ...], AsTuple] = Field(
+        default=("inference",), min_length=1, description="what the key is for"
+    )
+    cartridges: Annotated[tuple[str, ...], AsTuple] | None = Field(
+        default=None, description="names of the cartridges that the key is for; null: all"
+    )
+    tokens_per_minute: int | None = Field(
+        default=None, ge=1, description="most tokens, read and sampled, of a minute; null: any"
+    )
+    in_flight: int | None = Field(
+        default=None, ge=1, description="most requests at a time; null: any"
     )
 
 
@@ -30,13 +51,36 @@ class HttpSpec(SpecSection):
     key_env: str | None = Field(
         default=None,
         min_length=1,
-        description="environment variable with the API key that every request must carry",
+        description="environment variable with an API key for everything, which every request must "
+        "carry unless `keys` has another",
     )
+    keys: dict[str, ApiKeySpec] = Field(
+        default={}, description="further API keys by name, each with its own rights and quotas"
+    )
+    hosts: Annotated[tuple[str, ...], AsTuple] = Field(
+        default=(),
+        description="names that clients know the server by, beside localhost, the name in `listen` "
+        "and any address; * for all",
+    )
+    origins: Annotated[tuple[str, ...], AsTuple] = Field(
+        default=(), description="origins of the web pages that are answered; by default none is"
+    )
+    audit: str | None = Field(
+        default=None,
+        min_length=1,
+        description="file that gets a row for each request: who asked which cartridge when",
+    )
+    audit_text: bool = Field(default=False, description="write messages and prompts there too")
     open_to_all: bool = Field(
         default=False, description="listen beyond loopback without a key all the same"
     )
     max_pending: int = Field(
-        default=256, ge=1, description="responses that wait or run at a time; beyond it, 429"
+        default=256, ge=1, description="sequences that wait or run at a time; beyond it, 429"
+    )
+    max_pending_tokens: int = Field(
+        default=2**20,
+        ge=1,
+        description="tokens that the requests which wait or run may cost together; beyond it, 429",
     )
     max_choices: int = Field(default=64, ge=1, description="most responses of one request")
     deadline_s: float = Field(default=120.0, gt=0, description="most seconds of one request")
@@ -59,10 +103,11 @@ class HttpSpec(SpecSection):
     @field_validator("open_to_all")
     @classmethod
     def _is_guarded(cls, value: bool, info: ValidationInfo) -> bool:
-        if not info.data.keys() >= {"listen", "key_env"}:
+        if not info.data.keys() >= {"listen", "key_env", "keys"}:
             return value  # one of them is invalid and reported on its own
         listen = info.data["listen"]
-        if listen.rpartition(":")[0] not in LOOPBACK and not info.data["key_env"] and not value:
+        guarded = info.data["key_env"] or info.data["keys"]
+        if listen.rpartition(":")[0] not in LOOPBACK and not guarded and not value:
             raise broken(
                 f"must be true to serve anyone without a key, and http.listen ({listen}) is not "
                 "loopback",

@@ -26,7 +26,7 @@ from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from strategies.answers.extract import extract
 from strategies.answers.votes import AnswerVote, tally
-from strategies.problem import StrategyProblem, StrategyResult
+from strategies.problem import StrategyCost, StrategyProblem, StrategyResult
 from strategies.rsa.islands import Parents, RSAShape
 from strategies.rsa.populations import METRICS, RSAPopulation, ask, chosen_of, measure
 from strategies.rsa.prompts import as_task
@@ -174,7 +174,7 @@ def _population(
     text = question.messages[-1].content
     return RSAPopulation(
         step=step,
-        islands=shape.schedule[step],
+        islands=shape.islands(step),
         ids=tuple(a.id for a in asks),
         prompts=tuple(a.messages[-1].content for a in asks),
         parents=parents,
@@ -205,6 +205,9 @@ class RecursiveSelfAggregation(SpecSection):
     N: int = Field(default=4, ge=1, description="candidates of an island")
     K: int = Field(default=2, ge=1, description="candidates that are aggregated into one")
     T: int = Field(default=3, ge=1, description="populations, the first included")
+
+    def cost(self) -> StrategyCost:
+        return StrategyCost(self.M * self.N, self.M * self.N * self.T)
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         """Return the majority's response. Raises DataError for inconsistent numbers, BudgetSpent

@@ -52,12 +52,16 @@ class RSAShape:
     @property
     def schedule(self) -> tuple[int, ...]:
         """Return the islands of every population: (4, 4, 2, 2, 1, 1) for M = 4, T = 6."""
+        return tuple(map(self.islands, range(self.T)))
+
+    def islands(self, step: int) -> int:
+        """Return the islands of the population at `step`."""
         phase = self.T // (self.merges + 1)
-        return tuple(self.M >> min(t // phase, self.merges) for t in range(self.T))
+        return self.M >> min(step // phase, self.merges)
 
     def block(self, slot: int, step: int) -> range:
         """Return the slots of the island that `slot` is in at `step`."""
-        size = self.slots // self.schedule[step]
+        size = self.slots // self.islands(step)
         first = slot // size * size
         return range(first, first + size)
 

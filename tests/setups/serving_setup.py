@@ -24,15 +24,16 @@ from learning.decoding.engine import TorchEngine
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import load_model, load_tokenizer, text_of
 from protocols.errors import DataError
-from protocols.spec.serving import HttpSpec
+from protocols.spec.serving import ApiKeySpec, HttpSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 from registry.formats.base_model import read_base
 from registry.store import CartridgeStore
+from serving.access.keys import ApiKey
 from serving.app import Server, create_server
 from serving.backend import OnTokens, RequestLimits, ServerConfig, StrategyCatalog
 from serving.request import ServingRequest, StrategyRequest
 from serving.tokenization import Tokenization
-from strategies.problem import StrategyResult
+from strategies.problem import StrategyCost, StrategyResult
 from strategies.samplers.token_budget import TokenSpend
 
 READER = Path(__file__).parents[2] / "models/clinic-reader"
@@ -125,11 +126,12 @@ class Twice:
     def names(self) -> list[str]:
         return ["twice"]
 
-    def check(self, strategy: StrategyRequest) -> None:
+    def cost(self, strategy: StrategyRequest) -> StrategyCost:
         if set(strategy.options) - {"pause"}:
             raise DataError(
                 f"strategy {strategy.name} has no option {next(iter(strategy.options))}"
             )
+        return StrategyCost(2, 2)
 
     async def run(self, asked: ServingRequest, prefix: PrefixRef) -> StrategyResult:
         assert asked.strategy is not None
@@ -146,6 +148,10 @@ class Twice:
         text = self._texts.decode(best.token_ids)
         votes = [len(c.token_ids) for c in done]
         return StrategyResult(text, text, spent, best.finish_reason, details={"votes": votes})
+
+
+def an_api_key(name: str, secret: str, **spec: Any) -> ApiKey:
+    return ApiKey.of(name, ApiKeySpec(env="IN_TESTS", **spec), secret)
 
 
 def new_house(

@@ -42,7 +42,7 @@ def test_a_body_that_does_not_come_in_time(slow: Served, monkeypatch: pytest.Mon
     host, _, port = slow.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=10) as client:
         client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
             b"content-length: 99\r\n\r\n{"
         )
         answer = b"".join(iter(lambda: client.recv(4096), b""))

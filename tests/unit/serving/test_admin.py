@@ -13,6 +13,7 @@ from safetensors.torch import save
 from serving_setup import (
     MODEL,
     Served,
+    an_api_key,
     cartridge,
     raw,
     refused,
@@ -20,12 +21,18 @@ from serving_setup import (
     wait_until,
 )
 
+from protocols.spec.serving import RIGHTS
+
 KEY = "sk-forge-0123456789"
 
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("locked"), key=KEY, max_upload_bytes=40_000) as one:
+    with serving(
+        tmp_path_factory.mktemp("locked"),
+        api_keys=(an_api_key("all", KEY, rights=RIGHTS),),
+        max_upload_bytes=40_000,
+    ) as one:
         yield one
 
 
@@ -91,9 +98,13 @@ def test_without_a_key_the_library_is_changed_from_this_machine_alone(served: Se
     path = "/admin/cartridges"
     assert raw(served, path, method="GET")[0] == 200
     assert raw(served, path, method="GET", host="localhost:8000")[0] == 200
-    for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
+    for headers, refusal in (
+        ({"host": "evil.example"}, (421, "unknown_host")),
+        ({"origin": "http://evil.example"}, (403, "unknown_origin")),
+        ({"host": "10.1.2.3"}, (403, "admin_off")),
+    ):
         status, _, content = raw(served, path, method="GET", **headers)
-        assert (status, json.loads(content)["error"]["code"]) == (403, "admin_off")
+        assert (status, json.loads(content)["error"]["code"]) == refusal
 
 
 def test_what_prometheus_is_told(served: Served, client: OpenAI) -> None:

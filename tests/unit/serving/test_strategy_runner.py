@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -65,6 +67,48 @@ def test_options_are_checked_before_anything_is_sampled(
         ask(client, **forge)
     assert refused.value.param == "forge.options"
     assert served.backend.calls == before
+
+
+HUGE = 10**9
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "said"),
+    [
+        ("self_consistency", {"samples": HUGE}, f"asks for {HUGE} sequences at a time"),
+        ("deepconf", {"traces": HUGE}, "and http.max_pending is 256"),
+        ("best_of_n", {"candidates": HUGE}, "smaller forge.options"),
+        ("best_of_n", {"max_steps": HUGE}, "and http.max_pending_tokens is 1048576"),
+        ("beam_search", {"beams": HUGE}, "sequences"),
+        ("phi_decoding", {"rollouts": HUGE}, "sequences"),
+        ("adaptive_scaling", {"candidates": HUGE}, "sequences"),
+        ("rsa", {"N": HUGE}, "sequences"),
+        ("rsa", {"T": HUGE}, "set forge.budget or smaller forge.options"),
+        ("deepconf", {"top": HUGE}, "less than or equal to 1024"),
+    ],
+)
+@pytest.mark.parametrize("budget", [{}, {"budget": 64}])
+def test_a_giant_strategy_is_refused_before_it_is_built(
+    client: OpenAI, served: Served, strategy: str, options: Any, said: str, budget: dict[str, int]
+) -> None:
+    before, calls = resident_bytes(), served.backend.calls
+    with pytest.raises(openai.BadRequestError, match=said) as refused:
+        ask(client, strategy, options=options, **budget)
+    assert refused.value.param == "forge.options"
+    assert served.backend.calls == calls
+    assert served.door.handler.admission.pending == served.door.handler.admission.tokens == 0
+    assert resident_bytes() - before < 64 * 2**20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_a_long_strategy_with_a_budget_is_served(client: OpenAI) -> None:
+    """Each response of it samples a token at least: more of them than tokens are refused."""
+    options = {"max_steps": 10_000}
+    answer = ask(client, "best_of_n", options=options, budget=64)
+    assert answer.forge["strategy"]["tokens"] <= 64
 
 
 def test_a_client_that_leaves_ends_a_strategys_decoding(served: Served) -> None:

@@ -1,12 +1,15 @@
 """Strategies by name: all that are advertised can be had, and mistakes are told."""
 
 import dataclasses
+from typing import Any
 
 import pytest
+from strategy_setup import VARIANTS, solve
 
 from protocols.errors import DataError
 from strategies.catalog import STRATEGIES, parse
 from strategies.deepconf import DeepConf
+from strategies.problem import StrategyCost
 from strategies.search import BeamSearch
 
 
@@ -54,3 +57,34 @@ def test_options_are_read_as_json_has_them() -> None:
 def test_mistakes_are_told(name: str, options: dict[str, object], words_of_it: str) -> None:
     with pytest.raises(DataError, match=words_of_it):
         parse(name, options)
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)), ids=[name for name, _ in VARIANTS])
+def test_no_strategy_samples_more_than_its_cost(variant: int) -> None:
+    name, options = VARIANTS[variant]
+    cost = parse(name, options).cost()
+    for seed in range(5):
+        _, sampler = solve(variant, seed)
+        assert max(map(len, sampler.calls)) <= cost.sequences
+        assert sum(map(len, sampler.calls)) <= cost.responses
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sequences", "responses"),
+    [
+        ("chain_of_thought", {}, 1, 1),
+        ("self_consistency", {"samples": 7}, 7, 7),
+        ("deepconf", {"traces": 9}, 9, 9),
+        ("deepconf", {"mode": "online", "traces": 9, "warmup": 3}, 6, 9),
+        ("deepconf", {"mode": "online", "traces": 9, "warmup": 3, "consensus": True}, 6, 9),
+        ("best_of_n", {"candidates": 4, "max_steps": 3}, 4, 16),
+        ("beam_search", {"beams": 2, "candidates": 4, "max_steps": 3}, 8, 32),
+        ("phi_decoding", {"beams": 2, "rollouts": 3, "max_steps": 4}, 6, 48),
+        ("adaptive_scaling", {"candidates": 4, "max_steps": 3}, 4, 16),
+        ("rsa", {"M": 2, "N": 4, "T": 3}, 8, 24),
+    ],
+)
+def test_the_cost_by_hand(
+    name: str, options: dict[str, Any], sequences: int, responses: int
+) -> None:
+    assert parse(name, options).cost() == StrategyCost(sequences, responses)

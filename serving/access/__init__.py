@@ -1,0 +1,1 @@
+"""Decide who may ask for what, and how much of it."""
