@@ -140,6 +140,18 @@ CARTRIDGES = {
         _option("--name", "NAME", "what it is called here (default: REPO)"),
     )),
 }  # fmt: skip
+MODELS = {
+    "add": Command("keep a model under a name, for model.path", "models:add", (
+        _option("source", "MODEL",
+                "smollm2-135m, a file ending in .gguf, a directory, or OWNER/NAME of the hub"),
+        _option("--name", "NAME", "what it is called here (default: its own name)"),
+        _option("--dtype", None, "of weights read from GGUF (default: float32)",
+                choices=DTYPES[:2], default="float32"),
+    )),
+    "list": Command("the models that are kept", "models:list_models"),
+    "show": Command("a kept model's hash, licence, source and shape", "models:show",
+                    (_option("name", "NAME"),)),
+}  # fmt: skip
 K8S = {
     "render": Command("write the manifests of a mesh, or of a server; applies nothing",
                       "k8s:command", (
@@ -220,6 +232,7 @@ COMMANDS = {
         _flag("--json", "print JSON, for programs", dest="as_json"),
     )),
     "cartridges": Command("the library that `forge serve` serves", verbs=CARTRIDGES),
+    "models": Command("base models by name", verbs=MODELS),
     "convert": Command("write a cartridge in another format", "convert:convert", (
         _there("source", "SRC", SOURCE),
         _option("target", "DST", "the file or directory to write", type=Path),

@@ -35,7 +35,7 @@ def push(
     hub, folder = api or HfApi(), entry.path.parent
     forge.read(folder)
     name = f"{entry.manifest.name}@{entry.manifest.version}"
-    with _asking(hub, repo):
+    with asking(hub, repo):
         hub.create_repo(repo, private=private, exist_ok=True)
         commit = hub.create_commit(
             repo,
@@ -52,7 +52,7 @@ def pull(
     """Add a repository's cartridge as the next version of `name`. Raises DataError."""
     hub = api or HfApi()
     with TemporaryDirectory(prefix="forge-pull-") as made:
-        with _asking(hub, repo):
+        with asking(hub, repo):
             info = hub.model_info(repo, revision=revision)
             wanted = _wanted([file.rfilename for file in info.siblings or ()], repo)
             for file in wanted:
@@ -80,7 +80,8 @@ def _wanted(files: list[str], repo: str) -> list[str]:
 
 
 @contextmanager
-def _asking(hub: HfApi, repo: str) -> Iterator[None]:
+def asking(hub: HfApi, repo: str) -> Iterator[None]:
+    """Turn what the hub refuses in this block into a DataError with the remedy."""
     try:
         yield
     except HFValidationError as error:

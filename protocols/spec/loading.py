@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY
+from protocols.home import model_names, models_folder
 from protocols.spec.errors import (
     SpecProblem,
     combined,
@@ -349,12 +350,23 @@ def _local(section: BaseModel, key: str, path: str, directory: Path) -> str:
     parts = [path]
     if isinstance(section, ModelSpec):
         if not path.startswith((".", "/", "~")) and not _absolute(path, directory).is_dir():
-            return path
+            return path if "/" in path else _kept_model(path)
     elif isinstance(section, DataSpec) and key == "path":
         if path.startswith(("http://", "https://")):
             return path
         parts = path.split(os.pathsep) if section.source == "documents" else parts
     return os.pathsep.join(str(_absolute(part, directory)) for part in parts)
+
+
+def _kept_model(name: str) -> str:
+    """Return the directory of a model by its name. Raises SpecError for an unknown one."""
+    known = model_names()
+    if name not in known:
+        raise SpecError(
+            f"there is no model {name!r} (model.path): it is no directory, and the models kept are "
+            f"{', '.join(known) or 'none'}; add it with forge models add {name}"
+        )
+    return str(models_folder() / name)
 
 
 def _absolute(path: str, directory: Path) -> Path:

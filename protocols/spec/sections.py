@@ -43,7 +43,8 @@ class ModelSpec(SpecSection):
 
     path: str = Field(
         min_length=1,
-        description="directory of the model, relative to the config file; or a hub id",
+        description="directory of the model, relative to the config file; a name of "
+        "`forge models list`; or a hub id",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="type of weights and KV in memory"

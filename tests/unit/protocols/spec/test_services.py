@@ -20,7 +20,7 @@ name: tiny
 config: ../configs/tiny.yaml
 """
 CONFIG = """\
-model: {path: reader}
+model: {path: ./reader}
 data: {patients: 8, facts: 24, notes: 4, held_out: 0.5}
 cartridge: {tokens: 28}
 rollout: {prompts: 32, max_tokens: 64}
