@@ -71,6 +71,8 @@ RUN = (
     _option("--continue", "RUN", "a new run that starts from the last cartridges of this one: its "
             "id or path, or `latest`; another number of steps, other data, a fresh optimiser",
             dest="continues"),
+    _flag("--no-baselines", "train and measure on policy alone: no other arm of evaluate.arms",
+          dest="alone"),
 )  # fmt: skip
 DRY_RUN = _flag("--dry-run", "print the plan and start nothing")
 FORGE_RUN = Command(

@@ -71,8 +71,8 @@ class ConsoleDisplay:
         if self._live:
             self._live.update(self._panel(status), refresh=True)
         elif self._due(status):
-            self._printed_at, self._printed = self._clock(), status
             self.line(self._plain(status))
+            self._printed_at, self._printed = self._clock(), status
 
     def line(self, text: str) -> None:
         self.console.print(Text(printable(text)), soft_wrap=True)
@@ -83,19 +83,22 @@ class ConsoleDisplay:
             before is None
             or (status.stage, status.accuracy) != (before.stage, before.accuracy)
             or (status.done, status.error) != (before.done, before.error)
+            or status.message not in ("", before.message)
             or self._clock() - self._printed_at >= self._every_seconds
         )
 
     def _plain(self, status: RunStatus) -> str:
         parts = [f"[{duration(self._clock() - self._started)}]", status.stage]
         left = None if status.seconds_left is None else duration(status.seconds_left)
+        told = self._printed.message if self._printed else ""
         fields = (
             (f"step {{}}/{status.steps}", status.step if status.steps else None),
             ("kl {:.4f}", status.kl), ("reward {:.3f}", status.reward),
             ("accuracy {:.1%}", status.accuracy),
             ("cartridge v{}", status.version if status.steps else None),
             ("{:,.0f} tokens/s", status.tokens_per_second), ("{} left", left),
-            ("{}", status.message or None), ("error: {}", status.error or None),
+            ("{}", status.message if status.message != told else None),
+            ("error: {}", status.error or None),
         )  # fmt: skip
         return "  ".join([*parts, *(form.format(x) for form, x in fields if x is not None)])
 

@@ -54,6 +54,22 @@ class CartridgeLayout:
         return next(c for c, names in self.cartridges.items() if document in names)
 
 
+def length_warning(tokens: int, texts: Mapping[str, int]) -> str | None:
+    """Return a warning where a cartridge of `tokens` has no fewer than the texts that it replaces:
+    `length_warning(128, {"note": 97})`; `texts` maps each cartridge to their tokens. None where all
+    are shorter than their texts."""
+    long = {name: size for name, size in texts.items() if size <= tokens}
+    if not long:
+        return None
+    name, size = min(long.items(), key=lambda item: item[1])
+    others = f" and {len(long) - 1} more" if len(long) > 1 else ""
+    return (
+        f"cartridge.tokens ({tokens:,}) is no fewer than the {size:,} tokens of {name}{others}: "
+        "such a cartridge saves nothing; lower it, for example "
+        f"--set cartridge.tokens={max(2, size // 8)}"
+    )
+
+
 def layout_of(spec: CartridgeSpec, documents: Mapping[str, str]) -> CartridgeLayout:
     """Return the layout that `cartridge.per` describes, of contexts with their documents. Raises
     DataError for a document in no group and a pattern without a document."""

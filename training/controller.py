@@ -1,7 +1,7 @@
 """Supervise the roles and drive one run from its start, or a checkpoint, to results.
 
-    spawn roles -> evaluate none, document, untrained
-                -> train on policy (training.loop) -> evaluate
+    spawn roles -> evaluate untrained -> train on policy (training.loop) -> evaluate
+                -> evaluate none, document
                 -> train offline on as many tokens -> evaluate -> results
 
 ControllerActor owns the process mesh of every role, so every death reaches its `__supervise__`. The
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Actor, MeshFailure, concurrent_endpoint
 
 from protocols.errors import ForgeError, RunError
+from protocols.layout import length_warning
 from protocols.records.run_files import EventName, RunOutcome
 from protocols.records.status import RunStatus
 from protocols.spec.mesh import RunSpec
@@ -186,6 +187,11 @@ class ControllerActor(Actor):
 
         self._show(stage="starting the mesh")
         course = open_course(spec, mesh, self._directory)
+        documents, contexts = course.documents, course.layout.contexts
+        sizes = {c: sum(len(documents[name]) for name in of) for c, of in contexts.items()}
+        if warning := length_warning(spec.learn.cartridge.tokens, sizes):
+            recorder.event("warned", message=warning)
+            self._show(message=f"warning: {warning}")
         # It is left from an interrupted run; this one starts from its own checkpoint.
         shutil.rmtree(self._directory.last_state, ignore_errors=True)
         self._directory.last_state.with_suffix(".safetensors").unlink(missing_ok=True)  # older form

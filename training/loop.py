@@ -285,8 +285,3 @@ class PhaseTimes:
         """Return orchestration as a share of the step; 0 before the first step."""
         means = self.means(arm)
         return means["orchestration"] / means["step"] if means else 0.0
-
-    def seconds_left(self, arm: str, steps: int) -> float | None:
-        """Return the time for `steps` more steps of this arm at the pace so far."""
-        means = self.means(arm)
-        return means["step"] * steps if means else None

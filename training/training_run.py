@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from environments.renderer import NO_DOCUMENT
@@ -15,13 +15,9 @@ from protocols.errors import RunError, StaleTokenError
 from protocols.records.answers import Answer, to_row
 from protocols.records.run_files import (
     TRAINED_ARMS,
-    AggregationGain,
-    ArmResult,
-    CpuShare,
     MeasuredAccuracy,
     MetricRow,
     RunOutcome,
-    RunResults,
 )
 from protocols.spec.mesh import RunSpec
 from registry.terms import write_terms
@@ -45,7 +41,9 @@ from training.loop import (
 from training.recipes.base import Recipe, own_cartridge
 from training.rollouts import Rollout, StepRecord, is_offline, rollout_from
 from training.routing import RememberedAnswers, RoutedQuestions
+from training.run_results import run_results
 from training.teacher_scoring import TeacherScoring, score_key, train_scored
+from training.time_left import TimeLeft
 from training.weight_sync import WeightSync
 
 
@@ -86,6 +84,7 @@ class TrainingRun:
         self._between_steps = between_steps
         self._state = RunState()
         self._times = PhaseTimes()
+        self._left = TimeLeft(spec.learn, self._times)
         self._rollouts: Rollouts | None = None  # while some may run ahead
         self._resumed = False
         self._begun_arm = False
@@ -117,10 +116,9 @@ class TrainingRun:
             state.first_version = await self._trainer.begin("on_policy", train.steps, updates)
         self._begun_arm = True
         await self._weights.publish(state.version)
-        for arm, prefix in (("none", NO_DOCUMENT), ("document", "document")):
-            await self._evaluate(arm, prefix, 0)
         if state.step == 0:
             await self._evaluate("untrained", "cartridge", state.version)
+        self._show(accuracy=None)  # from here on the trained arm's own
         self._rollouts = Rollouts(
             course, self._generator.generate, self._teachers, state,
             steps=train.steps, staleness=train.staleness, warm=train.warm_start,
@@ -146,15 +144,32 @@ class TrainingRun:
         finally:
             await self._rollouts.close()
             self._rollouts = None
+        self._tell_usable()
         await self._evaluate("on_policy", "cartridge", state.version)
         await self._evaluate("routed", "cartridge", state.version)
+        for arm, prefix in (("none", NO_DOCUMENT), ("document", "document")):
+            await self._evaluate(arm, prefix, 0)
+
+    def _tell_usable(self) -> None:
+        """Tell that the trained cartridges are in a checkpoint: what follows only measures them."""
+        name, version = next(iter(self._course.layout.cartridges)), self._state.version
+        self._recorder.event(
+            "usable", version=version, cartridges=[*self._course.layout.cartridges]
+        )
+        told = f"ask it: forge ask {name} QUESTION --run {self._directory.path}"
+        self._show(message=f"cartridge version {version} is trained and saved; {told}")
 
     async def _train_offline(self) -> None:
         """Train the baseline: responses by the teacher, as many tokens as on policy."""
         state = self._state
-        self._show(stage="writing offline data", arm="offline", step=state.step)
+        begun = state.step if state.arm == "offline" else 0
+        self._show(
+            stage="writing offline data", arm="offline", step=begun, steps=0, kl=None,
+            accuracy=None, tokens_per_second=None, seconds_left=self._left.seconds(state),
+        )  # fmt: skip
         self._watch("rollout")
         rollouts = await self._offline_data(state.tokens["on_policy"])
+        self._left.offline_steps = len(rollouts)
         if state.arm != "offline":
             state.arm, state.step, state.pending = "offline", 0, []
             drawn = Counter(name for r in rollouts for name in {s.cartridge for s in r.samples})
@@ -238,7 +253,7 @@ class TrainingRun:
             step=step, kl=kl, reward=row.episodes.get("reward"), version=output.version,
             tokens_per_second=speed,
             phase_seconds=self._times.means(arm),
-            seconds_left=self._times.seconds_left(arm, steps - step),
+            seconds_left=self._left.seconds(state),
         )  # fmt: skip
         await self._checkpoint_due(steps)
 
@@ -254,7 +269,7 @@ class TrainingRun:
         if arm not in self._learn.evaluate.arms or arm in self._state.arms:
             return
         await self._look_up()
-        self._show(stage=f"evaluating {arm}")
+        self._show(stage=f"evaluating {arm}", accuracy=None)
         self._watch("evaluate")
         result: dict[str, Any] = dict(await self._measure(arm, prefix, version, sampled=False))
         result["sampled"] = None
@@ -265,7 +280,7 @@ class TrainingRun:
             result["routing"] = routing
         self._state.arms[arm] = result
         self._recorder.event("evaluated", arm=arm, **result)
-        self._show(accuracy=result["accuracy"])
+        self._show(accuracy=result["accuracy"], seconds_left=self._left.seconds(self._state))
         self._watch("")
 
     async def _measure(
@@ -280,12 +295,15 @@ class TrainingRun:
 
         again = "routed" in self._learn.evaluate.arms and arm in ("on_policy", "routed")
         routes = {"on_policy": self._routing.own, "routed": self._routing.chosen}
-        return await self._course.measure(
+        begun = time.perf_counter()
+        measured = await self._course.measure(
             arm, prefix, version, most=most, sampled=sampled,
             generate=self._answers if again else self._generator.generate,
             keep=keep if most is None else None,  # not those of validation
             route=routes.get(arm, own_cartridge),
         )  # fmt: skip
+        self._left.answered(measured["n"], time.perf_counter() - begun, all_of_them=most is None)
+        return measured
 
     # -- checkpoints and results ----------------------------------------------------------------
 
@@ -341,35 +359,10 @@ class TrainingRun:
         self, status: RunOutcome, wall_seconds: float, cpu: CpuSeconds | None
     ) -> None:
         """Write results.json for the arms done so far; `cpu` is that of controller and client."""
-        documents, learned = self._course.documents, self._course.layout.contexts.values()
-        mean = fmean(sum(len(documents[c]) for c in contexts) for contexts in learned)
-        tokens = self._learn.cartridge.tokens
-        results = RunResults(
-            arms=self._state.arms,
-            kl={"first": self._state.kl_first, "last": self._state.kl_last},
-            compression={
-                "document_tokens": mean, "cartridge_tokens": tokens, "ratio": mean / tokens,
-            },
-            policy={
-                "rollouts": self._state.rollouts,
-                "tokens": self._state.tokens.get("on_policy", 0),
-                "stale_tokens": self._state.stale_tokens,
-            },
-            phases=self._times.means("on_policy"),
-            orchestration_share=self._times.orchestration_share("on_policy"),
-            wall_seconds=round(wall_seconds, 3),
-            tokens_trained=dict(self._state.tokens),
-            status=status,
+        results = run_results(
+            self._learn, self._course, self._state, self._times,
+            status=status, wall_seconds=wall_seconds, cpu=cpu,
         )  # fmt: skip
-        if self._learn.train.warm_start is not None:
-            results["warm_steps"] = len(self._state.warm)
-        if cpu is not None:
-            results["cpu"] = CpuShare(
-                orchestration=round(cpu.chosen, 2), all=round(cpu.all, 2), share=round(cpu.share, 4)
-            )
-        gain = aggregation_gain(self._state.arms)
-        if gain is not None:
-            results["aggregation"] = gain
         self._directory.write_results(results)
 
     def _watch(self, phase: str) -> None:
@@ -385,15 +378,3 @@ class TrainingRun:
         except StopRequested:
             self._recorder.event("stopping", arm=self._state.arm, step=self._state.step)
             raise
-
-
-def aggregation_gain(arms: Mapping[str, ArmResult]) -> AggregationGain | None:
-    """Return the gain of training in population accuracy, and the part of it that aggregation adds;
-    None where the arms untrained and on_policy have no populations."""
-    both = [arms[arm].get("populations") for arm in ("untrained", "on_policy") if arm in arms]
-    if len(both) < 2 or both[0] is None or both[1] is None:
-        return None
-    before, after = both[0]["accuracy"], both[1]["accuracy"]
-    last, first = after[-1] - before[-1], after[0] - before[0]
-    share = (last - first) / last if last > 0 else None
-    return AggregationGain(last=last, first=first, aggregation=last - first, share=share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,9 @@ from pathlib import Path
 from forge_run.formatting import TableSection
 from protocols.spec.loading import LoadedSpec, load_spec
 from services.run_directory import RunDirectory
+
+CANNOT_RUN = 3  # the exit code of a plan that cannot run on this machine
+ON_POLICY = ("on_policy", "routed")  # the arms that are no baselines
 
 
 def run(
@@ -20,15 +24,19 @@ def run(
     run_dir: Path | None,
     resume: str | None,
     continues: str | None,
+    alone: bool,
     dry_run: bool,
 ) -> int | tuple[TableSection, ...]:
     """Run a mesh and return the exit code; with `dry_run` return its plan. Raises ForgeError."""
     if dry_run:
-        return plan(mesh=mesh, overlays=overlays, sets=sets, run_dir=run_dir, continues=continues)
+        return plan(
+            mesh=mesh, overlays=overlays, sets=sets, run_dir=run_dir, continues=continues,
+            alone=alone,
+        )  # fmt: skip
     from forge_run.preflight import require_runnable
     from services.telemetry.hub import require_sinks
 
-    loaded, notes = resolved(mesh, overlays, sets, run_dir, continues)
+    loaded, notes = resolved(mesh, overlays, sets, run_dir, continues, alone=alone)
     require_runnable(loaded.spec, loaded.place)
     require_sinks(loaded.spec)
     if loaded.spec.learn.self_study is not None:
@@ -50,22 +58,30 @@ def plan(
     sets: Sequence[str],
     run_dir: Path | None = None,
     continues: str | None = None,
+    alone: bool = False,
     sizing: bool = False,
     as_json: bool = False,
     **unused: object,
 ) -> int | tuple[TableSection, ...]:
-    """Return a mesh's plan, or print it as JSON; options of a run are ignored. Raises SpecError for
-    a bad spec."""
+    """Return a mesh's plan, or print it as JSON; a plan that cannot run here is printed, and the
+    code is CANNOT_RUN. Options of a run are ignored. Raises SpecError for a bad spec."""
     from forge_run import formatting
     from forge_run.plan import plan as of
+    from forge_run.preflight import unmet
 
-    loaded, notes = resolved(mesh, overlays, sets, run_dir, continues)
+    loaded, notes = resolved(mesh, overlays, sets, run_dir, continues, alone=alone)
     spec = loaded.spec
     found = of.size_plan(spec) if sizing else of.plan(spec, loaded.place, notes)
-    if not as_json:
+    code = CANNOT_RUN if not sizing and unmet(spec, loaded.place) else 0
+    if not as_json and not code:
         return found
-    sys.stdout.write(formatting.as_json(found))
-    return 0
+    told = (
+        formatting.as_json(found)
+        if as_json
+        else formatting.render(found, terminal=sys.stdout.isatty())
+    )
+    sys.stdout.write(told)
+    return code
 
 
 def resolved(
@@ -74,9 +90,16 @@ def resolved(
     sets: Sequence[str],
     run_dir: Path | None,
     continues: str | None,
+    *,
+    alone: bool = False,
 ) -> tuple[LoadedSpec, list[str]]:
-    """Return the spec, and lines on the trained cartridges that it starts from."""
+    """Return the spec, and lines on the trained cartridges that it starts from; `alone` leaves out
+    the arms that are not on policy."""
     loaded = load_spec(mesh, overlays=overlays, sets=sets)
+    if alone:
+        arms = [arm for arm in loaded.spec.learn.evaluate.arms if arm in ON_POLICY]
+        sets = [*sets, f"evaluate.arms={json.dumps(arms or ['on_policy'])}"]
+        loaded = load_spec(mesh, overlays=overlays, sets=sets)
     notes: list[str] = []
     if continues is None and loaded.spec.learn.cartridge.start is None:
         return loaded, []

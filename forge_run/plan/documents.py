@@ -17,6 +17,7 @@ from documents.reading import ReadLimits, SkippedFile, read_documents, require_f
 from documents.synthesis import passage_of
 from forge_run.formatting import TableSection, facts, lines
 from protocols.errors import DataError
+from protocols.layout import length_warning
 from protocols.spec.documents import SelfStudySpec
 from protocols.spec.learn import LearnSpec
 
@@ -49,7 +50,7 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     each = "a cartridge each" if made == documents else f"cartridges: {made}"
     title = f"{documents} documents, {sum(counts):,} tokens, {each}"
     sections = [TableSection(title, HEADS, tuple(rows))]
-    if odd := remarks(parts):
+    if odd := [*remarks(parts), *_warnings(parts, learn)]:
         sections.append(lines("left out, or read in an unusual way", odd))
     passages = [size for part in parts.parts.values() for size in passage_tokens(part, learn)]
     sections.append(facts("self-study", study_rows(learn, len(parts.parts), passages)))
@@ -66,13 +67,21 @@ def require_documents(learn: LearnSpec) -> list[str]:
             f"no tokenizer at {learn.model.path!r}; set model to a directory with tokenizer.json, "
             "or to a hub id that this machine can reach"
         )
-    return remarks(_material(learn, tokenizer))
+    parts = _material(learn, tokenizer)
+    return [*remarks(parts), *_warnings(parts, learn)]
 
 
 def require_sources(learn: LearnSpec) -> None:
     """Refuse a missing or empty folder before the tokenizer is read, which takes seconds."""
     if learn.data.source == "documents" and learn.data.path is not None:
         require_files(learn.data.path.split(os.pathsep))
+
+
+def _warnings(parts: Corpus, learn: LearnSpec) -> list[str]:
+    sizes = {name: len(part.tokens) for name, part in parts.parts.items()}
+    texts = {c: sum(sizes[name] for name in of) for c, of in parts.layout.contexts.items()}
+    warning = length_warning(learn.cartridge.tokens, texts)
+    return [] if warning is None else [f"warning: {warning}"]
 
 
 def remarks(parts: Corpus) -> list[str]:

@@ -26,6 +26,7 @@ from forge_run.plan.layout import layout_sections
 from forge_run.plan.roofline import A100, H200, MFU, PhaseCost, Workload
 from forge_run.preflight import resolved_place, unmet
 from learning.model.decoder_config import decoder_config
+from protocols.layout import length_warning
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import RunSpec
 from protocols.spec.model_shape import VALUE_BYTES, model_shape
@@ -58,6 +59,10 @@ def plan(
         _budget_section(learn),
         _roofline_section(spec),
     ]
+    mean = learn.data.document_tokens
+    if mean and learn.self_study is None and learn.cartridge.per == "document":
+        warning = length_warning(learn.cartridge.tokens, {"a document": mean})
+        sections += [] if warning is None else [lines("warning", [warning])]
     if faults := unmet(spec, place):
         sections.append(lines("cannot run here yet", (fault.text for fault in faults)))
     return tuple(sections)

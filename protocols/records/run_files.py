@@ -27,6 +27,8 @@ EventName = Literal[
     # replaced.
     "step",
     "publish",
+    "usable",  # version, cartridges: trained and in a checkpoint; what follows measures them
+    "warned",  # message
     "evaluated",
     "checkpoint",
     "stopping",

@@ -67,7 +67,8 @@ class RunStatus:
     `stage` is a phrase for people ("evaluating document"), `phase` the part of the step now in
     progress, `phase_seconds` the mean seconds of each phase so far. `step` is the last finished
     step of `arm` (0 before the first) out of `steps`, `reward` the mean of its episodes, if it has
-    any. None means: not known yet.
+    any. `accuracy` is the arm's last measured, `seconds_left` that of the whole run. None means:
+    not known yet.
     """
 
     stage: str = "starting"

@@ -71,7 +71,7 @@ HASTY: dict[str, Any] = {
 
 Kind = Literal["kill", "stop", "pause"]
 Point = tuple[int, int]  # stage, step; what events.jsonl says of how far a run has come
-STAGES = ("run_started", "role_ready", "none", "document", "untrained", "on_policy", "on_policy!",
+STAGES = ("run_started", "role_ready", "untrained", "on_policy", "on_policy!", "none", "document",
           "written", "offline", "offline!")  # fmt: skip
 LOOK_SECONDS = 0.01
 LAST_POINTS = 8

@@ -46,7 +46,8 @@ def test_every_shipped_mesh_plans(capsys: pytest.CaptureFixture[str]) -> None:
     for mesh in sorted(
         set((REPOSITORY / "meshes").glob("*.yaml")) - {REPOSITORY / "meshes/serve.yaml"}
     ):
-        assert forge_run([str(mesh), "--dry-run"]) == 0
+        cannot = mesh.stem in ("documents", "longhealth_3b")  # no data at hand
+        assert forge_run([str(mesh), "--dry-run"]) == (3 if cannot else 0)
         out, err = capsys.readouterr()
         assert out.startswith(f"plan of {mesh.stem}\n")
         assert err == ""
@@ -151,7 +152,7 @@ def test_what_cannot_run_yet_loads_and_plans_but_does_not_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     argv = [MESH, "--set", model, "--set", override]
-    assert forge_run([*argv, "--dry-run"]) == 0
+    assert forge_run([*argv, "--dry-run"]) == 3
     assert capsys.readouterr().out.endswith(f"cannot run here yet\n  {expected}\n")
     assert forge_run(argv) == 2
     assert capsys.readouterr().err == f"error: {expected}\n"
@@ -174,7 +175,7 @@ def test_vllm_where_it_is_not_installed(
     model: str, no_vllm: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = [MESH, "--set", model, "--set", "generator.backend=vllm"]
-    assert forge_run([*argv, "--dry-run"]) == 0
+    assert forge_run([*argv, "--dry-run"]) == 3
     assert forge_run(argv) == 2
     assert capsys.readouterr().err == (
         "error: generator.backend: vllm needs vLLM, which is not installed: set at --set "
@@ -218,3 +219,29 @@ def test_every_reason_is_listed_at_once(model: str, no_vllm: None) -> None:
         "  generator.backend: vllm needs vLLM, which is not installed: set at the resolved spec; "
         "run `make install-vllm` (CPU), or `pip install vllm==0.32.0` where there are NVIDIA GPUs"
     )
+
+
+def test_without_baselines_the_on_policy_arms_are_left(
+    model: str, runs: list[tuple[RunSpec, Path | None, str | None]]
+) -> None:
+    arms = "evaluate.arms=[none, document, on_policy, routed]"
+    assert forge_run([MESH, "--set", model, "--no-baselines"]) == 7
+    assert forge_run([MESH, "--set", model, "--no-baselines", "--set", arms]) == 7
+    assert [spec.learn.evaluate.arms for spec, _, _ in runs] == [
+        ("on_policy",),
+        ("on_policy", "routed"),
+    ]
+
+
+def test_a_cartridge_as_long_as_its_document_is_warned_of(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [MESH, "--set", model, "--dry-run", "--set"]
+    warned = (
+        "warning\n  cartridge.tokens (231) is no fewer than the 231 tokens of a document: such a "
+        "cartridge saves nothing; lower it, for example --set cartridge.tokens=28\n"
+    )
+    assert forge_run([*argv, "cartridge.tokens=231"]) == 0
+    assert warned in capsys.readouterr().out
+    assert forge_run([*argv, "cartridge.tokens=230"]) == 0
+    assert "warning" not in capsys.readouterr().out

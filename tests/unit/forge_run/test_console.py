@@ -96,7 +96,7 @@ def test_off_a_terminal_a_status_is_one_plain_line() -> None:
         "[1m05s]  training on_policy  step 12/300  kl 0.4312  accuracy 71.5%  cartridge v11  "
         "1,834 tokens/s  3m10s left  probe in 8 steps\n"
         "[1m05s]  probing  step 12/300  kl 0.4312  reward 0.438  accuracy 71.5%  cartridge v11  "
-        "1,834 tokens/s  3m10s left  probe in 8 steps\n"
+        "1,834 tokens/s  3m10s left\n"
     )
 
 
@@ -124,6 +124,19 @@ def test_lines_come_every_n_seconds_or_when_stage_or_accuracy_change() -> None:
         assert lines(replace(STATUS, step=16, accuracy=0.74), 1) == 0
         assert lines(replace(STATUS, stage="training offline", accuracy=0.74), 1) == 1
         assert lines(RunStatus(stage="training offline", accuracy=0.74, error="broke"), 1) == 1
+
+
+def test_off_a_terminal_a_message_is_told_once_and_at_once() -> None:
+    console, clock = plain_console(), Clock()
+    with ConsoleDisplay("longhealth", console, clock=clock) as display:
+        display.update(replace(STATUS, message=""))
+        display.update(replace(STATUS, message="ask it"))
+        clock.now += 60
+        display.update(replace(STATUS, message="ask it"))
+    first, second, third = text_of(console).splitlines()
+    assert "ask it" not in first
+    assert second.endswith("ask it")
+    assert "ask it" not in third
 
 
 def test_off_a_terminal_no_control_code_passes_whoever_wrote_it() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from protocols.errors import DataError
-from protocols.layout import CartridgeLayout, layout_of
+from protocols.layout import CartridgeLayout, layout_of, length_warning
 from protocols.spec.sections import CartridgeSpec
 
 # Contexts with their documents: a is cut in two.
@@ -66,3 +66,14 @@ def test_groups_that_do_not_fit_the_documents_are_refused(
 def test_groups_are_given_with_per_group_alone(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="groups"):
         CartridgeSpec.model_validate({"tokens": 8, **changes})
+
+
+def test_a_cartridge_no_shorter_than_its_texts_is_warned_of() -> None:
+    assert length_warning(28, {"a": 29, "b": 231}) is None
+    assert length_warning(28, {"a": 28}) == (
+        "cartridge.tokens (28) is no fewer than the 28 tokens of a: such a cartridge saves "
+        "nothing; lower it, for example --set cartridge.tokens=3"
+    )
+    several = length_warning(1000, {"a": 900, "b": 2000, "c": 40})
+    assert several is not None
+    assert "the 40 tokens of c and 1 more" in several

@@ -1,13 +1,19 @@
 """Seconds by hand: a clock that the test turns, and sums small enough to do in the head."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from protocols.spec.learn import LearnSpec
+from protocols.spec.loading import load_spec
 from services.clients import busy
-from training.loop import PhaseTimer, PhaseTimes, flat
+from training.loop import PhaseTimer, PhaseTimes, RunState, flat
 from training.rollouts import StepTimes
+from training.time_left import TimeLeft
+
+MESH = Path(__file__).parents[3] / "meshes" / "longhealth.yaml"
 
 
 @pytest.fixture
@@ -57,10 +63,9 @@ def test_before_the_first_step_nothing_is_known() -> None:
     times = PhaseTimes()
     assert times.means("on_policy") == {}
     assert times.orchestration_share("on_policy") == 0.0
-    assert times.seconds_left("on_policy", 10) is None
 
 
-def test_means_share_and_time_left_are_of_one_arm() -> None:
+def test_means_and_share_are_of_one_arm() -> None:
     times = PhaseTimes()
     times.add("on_policy", {"rollout": 1.0, "train": 2.0, "orchestration": 0.25, "step": 3.5})
     times.add("on_policy", {"rollout": 3.0, "train": 1.0, "orchestration": 0.75, "step": 4.5})
@@ -69,10 +74,50 @@ def test_means_share_and_time_left_are_of_one_arm() -> None:
         "rollout": 2.0, "train": 1.5, "orchestration": 0.5, "step": 4.0,
     }  # fmt: skip
     assert times.orchestration_share("on_policy") == 0.125
-    assert times.seconds_left("on_policy", 10) == 40.0
-    assert times.seconds_left("on_policy", 0) == 0.0
     assert times.orchestration_share("offline") == 0.25
     assert times.means("untrained") == {}
+
+
+def learn(steps: int, arms: list[str], *, sampled: bool) -> LearnSpec:
+    sets = [
+        f"train.steps={steps}",
+        f"evaluate.arms={arms}",
+        f"evaluate.sampled={str(sampled).lower()}",
+    ]
+    return load_spec(str(MESH), sets=[*sets, "train.warmup_steps=0"]).spec.learn
+
+
+def test_the_time_left_is_that_of_the_whole_run() -> None:
+    """Steps of 4 s (1 of them the rollout), questions of 0.5 s, 10 of them, greedy and sampled."""
+    times = PhaseTimes()
+    left = TimeLeft(learn(8, ["none", "untrained", "on_policy", "offline"], sampled=True), times)
+    state = RunState()
+    assert left.seconds(state) is None
+    left.answered(10, 5.0, all_of_them=True)
+    left.answered(10, 5.0, all_of_them=True)
+    state.arms["untrained"] = {}
+    times.add("on_policy", {"rollout": 1.0, "train": 3.0, "step": 4.0})
+    state.step = 1
+    # 7 steps, 8 offline steps that count as these, and 3 arms of 20 answers each.
+    assert left.seconds(state) == 7 * 4 + 8 * 4 + 3 * 20 * 0.5
+    state.step = 8
+    state.arms |= {"on_policy": {}, "none": {}}
+    assert left.seconds(state) == 8 * 4 + 20 * 0.5
+    left.offline_steps = 6  # their text is written: a rollout of 1 s each is spent
+    assert left.seconds(state) == 6 * 3 + 20 * 0.5
+    state.arm, state.step = "offline", 2
+    times.add("offline", {"rollout": 2.0, "train": 2.5, "step": 4.5})
+    assert left.seconds(state) == 4 * 2.5 + 20 * 0.5
+    state.step, state.arms["offline"] = 6, {}
+    assert left.seconds(state) == 0.0
+
+
+def test_a_run_of_the_on_policy_arm_alone_has_its_steps_and_answers_left() -> None:
+    times = PhaseTimes()
+    left = TimeLeft(learn(10, ["on_policy"], sampled=False), times)
+    left.answered(4, 1.0, all_of_them=False)  # a probe: the arm has evaluate.questions, 300
+    times.add("on_policy", {"rollout": 1.0, "step": 2.0})
+    assert left.seconds(RunState(step=4)) == 6 * 2.0 + 300 * 0.25
 
 
 @pytest.mark.parametrize(

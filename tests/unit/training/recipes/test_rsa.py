@@ -26,7 +26,7 @@ from training.recipes.registry import open_course
 from training.recipes.rsa import RSARecipe, RSARollout
 from training.recipes.rsa_problems import ByNumber, OfPatients
 from training.rollouts import StepRecord, StepTimes
-from training.training_run import aggregation_gain
+from training.run_results import aggregation_gain
 
 MESH = Path(__file__).resolve().parents[4] / "meshes" / "rsagent.yaml"
 SMALL = (

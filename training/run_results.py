@@ -1,0 +1,67 @@
+"""Put together results.json of a run, finished or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+
+from protocols.records.run_files import AggregationGain, ArmResult, CpuShare, RunOutcome, RunResults
+from protocols.spec.learn import LearnSpec
+from services.proc_info import CpuSeconds
+from training.loop import PhaseTimes, RunState
+from training.recipes.base import Recipe
+
+
+def run_results(
+    learn: LearnSpec,
+    course: Recipe,
+    state: RunState,
+    times: PhaseTimes,
+    *,
+    status: RunOutcome,
+    wall_seconds: float,
+    cpu: CpuSeconds | None,
+) -> RunResults:
+    """Return the results of the arms done so far; `cpu` is that of controller and client."""
+    documents, learned = course.documents, course.layout.contexts.values()
+    mean = fmean(sum(len(documents[c]) for c in contexts) for contexts in learned)
+    tokens = learn.cartridge.tokens
+    results = RunResults(
+        arms=state.arms,
+        kl={"first": state.kl_first, "last": state.kl_last},
+        compression={
+            "document_tokens": mean, "cartridge_tokens": tokens, "ratio": mean / tokens,
+        },
+        policy={
+            "rollouts": state.rollouts,
+            "tokens": state.tokens.get("on_policy", 0),
+            "stale_tokens": state.stale_tokens,
+        },
+        phases=times.means("on_policy"),
+        orchestration_share=times.orchestration_share("on_policy"),
+        wall_seconds=round(wall_seconds, 3),
+        tokens_trained=dict(state.tokens),
+        status=status,
+    )  # fmt: skip
+    if learn.train.warm_start is not None:
+        results["warm_steps"] = len(state.warm)
+    if cpu is not None:
+        results["cpu"] = CpuShare(
+            orchestration=round(cpu.chosen, 2), all=round(cpu.all, 2), share=round(cpu.share, 4)
+        )
+    gain = aggregation_gain(state.arms)
+    if gain is not None:
+        results["aggregation"] = gain
+    return results
+
+
+def aggregation_gain(arms: Mapping[str, ArmResult]) -> AggregationGain | None:
+    """Return the gain of training in population accuracy, and the part of it that aggregation adds;
+    None where the arms untrained and on_policy have no populations."""
+    both = [arms[arm].get("populations") for arm in ("untrained", "on_policy") if arm in arms]
+    if len(both) < 2 or both[0] is None or both[1] is None:
+        return None
+    before, after = both[0]["accuracy"], both[1]["accuracy"]
+    last, first = after[-1] - before[-1], after[0] - before[0]
+    share = (last - first) / last if last > 0 else None
+    return AggregationGain(last=last, first=first, aggregation=last - first, share=share)
