@@ -11,13 +11,14 @@ import os
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocols.errors import PlaneError
 from protocols.ports import TensorPlane
+from protocols.secrets import confined
 from protocols.types import TensorRef
 
 if TYPE_CHECKING:  # a process sets its number of threads before torch is imported
@@ -105,8 +106,15 @@ class RankPlace:
             Path(self.rendezvous.removeprefix("file://")).unlink(missing_ok=True)
 
 
-def bootstrap(threads: int, gpus: Sequence[int] = (), world: int = 1) -> Callable[[], None]:
-    """Return a function that gives a process its share of cores and GPUs, before torch is imported.
+def bootstrap(
+    threads: int,
+    gpus: Sequence[int] = (),
+    world: int = 1,
+    needed: Collection[str] | None = None,
+) -> Callable[[], None]:
+    """Return a function that gives a process its share of cores and GPUs, before torch is imported,
+    and takes the environment variables from it that are neither ordinary nor `needed`
+    (`protocols.secrets.confined`; None: it keeps all).
 
     Without it every process that imports torch takes all cores, and spinning OpenMP workers of
     several processes make each other ten times slower; they wait passively instead. With `gpus` the
@@ -118,6 +126,9 @@ def bootstrap(threads: int, gpus: Sequence[int] = (), world: int = 1) -> Callabl
     meeting = f"cartridge-forge-ranks-{uuid.uuid4().hex}"
 
     def prepare() -> None:
+        if needed is not None:
+            for name in os.environ.keys() - confined(os.environ, needed).keys():
+                del os.environ[name]
         devices = gpus
         if world > 1:
             from monarch.actor import current_rank

@@ -2,6 +2,9 @@
 
     data.path -> files (sorted, bounded) -> formats -> UserDocument, or SkippedFile with the reason
 
+A process with limits of time and memory reads the bytes: a small PDF can ask for days of work. A
+link in a folder or pattern is followed within it alone.
+
 A file that is named itself must be readable. In a folder or a pattern, an unusable file is reported
 and skipped, so that one picture among the notes does not end the run.
 """
@@ -14,11 +17,12 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from documents.formats import READERS, UNICODE, FileText, Reader, ReadOptions
+from documents.formats import READERS, UNICODE, FileText, ReadOptions
 from protocols.errors import DataError
+from protocols.limited_process import LimitedProcess, ProcessLimits
 
 MOST_FILES = 10_000
 NAME_LENGTH = 48  # a cartridge's name has at most 64: leaves room for the number of a part or copy
@@ -27,10 +31,11 @@ RESERVED = "none"  # means no document
 
 @dataclass(frozen=True)
 class ReadLimits:
-    """Bound the size of one file and of all together, in bytes."""
+    """Bound the size of one file and of all together, in bytes, and the work to read one."""
 
     file: int = 64 * 1024**2
     total: int = 256 * 1024**2
+    work: ProcessLimits = field(default_factory=ProcessLimits)
 
 
 @dataclass(frozen=True)
@@ -74,18 +79,27 @@ def read_documents(
     (`*.md`). Raises DataError for a missing path, a file named itself that cannot be used, a bound
     that is exceeded, and where nothing is left."""
     how, limits = how or ReadOptions(), limits or ReadLimits()
+    with LimitedProcess("documents.reading_process:read", limits.work) as process:
+        return _read_all(paths, how, limits, process)
+
+
+def _read_all(
+    paths: Sequence[str], how: ReadOptions, limits: ReadLimits, process: LimitedProcess
+) -> ReadResult:
+    asked = {"text_fields": how.text_fields, "encoding": how.encoding}
     gathered = Collection()
     total = 0
     for place, file, shown, sought in _files(paths):
         try:
-            data = _bytes(file, limits.file)
+            data = _bytes(file, limits.file, place if sought else None)
             total += len(data)
             if total > limits.total:
                 raise TotalLimitError(
                     f"{place}: more than documents.max_total_bytes ({limits.total:,}) in all; "
                     "raise it, or give fewer files"
                 )
-            found = _reader(file)(data, how)
+            texts = process.call({**asked, "suffix": file.suffix.lower()}, data)
+            found = [FileText(*text) for text in texts]
         except TotalLimitError:
             raise
         except DataError as error:
@@ -195,10 +209,20 @@ def _below(folder: Path) -> Iterator[Path]:
     return iter(sorted(found))
 
 
-def _bytes(file: Path, most: int) -> bytes:
-    _reader(file)  # refuses an unknown format before the file is read
+def _bytes(file: Path, most: int, within: str | None) -> bytes:
+    """Return the file's content. `within` is the folder or pattern that it was found by: a link
+    that leads out of it is refused. None for a file that the user named."""
+    _require_known(file)  # before the file is read
     try:
-        found = file.stat()
+        whole = file.resolve(strict=True)
+        if within is not None and not whole.is_relative_to(_root(within)):
+            raise DataError("is a link out of its folder; copy the file there, or name it itself")
+        # The last name is no link any more, and a pipe put in its place does not hold this up.
+        opened = os.fdopen(os.open(whole, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}; check its permissions") from error
+    with opened:
+        found = os.fstat(opened.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise DataError("is no plain file; name a file, or a folder of them")
         if found.st_size > most:
@@ -206,22 +230,24 @@ def _bytes(file: Path, most: int) -> bytes:
                 f"has {found.st_size:,} bytes, over documents.max_file_bytes ({most:,}); raise it, "
                 "or cut the file up"
             )
-        with file.open("rb") as opened:
-            data = opened.read(most + 1)  # it may grow while it is read
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}; check its permissions") from error
+        data = opened.read(most + 1)  # it may grow while it is read
     if not data:
         raise DataError("is empty")
     return data
 
 
-def _reader(file: Path) -> Reader:
-    reader = READERS.get(file.suffix.lower())
-    if reader is None:
+def _root(given: str) -> Path:
+    """Return the folder that a search began in: of a pattern, its part before the first sign."""
+    parts = Path(given).parts
+    plain = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return Path(*parts[:plain]).resolve()
+
+
+def _require_known(file: Path) -> None:
+    if file.suffix.lower() not in READERS:
         raise DataError(
             f"is no file that is read here ({', '.join(READERS)}); convert it to one of them"
         )
-    return reader
 
 
 def _free(stem: str, names: set[str]) -> str:

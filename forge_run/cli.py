@@ -7,6 +7,7 @@ imports the rest: pydantic for the spec, torch and Monarch for a run, gRPC for t
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -302,6 +303,9 @@ def _main(parser: argparse.ArgumentParser, command: Command, argv: Sequence[str]
         help="print the version and leave",
     )
     _fill(parser, command, "COMMAND")
+    # Runs, cartridges and answers hold what is in the documents, so they are their owner's alone.
+    os.umask(0o077)
+    sys.excepthook = _print_redacted
     try:
         options = vars(parser.parse_args(argv))
         module, _, function = options.pop("handler").partition(":")
@@ -315,10 +319,18 @@ def _main(parser: argparse.ArgumentParser, command: Command, argv: Sequence[str]
         sys.stdout.write(render(found, terminal=sys.stdout.isatty()))
         return 0
     except ForgeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        from protocols.secrets import redacted
+
+        print(f"error: {redacted(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _print_redacted(*raised: Any) -> None:
+    from protocols.secrets import print_redacted
+
+    print_redacted(*raised)
 
 
 def _fill(parser: argparse.ArgumentParser, command: Command, metavar: str) -> None:

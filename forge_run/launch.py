@@ -26,6 +26,7 @@ from rich.console import Console
 
 from forge_run.console import ConsoleDisplay, print_results
 from protocols.errors import CheckpointError, ForgeError, RunError, SpecError
+from protocols.secrets import LOCAL_KEY
 from protocols.spec.hosts import HostsSpec
 from protocols.spec.loading import load_resolved
 from protocols.spec.mesh import RunSpec
@@ -70,8 +71,7 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     143 stopped by SIGINT / SIGTERM. Raises ForgeError."""
     local = spec.mesh.hosts.kind == "local"
     os.environ.update(monarch_environment(spec.mesh.health, local=local))
-    # No secret: the clients of replay.local's own provider require some key.
-    os.environ["FORGE_LOCAL_PROVIDER_KEY"] = "local"
+    os.environ[LOCAL_KEY] = "local"
     caught = SignalFlag()
     console = Console()
     error: ForgeError | None = None
@@ -192,6 +192,7 @@ def _drive(
 
     from actors.base import bootstrap
     from services.planes.open import import_plane
+    from services.roles import controller_variables
     from training.controller import ControllerActor
 
     # TorchStore's index is an actor of this process. Importing torch later, for the message that
@@ -206,7 +207,7 @@ def _drive(
     procs = monarch.this_host().spawn_procs(
         per_host={"procs": 1},
         name="controller",
-        bootstrap=bootstrap(1),
+        bootstrap=bootstrap(1, needed=controller_variables(spec)),
         bootstrap_command=bootstrap_command(),
     )
     cut_off = False

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from actors.base import VLLM_REMEDY, gpus_here, missing_vllm
+from protocols.secrets import secret_text
 from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
@@ -111,4 +111,4 @@ def _input_faults(learn: LearnSpec) -> Iterator[Fault]:
 
 def missing_key(teacher: ReplayTeacherSpec) -> bool:
     """Return whether the environment lacks the teacher's API key."""
-    return not os.environ.get(teacher.key_env or "")
+    return not secret_text(teacher.key_env or "")

@@ -42,6 +42,7 @@ from services.roles import (
     actor_of,
     device_of,
     role_arguments,
+    role_variables,
 )
 from services.run_directory import RunDirectory
 
@@ -124,6 +125,7 @@ async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[TraceSpan], No
         this_host() if local else host_source(spec),
         here={} if local else dict.fromkeys(roles_here(spec), this_host()),
         needed=versions(torchstore=mesh.plane == "torchstore"),
+        variables=role_variables(spec),
         health=mesh.health,
         spares=mesh.spares,
         warm=_imports(model, local),
@@ -214,9 +216,15 @@ async def spawn_roles(
     store = spec.mesh.plane == "torchstore"
     local = spec.mesh.hosts.kind == "local"
     here = () if local else roles_here(spec)
-    # A spare is one process, on no device.
+    variables = role_variables(spec)
+    # A spare is one process, on no device, with the variables of most roles.
     roles = [
-        role for name, role in spec.roles if not role.gpus and role.procs == 1 and name not in here
+        role
+        for name, role in spec.roles
+        if not role.gpus
+        and role.procs == 1
+        and name not in here
+        and variables.get(name) == variables.get("")
     ]
     mesh.service.warm(
         [1] * (store and local) + [role.threads for role in roles for _ in range(role.replicas)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from actors.base import ModelSource
@@ -12,8 +14,9 @@ from actors.model_actors import DocTeacherActor, GeneratorActor, SDPOTeacherActo
 from actors.rsa_aggregator import RSAAggregatorActor
 from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
+from protocols.secrets import LOCAL_KEY
 from protocols.spec.learn import LearnSpec
-from protocols.spec.mesh import HINTED_TEACHER, RoleSpec, RunSpec
+from protocols.spec.mesh import HINTED_TEACHER, MODEL_ROLES, RoleSpec, RunSpec
 from services.run_directory import RunDirectory
 
 ENGINE_GENERATOR = "generator over an engine"  # vLLM in a run, either engine in a server
@@ -29,6 +32,9 @@ ROLES: dict[str, type[Any]] = {
     "store": StoreActor,
 }
 ALONE = ("trainer", "store")  # roles with exactly one replica
+HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # what a model of the hub may need to be loaded
+SINKS = ("WANDB_", "OTEL_")
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
 WRITERS = ("trainer", "teacher_replay")  # roles that write into the run directory
 
 
@@ -41,6 +47,30 @@ def actor_of(name: str, learn: LearnSpec) -> str:
     """Return the key in ROLES of a role's actor. The generator's actor depends on its backend."""
     vllm = name == "generator" and learn.generator.backend == "vllm"
     return ENGINE_GENERATOR if vllm else name
+
+
+def role_variables(spec: RunSpec) -> dict[str, tuple[str, ...]]:
+    """Return the environment variables that processes need beyond ordinary ones, by role, "" for
+    spares: those of the hub where the model is one of the hub's, and of the external teachers."""
+    replay, found = spec.learn.replay, dict[str, tuple[str, ...]]()
+    if not Path(spec.learn.model.path).is_dir():
+        found = dict.fromkeys(("", *MODEL_ROLES), (*HUB, *PROXIES))
+    if replay is not None:
+        names = {name for teacher in replay.teachers for name in teacher.secrets}
+        own = [LOCAL_KEY] if replay.local is not None else []
+        found["teacher_replay"] = (*sorted(names), *own, *PROXIES)
+    return found
+
+
+def controller_variables(spec: RunSpec) -> tuple[str, ...] | None:
+    """Return the environment variables that the controller needs beyond ordinary ones; None for all
+    of them: a Slurm job inherits the controller's, and a cluster's credentials may be anywhere."""
+    mesh = spec.mesh
+    if mesh.hosts.kind in ("kubernetes", "slurm"):
+        return None
+    token = [mesh.control.token_env] if mesh.control.token_env else []
+    sinks = [name for name in os.environ if name.startswith(SINKS)] if mesh.telemetry.sinks else []
+    return (*token, *sinks, *HUB, *PROXIES)
 
 
 def generator_evidence(learn: LearnSpec) -> frozenset[str]:

@@ -54,6 +54,7 @@ from protocols.records.run_files import (
     RolloutRow,
     RunResults,
 )
+from protocols.secrets import redacted_row
 from registry.terms import TERMS
 
 LATEST = "latest"
@@ -112,7 +113,7 @@ class RunDirectory:
             suffix = secrets.token_hex(2)
             path = root / mesh / f"{started.astimezone(UTC):%Y%m%dT%H%M%SZ}-{suffix}"
             try:
-                path.mkdir(parents=True)
+                path.mkdir(mode=0o700, parents=True)
                 break
             except FileExistsError:
                 continue
@@ -183,7 +184,7 @@ class RunDirectory:
     ) -> dict[str, object]:
         """Append an event with the current time and return the row, as in
         `run.append_event("checkpoint", arm="on_policy", step=20)`."""
-        row = {"time": utc_text(now), "event": event, **fields}
+        row = {"time": utc_text(now), "event": event, **redacted_row(fields)}
         append_rows(self.events, [row])
         return row
 

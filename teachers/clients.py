@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import httpx2
+from pydantic import SecretStr
 
-from protocols.errors import SpecError
+from protocols.secrets import read_secret
 from protocols.spec.teacher_replay import OFFICIAL_URLS, Provider, ReplayTeacherSpec
 from protocols.teacher_replay import AgentMessage, TeacherUsage
 from teachers.budget import ANSWERED, reported
@@ -55,7 +54,7 @@ class ApiClient:
         provider: Provider,
         model: str,
         url: str,
-        key: str,
+        key: SecretStr,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
         isolated: bool = False,
@@ -66,7 +65,8 @@ class ApiClient:
         self._sdk: Any = importlib.import_module(provider)
         self._error = self._sdk.OpenAIError if self._is_openai else self._sdk.AnthropicError
         self._client = self._sdk.AsyncClient(
-            api_key=key, base_url=url, timeout=timeout_s, max_retries=0, default_headers=headers,
+            api_key=key.get_secret_value(), base_url=url, timeout=timeout_s, max_retries=0,
+            default_headers=headers,
             http_client=(
                 self._sdk.DefaultAsyncHttpxClient(**_isolation(url, key)) if isolated else None
             ),
@@ -97,7 +97,7 @@ class ApiClient:
                 answer = await send(turns, max_tokens, more)
             usage = read_usage(answer)
             reply = read_reply(answer)
-            raw = reply.raw.replace(self._key, "[key]")
+            raw = reply.raw.replace(self._key.get_secret_value(), "[key]")
             return replace(reply, raw=raw, usage=usage, nanodollars=_reported(answer))
         except self._sdk.APIStatusError as error:
             return _by_status(error.status_code, error.response.headers)
@@ -134,9 +134,11 @@ def connect(teacher: ReplayTeacherSpec) -> TeacherClient:
     environment has no key for it, or none that a header can hold."""
     key = read_key(f"teacher {teacher.name}", teacher.key_env or "")
     url = teacher.base_url or OFFICIAL_URLS[teacher.provider]
-    client = ApiClient(
-        teacher.provider, teacher.model, url, key, teacher.timeout_s, teacher.headers
-    )
+    headers = {
+        name: read_key(f"teacher {teacher.name}: headers.{name}", value).get_secret_value()
+        for name, value in teacher.headers.items()
+    }
+    client = ApiClient(teacher.provider, teacher.model, url, key, teacher.timeout_s, headers)
     body: dict[str, Any] = {}
     if teacher.temperature is not None:
         body["temperature"] = teacher.temperature
@@ -154,27 +156,20 @@ def connect(teacher: ReplayTeacherSpec) -> TeacherClient:
     return TeacherClient(attempt, client.close)
 
 
-def read_key(who: str, key_env: str) -> str:
-    """Return the API key in this environment variable. Raises SpecError, without the key, where
-    there is none or none that a header can hold."""
-    key = os.environ.get(key_env, "")
-    if not re.fullmatch(r"[!-~]+", key):
-        raise SpecError(
-            f"{who}: the environment variable {key_env} must hold its API key, got "
-            f"{'something with blanks or beyond ASCII' if key else 'none'}; export it, or name "
-            "another variable by key_env"
-        )
-    return key
+def read_key(who: str, key_env: str) -> SecretStr:
+    """Return the API key under this name. Raises SpecError, without the key, where there is none
+    or none that a header can hold."""
+    return read_secret(who, key_env, "its API key", "or name another variable by key_env")
 
 
-def _isolation(url: str, key: str) -> dict[str, Any]:
+def _isolation(url: str, key: SecretStr) -> dict[str, Any]:
     """Return options of an SDK's HTTP client."""
 
     async def only_ours(request: httpx2.Request) -> None:
         for name in list(request.headers):
             if name not in HEADERS and not name.startswith("x-stainless-"):
                 del request.headers[name]
-        request.headers["authorization"] = f"Bearer {key}"
+        request.headers["authorization"] = f"Bearer {key.get_secret_value()}"
 
     hooks = [] if url in OFFICIAL_URLS.values() else [only_ours]
     return {"follow_redirects": False, "event_hooks": {"request": hooks}}

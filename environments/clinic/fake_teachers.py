@@ -15,12 +15,13 @@ from functools import partial
 from environments.clinic.desk import call_text
 from environments.clinic.vocabulary import DEPARTMENTS
 from protocols.errors import DataError
+from protocols.secrets import LOCAL_KEY
 from protocols.spec.teacher_replay import LocalSpec, ReplaySpec
 from protocols.teacher_replay import AgentMessage, ToolAction
 from teachers.fake_provider.app import FakeProvider, FaultRates, ProviderRequest, sometimes_right
 from teachers.prompts import HINT_INSTRUCTIONS
 
-KEY_ENV = "FORGE_LOCAL_PROVIDER_KEY"
+KEY_ENV = LOCAL_KEY
 
 _TURN = re.compile(r"(?:^|\n\n)\[(system|user|assistant|tool)\]\n")
 _ASKED = re.compile(r"what is the (\S+)\?")

@@ -30,6 +30,7 @@ from environments.verifiers.chat_endpoint import ChatEndpoint
 from protocols.episodes import Task
 from protocols.errors import DataError, RunError
 from protocols.files import REPOSITORY
+from protocols.secrets import confined
 
 PYTHON = REPOSITORY / ".venv-verifiers" / "bin" / "python"
 WORKER = Path(__file__).with_name("worker_main.py")
@@ -211,8 +212,9 @@ class VerifiersWorker:
         await reading
 
     def _environment(self, mark: str) -> dict[str, str]:
-        """Return this process's environment without paths outside the worker's home."""
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("XDG_")}
+        """Return the ordinary variables of this process's environment, without paths outside the
+        worker's home: tasksets are code from outside, and get no secret but `endpoint.key`."""
+        inherited = {k: v for k, v in confined(os.environ).items() if not k.startswith("XDG_")}
         direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
         direct = f"{direct},127.0.0.1" if direct else "127.0.0.1"
         return {

@@ -21,6 +21,7 @@ from typing import Any
 from documents.retrieval import Bm25Router, Choice
 from forge_run.commands import note
 from protocols.errors import DataError, RunError, SpecError
+from protocols.secrets import secret_text
 from protocols.spec.loading import load_resolved, load_serve
 from protocols.spec.sections import GeneratorSpec, ModelSpec
 from protocols.teacher_replay import AgentMessage
@@ -161,9 +162,9 @@ def _by_server(
 ) -> AskedAnswer:
     import httpx2
 
-    if key_env is not None and key_env not in os.environ:
+    if key_env is not None and not secret_text(key_env):
         raise SpecError(f"--key-env {key_env}: no such variable; set it to the server's key")
-    headers = {} if key_env is None else {"authorization": f"Bearer {os.environ[key_env]}"}
+    headers = {} if key_env is None else {"authorization": f"Bearer {secret_text(key_env)}"}
     body: dict[str, Any] = {
         "model": AUTO, "messages": [{"role": "user", "content": question}], "seed": seed,
         "max_tokens": sampling.max_tokens, "temperature": sampling.temperature,

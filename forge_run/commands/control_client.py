@@ -17,6 +17,7 @@ from typing import Any
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
+from pydantic import SecretStr
 
 from protocols.errors import ControlError
 from protocols.files import utc_text
@@ -39,7 +40,7 @@ class ControlTarget:
     address: str
     run: Path | None = None
     ca: bytes | None = None
-    token: str | None = None
+    token: SecretStr | None = None
 
 
 class ControlClient:
@@ -66,7 +67,7 @@ class ControlClient:
         if target.run is not None:
             self._metadata.append((RUN_KEY, target.run.name))
         if target.token is not None:
-            self._metadata.append(("authorization", f"Bearer {target.token}"))
+            self._metadata.append(("authorization", f"Bearer {target.token.get_secret_value()}"))
 
     def __enter__(self) -> ControlClient:
         return self

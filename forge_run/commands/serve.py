@@ -26,6 +26,7 @@ from forge_run.formatting import TableSection, facts, lines
 from forge_run.launch import kill_mesh, monarch_environment
 from forge_run.preflight import NO_GPU, Fault, located, vllm_faults
 from protocols.errors import SpecError
+from protocols.secrets import secret_text
 from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.loading import LoadedServeSpec, load_serve
 from protocols.spec.serving import RIGHTS, ApiKeySpec, HttpSpec, ServeSpec
@@ -122,10 +123,10 @@ def _faults(spec: ServeSpec) -> Iterator[Fault]:
     elif spec.generator.backend == "torch" and role.gpus and not gpus_here():
         yield gpus, role.gpus, NO_GPU, "use 0, or a torch built for CUDA"
     why = "is not in the environment, and the API key is read from it"
-    if spec.http.key_env and not os.environ.get(spec.http.key_env):
+    if spec.http.key_env and not secret_text(spec.http.key_env):
         yield "http.key_env", spec.http.key_env, why, "export it, or set http.key_env to null"
     for name, key in spec.http.keys.items():
-        if not os.environ.get(key.env):
+        if not secret_text(key.env):
             yield f"http.keys.{name}.env", key.env, why, "export it, or remove the key"
 
 
@@ -136,7 +137,7 @@ def api_keys(http: HttpSpec) -> tuple[ApiKey, ...]:
     specs = dict(http.keys)
     if http.key_env:
         specs[EVERYTHING] = ApiKeySpec(env=http.key_env, rights=RIGHTS)
-    return tuple(ApiKey.of(name, key, os.environ[key.env]) for name, key in specs.items())
+    return tuple(ApiKey.of(name, key, secret_text(key.env)) for name, key in specs.items())
 
 
 def listen(address: str) -> socket.socket:

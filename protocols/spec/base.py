@@ -19,8 +19,9 @@ class SpecSection(BaseModel):
     """Serve as the base of every section: frozen, no unknown keys, no silent conversions."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
-    )
+        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False,
+        hide_input_in_errors=True,  # it may be a secret in the wrong place
+    )  # fmt: skip
 
 
 def broken(rule: str, remedy: str, **context: Any) -> PydanticCustomError:

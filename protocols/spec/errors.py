@@ -15,11 +15,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from protocols.errors import SpecError
+from protocols.secrets import HIDDEN
 from protocols.spec.keys import (
     CONFIG_FILE,
     MESH_FILE,
     SpecKey,
     keys_of,
+    may_hold_secret,
     near_keys,
     section_at,
     spec_keys,
@@ -40,7 +42,8 @@ class SpecProblem:
 
 def fault(rule: str, got: Any, place: SourceLocation, key: Key, remedy: str) -> SpecProblem:
     """Return a problem from `rule` without its subject: "must be >= 1". `got` is shown as YAML."""
-    text = f"{_leaf(key)} {rule}: got {show(got)} at {place} ({dotted(key)}); {remedy}"
+    shown = got if got == HIDDEN else show(got)
+    text = f"{_leaf(key)} {rule}: got {shown} at {place} ({dotted(key)}); {remedy}"
     return SpecProblem(place, text)
 
 
@@ -98,7 +101,7 @@ def _fault_of(
 ) -> SpecProblem:
     key: Key = tuple(part for part in error["loc"] if not str(part).startswith(TAG))
     context: dict[str, Any] = error.get("ctx", {})
-    kind, got = error["type"], error["input"]
+    kind, got = error["type"], HIDDEN if may_hold_secret(model, key) else error["input"]
     if kind == "rule":
         key = tuple(context["key"].split(".")) if "key" in context else key
         got = context.get("got", got)

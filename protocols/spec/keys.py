@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from protocols.secrets import MARK, looks_secret
 from protocols.spec.experiments import EvalSpec, SweepSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MeshSpec
@@ -131,10 +132,47 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 def section_at(model: type[BaseModel], key: tuple[str | int, ...]) -> type[BaseModel] | None:
     """Return the section that a key leads to, or None when it leads to a value."""
     section: type[BaseModel] | None = model
-    for name in key:
-        field = dict(keys_of(section)).get(str(name)) if section else None
+    for field in _way(model, key):
         section = section_in(field.annotation) if field else None
     return section
+
+
+def may_hold_secret(model: type[BaseModel], key: tuple[str | int, ...]) -> bool:
+    """Return whether what is written at a key may be a secret: the key, or the last one on its way
+    that exists, names a secret or is of a section with such a key, or the word is a secret's."""
+    way = list(_way(model, key))
+    known = [field for field in way if field is not None]
+    return (bool(known) and _names_secret(known[-1])) or (
+        None in way and looks_secret(str(key[-1]))
+    )
+
+
+def _way(model: type[BaseModel], key: tuple[str | int, ...]) -> Iterator[FieldInfo | None]:
+    """Yield the field of each name in a key, None for an unknown one; not for an item of a list nor
+    for a name in a mapping of sections, which are of the section that all of them are of."""
+    section: type[BaseModel] | None = model
+    named = False
+    for name in key:
+        if named or isinstance(name, int):
+            named = False
+            continue
+        field = dict(keys_of(section)).get(name) if section else None
+        yield field
+        section = section_in(field.annotation) if field else None
+        named = field is not None and typing.get_origin(field.annotation) is dict
+
+
+def _names_secret(field: FieldInfo) -> bool:
+    section = section_in(field.annotation)
+    return (
+        MARK in field.metadata
+        or _is_marked(field.annotation)
+        or (section is not None and any(_names_secret(inner) for _, inner in keys_of(section)))
+    )
+
+
+def _is_marked(annotation: Any) -> bool:
+    return any(part is MARK or _is_marked(part) for part in typing.get_args(annotation))
 
 
 def near_keys(name: str, keys: typing.Sequence[SpecKey]) -> list[str]:

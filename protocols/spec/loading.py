@@ -37,6 +37,7 @@ from protocols.spec.keys import (
     MESH_FILE,
     SERVER_FILE,
     SpecFile,
+    may_hold_secret,
     other_kind,
 )
 from protocols.spec.learn import LearnSpec
@@ -201,9 +202,13 @@ def _overrides(sets: Sequence[str], faults: list[SpecProblem]) -> list[SetOverri
     """Parse `--set` texts; one that cannot be parsed becomes a problem."""
     found = []
     for text in sets:
-        place = SourceLocation(f"--set {text}", 0, Path.cwd())
         name, equals, value_text = text.partition("=")
         key = tuple(part.strip() for part in name.split("."))
+        owner = (
+            MeshSpec if key[0] in MESH_KEYS else LearnSpec if key[0] in LEARN_KEYS else ServeSpec
+        )
+        hidden = may_hold_secret(owner, key)
+        place = SourceLocation(f"--set {name if hidden else text}", 0, Path.cwd())
         if not equals or not all(key):
             faults.append(
                 SpecProblem(

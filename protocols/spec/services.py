@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from protocols.secrets import SecretName
 from protocols.spec.base import AsTuple, SpecSection, bounded, broken
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -59,9 +60,10 @@ class ControlSpec(SpecSection):
     listen: str = Field(
         default="127.0.0.1:0", description="host:port of the control plane; port 0 takes a free one"
     )
-    token_env: str | None = Field(
+    token_env: SecretName | None = Field(
         default=None,
-        description="environment variable with the bearer token that every call must carry",
+        description="environment variable, or file:PATH, with the bearer token that every call "
+        "must carry",
     )
     max_replicas: int = Field(
         default=64, ge=1, description="most replicas that a command may scale a role to"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from protocols.secrets import SecretName
 from protocols.spec.base import AsTuple, SpecSection, broken
 from protocols.spec.mesh import RoleSpec
 from protocols.spec.sections import GeneratorSpec, ModelSpec
@@ -27,7 +28,7 @@ class ServeRolesSpec(SpecSection):
 class ApiKeySpec(SpecSection):
     """Configure one API key: what its holder may do, and how much of it."""
 
-    env: str = Field(min_length=1, description="environment variable with the key")
+    env: SecretName = Field(description="environment variable, or file:PATH, with the key")
     rights: Annotated[tuple[Right, ...], AsTuple] = Field(
         default=("inference",), min_length=1, description="what the key is for"
     )
@@ -48,11 +49,10 @@ class HttpSpec(SpecSection):
     listen: str = Field(
         default="127.0.0.1:8000", description="host:port of the server; port 0 takes a free one"
     )
-    key_env: str | None = Field(
+    key_env: SecretName | None = Field(
         default=None,
-        min_length=1,
-        description="environment variable with an API key for everything, which every request must "
-        "carry unless `keys` has another",
+        description="environment variable, or file:PATH, with an API key for everything, which "
+        "every request must carry unless `keys` has another",
     )
     keys: dict[str, ApiKeySpec] = Field(
         default={}, description="further API keys by name, each with its own rights and quotas"

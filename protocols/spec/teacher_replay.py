@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from protocols.secrets import HIDDEN, SecretName
 from protocols.spec.base import AsTuple, SpecSection, broken, repeated
 
 Provider = Literal["openai", "anthropic"]
@@ -23,9 +23,9 @@ def open_url(value: str, example: str, remedy: str) -> str:
     a password or a query; `remedy` then names the right place for a secret."""
     url = urlsplit(value)
     if url.scheme not in ("http", "https") or not url.hostname:
-        raise broken("must be an http(s) URL", f"write it as {example}")
+        raise broken("must be an http(s) URL", f"write it as {example}", got=HIDDEN)
     if url.username or url.password or url.query:
-        raise broken("must hold no user, password or query", remedy)
+        raise broken("must hold no user, password or query", remedy, got=HIDDEN)
     return value.rstrip("/")
 
 
@@ -56,10 +56,11 @@ class EndpointSpec(SpecSection):
         validate_default=True,
         description="server, for OpenRouter and others; null: the provider's own",
     )
-    key_env: str | None = Field(
+    key_env: SecretName | None = Field(
         default=None,
         validate_default=True,
-        description="environment variable with the API key; null: the provider's usual one",
+        description="environment variable, or file:PATH, with the API key; null: the provider's "
+        "usual one",
     )
 
     @field_validator("base_url")
@@ -71,13 +72,8 @@ class EndpointSpec(SpecSection):
 
     @field_validator("key_env")
     @classmethod
-    def _is_a_name(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None:
-            return KEY_NAMES.get(info.data.get("provider", "openai"))
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-            # The value may be the key itself, written in the wrong place: it is not repeated.
-            raise broken("must be the name of an environment variable", "export the key under it")
-        return value
+    def _is_the_usual_one(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return value or KEY_NAMES.get(info.data.get("provider", "openai"))
 
 
 class ReplayTeacherSpec(EndpointSpec):
@@ -85,9 +81,16 @@ class ReplayTeacherSpec(EndpointSpec):
 
     name: str = Field(min_length=1, description="its name in votes and in the ledger")
     prices: PriceSpec = Field(description="what its tokens cost")
-    headers: dict[str, str] = Field(
-        default_factory=dict, description="further HTTP headers, never secrets"
+    headers: dict[str, SecretName] = Field(
+        default_factory=dict,
+        description="further HTTP headers: the environment variable, or file:PATH, of each value",
     )
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Return the names of its key and of the values of its headers."""
+        return (*([self.key_env] if self.key_env else []), *self.headers.values())
+
     max_tokens: int = Field(default=512, ge=1, description="most tokens of one answer")
     temperature: float | None = Field(
         default=None, ge=0, le=2, description="null: the provider's default"

@@ -9,13 +9,15 @@ readers check that the process is alive. The token of a control plane stays in t
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from protocols.errors import ControlError, SpecError
+from pydantic import SecretStr
+
+from protocols.errors import ControlError
 from protocols.files import write_atomically
+from protocols.secrets import read_secret
 from protocols.spec.services import LOOPBACK
 from services.proc_info import has_ended
 from services.run_directory import LATEST, RunDirectory
@@ -114,19 +116,12 @@ def is_loopback(address: str) -> bool:
     return address.rpartition(":")[0] in LOOPBACK
 
 
-def read_token(variable: str) -> str:
-    """Return the bearer token in an environment variable, for the control plane and its clients.
+def read_token(name: str) -> SecretStr:
+    """Return the bearer token under this name, for the control plane and its clients.
 
     Raises SpecError for none, or one that gRPC cannot carry; the message does not contain it.
     """
-    token = os.environ.get(variable, "")
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise SpecError(
-            f"the environment variable {variable} must hold the control plane's token, printable "
-            f"ASCII without spaces: it {'holds something else' if token else 'is not set'}; "
-            f"export {variable}"
-        )
-    return token
+    return read_secret("control.token_env", name, "the control plane's token")
 
 
 def _folders(path: Path) -> Iterator[Path]:

@@ -25,6 +25,7 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from pydantic import SecretStr
 
 from protocols.errors import DataError, ForgeError, SpecError
 from protocols.ports import RunControl
@@ -219,8 +220,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Pass the calls that carry the token, or every call where there is none."""
 
-    def __init__(self, token: str | None) -> None:
-        self._expected = None if token is None else f"Bearer {token}".encode()
+    def __init__(self, token: SecretStr | None) -> None:
+        self._expected = None if token is None else f"Bearer {token.get_secret_value()}".encode()
 
     async def intercept_service(
         self,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.base import QUIET
+from protocols.secrets import confined
 
 if TYPE_CHECKING:  # Monarch reads its environment when it is imported
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
@@ -39,7 +40,7 @@ def fork_server() -> Iterator[Callable[[], None]]:
                 [*command, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 # One thread until a role sets its number: OpenMP reads this when it is loaded.
-                env={**os.environ, **QUIET, "OMP_NUM_THREADS": "1"},
+                env={**confined(os.environ), **QUIET, "OMP_NUM_THREADS": "1"},
                 # A signal to the owner's group is for the owner, which stops the run in order.
                 process_group=0,
             )

@@ -67,6 +67,7 @@ def work(at: str | None = None, grace_s: float = GRACE_SECONDS) -> int:
     `at` is `"tcp://called:port"` or `"tcp://called:port@tcp://listens:port"`. Raises RunError for
     an address that it cannot listen on.
     """
+    os.umask(0o077)  # as in the run's own process: the processes here write into its directory
     os.environ.update(LINK_ENVIRONMENT)  # read by Monarch when it is imported
     from monarch.actor import start_worker_loop_forever
 

@@ -144,12 +144,19 @@ class ProcessHost:
         return self.worker.role in ("", role) and bool(role or not self.worker.capacity)
 
     def spawn(
-        self, name: str, threads: int, gpus: Sequence[int], ranks: int, alone_s: float | None
+        self,
+        name: str,
+        threads: int,
+        gpus: Sequence[int],
+        ranks: int,
+        alone_s: float | None,
+        variables: Sequence[str],
     ) -> ReplicaProcess:
         """Return a starting process, which counts at once for the next choice of a host.
 
         `gpus`: devices of all ranks on this host; on a remote host, as many free ones. Without a
-        heartbeat for `alone_s` seconds it ends itself. Raises RunError.
+        heartbeat for `alone_s` seconds it ends itself. Of the host's environment it keeps ordinary
+        variables and `variables`. Raises RunError.
         """
         used = Counter(device for process in self.processes for device in process.gpus)
         devices = tuple(d for d in range(len(used) + len(gpus)) if d not in used)[: len(gpus)]
@@ -160,7 +167,7 @@ class ProcessHost:
             procs = self.mesh.spawn_procs(
                 per_host={"procs": ranks},
                 name=name,
-                bootstrap=bootstrap(threads, devices, ranks),
+                bootstrap=bootstrap(threads, devices, ranks, variables),
                 bootstrap_command=bootstrap_command() if self.local else None,
             )
             heartbeats = by_rank(procs.spawn(f"{name}heartbeat", HeartbeatActor, alone_s), ranks)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from monarch.actor import HostMesh
@@ -45,7 +45,10 @@ class ProcessManager:
         spares: int = 0,
         warm: Callable[[], None] | None = None,
         timeout_s: float = 120.0,
+        variables: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
+        """`variables` are the environment variables that the processes of a role keep, besides
+        ordinary ones; "" for spares, which only a role with the same variables takes."""
         self._hosts: list[ProcessHost] = []
         self._left: list[ProcessHost] = []  # hosts being left: no process starts there
         self._health = health
@@ -55,6 +58,7 @@ class ProcessManager:
         self._keeping = False
         self._warm = warm
         self._timeout_s = timeout_s
+        self._variables = variables or {}
         self._count = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
@@ -70,7 +74,8 @@ class ProcessManager:
         ranks: int = 1,
     ) -> ReplicaProcess:
         """Return a process of one or several `ranks` for a replica: a spare, warm or still warming,
-        for one process without a GPU where no worker belongs to the role alone. Otherwise start one
+        for one process without a GPU and with a spare's variables, where no worker belongs to the
+        role alone. Otherwise start one
         on a host that takes the role, not that of `away_from`, waiting for one as long as for a
         start. Raises RunError at the timeout.
 
@@ -79,7 +84,9 @@ class ProcessManager:
         """
         if ranks == 1:
             self._threads.add(threads)
-        own = any(host.worker.role == role for host in self._hosts)
+        own = self.variables(role) != self.variables("") or any(
+            host.worker.role == role for host in self._hosts
+        )
         while not (gpus or own or self._closed or ranks > 1) and away_from is None:
             # With equal threads: OpenMP reads their number once, and torch's results depend on it.
             fit = (spare for spare, count in self._spares.items() if count == threads)
@@ -105,6 +112,10 @@ class ProcessManager:
         _, process = await self._start(name, role, threads, gpus, without, ranks)
         process.taken = True
         return process
+
+    def variables(self, role: str) -> tuple[str, ...]:
+        """Return the environment variables of a role's processes, besides ordinary ones."""
+        return tuple(sorted(self._variables.get(role, ())))
 
     def keep_spares(self) -> None:
         """Keep the wanted number of spares from now on; missing ones start in the background."""
@@ -253,7 +264,7 @@ class ProcessManager:
             name = f"{stem}x{next(self._count)}"
             limit = self._timeout_s * (START_SHARE if self._is_one_of_several(host) else 1)
             try:
-                process = self._spawn_on(host, name, threads, gpus, ranks)
+                process = self._spawn_on(host, name, role, threads, gpus, ranks)
                 start = self._begin(self._started(process, self._timeout_s))
                 try:
                     return host, await host.unless_lost(start, limit)
@@ -268,10 +279,16 @@ class ProcessManager:
                 self._suspect(host)
 
     def _spawn_on(
-        self, host: ProcessHost, name: str, threads: int, gpus: Sequence[int], ranks: int = 1
+        self,
+        host: ProcessHost,
+        name: str,
+        role: str,
+        threads: int,
+        gpus: Sequence[int],
+        ranks: int = 1,
     ) -> ReplicaProcess:
         alone_s = None if host.local else ALONE * self._health.dead_after_s
-        return host.spawn(name, threads, gpus, ranks, alone_s)
+        return host.spawn(name, threads, gpus, ranks, alone_s, self.variables(role))
 
     async def _started(self, process: ReplicaProcess, limit: float | None) -> ReplicaProcess:
         """Return the process once it has answered."""
@@ -323,7 +340,7 @@ class ProcessManager:
         while True:
             try:
                 name = f"trialx{next(self._count)}"
-                process = await self._started(self._spawn_on(host, name, 1, ()), None)
+                process = await self._started(self._spawn_on(host, name, "", 1, ()), None)
             except RunError:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue

@@ -92,19 +92,24 @@ class Service:
         local: bool = True,
         here: Mapping[str, HostMesh] | None = None,
         needed: Mapping[str, str] | None = None,
+        variables: Mapping[str, Sequence[str]] | None = None,
     ) -> Service:
         """Return a service over these hosts; `local` declares that their processes run on this host
         (see services.hosts.source for remote hosts).
 
         With a source of hosts, the service follows the workers that join and leave. Workers must
         have the `needed` versions (services.hosts.handshake), and the roles in `here` run on this
-        host, in the given mesh. Raises RunError when the first workers cannot be used.
+        host, in the given mesh. A role's processes keep ordinary environment variables and those
+        that `variables` has for it ("" for spares). Raises RunError when the first workers cannot
+        be used.
 
         In the root client, Monarch would end the process for an unhandled death; this call sets
         `unhandled_fault_hook` to `noticed`. An actor calls `noticed` from `__supervise__`.
         """
         health, name = health or HealthSpec(), socket.gethostname()
-        processes = ProcessManager(health, spares=spares, warm=warm, timeout_s=spawn_timeout_s)
+        processes = ProcessManager(
+            health, spares=spares, warm=warm, timeout_s=spawn_timeout_s, variables=variables
+        )
         for role, mesh in (here or {}).items():
             processes.join(HostWorker(name, "", role), mesh, local=True)
         service = cls(processes, health, call_timeout_s, spawn_timeout_s, note, observe)

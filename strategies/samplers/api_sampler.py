@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from pydantic import SecretStr
+
 from protocols.errors import DataError, RunError
 from protocols.spec.teacher_replay import KEY_NAMES, OFFICIAL_URLS, Provider, open_url
 from protocols.teacher_replay import TeacherUsage
@@ -156,7 +158,7 @@ class ApiSampler:
         )
 
 
-def _checked(endpoint: ApiEndpoint) -> tuple[str, str]:
+def _checked(endpoint: ApiEndpoint) -> tuple[str, SecretStr]:
     """Return the URL and the key that is sent to it."""
     who = f"endpoint {endpoint.model}"
     if endpoint.provider not in OFFICIAL_URLS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections import Counter
 
 import pytest
@@ -133,3 +134,8 @@ def test_with_staleness_one_every_token_is_one_version_behind(stale: Finished) -
     policy = json.loads((stale.path / "results.json").read_text())["policy"]
     late = sum(len(r["response_ids"]) for r in sampled if r["step"] > 1)
     assert policy["stale_tokens"] == late
+
+
+def test_the_directory_and_its_files_are_their_owner_s_alone(finished: Finished) -> None:
+    modes = {p: stat.S_IMODE(p.lstat().st_mode) for p in (finished.path, *finished.path.rglob("*"))}
+    assert {p: oct(mode) for p, mode in modes.items() if mode & 0o077} == {}

@@ -5,11 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
-from pdfs import pdf
+from pdfs import endless_pdf, pdf
 
 from documents.formats import ReadOptions
 from documents.reading import ReadLimits, read_documents
 from protocols.errors import DataError
+from protocols.limited_process import ProcessLimits
 
 
 @pytest.fixture
@@ -138,3 +139,44 @@ def test_fields_and_encoding_are_the_users(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes("слово".encode("koi8-r"))
     found = read_documents([str(tmp_path)], ReadOptions(("article",), "koi8-r"))
     assert [d.text for d in found.documents] == ["words", "слово"]
+
+
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("root:x:0")
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "far.txt").write_text("far away")
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "a.txt").write_text("a note")
+    (notes / "shadow.txt").symlink_to(tmp_path / "secret.txt")
+    (notes / "inner.txt").symlink_to(notes / "b.md")
+    (notes / "b.md").write_text("another note")
+    (notes / "linked").symlink_to(tmp_path / "else")
+    why = "is a link out of its folder; copy the file there, or name it itself"
+    for given in (str(notes), f"{notes}/*.txt", f"{notes}/**/*.txt"):
+        found = read_documents([given])
+        assert "a note" in [d.text for d in found.documents]
+        assert not {"root:x:0", "far away"} & {d.text for d in found.documents}
+        assert ("shadow.txt", why) in [(x.source, x.why) for x in found.left_out]
+    # A file that the user names is what the user means.
+    assert read_documents([str(notes / "shadow.txt")]).documents[0].text == "root:x:0"
+
+
+def test_a_pdf_that_takes_too_long_is_left_out_and_the_next_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.pdf").write_bytes(endless_pdf())
+    (tmp_path / "b.txt").write_text("a note")
+    limits = ReadLimits(work=ProcessLimits(cpu_s=2, wall_s=60))
+    found = read_documents([str(tmp_path)], limits=limits)
+    assert [d.text for d in found.documents] == ["a note"]
+    (left,) = found.left_out
+    assert left.source == "a.pdf"
+    assert "takes more than 2 s of processor time or" in left.why
+
+
+def test_a_file_that_takes_too_much_memory_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[" + "{}," * 2_000_000 + "{}]")
+    (tmp_path / "b.txt").write_text("a note")
+    limits = ReadLimits(work=ProcessLimits(memory=64 * 1024**2))
+    found = read_documents([str(tmp_path)], limits=limits)
+    assert [d.text for d in found.documents] == ["a note"]
+    assert "bytes of memory to read" in found.left_out[0].why

@@ -393,8 +393,8 @@ def test_a_run_of_this_host_tells_its_certificate_and_token(
         monkeypatch.delenv("CONTROL_TOKEN")
         assert forge(["status"]) == 2
         assert capsys.readouterr().err == (
-            "error: the environment variable CONTROL_TOKEN must hold the control plane's token, "
-            "printable ASCII without spaces: it is not set; export CONTROL_TOKEN\n"
+            "error: control.token_env: the environment variable CONTROL_TOKEN must hold the "
+            "control plane's token, got none; export it\n"
         )
 
 

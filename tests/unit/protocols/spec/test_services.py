@@ -133,7 +133,8 @@ BAD = [
      f"tls_key must be given with control.tls_cert: got 'k.pem' at {M}:4 (control.tls_key); "
      "give both or neither"),
     ("control:\n  listen: 0.0.0.0:1\n  token_env: 7",
-     f"token_env must be text: got 7 at {M}:5 (control.token_env); put it in quotes"),
+     f"token_env must be text: got a value that is not shown at {M}:5 (control.token_env); "
+     "put it in quotes"),
     ("control:\n  tls_cert: 7\n  tls_key: k.pem",
      f"tls_cert must be text: got 7 at {M}:4 (control.tls_cert); put it in quotes"),
     # telemetry

@@ -494,10 +494,10 @@ def test_a_token_that_cannot_be_used(value: str | None, monkeypatch: pytest.Monk
     monkeypatch.delenv("CONTROL_TOKEN", raising=False)
     if value is not None:
         monkeypatch.setenv("CONTROL_TOKEN", value)
-    got = "holds something else" if value else "is not set"
+    got = "something with blanks or beyond ASCII" if value else "none"
     assert start_refused(ControlSpec(token_env="CONTROL_TOKEN")) == (
-        "the environment variable CONTROL_TOKEN must hold the control plane's token, printable "
-        f"ASCII without spaces: it {got}; export CONTROL_TOKEN"
+        "control.token_env: the environment variable CONTROL_TOKEN must hold the control plane's "
+        f"token, got {got}; export it"
     )
 
 

@@ -186,7 +186,7 @@ def test_roles_of_one_machine_share_its_devices_evenly(monkeypatch: pytest.Monke
         host = processes.join(HostWorker("a", "tcp://w:1", "", 0), FakeHost(), local=True)  # type: ignore[arg-type]
         # Each role counts its own replicas from 0.
         devices = [
-            processes._spawn_on(host, name, 1, range(asked)).gpus
+            processes._spawn_on(host, name, "", 1, range(asked)).gpus
             for name, asked in (("generator", 1), ("teacher", 1), ("none", 0), ("trainer", 2))
         ]
         assert devices == [(0,), (1,), (), (2, 0)]

@@ -1,0 +1,163 @@
+"""Call a function on input from outside in a process of its own, with limits of time and memory.
+
+    with LimitedProcess("documents.reading_process:read", ProcessLimits()) as process:
+        texts = process.call({"suffix": ".pdf"}, data)
+
+Requests and replies are JSON and bytes over a socket, no pickle. The process starts at the first
+call, serves further ones, and is replaced after one that broke a limit. It has no secret of the
+environment, and can write no file but for a function that is given more by `file_bytes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from protocols.errors import DataError, RunError
+from protocols.files import REPOSITORY
+from protocols.secrets import confined
+
+START_SECONDS = 120.0  # torch takes 3 s to import on an idle core
+READY, REPLY = b"ready", 64 * 1024**2
+
+
+@dataclass(frozen=True)
+class ProcessLimits:
+    """Bound one call: seconds of processor time and by the clock, bytes of memory beyond what the
+    process has after its imports, of a file that it writes, and of its reply."""
+
+    cpu_s: float = 20.0
+    wall_s: float = 120.0
+    memory: int = 1024**3
+    file_bytes: int = 0
+    reply_bytes: int = REPLY
+
+
+class LimitedProcess:
+    """Hold the process that calls `function`, "module:name" of (request, data) -> JSON."""
+
+    def __init__(self, function: str, limits: ProcessLimits) -> None:
+        self._function, self._limits = function, limits
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Connection | None = None
+
+    def __enter__(self) -> LimitedProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def call(self, request: Mapping[str, Any], data: bytes = b"") -> Any:
+        """Return the function's result. Raises DataError as the function does, and where it breaks
+        a limit; RunError where the process does not start."""
+        limits = self._limits
+        with self._lock:
+            channel = self._channel or self._start()
+            try:
+                channel.send_bytes(json.dumps(request).encode())
+                channel.send_bytes(data)
+                if not channel.poll(limits.wall_s):
+                    raise DataError(f"takes longer than {limits.wall_s:g} s to read; leave it out")
+                reply = json.loads(channel.recv_bytes(limits.reply_bytes))
+            except DataError:
+                self.end()
+                raise
+            except (OSError, EOFError, ValueError) as error:
+                self.end()
+                raise DataError(
+                    f"takes more than {limits.cpu_s:g} s of processor time or {limits.memory:,} "
+                    "bytes of memory to read, or holds too much; leave it out"
+                ) from error
+        if "error" in reply:
+            raise DataError(reply["error"])
+        return reply["result"]
+
+    def end(self) -> None:
+        """End the process, if it runs."""
+        process, channel = self._process, self._channel
+        self._process = self._channel = None
+        if channel is not None:
+            channel.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _start(self) -> Connection:
+        ours, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable, "-P", "-m", "protocols.limited_process",
+                    str(theirs.fileno()), self._function, json.dumps(vars(self._limits)),
+                ],
+                env={**confined(os.environ), "PYTHONPATH": str(REPOSITORY)},
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        self._channel = ours
+        said = b""
+        with contextlib.suppress(OSError, EOFError):
+            said = ours.recv_bytes() if ours.poll(START_SECONDS) else b""
+        if said != READY:
+            self.end()
+            raise RunError(f"the process for {self._function} did not start; run `make install`")
+        return ours
+
+
+def _limit(limits: ProcessLimits) -> None:
+    """Give this process so much more processor time, and memory beyond that of its imports."""
+    used = math.ceil(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) + limits.cpu_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (used, resource.RLIM_INFINITY))
+
+
+def main(descriptor: str, function: str, limits_text: str) -> None:
+    """Serve calls until the other end of the socket closes."""
+    limits = ProcessLimits(**json.loads(limits_text))
+    channel = Connection(int(descriptor))
+    module, _, name = function.partition(":")
+    called = getattr(import_module(module), name)
+    status = Path("/proc/self/status").read_text()
+    held = int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1])
+    for kind, most in (
+        (resource.RLIMIT_DATA, held * 1024 + limits.memory),
+        (resource.RLIMIT_FSIZE, limits.file_bytes),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (most, most))
+    channel.send_bytes(READY)
+    while True:
+        try:
+            request, data = json.loads(channel.recv_bytes()), channel.recv_bytes()
+        except EOFError:
+            return
+        _limit(limits)
+        try:
+            reply = {"result": called(request, data)}
+        except DataError as error:
+            reply = {"error": str(error)}
+        del data
+        channel.send_bytes(json.dumps(reply).encode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
