@@ -44,12 +44,19 @@ class HeldProgress:
     balance: Mapping[str, Any]
 
 
+def tensor_rms(kv: Tensor) -> Tensor:
+    """Return the root mean square of each layer's keys and of its values, [L, 2, 1, 1, 1], of a
+    cartridge [L, 2, H_kv, P, D]."""
+    return kv.detach().square().mean(dim=(2, 3, 4), keepdim=True).sqrt()
+
+
 class CartridgeProgress:
     """Train one parameter with Adam of its own, without weight decay.
 
     steps    steps of the arm that trained the cartridge
     since    the version that last changed its numbers
     balance  of the channels' gradients; None where the weights are taken as they are
+    scale    what the learning rate is multiplied by, broadcast over the parameter; None: nothing
     """
 
     def __init__(
@@ -57,8 +64,10 @@ class CartridgeProgress:
         parameter: torch.nn.Parameter,
         schedule: LearningRateSchedule,
         balance: GradientBalance | None = None,
+        scale: Tensor | None = None,
     ) -> None:
         self.parameter, self.schedule, self.balance = parameter, schedule, balance
+        self._scale = scale
         self.since, self.steps = -1, 0
         self._adam = torch.optim.Adam([parameter], lr=0.0)
 
@@ -105,7 +114,13 @@ class CartridgeProgress:
         norm = torch.nn.utils.clip_grad_norm_([self.parameter], clip)
         for group in self._adam.param_groups:
             group["lr"] = self.lr
+        if self._scale is None:
+            self._adam.step()
+            return norm.item()
+        before = self.parameter.detach().clone()
         self._adam.step()
+        with torch.no_grad():  # Adam's step is proportional to its rate, without weight decay
+            self.parameter.copy_(before.addcmul(self.parameter - before, self._scale))
         return norm.item()
 
     def hold(self) -> HeldProgress:

@@ -22,7 +22,7 @@ from learning.model.decoder import LanguageModel
 from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.loading import base_hash
 from learning.policy_scores import shared_logprobs
-from learning.progress import CartridgeProgress, LearningRateSchedule
+from learning.progress import CartridgeProgress, LearningRateSchedule, tensor_rms
 from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution, score_over
 from learning.snapshot import Snapshots, TrainerSnapshot
@@ -77,10 +77,14 @@ class CartridgeTrainer:
         self._initial = {n: part.detach().clone() for n, part in bank.trainable.items()}
         # What reads hints instead of the cartridges in training: None where those do.
         averages = self._objective.hinted_decay is not None
+        relative = spec.lr_scale == "rms"  # to the untrained cartridge, also after a resume
         once = LearningRateSchedule(spec.lr, spec.warmup_steps, 1)
         self._state = TrainerState(
             bank,
-            {n: CartridgeProgress(p, once, self._balance()) for n, p in bank.trainable.items()},
+            {
+                n: CartridgeProgress(p, once, self._balance(), tensor_rms(p) if relative else None)
+                for n, p in bank.trainable.items()
+            },
             hinted={n: part.clone() for n, part in self._initial.items()} if averages else None,
             # Of GRPO's KL, for objectives with one of our own. Never changed in place.
             reference=dict(self._initial) if self._keeps_reference() else None,

@@ -346,6 +346,11 @@ class TrainSpec(SpecSection):
 
     steps: int = Field(ge=1, description="training steps of the run: rollouts, each trained")
     lr: float = Field(default=0.02, gt=0, description="Adam's learning rate after warm-up")
+    lr_scale: Literal["absolute", "rms"] = Field(
+        default="absolute",
+        description="what train.lr is: a step of every number, or a share of the root mean square "
+        "of the untrained cartridge, each layer's keys and values apart",
+    )
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
     clip: float = Field(default=1.0, gt=0, description="most gradient norm")
     updates_per_rollout: int = Field(default=1, ge=1, description="passes over a step's rollout")

@@ -418,3 +418,19 @@ def test_a_version_that_was_never_published_is_not_kept(
     advance(trainer, llama, make_samples, 2)
     with pytest.raises(PublishError, match=r"version 1 cannot be published: .* has \[\]"):
         trainer.snapshot(1)
+
+
+def test_a_rate_relative_to_the_root_mean_square_moves_each_tensor_by_its_share(
+    twin: Twin, make_samples: MakeSamples
+) -> None:
+    """Adam's first update is the rate in every number with a gradient, whatever its size."""
+    once = CONFIG.model_copy(update={"warmup_steps": 0, "lr_scale": "rms"})
+    trainer = trainer_of(twin, "a", once)
+    before = trainer.bank.trainable["a"].detach().clone()
+    before_rms = before.pow(2).mean(dim=(2, 3, 4)).sqrt()
+    trainer.begin("on_policy", 10)
+    samples = make_samples(("a", 4, 5), seed=0, version=0)
+    teacher = TeacherDistribution(logits=score(twin.model, samples, twin.cached(), 64))
+    trainer.step(samples, teacher, 0)
+    moved = (trainer.bank.trainable["a"].detach() - before).abs().amax(dim=(2, 3, 4))
+    torch.testing.assert_close(moved, 0.02 * before_rms, rtol=1e-3, atol=0)
