@@ -254,7 +254,7 @@ BAD_OVERRIDES = [
      "(generator.block_tokens); round it to 32, 64, ..."),
     ("train.stpes=3",
      "unknown key stpes at --set train.stpes=3 (train.stpes); did you mean steps? known here: "
-     "steps, lr, warmup_steps, clip, updates_per_rollout, minibatches, staleness, seed, "
+     "steps, lr, lr_scale, warmup_steps, clip, updates_per_rollout, minibatches, staleness, seed, "
      "row_tokens, logit_chunk_mb, recompute_layers, shard_base, checkpoint_every, offline_texts, "
      "keep_checkpoints, compose, sampler_gap, "
      "warm_start"),
