@@ -80,8 +80,9 @@ class StudyBench:
         self.names = sorted(self.tasks.patients)
         self._cache = DocumentKVCache(partial(document_kv, self._model), documents, 1 << 30)
         vocabulary = partial(text_ids, learn.model.path)
-        most = self._model.config.max_position_embeddings
-        sources = init_sources(layout.contexts, documents, self._cache, most, vocabulary)
+        sources = init_sources(
+            layout.contexts, documents, self._cache, self._model.longest, vocabulary
+        )
         of = learn.cartridge
         assert of.fresh is not None, "this sets cartridge.init to a name"
         start = CartridgeInit(of.fresh, of.tokens, of.frozen_tokens, learn.train.seed)

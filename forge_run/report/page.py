@@ -21,6 +21,7 @@ from forge_run.report.evaluation import evaluation
 from forge_run.report.frontier import frontier
 from forge_run.report.plots import LINES, PAINT, Curves, Plot, as_percent, by_arm, curve, share_axes
 from forge_run.report.rsa import aggregation
+from forge_run.report.start import start
 from forge_run.report.template import Block, Row, render, shortened
 from forge_run.report.votes import teachers
 from protocols.files import iter_rows, write_atomically
@@ -65,6 +66,7 @@ def write_report(run_path: Path) -> Path:
     samples = _samples(seen.watch(iter_rows(run.episodes)))
     sections = {
         "Arms": _arms(arms, _note(arms, seen)),
+        "Start": start(run.start),
         "Training": _training(metrics, phase_means(events), arms),
         "Rewards": rewards(metrics),
         "Aggregation": aggregation(metrics, results),

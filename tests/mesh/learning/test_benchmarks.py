@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from benchmarks.record import read
+from protocols.spec.start import Init
 
 
 def rows_of(module: str, out: Path, *options: str) -> list[dict[str, Any]]:
@@ -49,3 +50,14 @@ def test_a_step_reads_its_document_once(tmp_path: Path) -> None:
     assert long["theirs"].keys() == needed | {"old log-probabilities"}
     assert long["ours"].keys() == needed
     assert plot.read_text().count("<svg") == 1
+
+
+def test_every_start_is_trained_and_asked_the_same_questions(tmp_path: Path) -> None:
+    small = {"data.patients": 2, "rollout.prompts": 4, "evaluate.questions": 4}
+    small |= {"train.steps": 1, "train.warmup_steps": 1}
+    sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    rows = rows_of("benchmarks.accuracy", tmp_path / "starts.json", "initialization", *sets)
+    assert [row["init"] for row in rows] == list(get_args(Init))
+    for row in rows:
+        assert row["untrained"]["n"] == row["trained"]["n"] == 4
+        assert row["first_kl"] == row["last_kl"] > 0  # of one step

@@ -63,6 +63,27 @@ def test_the_routers_share_stands_under_the_arms(tmp_path: Path) -> None:
     assert any(line.startswith("routed | 21.0%") for line in lines)
 
 
+def test_the_start_is_shown_with_the_runs_behind_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_report(run.path)
+    assert "Start" not in re.findall(r"<h2>(.*?)</h2>", run.report.read_text(encoding="utf-8"))
+    before = {"from": "ward.pt", "sha256": "0" * 64, "tokens": 24, "frozen": 1, "source": {}}
+    source = {"run": "r1", "checkpoint": "version-000180", "step": 180, "start": before}
+    record = {
+        "patient_01": {"from": "runs/r1/checkpoints/version-000180", "sha256": "1" * 64,
+                       "tokens": 28, "frozen": 1, "source": source},
+        "patient_02": {"init": "first_tokens"},
+    }  # fmt: skip
+    run.start.write_text(json.dumps(record))
+    write_report(run.path)
+    lines = Page(run.report.read_text(encoding="utf-8")).lines
+    assert lines[lines.index("Start") + 1 :][:3] == [
+        "from runs/r1/checkpoints/version-000180 (step 180, 28 tokens, 1 frozen): patient_01",
+        "by first_tokens: patient_02",
+        "patient_01 came from r1/version-000180 after ward.pt",
+    ]
+
+
 def test_ids_are_unique_and_every_reference_lands(html: str) -> None:
     page = Page(html)
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
