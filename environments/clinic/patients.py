@@ -144,17 +144,31 @@ def longhealth_record(
 
 
 def generate_clinic(
-    seed: int, patients: int, facts: int, notes: int, questions_per_fact: int = 1
+    seed: int,
+    patients: int,
+    facts: int,
+    notes: int,
+    questions_per_fact: int = 1,
+    own_fields: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Return a clinic as LongHealth's top-level object `{"patient_01": {...}, ...}`.
 
     It is deterministic in its arguments, in every process. Patient k does not depend on the number
-    of patients after it.
+    of patients after it. With `own_fields` no two patients have a fact about the same field; raises
+    DataError where there are too few.
     """
+    fields = words.FIELDS
+    if own_fields:
+        if patients * facts > len(fields):
+            raise DataError(
+                f"data.own_fields needs data.patients x data.facts <= {len(fields)} (the fields "
+                f"there are): got {patients} x {facts}; lower one of them"
+            )
+        fields = tuple(random.Random(f"clinic/{seed}/fields").sample(fields, len(fields)))
     clinic = {}
     for index in range(1, patients + 1):
         rng = random.Random(f"clinic/{seed}/{index}")
-        clinic[f"patient_{index:02d}"] = longhealth_record(
-            draw_chart(rng, facts, notes), rng, questions_per_fact
-        )
+        own = fields[facts * (index - 1) : facts * index] if own_fields else fields
+        chart = draw_chart(rng, facts, notes, fields=own)
+        clinic[f"patient_{index:02d}"] = longhealth_record(chart, rng, questions_per_fact)
     return clinic

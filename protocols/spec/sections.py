@@ -101,6 +101,11 @@ class DataSpec(SpecSection):
     questions_per_fact: int = Field(
         1, ge=1, description="questions about each fact of a generated patient, options differ"
     )
+    own_fields: bool = Field(
+        default=False,
+        description="whether no two generated patients have a fact about the same field, so that a "
+        "question is about one of them alone",
+    )
     held_out: float = Field(
         gt=0, le=1, description="share of the questions kept for evaluation, in (0, 1]"
     )

@@ -81,8 +81,9 @@ def read_patients(data: DataSpec) -> list[Patient]:
         assert data.facts is not None
         assert data.notes is not None
         clinic = generate_clinic(
-            data.seed, data.patients, data.facts, data.notes, data.questions_per_fact
-        )
+            data.seed, data.patients, data.facts, data.notes, data.questions_per_fact,
+            data.own_fields,
+        )  # fmt: skip
         patients = parse_patients(clinic, f"the clinic of seed {data.seed}")
     if len(patients) < data.patients:
         raise DataError(

@@ -61,6 +61,16 @@ def test_seeds_and_patients_differ() -> None:
     assert len(charts) == 25
 
 
+def test_patients_with_own_fields_share_none() -> None:
+    clinic = generate_clinic(5, 5, 11, 2, own_fields=True)
+    fields = [field_of(q) for record in clinic.values() for q in record["questions"]]
+    assert sorted(fields) == sorted(FIELDS)
+    few = generate_clinic(5, 3, 11, 2, own_fields=True)
+    assert list(few.items()) == list(clinic.items())[:3]
+    with pytest.raises(DataError, match=r"<= 55 \(the fields there are\): got 4 x 14; lower one"):
+        generate_clinic(5, 4, 14, 2, own_fields=True)
+
+
 def test_a_note_reads_like_this() -> None:
     note = ClinicalNote(
         department="cardiology",
