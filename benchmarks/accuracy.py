@@ -1,14 +1,17 @@
-"""Accuracy of cartridges trained on policy: by where training starts, or composed with another's.
+"""Accuracy of cartridges trained on policy, by where training starts or composed with another's;
+and of the model itself with several documents before it.
 
-    python -m benchmarks.accuracy initialization [MESH] [--seeds 1] [--set key.path=value]...
+    python -m benchmarks.accuracy initialization [MESH] [--init NAME]... [--seeds 1] [--set ...]...
     python -m benchmarks.accuracy composition [MESH] [--share 0.5] [--set key.path=value]...
+    python -m benchmarks.accuracy together [MESH] [--set key.path=value]...
 
 Runs of the mesh's config in this process, of one thread: the same prompts, draws, scores and steps
 as `forge-run` with the same config. `--out` says where the record is written.
 
-initialization: a run for each `cartridge.init` and `train.seed`, and nothing else different. The
-first seed is the config's. Intervals are Wilson's over all questions of all seeds; the same
-questions are asked with every seed, so they are narrower than independent questions would give.
+initialization: a run for each `cartridge.init`, or those of `--init`, and `train.seed`, and nothing
+else different. The first seed is the config's. Intervals are Wilson's over all questions of all
+seeds; the same questions are asked with every seed, so they are narrower than independent questions
+would give.
 
 composition: a run without `train.compose` and one with it; then the same held-out questions over
 the document's cartridge alone [A], with the next document's behind [A, B] or before it [B, A]. Keys
@@ -17,6 +20,10 @@ documents' own KV are composed as well: what composing costs where nothing was t
 does not say whose chart it is about: those that B has too, word for word, nobody can answer over
 both, and they stand in rows of their own. Intervals are Wilson's; the questions are the same in all
 rows of a kind.
+
+together: nothing is trained. The model answers the held-out questions, which name their patient,
+with its chart and the next ones before them, read as one text in the documents' order: whether the
+model finds one chart's answer among several.
 """
 
 from __future__ import annotations
@@ -50,6 +57,7 @@ from protocols.train_batch import TrainBatch
 from protocols.types import GenerateRequest, PrefixRef, composed_ref
 from training.recipes.longhealth import measure
 from training.recipes.longhealth_prompts import LongHealthQuestion, open_prompts
+from training.recipes.study_prompts import context_ref
 from training.rollouts import as_rollout
 
 # The order of prefixes, from a ring of documents that starts with the question's own.
@@ -176,7 +184,7 @@ def initialization(options: argparse.Namespace) -> Iterator[Any]:
     """Print a row for each initialization; yields its runs."""
     print("| init | untrained | trained | doc_kl, first step | last five |\n|---|---|---|---|---|")
     first = load_spec(options.mesh, sets=options.set).spec.learn.train.seed
-    for init in get_args(Init):
+    for init in options.init or get_args(Init):
         seeds = range(first, first + options.seeds)
         runs = [started(options.mesh, options.set, init, seed) for seed in seeds]
         arms = (share([run[arm] for run in runs]) for arm in ("untrained", "trained"))
@@ -236,7 +244,25 @@ def composition(options: argparse.Namespace) -> Iterator[Any]:
         yield from rows(study, f"trained, compose {compose:g}", "cartridge")
 
 
-KINDS = {"initialization": initialization, "composition": composition}
+def together(options: argparse.Namespace) -> Iterator[Any]:
+    """Print and yield the right answers with 1, 2, ... charts before each question."""
+    sets = [*options.set, "data.name_document=always"]
+    study = StudyBench(load_spec(options.mesh, sets=sets).spec.learn)
+    exams, names = study.tasks.exams, study.names
+    plain = study.tasks.exam_requests(exams, "bench", "document", 0, False)
+    print("| charts before a question | right |\n|---|---|")
+    for count in range(1, len(names) + 1):
+        requests = []
+        for exam, request in zip(exams, plain, strict=True):
+            first = names.index(exam.question.patient)
+            read = sorted([*names[first:], *names[:first]][:count])
+            requests.append(replace(request, prefix=context_ref(read)))
+        found = study.ask(exams, requests)
+        told(str(count), share([found]))
+        yield {"charts": count, **vars(found)}
+
+
+KINDS = {"initialization": initialization, "composition": composition, "together": together}
 
 if __name__ == "__main__":
     benchmark(
@@ -245,6 +271,7 @@ if __name__ == "__main__":
         {
             "of": {"choices": KINDS},
             "mesh": {"nargs": "?", "default": "meshes/longhealth.yaml"},
+            "--init": {"action": "append", "choices": get_args(Init), "default": []},
             "--seeds": 1,
             "--share": 0.5,
             "--set": {"action": "append", "default": []},

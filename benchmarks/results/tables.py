@@ -20,12 +20,14 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.results import records
+from benchmarks.results.corpus_tables import seeds, shared_facts
 from protocols.files import REPOSITORY
 from protocols.records.intervals import wilson_interval
 from training.evaluation.comparison import AnswerSource, compare_groups, grouped
 
 PAGES = (
     "README.md",
+    "docs/corpus.md",
     *(f"docs/explanation/{name}.md" for name in (
         "cartridges", "channels", "compression", "on_policy", "performance", "results", "rsa",
         "scaling", "test_time_compute",
@@ -150,6 +152,8 @@ TABLES: dict[str, Callable[[str], Lines]] = {
     "differences": differences,
     "training": training,
     "frontier": frontier,
+    "shared_facts": lambda names: table(*shared_facts(names)),
+    "seeds": lambda folder: table(*seeds(folder)),
 }
 
 

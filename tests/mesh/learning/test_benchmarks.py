@@ -61,3 +61,11 @@ def test_every_start_is_trained_and_asked_the_same_questions(tmp_path: Path) -> 
     for row in rows:
         assert row["untrained"]["n"] == row["trained"]["n"] == 4
         assert row["first_kl"] == row["last_kl"] > 0  # of one step
+
+
+def test_the_model_alone_is_asked_with_one_chart_and_with_two(tmp_path: Path) -> None:
+    """The shipped reader has the answer in one chart."""
+    sets = [word for key in ("data.patients=2", "evaluate.questions=20") for word in ("--set", key)]
+    one, two = rows_of("benchmarks.accuracy", tmp_path / "together.json", "together", *sets)
+    assert (one["charts"], two["charts"], one["n"], two["n"]) == (1, 2, 20, 20)
+    assert one["right"] >= 18 > two["right"]

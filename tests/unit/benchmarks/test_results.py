@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.results import records, tables
+from benchmarks.results.corpus_tables import seeds, shared_facts
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY, iter_rows, json_lines
 from protocols.records.answers import Answer, to_row
@@ -103,3 +105,50 @@ def test_a_run_that_did_not_finish_is_refused(tmp_path: Path) -> None:
         records.collect(run, "x", "", tmp_path)
     with pytest.raises(SpecError, match="name a finished run"):
         records.collect(tmp_path, "x", "", tmp_path)
+
+
+def answered(document: str, fact: str, expected: str, said: str, arm: str = "on_policy") -> Any:
+    text = f"the chart says {fact} {said}. the answer is {said}."
+    return {
+        "arm": arm, "sampled": False, "fact": fact, "document": document, "expected": expected,
+        "text": text, "right": float(said == expected),
+    }  # fmt: skip
+
+
+def test_answers_are_counted_by_the_charts_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sodium is in two charts, where b gets a's value; both charts of the ward say the same."""
+    kept = [
+        answered("a", "sodium", "41", "41"), answered("b", "sodium", "52", "41"),
+        answered("a", "ward", "east", "east"), answered("b", "ward", "east", "west"),
+        answered("a", "surgeon", "weber", "weber"), answered("a", "surgeon", "weber", "xu"),
+        answered("a", "surgeon", "weber", "xu", arm="none"),
+    ]  # fmt: skip
+    monkeypatch.setattr(records, "rows", lambda name, file: iter(kept))
+    heads, body = shared_facts("one,two")
+    assert heads[3:] == ["one: right", "one: another chart's", "two: right", "two: another chart's"]
+    one, two = body
+    assert one[:3] == ["1", "2", "100.0%"]
+    assert one[4] == "0.0%"
+    assert two[:3] == ["2", "4", "50.0%"]
+    assert two[3].startswith("50.0% (")
+    assert two[4] == "25.0%"
+
+
+def test_seeds_stand_side_by_side_with_their_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5 and 1.0 would have 0.75 -+ 12.706 * 0.35355 / sqrt(2)."""
+    for name in ("own_fields-400", "own_fields-401", "whole-400"):
+        (tmp_path / "study" / name).mkdir(parents=True)
+    right = [answered("a", "sodium", "41 mmol", "41 mmol")]
+    wrong = [answered("a", "sodium", "41 mmol", "40 mmol")]
+    kept = {"own_fields-400": right + wrong, "own_fields-401": right, "whole-400": wrong}
+    monkeypatch.setattr(records, "HOME", tmp_path)
+    monkeypatch.setattr(records, "rows", lambda name, file: iter(kept[name.split("/")[1]]))
+    assert seeds("study") == (
+        ["", "400", "401", "mean", "95% interval"],
+        [
+            ["own fields: on policy", "50.0%", "100.0%", "75.0%", "0.0% to 100.0%"],
+            ["whole: on policy", "0.0%", "", "0.0%", ""],
+        ],
+    )
