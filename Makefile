@@ -11,13 +11,14 @@ VERIFIERS := verifiers==0.4.0
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(subst ==,-,$(VERIFIERS))
 PIP_OPTIONS ?=
+PINNED := -c constraints.txt
 BENCH ?=
 BASE ?= 9fc9f6f
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-prometheus run run-vllm serve test test-fast test-all bench-against \
-        lint format proto proto-release k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean
+        lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -33,10 +34,10 @@ $(BIN)/python:
 # torchstore 0.1.2 pins a torch that nothing else here can use: installed last, without its
 # dependencies (docs/adr/0002-tensor-plane.md). openenv 0.10.0 pins a fastmcp that vLLM's mcp cannot
 # stand beside; a newer one, in pyproject.toml, serves it as well. reasoning-gym pins an old tabulate.
-$(STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q $(PIP_OPTIONS) torch==2.13.0
-	$(BIN)/python -m pip install -q $(PIP_OPTIONS) -e '.[dev]'
-	$(BIN)/python -m pip install -q $(PIP_OPTIONS) --no-deps torchstore==0.1.2 openenv==0.10.0 \
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q $(PIP_OPTIONS) $(PINNED) torch==2.13.0
+	$(BIN)/python -m pip install -q $(PIP_OPTIONS) $(PINNED) -e '.[dev]'
+	$(BIN)/python -m pip install -q $(PIP_OPTIONS) $(PINNED) --no-deps torchstore==0.1.2 openenv==0.10.0 \
 	  reasoning-gym==0.1.25
 	@touch $@
 
@@ -46,19 +47,19 @@ install-vllm: $(VLLM_STAMP) ## add vLLM to .venv, for generator.backend vllm (VL
 # for torchvision and its like, whose wheels do not load beside a CPU torch and then break
 # transformers' imports; vLLM runs without them.
 $(VLLM_STAMP): $(STAMP)
-	$(BIN)/python -m pip install -q $(PIP_OPTIONS) $(VLLM) -e '.[dev]'
+	$(BIN)/python -m pip install -q $(PIP_OPTIONS) $(PINNED) $(VLLM) -e '.[dev]'
 	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
 install-verifiers: $(VERIFIERS_STAMP) ## make .venv-verifiers, for tasksets of verifiers
 
 # verifiers 0.4.0 needs openai < 3, and ours is newer: a Python of its own, spoken to over a pipe.
-$(VERIFIERS_STAMP):
+$(VERIFIERS_STAMP): constraints-verifiers.txt
 	rm -rf $(VERIFIERS_VENV)
 	$(PYTHON) -m venv $(VERIFIERS_VENV) || { rm -rf $(VERIFIERS_VENV); \
 	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
 	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(VERIFIERS_VENV); }
-	$(VERIFIERS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) $(VERIFIERS)
+	$(VERIFIERS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-verifiers.txt $(VERIFIERS)
 	@touch $@
 
 # Prometheus and promtool, for the tests: two binaries out of Debian's package, unpacked and not
@@ -107,6 +108,16 @@ lint: install k8s-check ## ruff, types, the layers contract, and k8s-check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy actors deploy documents environments forge_run learning protocols registry services serving strategies teachers training tests/manifest_checks
 	$(BIN)/lint-imports
+
+# After a change of pyproject.toml's pins. A local version (+cpu) is the index's, not the package's.
+FROZEN = -m pip freeze --exclude-editable | sed -E '/^(-e|#)/d; s/\+[a-z0-9.]+$$//' | tr 'A-Z_' 'a-z-' | LC_ALL=C sort
+constraints: ## pin in constraints*.txt every package that is installed now
+	{ sed -n '/^#/p' constraints.txt; $(BIN)/python $(FROZEN); } > .constraints && mv .constraints constraints.txt
+	{ sed -n '/^#/p' constraints-verifiers.txt; $(VERIFIERS_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-verifiers.txt
+
+sbom: install ## write sbom.json: every installed package with its licence, as CycloneDX
+	$(BIN)/cyclonedx-py environment --output-reproducible --of JSON -o sbom.json $(BIN)/python
 
 format: install ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

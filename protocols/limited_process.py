@@ -32,6 +32,7 @@ from protocols.files import REPOSITORY
 from protocols.secrets import confined
 
 START_SECONDS = 120.0  # torch takes 3 s to import on an idle core
+SHARE = 6  # a file's numbers are held as read, as joined and as copied, each perhaps in float32
 READY, REPLY = b"ready", 64 * 1024**2
 
 
@@ -45,6 +46,10 @@ class ProcessLimits:
     memory: int = 1024**3
     file_bytes: int = 0
     reply_bytes: int = REPLY
+
+
+class BrokenLimitError(DataError):
+    """Report input that takes more than a limit allows: "takes ...; leave it out"."""
 
 
 class LimitedProcess:
@@ -67,24 +72,27 @@ class LimitedProcess:
     ) -> None:
         self.end()
 
-    def call(self, request: Mapping[str, Any], data: bytes = b"") -> Any:
-        """Return the function's result. Raises DataError as the function does, and where it breaks
-        a limit; RunError where the process does not start."""
+    def call(self, request: Mapping[str, Any], data: bytes = b"", size: int = 0) -> Any:
+        """Return the function's result; `size` bytes of a file allow SHARE times as much memory
+        more. Raises DataError as the function does, BrokenLimitError where it breaks a limit, and
+        RunError where the process does not start."""
         limits = self._limits
         with self._lock:
             channel = self._channel or self._start()
             try:
-                channel.send_bytes(json.dumps(request).encode())
+                channel.send_bytes(json.dumps([request, size]).encode())
                 channel.send_bytes(data)
                 if not channel.poll(limits.wall_s):
-                    raise DataError(f"takes longer than {limits.wall_s:g} s to read; leave it out")
+                    raise BrokenLimitError(
+                        f"takes longer than {limits.wall_s:g} s to read; leave it out"
+                    )
                 reply = json.loads(channel.recv_bytes(limits.reply_bytes))
-            except DataError:
+            except BrokenLimitError:
                 self.end()
                 raise
             except (OSError, EOFError, ValueError) as error:
                 self.end()
-                raise DataError(
+                raise BrokenLimitError(
                     f"takes more than {limits.cpu_s:g} s of processor time or {limits.memory:,} "
                     "bytes of memory to read, or holds too much; leave it out"
                 ) from error
@@ -124,8 +132,9 @@ class LimitedProcess:
         return ours
 
 
-def _limit(limits: ProcessLimits) -> None:
-    """Give this process so much more processor time, and memory beyond that of its imports."""
+def _limit(limits: ProcessLimits, memory: int) -> None:
+    """Give this process so much more processor time, and `memory` bytes in all."""
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.RLIM_INFINITY))
     used = math.ceil(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) + limits.cpu_s)
     resource.setrlimit(resource.RLIMIT_CPU, (used, resource.RLIM_INFINITY))
 
@@ -139,7 +148,6 @@ def main(descriptor: str, function: str, limits_text: str) -> None:
     status = Path("/proc/self/status").read_text()
     held = int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1])
     for kind, most in (
-        (resource.RLIMIT_DATA, held * 1024 + limits.memory),
         (resource.RLIMIT_FSIZE, limits.file_bytes),
         (resource.RLIMIT_CORE, 0),
     ):
@@ -147,10 +155,10 @@ def main(descriptor: str, function: str, limits_text: str) -> None:
     channel.send_bytes(READY)
     while True:
         try:
-            request, data = json.loads(channel.recv_bytes()), channel.recv_bytes()
+            (request, size), data = json.loads(channel.recv_bytes()), channel.recv_bytes()
         except EOFError:
             return
-        _limit(limits)
+        _limit(limits, held * 1024 + limits.memory + SHARE * size)
         try:
             reply = {"result": called(request, data)}
         except DataError as error:

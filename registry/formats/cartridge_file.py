@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from protocols.errors import DataError
 
+HEADER_BYTES = 4 * 1024**2  # of a safetensors file: one tensor, its label and its source
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 POST_ROPE = "post-rope"
 
@@ -125,6 +127,21 @@ class CartridgeFile:
         """Return the cartridge with `source` merged into its provenance."""
         facts = replace(self.facts, source={**self.facts.source, **source})
         return replace(self, facts=facts)
+
+
+def require_small_header(file: Path) -> None:
+    """Raise DataError where a safetensors file says that its header, JSON that is parsed as a
+    whole, has more than HEADER_BYTES. A file that is too short is its reader's to refuse."""
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+    except OSError:
+        return
+    if HEADER_BYTES < size <= file.stat().st_size:
+        raise DataError(
+            f"the header of {file.name} says it has {size:,} bytes, and a cartridge's has at most "
+            f"{HEADER_BYTES:,}: this is no safetensors file of a cartridge; fetch it again"
+        )
 
 
 def labelled(kv: Tensor, label: str, frozen: int | None = None) -> CartridgeFile:

@@ -23,7 +23,12 @@ from safetensors.torch import save_file
 
 from protocols.errors import DataError
 from protocols.files import sha256_of
-from registry.formats.cartridge_file import CartridgeFile, Provenance, labelled
+from registry.formats.cartridge_file import (
+    CartridgeFile,
+    Provenance,
+    labelled,
+    require_small_header,
+)
 
 FILE, MANIFEST = "cartridge.safetensors", "manifest.json"
 SCHEMA = 2
@@ -93,6 +98,7 @@ def write_file(cartridge: CartridgeFile, file: Path) -> None:
 def read_file(file: Path) -> CartridgeFile:
     """Read a safetensors file with one tensor "kv". In a foreign file's header `base_config_sha256`
     is the base model's; the other entries become `source`. Raises DataError."""
+    require_small_header(file)
     try:
         with safe_open(file, framework="pt") as opened:
             names = list(opened.keys())

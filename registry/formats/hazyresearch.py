@@ -11,7 +11,7 @@ HazyResearch's code read such a file, and so does Tokasaurus. Without frozen tok
 tensors [1, H_kv, 0, D]: their own `save` writes an empty list, which their own loader refuses.
 
 A pickle can run any code when it is loaded plainly. `torch.load(weights_only=True)` builds tensors,
-containers and ParameterLists, and refuses all else by name. `read` verifies the zip's checksums
+containers and ParameterLists, and refuses all else by name. `parse` verifies the zip's checksums
 first, because torch does not.
 """
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import pickle
 import zipfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,9 +28,15 @@ from torch import Tensor
 from torch.nn import Parameter, ParameterList
 
 from protocols.errors import DataError
+from protocols.limited_process import BrokenLimitError, LimitedProcess, ProcessLimits
+from registry.formats import forge
 from registry.formats.cartridge_file import DTYPES, CartridgeFile, labelled
 
 LABEL = "forge"
+PROCESS = LimitedProcess(
+    "registry.formats.pickle_process:convert",
+    ProcessLimits(cpu_s=60, wall_s=300, memory=2**29, file_bytes=2**36),
+)
 SPELLINGS = ("frozen", "fixed")
 
 
@@ -49,7 +56,20 @@ def save(cartridge: CartridgeFile, file: Path) -> None:
 
 
 def read(path: Path) -> CartridgeFile:
-    """Read a `.pt` of either spelling. Raises DataError; nothing in the file is ever executed."""
+    """Read a `.pt` of either spelling in a process with limits: a pickle of some hundred bytes can
+    ask for years of hashing. Raises DataError; nothing in the file is ever executed."""
+    with TemporaryDirectory(prefix="forge-pt-") as made:
+        file = Path(made) / forge.FILE
+        asked = {"path": str(path.absolute()), "into": str(file)}
+        try:
+            PROCESS.call(asked, size=path.stat().st_size)
+        except BrokenLimitError as error:
+            raise _refused(path, f"it {error}") from None
+        return forge.read_file(file)
+
+
+def parse(path: Path) -> CartridgeFile:
+    """Read a `.pt` in this process. Raises DataError."""
     state, size = _load(path), path.stat().st_size
     learned = {kind: _layers(state, f"trainable_{kind}", size) for kind in ("keys", "values")}
     kept = _kept(state, size)

@@ -18,7 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from protocols.errors import DataError
-from registry.formats.cartridge_file import CartridgeFile, Provenance, labelled
+from registry.formats.cartridge_file import (
+    CartridgeFile,
+    Provenance,
+    labelled,
+    require_small_header,
+)
 
 CONFIG, WEIGHTS, TENSOR = "adapter_config.json", "adapter_model.safetensors", "prompt_embeddings"
 PICKLE = "adapter_model.bin"
@@ -57,6 +62,7 @@ def read(path: Path) -> CartridgeFile:
         _size(config, key)
         for key in ("num_layers", "num_attention_heads", "num_virtual_tokens", "token_dim")
     )
+    require_small_header(path / WEIGHTS)
     try:
         with safe_open(path / WEIGHTS, framework="pt") as opened:
             names = list(opened.keys())
