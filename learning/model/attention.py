@@ -77,7 +77,7 @@ def over_prefixes(
     """Join attention `out` [M, H_q, D], with the log of its sums of exponentials [M, H_q], with
     that of the queries over their prefixes; `mask` gives what is added to a prefix's scores."""
     if not any(kv.shape[2] for kv in prefixes):
-        return out, sums
+        return out.to(q.dtype), sums
     parts = []
     for c, ((first, stop), kv) in enumerate(zip(spans, prefixes, strict=True)):
         if not kv.shape[2] or first == stop:
@@ -88,8 +88,8 @@ def over_prefixes(
         parts.append((read[0].transpose(0, 1), of[0].transpose(0, 1)))
     read, read_sums = (torch.cat(x) for x in zip(*parts, strict=True))
     both = torch.logaddexp(sums, read_sums)
-    share = (read_sums - both).exp()[..., None].to(out.dtype)
-    return torch.lerp(out, read, share), both
+    share = (read_sums - both).exp()[..., None]
+    return torch.lerp(_wide(out), _wide(read), share).to(q.dtype), both  # rounded once
 
 
 def _padded(block: Block, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -151,6 +151,10 @@ def window_mask(positions: Tensor, seen: int, window: int, dtype: torch.dtype) -
     return _added(behind >= window, dtype)[None, None]
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, UNSEEN)
 
@@ -175,15 +179,16 @@ def _in_memory(
     shared, seen = k.shape[1:3]
     if q.device.type == "cuda" and 4 * rows * heads * queries * seen > SCORE_BYTES:
         return flex_attention_over(q, k, v, mask, causal, scale)
-    asked = (q * scale).reshape(rows, shared, -1, size)  # query heads of a key head together
-    scores = (asked @ k.transpose(-1, -2)).float().view(rows, heads, queries, seen)
+    # In float32 throughout: a product of bfloat16 is rounded to bfloat16, a score of 8 by 0.03.
+    asked = (_wide(q) * scale).reshape(rows, shared, -1, size)  # query heads of a key head together
+    scores = (asked @ _wide(k).transpose(-1, -2)).view(rows, heads, queries, seen)
     if causal:
         later = torch.ones(queries, seen, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, UNSEEN)
     if mask is not None:
         scores = scores + mask
-    weights = scores.softmax(-1).to(v.dtype).view(rows, shared, -1, seen)
-    return (weights @ v).view(q.shape), scores.logsumexp(-1)
+    weights = scores.softmax(-1).view(rows, shared, -1, seen)
+    return (weights @ _wide(v)).view(q.shape), scores.logsumexp(-1)
 
 
 class _OnCPU(torch.autograd.Function):
