@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from actors.base import VLLM_REMEDY, gpus_here, missing_vllm
+from deploy.manifests.devices import GB, device_loads
+from deploy.manifests.sizing import known_size
+from forge_run.formatting import bytes_text
 from protocols.secrets import secret_text
 from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.learn import LearnSpec
@@ -73,6 +76,23 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
             remedy = "use 0, or install a torch built for CUDA and check nvidia-smi"
             yield gpus, role.gpus, NO_GPU, remedy
     yield from vllm_faults(generator.backend)
+    yield from _device_faults(spec)
+
+
+def _device_faults(spec: RunSpec) -> Iterator[Fault]:
+    """Yield a fault for each GPU of the host that would hold more than it has."""
+    gpus, size = spec.mesh.gpus, known_size(spec.learn.model)
+    if gpus is None or size is None:
+        return
+    for load in device_loads(spec, size):
+        if load.held > gpus.gb * GB:
+            of = ", ".join(f"{role} {bytes_text(count)}" for role, count in load.processes)
+            why = f"GB are less than GPU {load.device} would hold, {bytes_text(load.held)} ({of})"
+            remedy = (
+                "lower objective.micro_tokens, teacher.max_kv_bytes or generator.kv_gib, set "
+                "train.recompute_layers, or use more GPUs"
+            )
+            yield "gpus.gb", gpus.gb, why, remedy
 
 
 def vllm_faults(backend: str) -> Iterator[Fault]:

@@ -14,6 +14,8 @@ from actors.model_actors import DocTeacherActor, GeneratorActor, SDPOTeacherActo
 from actors.rsa_aggregator import RSAAggregatorActor
 from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
+from deploy.manifests.devices import with_share
+from deploy.manifests.sizing import known_size
 from protocols.secrets import LOCAL_KEY
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import HINTED_TEACHER, MODEL_ROLES, RoleSpec, RunSpec
@@ -87,7 +89,8 @@ def role_arguments(
     if name == "generator":
         # The version being sampled, and the versions that earlier rollouts are pinned to.
         held = (base, end_ids, learn.train.staleness + 2)
-        return (*held, learn.generator) if learn.generator.backend == "vllm" else held
+        size = known_size(learn.model)
+        return (*held, with_share(spec, size)) if learn.generator.backend == "vllm" else held
     top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
     if name == "doc_teacher":
         return (base, learn.train.row_tokens, top, learn.objective.grpo.asks_document)

@@ -271,7 +271,10 @@ class VllmEngine:
 
 def engine_arguments(path: str, dtype: str, spec: GeneratorSpec) -> EngineArgs:
     """Return vLLM's arguments for a replica of this spec."""
+    # Although kv_cache_memory_bytes is given, vLLM demands this share of the GPU to be free.
+    share = {} if spec.gpu_share is None else {"gpu_memory_utilization": spec.gpu_share}
     return EngineArgs(
+        **share,
         model=path,
         dtype=dtype,
         skip_tokenizer_init=True,  # token ids in, token ids out

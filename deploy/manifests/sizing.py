@@ -22,9 +22,11 @@ PROCESS_BYTES = 1 * GIB  # an interpreter with torch, transformers and Monarch
 TRAINER_BYTES = 16  # per trainable number: float32 master, gradient and Adam's two moments
 STATE_BYTES = 12  # per trainable number of a checkpoint: master and moments
 FLOAT = 4
-SCORE_BYTES = 256 * 2**20  # of one layer's scores at a time: learning.model.attention's bound
-SCORE_COPIES = 6  # of a chunk, float32: scores, joined, weights, and their gradients
+SCORE_BYTES = 256 * 2**20  # of a chunk's scores: learning.model.kernels' bound
+READ_COPIES = 2  # of a chunk, float32: scores and weights
+TRAINED_COPIES = 4  # in the backward pass their gradients as well
 LOSS_COPIES = 3  # of the logits, float32: themselves, their log-softmax and its gradient
+LOGIT_BYTES = 256 * 2**20  # a teacher's logits at a time: learning.scoring's bound
 HEADROOM = 1.25  # for the allocator's cache, and for uncounted memory
 
 
@@ -73,17 +75,18 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class PackedShape:
-    """Hold the packed rows of one forward: `PackedShape(8, 712, 4096)` has 8 rows of 712 tokens,
-    and logits for 4,096 of them."""
+class FlatShape:
+    """Hold the flat tokens of one forward: `FlatShape(8, 712, 4096, 8)` has 8 sequences of 712
+    tokens over 8 prefixes, and predicts 4,096 of the tokens."""
 
-    rows: int
-    width: int
+    sequences: int
+    each: int
     responses: int
+    prefixes: int
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.width
+        return self.sequences * self.each
 
 
 @dataclass(frozen=True)
@@ -110,22 +113,20 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
         return MemoryNeeds((weights, *_generator(spec, size)), staging=published_bytes(learn, size))
     if name == "trainer":
         ranks = spec.mesh.roles.trainer.procs
-        return _trainer(learn, size, step_rows(learn, ranks), ranks)
-    rows = step_rows(learn)
+        return _trainer(learn, size, trained_tokens(learn, ranks), ranks)
+    flat = step_tokens(learn)
     prefix = learn.cartridge.tokens
     held = ("cartridge versions", _read_bytes(learn, size) * _sets(learn))
     if name == "doc_teacher":
         prefix = learn.data.document_tokens or prefix
-        held = ("document KV", document_bytes(learn, size))
-    stacked = min(rows.rows, learn.data.patients) * prefix * size.kv_token
-    scoring = held_score_bytes(size, rows, prefix) // size.shape.layers  # one layer at a time
-    if is_chunked(size, rows, prefix):
-        scoring = SCORE_COPIES // 2 * SCORE_BYTES  # a teacher needs no gradients
-    logits = rows.responses * size.shape.vocab * FLOAT
+        # A step's documents are held together, beyond the cache's bound where they exceed it.
+        together = flat.prefixes * prefix * size.kv_token
+        held = ("document KV", max(document_bytes(learn, size), together))
+    logits = min(flat.responses * size.shape.vocab * FLOAT, LOGIT_BYTES)
     return MemoryNeeds(
-        (weights, held, ("prefixes of a step", stacked), ("attention scores", scoring),
-         ("logits", logits)),
-        staging=scores_bytes(learn, size, rows)
+        (weights, held, ("attention scores", READ_COPIES * score_bytes(size, flat, prefix)),
+         ("logits", LOSS_COPIES * logits)),
+        staging=scores_bytes(learn, size, flat)
         + (spilled_bytes(learn, size) if name == "doc_teacher" else 0),
     )  # fmt: skip
 
@@ -143,21 +144,24 @@ def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
     return (*held, ("KV of samples", tokens * size.kv_token), ("logits", logits))
 
 
-def _trainer(learn: LearnSpec, size: ModelSize, rows: PackedShape, ranks: int) -> MemoryNeeds:
+def _trainer(learn: LearnSpec, size: ModelSize, flat: FlatShape, ranks: int) -> MemoryNeeds:
     """Size one rank: only the base model, where it is sharded, and the batch are divided."""
     numbers = trainable_numbers(learn, size)
     one = learn.cartridge.tokens * size.kv_values * FLOAT
     bank = learn.cartridges * one
+    narrowed = one // FLOAT * size.value_bytes if size.value_bytes < FLOAT else 0
+    logits = min(flat.responses * size.shape.vocab * FLOAT, learn.train.logit_chunk_mb * 2**20)
+    again = learn.train.recompute_layers
     items = (
         ("weights", _held_weights(size, ranks) if learn.train.shard_base else size.weights),
         ("cartridges, gradient, Adam", numbers * TRAINER_BYTES),
         ("untrained cartridges", numbers * FLOAT),  # the next arm starts from them
         ("cartridges that read hints", numbers * FLOAT * (_sets(learn) - 1)),
-        ("prefixes of a step", touched_cartridges(learn) * one),
+        ("prefixes of a forward", flat.prefixes * (one + narrowed)),
         ("snapshots", _versions_bytes(learn, size, learn.train.staleness + 1) * _sets(learn)),
-        ("activations", activation_bytes(size, rows)),
-        ("attention scores", held_score_bytes(size, rows, learn.cartridge.tokens)),
-        ("logits", LOSS_COPIES * rows.responses * size.shape.vocab * FLOAT),
+        ("activations", activation_bytes(size, flat, again)),
+        ("attention scores", TRAINED_COPIES * score_bytes(size, flat, learn.cartridge.tokens)),
+        ("logits", LOSS_COPIES * logits),
     )
     documents = learn.data.patients * (learn.data.document_tokens or 0) * size.kv_token
     used = tuple((what, count) for what, count in items if count)
@@ -173,40 +177,27 @@ def _held_weights(size: ModelSize, ranks: int) -> int:
     return -(-size.weights // ranks) + gathered * size.value_bytes
 
 
-def activation_bytes(size: ModelSize, rows: PackedShape) -> int:
+def activation_bytes(size: ModelSize, flat: FlatShape, recompute: bool = False) -> int:
     """Return bytes that a forward keeps for the backward, without attention's scores.
 
     Per layer and token these are the MLP's gate, its activation and up, queries, read values, keys,
     values, and both norms in float32. The base model is frozen, so no product keeps its input for a
-    weight's gradient.
+    weight's gradient. Layers that `recompute` keep their input, and one of them the rest.
     """
     shape = size.shape
     attention = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
     values = 3 * shape.intermediate + attention
     each = values * size.value_bytes + 4 * shape.hidden * FLOAT
-    return shape.layers * rows.tokens * each
+    inputs = shape.layers * shape.hidden * size.value_bytes if recompute else 0
+    return flat.tokens * (inputs + (1 if recompute else shape.layers) * each)
 
 
-def is_chunked(size: ModelSize, rows: PackedShape, prefix: int) -> bool:
-    """Return whether one layer's scores are too many to exist at once."""
-    return size.shape.heads * rows.tokens * (prefix + rows.width) * FLOAT > SCORE_BYTES
-
-
-def held_score_bytes(size: ModelSize, rows: PackedShape, prefix: int) -> int:
-    """Return bytes of attention's scores that exist at once on a GPU: those of all layers, kept for
-    the backward pass, or less than SCORE_COPIES of the bound where FlexAttention forms them. A CPU
-    forms none."""
-    if is_chunked(size, rows, prefix):
-        return SCORE_COPIES * SCORE_BYTES
-    return score_bytes(size, rows, prefix)
-
-
-def score_bytes(size: ModelSize, rows: PackedShape, prefix: int) -> int:
-    """Return bytes of all layers' attention weights over prefix and row, formed at once: in
-    float32, and once more where the values are narrower."""
-    shape = size.shape
-    each = FLOAT + (size.value_bytes if size.value_bytes < FLOAT else 0)
-    return shape.layers * shape.heads * rows.tokens * (prefix + rows.width) * each
+def score_bytes(size: ModelSize, flat: FlatShape, prefix: int) -> int:
+    """Return the most bytes of attention's scores that a GPU forms at a time, in float32: of the
+    tokens over themselves, or of those over one prefix. None is kept, and a CPU forms none."""
+    own = flat.sequences * flat.each**2
+    over = -(-flat.tokens // flat.prefixes) * prefix
+    return min(SCORE_BYTES, size.shape.heads * max(own, over) * FLOAT)
 
 
 def trainable_numbers(learn: LearnSpec, size: ModelSize) -> int:
@@ -283,11 +274,11 @@ def spilled_bytes(learn: LearnSpec, size: ModelSize) -> int:
     return min(most, all_of_them - document_bytes(learn, size))
 
 
-def scores_bytes(learn: LearnSpec, size: ModelSize, rows: PackedShape) -> int:
+def scores_bytes(learn: LearnSpec, size: ModelSize, flat: FlatShape) -> int:
     """Return bytes of a teacher's distributions of a step: of the top tokens int32 and float32, or
     all logits."""
     top = learn.teacher.top_k
-    return rows.responses * (size.shape.vocab * FLOAT if top == "full" else top * (4 + FLOAT))
+    return flat.responses * (size.shape.vocab * FLOAT if top == "full" else top * (4 + FLOAT))
 
 
 def samples_of(learn: LearnSpec) -> int:
@@ -306,29 +297,40 @@ def sample_tokens(learn: LearnSpec) -> int:
     return min(learn.train.row_tokens, learn.data.prompt_tokens + learn.rollout.max_tokens)
 
 
-def step_rows(learn: LearnSpec, ranks: int = 1) -> PackedShape:
-    """Return the largest forward of a step on one of `ranks` ranks. Every sample has its longest
-    length, over as many documents as possible; `objective.micro_tokens` bounds it."""
-    samples, each = -(-samples_of(learn) // ranks), sample_tokens(learn)
+def trained_tokens(learn: LearnSpec, ranks: int = 1) -> FlatShape:
+    """Return the trainer's largest forward on one of `ranks` ranks, which `objective.micro_tokens`
+    bounds."""
+    samples = -(-samples_of(learn) // ranks)
     if learn.objective.micro_tokens is not None:
-        samples = min(samples, max(1, learn.objective.micro_tokens // each))
-    documents = min(samples, learn.data.patients)
-    of_one = -(-samples // documents)
-    fit = min(of_one, max(1, learn.train.row_tokens // each))
-    rows = documents * -(-of_one // fit)
+        samples = min(samples, max(1, learn.objective.micro_tokens // sample_tokens(learn)))
+    return step_tokens(learn, samples)
+
+
+def step_tokens(learn: LearnSpec, samples: int | None = None) -> FlatShape:
+    """Return a forward of all samples of a step, or of so many. Every sample has its longest
+    length, over as many documents as possible."""
+    samples = samples_of(learn) if samples is None else samples
+    each = sample_tokens(learn)
     turns = 1 if learn.episodes is None else learn.episodes.max_turns
-    return PackedShape(rows, fit * each, samples * min(each, turns * learn.rollout.max_tokens))
+    predicted = samples * min(each, turns * learn.rollout.max_tokens)
+    return FlatShape(samples, each, predicted, min(samples, learn.data.patients))
+
+
+def known_size(model: ModelSpec) -> ModelSize | None:
+    """Return the size that the plan counts with; None where the shape is unknown."""
+    shape = model_shape(model)
+    return None if shape is None else ModelSize(shape, VALUE_BYTES[model.dtype])
 
 
 def model_size(model: ModelSpec) -> ModelSize:
     """Return the size that the plan counts with. Raises SpecError where the shape is unknown."""
-    shape = model_shape(model)
-    if shape is None:
+    size = known_size(model)
+    if size is None:
         raise SpecError(
             f"model.path: {model.path} has no config.json here, and memory is asked for by the "
             "model's shape; give model.shape"
         )
-    return ModelSize(shape, VALUE_BYTES[model.dtype])
+    return size
 
 
 def pod_resources(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> Resources:

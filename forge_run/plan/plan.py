@@ -15,6 +15,7 @@ from pathlib import Path
 from deploy.manifests.sizing import (
     TRAINER_BYTES,
     ModelSize,
+    known_size,
     matmul_parameters,
     model_size,
     published_bytes,
@@ -43,8 +44,7 @@ def plan(
 ) -> tuple[TableSection, ...]:
     """Return every section of the plan, in reading order; `start` says where trained cartridges
     come from. Raises SpecError for a damaged config.json."""
-    shape = model_shape(spec.learn.model)
-    size = None if shape is None else ModelSize(shape, VALUE_BYTES[spec.learn.model.dtype])
+    size = known_size(spec.learn.model)
     learn, on_documents = documents.studied(spec.learn)
     spec = spec.model_copy(update={"learn": learn})
     sections = [
@@ -54,7 +54,7 @@ def plan(
         *([lines("start", start)] if start else []),
         _roles_section(spec),
         _memory_section(spec, size),
-        *([] if size is None else [sizing.summary(spec, size)]),
+        *([] if size is None else [sizing.summary(spec, size), *sizing.devices(spec, size)]),
         *channels.sections(learn),
         _budget_section(learn),
         _roofline_section(spec),

@@ -37,8 +37,8 @@ class AttentionKernel:
 
 
 FUSED = AttentionKernel(causal=True, backward=2.5)  # recomputes the scores in the backward
-# Forms hidden scores too, and keeps them all: learning.model.attention's small parts on a GPU.
-EXPLICIT = AttentionKernel(causal=False, backward=2.0)
+# Forms hidden scores too, and again in the backward pass: learning.model.kernels.CHUNKED.
+EXPLICIT = AttentionKernel(causal=False, backward=2.5)
 
 
 @dataclass(frozen=True)

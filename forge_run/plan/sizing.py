@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deploy.manifests.devices import GB, device_loads
 from deploy.manifests.sizing import (
     MemoryNeeds,
     ModelSize,
@@ -11,7 +12,7 @@ from deploy.manifests.sizing import (
     published_bytes,
     role_needs,
     scores_bytes,
-    step_rows,
+    step_tokens,
     touched_bytes,
     touched_cartridges,
 )
@@ -56,7 +57,20 @@ def details(spec: RunSpec, size: ModelSize) -> tuple[TableSection, ...]:
         for name, _ in spec.roles
         if (needs := role_needs(spec, name, size)).items
     )
-    return (*roles, facts("bytes of a step", step_bytes(spec, size)))
+    return (*roles, *devices(spec, size), facts("bytes of a step", step_bytes(spec, size)))
+
+
+def devices(spec: RunSpec, size: ModelSize) -> tuple[TableSection, ...]:
+    """Return what stands on each GPU of the host, where the mesh file says how large they are."""
+    if spec.mesh.gpus is None:
+        return ()
+    rows = tuple(
+        (str(load.device), bytes_text(load.held), f"{load.held / (spec.mesh.gpus.gb * GB):.0%}",
+         ", ".join(f"{role} {bytes_text(count)}" for role, count in load.processes))
+        for load in device_loads(spec, size)
+    )  # fmt: skip
+    title = f"GPUs of {bytes_text(round(spec.mesh.gpus.gb * GB))}"
+    return (TableSection(title, ("GPU", "in all", "share", "processes"), rows),)
 
 
 def _items(needs: MemoryNeeds) -> list[tuple[str, str]]:
@@ -74,7 +88,7 @@ def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
     learn = spec.learn
     readers = sum(role.replicas for name, role in spec.roles if name in CARTRIDGE_READERS)
     version = touched_bytes(learn, published_bytes(learn, size))
-    scores = scores_bytes(learn, size, step_rows(learn))
+    scores = scores_bytes(learn, size, step_tokens(learn))
     teachers = sum(name in TEACHERS for name, _ in spec.roles)
     moved = teachers * scores * (1 + spec.mesh.roles.trainer.procs)
     state, kept = checkpoint_bytes(learn, size), learn.train.keep_checkpoints

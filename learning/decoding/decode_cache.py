@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learning.model.attention import UNSEEN, kernel_for, over_prefixes, window_mask
+from learning.model.attention import over_prefixes, window_mask
 from learning.model.decoder import LanguageModel
+from learning.model.kernels import UNSEEN, kernel_for
 
 
 @dataclass
@@ -80,7 +81,7 @@ class DecodeAttention:
         keys[:, :, at], values[:, :, at] = k, v
         kernel = kernel_for(q)
         seen = slice(at + 1)
-        out, sums = kernel(
+        out, sums = kernel.forward(
             q[:, :, None], keys[:, :, seen], values[:, :, seen], self._mask(window, q.dtype), False,
             scale,
         )  # fmt: skip

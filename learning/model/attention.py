@@ -5,12 +5,8 @@
     joined      by the log of each part's sum of exponentials
 
 Sequences over one prefix lie side by side, so their queries are a slice. Prefixes may be of any
-lengths: none is stacked, padded or copied. Each part is computed by a kernel:
-
-    on a CPU                     torch's blocked softmax, which never forms the scores, forward or
-                                 backward
-    otherwise, small scores      formed in float32, and kept for the backward pass
-    otherwise, above SCORE_BYTES FlexAttention (`learning.model.flex_attention`)
+lengths: none is stacked, padded or copied. `learning.model.kernels` computes each part and keeps no
+scores.
 """
 
 from __future__ import annotations
@@ -21,17 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learning.model.flex_attention import flex_attention_over
+from learning.model.kernels import UNSEEN, Kernel, kernel_for
 from learning.model.layout import Block, Layout, layout_of
 
-SCORE_BYTES = 256 * 2**20
-UNSEEN = -1e30  # added to a hidden score; finite, so that a query may see nothing of one part
-FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-# Computes (outputs [B, H_q, Q, D], log of the sum of exponentials [B, H_q, Q]) from queries, keys
-# and values [B, H, T, D], an added mask [B or 1, 1, Q, T] or None, whether it is causal, the scale.
-Kernel = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, float], tuple[Tensor, Tensor]]
 # Is given a layer's number, its queries [M, H_q, D], and keys and values [N, H_kv, D].
 Observer = Callable[[int, Tensor, Tensor, Tensor], None]
 
@@ -45,22 +33,20 @@ def attend(
     `window` last positions up to its own; None: all."""
     if not len(q):
         return q
-    if q.device.type == "cpu":
-        out: Tensor = _OnCPU.apply(q, k, v, layout, scale, window, *prefixes)  # type: ignore[no-untyped-call]  # torch's
-        return out
-    return _attend(kernel_for(q), q, k, v, layout, prefixes, scale, window)[0]
+    out: Tensor = _Attention.apply(q, k, v, layout, scale, window, *prefixes)  # type: ignore[no-untyped-call]  # torch's
+    return out
 
 
 def _attend(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, layout: Layout, prefixes: Sequence[Tensor],
-    scale: float, window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, prefixes: Sequence[Tensor], scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention [M, H_q, D], and the log of its sums of exponentials [M, H_q]."""
-    parts = []
+    kernel, parts = kernel_for(q), []
     for block in layout.blocks:
         asked, keys, values = _padded(block, q, k, v)
         mask, causal = _own_mask(layout, block, window, q.dtype)
-        found = kernel(asked, keys, values, mask, causal, scale)
+        found = kernel.forward(asked, keys, values, mask, causal, scale)
         parts.append([x.transpose(1, 2).flatten(0, 1) for x in found])
     out, sums = (_joined(x, layout.places) for x in zip(*parts, strict=True))
 
@@ -84,7 +70,7 @@ def over_prefixes(
             parts.append((out[first:stop], torch.full_like(sums[first:stop], UNSEEN)))
             continue
         asked = q[first:stop].transpose(0, 1)[None]
-        read, of = kernel(asked, kv[None, 0], kv[None, 1], mask(c, kv), False, scale)
+        read, of = kernel.forward(asked, kv[None, 0], kv[None, 1], mask(c, kv), False, scale)
         parts.append((read[0].transpose(0, 1), of[0].transpose(0, 1)))
     read, read_sums = (torch.cat(x) for x in zip(*parts, strict=True))
     both = torch.logaddexp(sums, read_sums)
@@ -159,48 +145,16 @@ def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, UNSEEN)
 
 
-def kernel_for(q: Tensor) -> Kernel:
-    """Return the kernel for queries on this device."""
-    return _blocked if q.device.type == "cpu" else _in_memory
-
-
-def _blocked(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    out, sums = FLASH(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    return out, sums
-
-
-def _in_memory(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Form all scores; those above SCORE_BYTES on a GPU are left to FlexAttention."""
-    rows, heads, queries, size = q.shape
-    shared, seen = k.shape[1:3]
-    if q.device.type == "cuda" and 4 * rows * heads * queries * seen > SCORE_BYTES:
-        return flex_attention_over(q, k, v, mask, causal, scale)
-    # In float32 throughout: a product of bfloat16 is rounded to bfloat16, a score of 8 by 0.03.
-    asked = (_wide(q) * scale).reshape(rows, shared, -1, size)  # query heads of a key head together
-    scores = (asked @ _wide(k).transpose(-1, -2)).view(rows, heads, queries, seen)
-    if causal:
-        later = torch.ones(queries, seen, dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, UNSEEN)
-    if mask is not None:
-        scores = scores + mask
-    weights = scores.softmax(-1).view(rows, shared, -1, seen)
-    return (weights @ _wide(v)).view(q.shape), scores.logsumexp(-1)
-
-
-class _OnCPU(torch.autograd.Function):
-    """Compute attention by the blocked kernel, and its gradient by the kernel's own: that of one
-    part, given the outputs and sums of all parts together, is its share of the whole gradient."""
+class _Attention(torch.autograd.Function):
+    """Compute attention and its gradient part by part: that of one part, given the outputs and sums
+    of all parts together, is its share of the whole gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float,
         window: int | None, *prefixes: Tensor,
     ) -> Tensor:  # fmt: skip
-        out, sums = _attend(_blocked, q, k, v, layout, prefixes, scale, window)
+        out, sums = _attend(q, k, v, layout, prefixes, scale, window)
         ctx.save_for_backward(q, k, v, out, sums, *prefixes)
         ctx.given = layout, scale, window
         return out
@@ -223,10 +177,9 @@ class _OnCPU(torch.autograd.Function):
             of = slice(first, stop)
             asked, there, read, total = (x[of].transpose(0, 1)[None] for x in (q, grad, out, sums))
             mask = _prefix_mask(layout, c, kv, window, q.dtype)
-            by_query, by_key, by_value = FLASH_BACKWARD(
-                there, asked, kv[None, 0], kv[None, 1], read, total.contiguous(), 0.0, False,
-                attn_mask=mask, scale=scale,
-            )  # fmt: skip
+            by_query, by_key, by_value = kernel_for(q).backward(
+                there, asked, kv[None, 0], kv[None, 1], read, total, mask, False, scale
+            )
             if grads[0] is not None:
                 grads[0][of] += by_query[0].transpose(0, 1)
             of_prefixes.append(torch.cat([by_key, by_value]))
@@ -245,10 +198,10 @@ def _own_gradients(
         rows, most, _ = block.size
         there = _taken(held, block.sources, rows, most)
         read = _taken(out, block.queries, rows, most)
-        total = _taken(sums, block.queries, rows, most).contiguous()
+        total = _taken(sums, block.queries, rows, most)
         mask, causal = _own_mask(layout, block, window, q.dtype)
-        found = FLASH_BACKWARD(
-            there, *_padded(block, q, k, v), read, total, 0.0, causal, attn_mask=mask, scale=scale
+        found = kernel_for(q).backward(
+            there, *_padded(block, q, k, v), read, total, mask, causal, scale
         )
         parts.append([x.transpose(1, 2).flatten(0, 1) for x in found])
     by_query, by_key, by_value = zip(*parts, strict=True)

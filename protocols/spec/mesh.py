@@ -63,6 +63,13 @@ class RoleSpec(SpecSection):
         return value
 
 
+class GpusSpec(SpecSection):
+    """Configure the GPUs of the host, for the plan and for vLLM's share of its device."""
+
+    count: int = Field(default=1, ge=1, description="GPUs of the host")
+    gb: float = Field(gt=0, description="memory of one of them, GB (10^9 bytes)")
+
+
 class RolesSpec(SpecSection):
     """Configure the roles of cartridge training; `RunSpec.roles` are those that a run needs."""
 
@@ -99,6 +106,11 @@ class MeshSpec(SpecSection):
     )
     roles: RolesSpec = Field(
         default=RolesSpec(), description="replicas and processes of every role"
+    )
+    gpus: GpusSpec | None = Field(
+        default=None,
+        description="GPUs of this host, which processes share where they are fewer than asked for; "
+        "null: not checked",
     )
     spares: int = Field(
         default=0,

@@ -262,6 +262,13 @@ class GeneratorSpec(SpecSection):
         default=2048, ge=32, description="most tokens of an engine step: of a prefill chunk"
     )
     kv_gib: float = Field(default=1.0, gt=0, description="paged KV of one engine, GiB")
+    gpu_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="share of its GPU's memory that an engine asks for at start; null: by the plan "
+        "where the mesh file has gpus, else vLLM's own",
+    )
     tensor_parallel: int = Field(
         default=1, ge=1, description="processes (on a GPU machine, GPUs) that share one engine"
     )

@@ -20,6 +20,7 @@ from vllm_replica import Replica, over, over_all, prompts, replica, require_vllm
 from actors.engine_generator import EngineGeneratorActor
 from learning.cartridge.fingerprint import fingerprint
 from protocols.errors import DataError, PublishError
+from protocols.spec.sections import GeneratorSpec
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
 require_vllm()
@@ -449,3 +450,16 @@ def test_compositions_that_cannot_be_are_refused_by_name(engine: Replica, tmp_pa
     engine.call("pretend", before)
     asked = over_all([a, a], (5, 6))
     assert engine.generate(asked)[0].token_ids == engine.embedded(asked)[0].token_ids
+
+
+def test_an_engine_asks_for_the_share_of_its_gpu_that_it_is_told() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from actors.vllm.engine import engine_arguments
+
+    given = GeneratorSpec(backend="vllm", kv_gib=2.0, gpu_share=0.25)
+    arguments = engine_arguments("model", "bfloat16", given)
+    assert arguments.gpu_memory_utilization == 0.25
+    assert arguments.kv_cache_memory_bytes == 2 * 2**30
+    untold = engine_arguments("model", "bfloat16", GeneratorSpec(backend="vllm"))
+    assert untold.gpu_memory_utilization == EngineArgs("model").gpu_memory_utilization

@@ -66,16 +66,17 @@ def test_a_change_of_the_mesh_file_changes_the_manifests(tree: dict[str, str]) -
 
 def test_memory_of_a_3b_model_by_hand() -> None:
     # Cartridges: 20 x 2048 x 114,688 B = 4.70 GB, twice in /dev/shm: 9 GiB.
-    # Generator: 1.25 x (6.43 + 4.70 and 8 x 0.235 that a step changes + 27.53 GB of documents +
-    # 24 GiB of pages) + 2 GiB.
-    # Document teacher: 1.25 x (6.43 + 27.53 + 8 x 1.38 stacked + 0.8 of scores + 2.1 of logits).
-    # Trainer: 1.25 x 88 GB, whose items tests/unit/deploy/manifests/test_sizing.py works out.
+    # Generator: 1.25 x (6.43 + 4.70 and 8 x 0.235 that a step changes + 11.27 GB of documents +
+    # 8 GiB of pages) + 2 GiB.
+    # Document teacher: 20 documents' KV less the GPU's 11.27 GB, in the host: 16.25 GB, less than
+    # 1.25 x (6.43 + 11.27 + 0.5 of scores + 0.8 of logits) + 2 GiB.
+    # Trainer: 1.25 x 62.2 GB, whose items tests/unit/deploy/manifests/test_sizing.py works out.
     spec = load_spec(str(REPOSITORY / "meshes" / "longhealth_3b.yaml")).spec
     found = {name: pod_resources(spec, name, role, LLAMA_3B) for name, role in spec.roles}
     assert found == {
-        "generator": Resources(cpu=4, memory=80 + 9, shm=9, gpus=1),
-        "doc_teacher": Resources(cpu=4, memory=58 + 9, shm=9, gpus=1),
-        "trainer": Resources(cpu=4, memory=105 + 9, shm=9, gpus=1),
+        "generator": Resources(cpu=4, memory=41 + 9, shm=9, gpus=1),
+        "doc_teacher": Resources(cpu=4, memory=25 + 9, shm=9, gpus=1),
+        "trainer": Resources(cpu=4, memory=75 + 9, shm=9, gpus=1),
     }
 
 

@@ -13,27 +13,28 @@ from channel_setup import progress_of, trained
 from deploy.manifests.objects import Resources
 from deploy.manifests.sizing import (
     SCORE_BYTES,
+    FlatShape,
     ModelSize,
-    PackedShape,
     activation_bytes,
     checkpoint_bytes,
     document_bytes,
-    held_score_bytes,
     pod_resources,
     published_bytes,
     role_needs,
     samples_of,
+    score_bytes,
     scores_bytes,
-    step_rows,
+    step_tokens,
     touched_cartridges,
     trainable_numbers,
+    trained_tokens,
 )
 from forge_run.cli import forge
 from forge_run.commands.k8s import model_size
 from forge_run.plan.sizing import step_bytes
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import write_checkpoint
-from learning.model import attention
+from learning.model import kernels
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model
 from learning.packing import pack, response_logits
@@ -44,6 +45,8 @@ from protocols.spec.mesh import HINTED_TEACHER
 from protocols.spec.sections import ShapeSpec
 from protocols.types import Sample
 
+ALL_AT_ONCE = ("objective.micro_tokens=null", "train.recompute_layers=false",
+               "teacher.max_kv_bytes=1000")  # fmt: skip
 REPOSITORY = Path(__file__).parents[4]
 READER = str(REPOSITORY / "models" / "clinic-reader")
 LLAMA_3B = ModelSize(
@@ -83,27 +86,31 @@ def test_the_published_setting_by_hand() -> None:
     assert trainable_numbers(learn, LLAMA_3B) == 20 * 2047 * 57_344
     # master and two moments, and one frozen token each
     assert checkpoint_bytes(learn, LLAMA_3B) == 20 * 57_344 * (2047 * 12 + 4)
-    # 8 prompts of 200 + 512 tokens about 8 documents: a row each
-    assert step_rows(learn) == PackedShape(8, 712, 8 * 512)
-    assert scores_bytes(learn, LLAMA_3B, step_rows(learn)) == 4096 * 20 * 8
-    needs = dict(role_needs(spec, "trainer", LLAMA_3B).items)
+    # 8 prompts of 200 + 512 tokens about 8 documents, three at a time
+    assert trained_tokens(learn) == FlatShape(3, 712, 3 * 512, 3)
+    whole = load_spec(str(REPOSITORY / "meshes/longhealth_3b.yaml"), sets=ALL_AT_ONCE).spec
+    assert step_tokens(learn) == trained_tokens(whole.learn) == FlatShape(8, 712, 8 * 512, 8)
+    assert scores_bytes(learn, LLAMA_3B, step_tokens(learn)) == 4096 * 20 * 8
+    needs = dict(role_needs(whole, "trainer", LLAMA_3B).items)
     assert needs["cartridges, gradient, Adam"] == 20 * 2047 * 57_344 * 16
     assert needs["untrained cartridges"] == 20 * 2047 * 57_344 * 4
-    assert needs["prefixes of a step"] == 8 * 2048 * 57_344 * 4
-    assert needs["logits"] == 3 * 4096 * 128_256 * 4
-    # 24 heads, 8 x 712 tokens that see 2048 + 712 each: 1.5 GB a layer, so a chunk at a time
-    assert needs["attention scores"] == 6 * 256 * 2**20
-    one = PackedShape(1, 712, 512)  # of one sample 189 MB a layer: kept, float32 and bfloat16
-    assert held_score_bytes(LLAMA_3B, one, 2048) == 28 * 24 * 712 * (2048 + 712) * 6
-    assert SCORE_BYTES == attention.SCORE_BYTES
+    assert needs["prefixes of a forward"] == 8 * 2048 * 57_344 * (4 + 2)  # the master and bfloat16
+    assert needs["logits"] == 3 * 256 * 2**20  # a chunk at a time: 4096 x 128,256 x 4 are 2.1 GB
+    # 24 heads: 712 tokens over a prefix of 2048 form 140 MB, 8 x 712 over their own 389 MB: a chunk
+    assert needs["attention scores"] == 4 * SCORE_BYTES
+    assert score_bytes(LLAMA_3B, FlatShape(1, 712, 512, 1), 2048) == 24 * 712 * 2048 * 4
+    assert SCORE_BYTES == kernels.SCORE_BYTES
     # gate, its activation, up; queries and what they read, keys, values; both norms in float32
     token = (3 * 8192 + 2 * 3072 + 2 * 1024) * 2 + 4 * 3072 * 4
     assert needs["activations"] == 28 * 8 * 712 * token
+    three = dict(role_needs(spec, "trainer", LLAMA_3B).items)  # inputs of layers, and one layer
+    assert three["activations"] == 3 * 712 * (28 * 3072 * 2 + token)
     teacher = dict(role_needs(spec, "doc_teacher", LLAMA_3B).items)
-    assert teacher["document KV"] == 20 * 12_000 * 114_688
-    assert teacher["prefixes of a step"] == 8 * 12_000 * 114_688
+    assert teacher["document KV"] == 11_274_289_152  # the cache's bound
+    together = dict(role_needs(whole, "doc_teacher", LLAMA_3B).items)
+    assert together["document KV"] == 8 * 12_000 * 114_688  # a bound below what a step reads
     generator = dict(role_needs(spec, "generator", LLAMA_3B).items)
-    assert generator["paged KV"] == 24 * 1024**3
+    assert generator["paged KV"] == 8 * 1024**3
     assert role_needs(spec, "environment", LLAMA_3B).held == 0
 
 
@@ -139,16 +146,15 @@ def test_versions_share_what_a_step_leaves() -> None:
     assert step["last state, to disk"].startswith("2.82 GB written")
 
 
-def test_rows_of_a_step_by_hand() -> None:
+def test_tokens_of_a_step_by_hand() -> None:
     mesh = str(REPOSITORY / "meshes/longhealth_3b.yaml")
 
-    def rows(*sets: str) -> PackedShape:
-        return step_rows(load_spec(mesh, sets=sets).spec.learn)
+    def tokens(*sets: str) -> FlatShape:
+        return trained_tokens(load_spec(mesh, sets=(*ALL_AT_ONCE, *sets)).spec.learn)
 
-    # One document: two samples of 712 in a row of 2048.
-    assert rows("data.patients=1") == PackedShape(4, 1424, 4096)
-    assert rows("objective.micro_tokens=2048") == PackedShape(2, 712, 1024)
-    assert rows("data.prompt_tokens=null") == PackedShape(8, 2048, 4096)
+    assert tokens("data.patients=1") == FlatShape(8, 712, 4096, 1)
+    assert tokens("objective.micro_tokens=2048") == FlatShape(2, 712, 1024, 2)
+    assert tokens("data.prompt_tokens=null") == FlatShape(8, 2048, 4096, 8)
     episodes = load_spec(str(REPOSITORY / "meshes/three_channels.yaml")).spec.learn
     assert samples_of(episodes) == 64
     runs = load_spec(str(REPOSITORY / "meshes/rsagent.yaml")).spec.learn
@@ -163,14 +169,13 @@ def test_a_trainer_of_two_ranks_by_hand() -> None:
     mesh = str(REPOSITORY / "meshes/longhealth_3b.yaml")
 
     def of(*sets: str) -> tuple[dict[str, int], Resources]:
-        spec = load_spec(mesh, sets=sets).spec
+        spec = load_spec(mesh, sets=(*ALL_AT_ONCE, *sets)).spec
         trainer = spec.mesh.roles.trainer
         needs = dict(role_needs(spec, "trainer", LLAMA_3B).items)
         return needs, pod_resources(spec, "trainer", trainer, LLAMA_3B)
 
     one, pod = of()
     two, pair = of("roles.trainer.procs=2")
-    assert two["logits"] * 2 == one["logits"]
     assert two["activations"] * 2 == one["activations"]
     for whole in ("weights", "cartridges, gradient, Adam", "untrained cartridges"):
         assert two[whole] == one[whole]
@@ -180,7 +185,7 @@ def test_a_trainer_of_two_ranks_by_hand() -> None:
     gathered = 2 * (3072 * (128 * 64 + 3 * 8192) + 3072 * 128_256)
     sharded, _ = of("roles.trainer.procs=2", "train.shard_base=true")
     assert sharded["weights"] == 6_425_149_440 // 2 + gathered
-    assert sharded["logits"] == two["logits"]
+    assert sharded["activations"] == two["activations"]
     assert of("train.shard_base=true") == (one, pod)
 
 
@@ -217,7 +222,7 @@ def test_kv_cartridges_optimizer_and_scores_are_as_large_as_they_are_said_to_be(
     written = sum(file.stat().st_size for file in path.glob("cartridge-*"))
     assert written == pytest.approx(checkpoint_bytes(learn, size), rel=0.01)
     indices, logprobs = top_k(torch.zeros(7, 100), learn.teacher.top_k)
-    assert size_of(indices) + size_of(logprobs) == scores_bytes(learn, size, PackedShape(1, 7, 7))
+    assert size_of(indices) + size_of(logprobs) == scores_bytes(learn, size, FlatShape(1, 7, 7, 1))
     tied = sum(p.numel() for p in reader.parameters() if p.ndim > 1) * 4
     assert size.weights == tied
 
@@ -247,7 +252,7 @@ def test_what_a_forward_keeps_is_as_the_formula_says(
     for parameter in reader.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     measured = sum(t.untyped_storage().nbytes() for t in kept.values())
-    shaped = PackedShape(rows, width, rows * half)
+    shaped = FlatShape(rows, width, rows * half, 1)
     # A CPU keeps no scores, and half of the last layer's tokens predict none.
     formula = activation_bytes(size, shaped) + shaped.responses * size.shape.vocab * 4
     assert measured == pytest.approx(formula, rel=0.2)
@@ -258,7 +263,7 @@ def test_the_plan_says_it_in_tables_and_as_json(capsys: pytest.CaptureFixture[st
     assert forge(["plan", mesh, "--sizing", "--json"]) == 0
     sections = {s["title"]: s["rows"] for s in json.loads(capsys.readouterr().out)}
     roles = {row[0]: row[1:] for row in sections["sizing, by the model's shape"]}
-    assert roles["trainer"][:3] == ["1", "88 GB", "cartridges, gradient, Adam, 37.6 GB"]
+    assert roles["trainer"][:3] == ["1", "62.2 GB", "cartridges, gradient, Adam, 37.6 GB"]
     step = dict(sections["bytes of a step"])
     assert step["cartridges changed"] == "at most 8 of 20 cartridges"
     # 8 x 2048 x 114,688 B; 8 x 57,344 x (2047 x 12 + 4) B of 20 times as much

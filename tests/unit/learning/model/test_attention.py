@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from learning.model import attention
+from learning.model import attention, kernels
 from learning.model.adapter import load_by_transformers
 from learning.model.attention import FlatAttention, attend
 from learning.model.layout import layout_of
@@ -29,18 +29,13 @@ SIZE, KV_HEADS, SHARED = 8, 2, 3
 SCALE = 0.3
 
 
-@pytest.fixture(params=["blocked", "in memory"])
+@pytest.fixture(params=["flash", "chunked", "a query at a time"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to compute a part: the CPU's, and the one of other devices."""
-    if request.param == "in memory":
-
-        def differentiated(*given: Any) -> Tensor:
-            q, k, v, layout, scale, window, *prefixes = given
-            return attention._attend(
-                attention._in_memory, q, k, v, layout, prefixes, scale, window
-            )[0]
-
-        monkeypatch.setattr(attention._OnCPU, "apply", differentiated)
+    """Both kernels: the CPU's, and the one of other devices, with chunks of any size."""
+    if request.param != "flash":
+        monkeypatch.setattr(attention, "kernel_for", lambda q: kernels.CHUNKED)
+    if request.param == "a query at a time":
+        monkeypatch.setattr(kernels, "SCORE_BYTES", 1)
 
 
 def normal(draws: torch.Generator, *shape: int) -> Tensor:
@@ -145,6 +140,19 @@ class Largest(TorchDispatchMode):
 
 def test_no_scores_are_formed() -> None:
     """Forward and backward, over a prefix of 2,000 tokens: nothing is larger than its values."""
+    largest, kv = largest_tensor()
+    assert largest == kv < 4 * KV_HEADS * SHARED * 96 * 2000 / 8
+
+
+def test_other_devices_form_a_bounded_part_of_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query's scores take 6 heads x 2,000 x 4 B = 48 kB: 500,000 B hold ten queries."""
+    monkeypatch.setattr(attention, "kernel_for", lambda q: kernels.CHUNKED)
+    monkeypatch.setattr(kernels, "SCORE_BYTES", 500_000)
+    assert largest_tensor()[0] == 480_000
+
+
+def largest_tensor() -> tuple[int, int]:
+    """Bytes of the largest tensor of a forward and backward over 2,000 tokens, and of their KV."""
     draws = torch.Generator().manual_seed(0)
     kv = normal(draws, 2, KV_HEADS, 2000, SIZE)
     q = normal(draws, 96, KV_HEADS * SHARED, SIZE)
@@ -152,7 +160,7 @@ def test_no_scores_are_formed() -> None:
     layout = layout_of([48, 48], [2], torch.arange(96))
     with Largest() as seen:
         attend(q, k, v, layout, [kv], SCALE).sum().backward()  # type: ignore[no-untyped-call]
-    assert seen.bytes == kv.nbytes < 4 * KV_HEADS * SHARED * 96 * 2000 / 8
+    return seen.bytes, kv.nbytes
 
 
 def test_an_unknown_architecture_is_the_same_through_transformers(

@@ -109,7 +109,7 @@ BAD_FILES = [
      "rsa_aggregator, trainer"),
     (M, "plane: torchstore", "plane: torchstore\nlr: 0.1",
      f"unknown key lr at {M}:6 (lr); did you mean train.lr? "
-     "known here: name, config, hosts, plane, roles, spares, health, watchdog, control, "
+     "known here: name, config, hosts, plane, roles, gpus, spares, health, watchdog, control, "
      "telemetry, call_timeout_s, spawn_timeout_s"),
     (M, "plane: torchstore", "plane: torchstore\nname: other",
      f"the text must be valid YAML: key name is given twice, first on line 1 at {M}:6; "
@@ -242,10 +242,10 @@ BAD_OVERRIDES = [
     ("generator.replicas=3",
      "unknown key replicas at --set generator.replicas=3 (generator.replicas); did you mean "
      "roles.generator.replicas? known here: backend, in_flight, block_tokens, chunk_tokens, "
-     "kv_gib, tensor_parallel"),
+     "kv_gib, gpu_share, tensor_parallel"),
     ("threads=3",
      "unknown key threads at --set threads=3; did you mean roles.generator.threads? known: name, "
-     "config, hosts, plane, roles, spares, health, watchdog, control, telemetry, call_timeout_s, "
+     "config, hosts, plane, roles, gpus, spares, health, watchdog, control, telemetry, call_timeout_s, "
      "spawn_timeout_s, model, data, cartridge, "
      "rollout, generator, teacher, loss, objective, episodes, rsa, replay, documents, "
      "self_study, train, evaluate"),

@@ -1,0 +1,54 @@
+"""Add up what stands on each GPU of a host (`gpus` of the mesh file), and size vLLM's share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deploy.manifests.sizing import ModelSize, role_needs
+from protocols.spec.mesh import RunSpec
+from protocols.spec.sections import GeneratorSpec
+
+GB = 10**9
+CONTEXT_BYTES = 600 * 2**20  # of a process on a GPU: CUDA's context and its libraries
+VLLM_BYTES = 3 * 2**30  # an engine's activations, graphs and sampler beside its needs
+
+
+@dataclass(frozen=True)
+class DeviceLoad:
+    """Hold what stands on one GPU: (role, bytes) of each process."""
+
+    device: int
+    processes: tuple[tuple[str, int], ...]
+
+    @property
+    def held(self) -> int:
+        return sum(count for _, count in self.processes)
+
+
+def device_loads(spec: RunSpec, size: ModelSize) -> tuple[DeviceLoad, ...]:
+    """Return the load of each GPU of the host. Each process takes the GPUs that the fewest
+    processes use, as `services.pool.process` places it. Empty where `gpus` is not given."""
+    if spec.mesh.gpus is None:
+        return ()
+    there: list[list[tuple[str, int]]] = [[] for _ in range(spec.mesh.gpus.count)]
+    for name, role in spec.roles:
+        for _ in range(role.replicas * role.procs if role.gpus else 0):
+            for device in sorted(range(len(there)), key=lambda d: len(there[d]))[: role.gpus]:
+                there[device].append((name, _process_bytes(spec, name, size)))
+    return tuple(DeviceLoad(d, tuple(processes)) for d, processes in enumerate(there))
+
+
+def with_share(spec: RunSpec, size: ModelSize | None) -> GeneratorSpec:
+    """Return the generators' settings with `gpu_share` where vLLM runs on a GPU of known memory:
+    vLLM demands that much free memory at start, and 92% of the device where it is told nothing."""
+    generator, gpus = spec.learn.generator, spec.mesh.gpus
+    on_gpu = generator.backend == "vllm" and spec.mesh.roles.generator.gpus
+    if generator.gpu_share is not None or gpus is None or size is None or not on_gpu:
+        return generator
+    share = _process_bytes(spec, "generator", size) / (gpus.gb * GB)
+    return generator.model_copy(update={"gpu_share": min(1.0, share)})
+
+
+def _process_bytes(spec: RunSpec, name: str, size: ModelSize) -> int:
+    vllm = name == "generator" and spec.learn.generator.backend == "vllm"
+    return role_needs(spec, name, size).held + CONTEXT_BYTES + (VLLM_BYTES if vllm else 0)

@@ -1,0 +1,144 @@
+"""Compute one part of attention, forward and backward, without keeping its scores.
+
+    FLASH    torch's blocked softmax for CPUs
+    CHUNKED  any device: scores of a chunk of queries at a time, in float32, formed again in the
+             backward pass
+
+A part is what queries read of their own sequences, or of one prefix. Its backward pass is given the
+outputs and sums of all parts together, so what it returns is its share of the whole gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+SCORE_BYTES = 256 * 2**20  # of the scores that CHUNKED forms at a time, float32
+UNSEEN = -1e30  # added to a hidden score; finite, so that a query may see nothing of one part
+_FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Kernel(Protocol):
+    """Compute attention of queries [B, H_q, Q, D] over keys and values [B, H_kv, T, D]. `mask`
+    [B or 1, 1, Q, T] is added to the scores; `causal` hides later keys where Q is T."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs [B, H_q, Q, D], and the log of the sums of exponentials
+        [B, H_q, Q]."""
+        ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
+        mask: Tensor | None, causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return the gradients by q, k and v, given that by the outputs of all parts together, and
+        those outputs and sums."""
+        ...
+
+
+class _Flash:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, sums = _FLASH(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return out, sums
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
+        mask: Tensor | None, causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        by_query, by_key, by_value = _FLASH_BACKWARD(
+            grad, q, k, v, out, sums.contiguous(), 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return by_query, by_key, by_value
+
+
+class _Chunked:
+    """Outputs are float32, so that parts are joined before they are rounded."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        outs, all_sums = [], []
+        for of in _chunks(q, k):
+            scores = _scores(q, k, mask, causal, scale, of)
+            sums = scores.logsumexp(-1)
+            weights = (scores - sums[..., None]).exp_().to(v.dtype)
+            outs.append(_as_heads(_product(_grouped(weights, k), v), q[:, :, of]))
+            all_sums.append(sums)
+        return torch.cat(outs, 2), torch.cat(all_sums, 2)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
+        mask: Tensor | None, causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        by_query = []
+        by_key, by_value = (torch.zeros_like(x, dtype=sums.dtype) for x in (k, v))
+        for of in _chunks(q, k):
+            there, asked = grad[:, :, of], q[:, :, of]
+            weights = (_scores(q, k, mask, causal, scale, of) - sums[:, :, of, None]).exp_()
+            mean = (there.to(sums.dtype) * out[:, :, of]).sum(-1, keepdim=True)
+            by_weight = _as_heads(_product(_grouped(there, k), v.mT), asked)
+            by_score = _grouped((weights * (by_weight - mean) * scale).to(q.dtype), k)
+            by_query.append(_as_heads(_product(by_score, k), asked).to(q.dtype))
+            by_key += _product(by_score.mT, _grouped(asked, k))
+            by_value += _product(_grouped(weights.to(v.dtype), k).mT, _grouped(there, k))
+        return torch.cat(by_query, 2), by_key.to(k.dtype), by_value.to(v.dtype)
+
+
+FLASH: Kernel = _Flash()
+CHUNKED: Kernel = _Chunked()
+
+
+def kernel_for(q: Tensor) -> Kernel:
+    """Return the kernel for queries on this device."""
+    return FLASH if q.device.type == "cpu" else CHUNKED
+
+
+def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Yield slices of the queries whose scores take at most SCORE_BYTES together."""
+    rows, heads, queries, _ = q.shape
+    most = max(1, SCORE_BYTES // (4 * rows * heads * max(1, k.shape[2])))
+    for start in range(0, queries, most):
+        yield slice(start, min(start + most, queries))
+
+
+def _scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, of: slice
+) -> Tensor:
+    """Return the scores [B, H_q, n, T] of the queries `of`, in float32 or wider."""
+    asked = q[:, :, of]
+    scores = _as_heads(_product(_grouped(asked, k), k.mT), asked).mul_(scale)
+    if causal:
+        rows, columns = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+        scores.masked_fill_(columns > rows[of, None], UNSEEN)
+    if mask is not None:
+        scores += mask[:, :, of]
+    return scores
+
+
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """Return [B, H_q, n, ...] as [B, H_kv, H_q / H_kv x n, ...]: the heads that share keys
+    together."""
+    return x.reshape(x.shape[0], k.shape[1], -1, x.shape[3])
+
+
+def _as_heads(x: Tensor, like: Tensor) -> Tensor:
+    """Return [B, H_kv, H_q / H_kv x n, ...] as [B, H_q, n, ...], the shape of `like`."""
+    return x.reshape(*like.shape[:3], x.shape[3])
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a [B, H, M, K] @ b [B, H, K, N] in float32 or wider: a product of bfloat16 would be
+    rounded to bfloat16, a score of 8 by 0.03. CUDA multiplies narrow numbers into float32."""
+    if a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16):
+        flat = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+        return flat.unflatten(0, a.shape[:2])
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return a.to(wide) @ b.to(wide)
