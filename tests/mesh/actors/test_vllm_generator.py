@@ -452,6 +452,7 @@ def test_compositions_that_cannot_be_are_refused_by_name(engine: Replica, tmp_pa
     assert engine.generate(asked)[0].token_ids == engine.embedded(asked)[0].token_ids
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of vLLM's own imports
 def test_an_engine_asks_for_the_share_of_its_gpu_that_it_is_told() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
