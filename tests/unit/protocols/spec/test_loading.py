@@ -245,8 +245,8 @@ BAD_OVERRIDES = [
      "kv_gib, gpu_share, tensor_parallel"),
     ("threads=3",
      "unknown key threads at --set threads=3; did you mean roles.generator.threads? known: name, "
-     "config, hosts, plane, roles, gpus, spares, health, watchdog, control, telemetry, call_timeout_s, "
-     "spawn_timeout_s, model, data, cartridge, "
+     "config, hosts, plane, roles, gpus, spares, health, watchdog, control, telemetry, "
+     "call_timeout_s, spawn_timeout_s, model, data, cartridge, "
      "rollout, generator, teacher, loss, objective, episodes, rsa, replay, documents, "
      "self_study, train, evaluate"),
     ("generator.block_tokens=40",
