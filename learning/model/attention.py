@@ -200,9 +200,8 @@ def _own_gradients(
         read = _taken(out, block.queries, rows, most)
         total = _taken(sums, block.queries, rows, most)
         mask, causal = _own_mask(layout, block, window, q.dtype)
-        found = kernel_for(q).backward(
-            there, *_padded(block, q, k, v), read, total, mask, causal, scale
-        )
+        asked, keys, values = _padded(block, q, k, v)
+        found = kernel_for(q).backward(there, asked, keys, values, read, total, mask, causal, scale)
         parts.append([x.transpose(1, 2).flatten(0, 1) for x in found])
     by_query, by_key, by_value = zip(*parts, strict=True)
     nothing = torch.zeros_like(k[:1])

@@ -138,7 +138,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return a [B, H, M, K] @ b [B, H, K, N] in float32 or wider: a product of bfloat16 would be
     rounded to bfloat16, a score of 8 by 0.03. CUDA multiplies narrow numbers into float32."""
     if a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16):
-        flat = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
-        return flat.unflatten(0, a.shape[:2])
+        flat: Tensor = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+        return flat.view(*a.shape[:2], *flat.shape[1:])
     wide = torch.promote_types(a.dtype, torch.float32)
     return a.to(wide) @ b.to(wide)
