@@ -33,7 +33,7 @@ def attend(
     `window` last positions up to its own; None: all."""
     if not len(q):
         return q
-    out: Tensor = _Attention.apply(q, k, v, layout, scale, window, *prefixes)  # type: ignore[no-untyped-call]  # torch's
+    out: Tensor = _PartedAttention.apply(q, k, v, layout, scale, window, *prefixes)  # type: ignore[no-untyped-call]  # torch's
     return out
 
 
@@ -145,7 +145,7 @@ def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, UNSEEN)
 
 
-class _Attention(torch.autograd.Function):
+class _PartedAttention(torch.autograd.Function):
     """Compute attention and its gradient part by part: that of one part, given the outputs and sums
     of all parts together, is its share of the whole gradient."""
 
