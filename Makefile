@@ -106,7 +106,7 @@ bench-against: install ## speed of the main job in this tree against that of BAS
 lint: install k8s-check ## ruff, types, the layers contract, and k8s-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy actors deploy documents environments forge_run learning protocols registry services serving strategies teachers training tests/manifest_checks
+	$(BIN)/mypy actors cartridge_forge deploy documents environments forge_run learning protocols registry services serving strategies teachers training tests/manifest_checks
 	$(BIN)/lint-imports
 
 # After a change of pyproject.toml's pins. A local version (+cpu) is the index's, not the package's.

@@ -44,7 +44,7 @@ def status(*, as_json: bool, watch: bool, **where: Any) -> int:
     ended = None if where["address"] else ended_run(where["run"], where["run_dir"])
     if ended is not None:
         return _print_ended(console, *ended, as_json=as_json)
-    target = _target(**where)
+    target = control_target(**where)
     with ControlClient(target) as client:
         if watch:
             return _watch(client, target, console, as_json)
@@ -106,7 +106,7 @@ def _print(console: Console, run: str, status: Any, as_json: bool) -> None:
 
 def scale(*, role: str, replicas: int, **where: Any) -> int:
     """Set how many replicas a role has."""
-    with ControlClient(_target(**where)) as client:
+    with ControlClient(control_target(**where)) as client:
         pool = client.scale(role, replicas)
     print(f"{pool.role}: {pool.target} wanted, {len(pool.replicas)} now; see forge status")
     return 0
@@ -116,7 +116,7 @@ def _steering(call: Callable[[ControlClient], None], done: str) -> Callable[...,
     """Return the command that makes a call without arguments, and prints `done`."""
 
     def command(**where: Any) -> int:
-        with ControlClient(_target(**where)) as client:
+        with ControlClient(control_target(**where)) as client:
             call(client)
         print(done)
         return 0
@@ -131,7 +131,7 @@ stop = _steering(ControlClient.stop, "stopping after the step in progress, with 
 
 def checkpoint(**where: Any) -> int:
     """Write a checkpoint after the step in progress."""
-    with ControlClient(_target(**where)) as client:
+    with ControlClient(control_target(**where)) as client:
         print(f"wrote checkpoint {client.checkpoint()}")
     return 0
 
@@ -140,7 +140,7 @@ def events(*, follow: bool, replay: int, **where: Any) -> int:
     """Print a run's events as JSON lines, the last `replay` of them first."""
     try:
         if follow:
-            with ControlClient(_target(**where)) as client:
+            with ControlClient(control_target(**where)) as client:
                 for event in client.events(replay):
                     print(json.dumps(event, ensure_ascii=False), flush=True)
             return 0
@@ -158,7 +158,7 @@ def events(*, follow: bool, replay: int, **where: Any) -> int:
         return BROKEN_PIPE
 
 
-def _target(
+def control_target(
     run: str | None, run_dir: Path, address: str | None, ca: Path | None, token_env: str | None
 ) -> ControlTarget:
     """Resolve the run or address. Raises SpecError for options that conflict or cannot be read,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from forge_run.console import UNKNOWN, duration, interval, number, percent, shown_path
 from forge_run.formatting import TableSection
-from protocols.errors import ControlError, ForgeError
+from protocols.errors import ForgeError
 from protocols.files import iter_rows
-from services.control.endpoints import read_endpoints, runs_under
+from services.control.endpoints import is_running, runs_under
 from services.run_directory import RunDirectory, outcome
 
 HEADS = ("run", "state", "step", "KL", "accuracy", "95% CI", "took", "directory")
@@ -52,7 +52,8 @@ def summary_of(path: Path) -> RunSummary:
     run = RunDirectory(path)
     try:
         results = run.read_results() or {}
-        state = str(results.get("status") or _state(run))
+        told = "running" if is_running(path) else outcome(iter_rows(run.events))
+        state = str(results.get("status") or told)
         rows = deque((r for r in iter_rows(run.metrics) if r["arm"] == "on_policy"), maxlen=1)
     except (ForgeError, ValueError):
         return RunSummary(path.parent.name, run.id, str(path), "damaged")
@@ -64,15 +65,6 @@ def summary_of(path: Path) -> RunSummary:
         arm.get("accuracy"), None if ci95 is None else (ci95[0], ci95[1]),
         results.get("wall_seconds"),
     )  # fmt: skip
-
-
-def _state(run: RunDirectory) -> str:
-    """Return the state of a run without results: it runs, or how its last start ended."""
-    try:
-        read_endpoints(run.path)
-    except ControlError:
-        return outcome(iter_rows(run.events))
-    return "running"
 
 
 def _row(run: RunSummary) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""List the keys of every spec file: their sections, types, bounds and meanings, and which of them a
-misspelt or foreign name may mean.
+"""Know the kinds of spec files: their keys with types, bounds and meanings, which of them a
+misspelt or foreign name may mean, and which kind a file is of.
 
     meshes/*.yaml   MeshSpec      configs/*.yaml        LearnSpec
     meshes/serve.yaml  ServeSpec  configs/sweep_*.yaml  SweepSpec   configs/eval.yaml  EvalSpec
@@ -8,22 +8,26 @@ misspelt or foreign name may mean.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from protocols.errors import SpecError
+from protocols.files import REPOSITORY
 from protocols.secrets import MARK, looks_secret
 from protocols.spec.experiments import EvalSpec, SweepSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MeshSpec
 from protocols.spec.serving import ServeSpec
-from protocols.spec.yaml_source import show
+from protocols.spec.yaml_source import YamlDocument, read_yaml, show
 
 # What other trainers call a key. A test checks that each key exists.
 OTHER_NAMES = {
@@ -244,3 +248,41 @@ def type_text(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a section"
     return "a mapping of keys" if origin is dict else "a value"
+
+
+def named_mesh(text: str) -> tuple[Path, str]:
+    """Return the path of a mesh file and what messages call it. A name without a folder and a
+    suffix, or a path as a checkout has it, is that of a shipped mesh where no such file is here:
+    `longhealth` is meshes/longhealth.yaml. Raises SpecError for an unknown name."""
+    path = Path(text)
+    shipped = REPOSITORY / (path if path.suffix else Path("meshes", f"{text}.yaml"))
+    if path.is_file() or path.is_absolute():
+        return path, text
+    if shipped.parent == REPOSITORY / "meshes" and shipped.is_file():
+        return shipped, shown_path(shipped)
+    if not path.suffix and not path.exists() and path.parent == Path():
+        names = ", ".join(sorted(file.stem for file in shipped.parent.glob("*.yaml")))
+        raise SpecError(
+            f"there is no mesh {text}: expected a file, or one of the shipped {names}; check the "
+            "name"
+        )
+    return path, text
+
+
+def read_of_kind(wanted: SpecFile, path: Path, source: str) -> YamlDocument:
+    """Return the file's mapping. Raises SpecError for a file of another kind."""
+    document = read_yaml(path, source)
+    found = other_kind(document.values, wanted)
+    if found is not None:
+        use = found.use.format(source)
+        mesh = path.parent.parent / "meshes" / path.name
+        if found is CONFIG_FILE and wanted is MESH_FILE and mesh.is_file():
+            use = f"give {shown_path(mesh)}, or lay it over a mesh's config with --config {source}"
+        raise SpecError(f"{source} is {found.what}, and {wanted.what} belongs here; {use}")
+    return document
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as messages show it, relative below the current directory: `configs/x.yaml`."""
+    text = os.path.normpath(path)
+    return os.path.relpath(text) if Path(text).is_relative_to(Path.cwd()) else text

@@ -32,13 +32,13 @@ from protocols.spec.errors import (
     unknown_override,
 )
 from protocols.spec.keys import (
-    CONFIG_FILE,
     FILES,
     MESH_FILE,
     SERVER_FILE,
-    SpecFile,
     may_hold_secret,
-    other_kind,
+    named_mesh,
+    read_of_kind,
+    shown_path,
 )
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
@@ -70,7 +70,7 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
     SpecError with every problem found, a line each with rule, got, file:line, key and remedy.
     """
     faults: list[SpecProblem] = []
-    mesh_document = _of_kind(MESH_FILE, *_named(mesh))
+    mesh_document = read_of_kind(MESH_FILE, *named_mesh(mesh))
     mesh_sets, learn_sets = _route(sets, faults)
     _apply(mesh_document, mesh_sets, faults, "hosts", "kind")
     mesh_spec = _checked(MeshSpec, mesh_document, faults)
@@ -112,7 +112,7 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
     """Read and check `meshes/serve.yaml` with `--set` overrides. Raises SpecError as `load_spec`
     does."""
     faults: list[SpecProblem] = []
-    document = _of_kind(SERVER_FILE, *_named(path))
+    document = read_of_kind(SERVER_FILE, *named_mesh(path))
     for override in _overrides(sets, faults):
         if override.key[0] in SERVE_KEYS:
             _override(document, override, faults)
@@ -121,6 +121,10 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
     spec = _checked(ServeSpec, document, faults)
     if faults or spec is None:
         raise combined(faults)
+    home = place_of(("library",), document.places).directory
+    if home == REPOSITORY / "meshes" and not (REPOSITORY / "pyproject.toml").is_file():
+        # An installed package holds nothing of a user's: the library is where the runs are.
+        spec = spec.model_copy(update={"library": str(Path.cwd() / "library")})
     spec = _with_local_paths(spec, document.places, "model.path", "library", "http.audit")
     return LoadedServeSpec(spec, document.places)
 
@@ -129,7 +133,7 @@ def load_file(model: type[Model], path: Path) -> Model:
     """Read and check a spec that is one file. Raises SpecError as `load_spec` does."""
     faults: list[SpecProblem] = []
     kind = next((file for file in FILES if file.root is model), None)
-    document = read_yaml(path, str(path)) if kind is None else _of_kind(kind, path, str(path))
+    document = read_yaml(path, str(path)) if kind is None else read_of_kind(kind, path, str(path))
     spec = _checked(model, document, faults)
     if spec is None:
         raise combined(faults)
@@ -142,38 +146,6 @@ def load_resolved(path: Path) -> RunSpec:
     Raises SpecError as `load_spec` does.
     """
     return load_file(RunSpec, path)
-
-
-def _named(text: str) -> tuple[Path, str]:
-    """Return the path of a mesh file and what messages call it. A name without a folder and a
-    suffix, or a path as a checkout has it, is that of a shipped mesh where no such file is here:
-    `longhealth` is meshes/longhealth.yaml. Raises SpecError for an unknown name."""
-    path = Path(text)
-    shipped = REPOSITORY / (path if path.suffix else Path("meshes", f"{text}.yaml"))
-    if path.is_file() or path.is_absolute():
-        return path, text
-    if shipped.parent == REPOSITORY / "meshes" and shipped.is_file():
-        return shipped, _shown(shipped)
-    if not path.suffix and not path.exists() and path.parent == Path():
-        names = ", ".join(sorted(file.stem for file in shipped.parent.glob("*.yaml")))
-        raise SpecError(
-            f"there is no mesh {text}: expected a file, or one of the shipped {names}; check the "
-            "name"
-        )
-    return path, text
-
-
-def _of_kind(wanted: SpecFile, path: Path, source: str) -> YamlDocument:
-    """Return the file's mapping. Raises SpecError for a file of another kind."""
-    document = read_yaml(path, source)
-    found = other_kind(document.values, wanted)
-    if found is not None:
-        use = found.use.format(source)
-        mesh = path.parent.parent / "meshes" / path.name
-        if found is CONFIG_FILE and wanted is MESH_FILE and mesh.is_file():
-            use = f"give {_shown(mesh)}, or lay it over a mesh's config with --config {source}"
-        raise SpecError(f"{source} is {found.what}, and {wanted.what} belongs here; {use}")
-    return document
 
 
 @dataclass(frozen=True)
@@ -299,11 +271,11 @@ def _config_document(mesh: YamlDocument, faults: list[SpecProblem]) -> YamlDocum
     place = mesh.places[("config",)]
     path = place.directory / name
     if not path.is_file():
-        rule = f"must name a learning config (there is no file {_shown(path)})"
+        rule = f"must name a learning config (there is no file {shown_path(path)})"
         remedy = "give its path relative to the mesh file"
         faults.append(fault(rule, name, place, ("config",), remedy))
         return None
-    return _read(path, _shown(path), faults)
+    return _read(path, shown_path(path), faults)
 
 
 def _read(path: Path, source: str, faults: list[SpecProblem]) -> YamlDocument | None:
@@ -312,12 +284,6 @@ def _read(path: Path, source: str, faults: list[SpecProblem]) -> YamlDocument | 
     except SpecError as error:
         faults.append(SpecProblem(SourceLocation(source, 0, path.parent), str(error)))
         return None
-
-
-def _shown(path: Path) -> str:
-    """Return a path as messages show it, relative below the current directory: `configs/x.yaml`."""
-    text = os.path.normpath(path)
-    return os.path.relpath(text) if Path(text).is_relative_to(Path.cwd()) else text
 
 
 def _with_local_paths(spec: Model, places: Mapping[Key, SourceLocation], *keys: str) -> Model:

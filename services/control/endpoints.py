@@ -65,6 +65,15 @@ def read_endpoints(run: Path) -> Endpoints:
     return endpoints
 
 
+def is_running(run: Path) -> bool:
+    """Return whether the run can be steered: it has come up, and its controller lives."""
+    try:
+        read_endpoints(run)
+    except ControlError:
+        return False
+    return True
+
+
 def not_running(run: Path, why: str) -> ControlError:
     """Return the error for a run that is not running, with the remedy."""
     results = RunDirectory(run).read_results()

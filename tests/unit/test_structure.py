@@ -8,8 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
-    "actors", "benchmarks", "deploy", "documents", "environments", "forge_run", "learning",
-    "protocols", "registry", "services", "serving", "strategies", "teachers", "training",
+    "actors", "benchmarks", "cartridge_forge", "deploy", "documents", "environments", "forge_run",
+    "learning", "protocols", "registry", "services", "serving", "strategies", "teachers",
+    "training",
 )  # fmt: skip
 SOURCES = [
     path
