@@ -69,7 +69,7 @@ def create_server(config: ServerConfig) -> Server:
     )  # fmt: skip
     for router in (routes(handler), model_routes(handler), admin_routes(handler)):
         api.include_router(router)
-    app: ASGIApp = BodyLimitMiddleware(api, http.max_body_bytes, http.max_upload_bytes)
+    app: ASGIApp = BodyLimitMiddleware(api, http)
     app = ApiKeyMiddleware(app, config.api_keys, handler.audit)
     if http.origins:
         app = CORSMiddleware(app, http.origins, allow_methods=["*"], allow_headers=["*"])

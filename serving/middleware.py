@@ -17,13 +17,13 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from protocols.spec.serving import HttpSpec
+from serving.access.connections import UPLOAD_SECONDS, UPLOADS
 from serving.errors import ApiError, plain_json
 from serving.metrics import ServingMetrics
 
 T = TypeVar("T")
 
-UPLOADS = "/admin/cartridges/"  # routes whose bodies are files
-BODY_SECONDS, UPLOAD_SECONDS = 30.0, 600.0  # time limits for a body to arrive
 CLIENT_LEFT = 499  # the status in metrics of a request whose client disconnected
 WAITING = ServerSentEvent(comment="waiting", sep="\n")
 log = logging.getLogger("forge.serve")
@@ -63,13 +63,13 @@ class BodyLimitMiddleware:
     Reading more raises ApiError 413, or 408 when it is late; ClientDisconnected for an incomplete
     body."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_upload_bytes: int) -> None:
-        self._app, self._max_bytes, self._max_upload_bytes = app, max_bytes, max_upload_bytes
+    def __init__(self, app: ASGIApp, http: HttpSpec) -> None:
+        self._app, self._http = app, http
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         upload = scope["method"] == "POST" and scope["path"].startswith(UPLOADS)
-        most = self._max_upload_bytes if upload else self._max_bytes
-        seconds = UPLOAD_SECONDS if upload else BODY_SECONDS
+        most = self._http.max_upload_bytes if upload else self._http.max_body_bytes
+        seconds = UPLOAD_SECONDS if upload else self._http.body_s
         deadline = asyncio.get_running_loop().time() + seconds
         why = f"the body is larger than {most} bytes; send less at a time"
         too_large = ApiError(413, why, code="body_too_large")

@@ -19,10 +19,10 @@ from documents.retrieval import count_terms
 from protocols.spec.services import LOOPBACK
 from registry.names import VERSION, CartridgeName, is_name
 from registry.store import CartridgeVersion
+from serving.access.connections import UPLOADS
 from serving.access.keys import CALLER, peer_of
 from serving.errors import ApiError, bad_request, refusing
 from serving.handler import RequestHandler
-from serving.middleware import UPLOADS
 from serving.routes import REFUSALS
 
 T = TypeVar("T")

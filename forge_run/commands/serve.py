@@ -202,6 +202,7 @@ class ServeProcess:
 
         from registry.formats.base_model import read_base
         from registry.store import CartridgeStore
+        from serving.access.connections import LimitedServer, limited
         from serving.app import create_server
         from serving.backend import RequestLimits, ServerConfig
         from serving.pool_backend import PoolBackend
@@ -223,10 +224,11 @@ class ServeProcess:
                 draining=self._signalled.is_set,
             )
         )  # fmt: skip
-        self._web = uvicorn.Server(
+        self._web = LimitedServer(
             uvicorn.Config(
                 built.app, log_config=None, access_log=False, lifespan="off", ws="none",
                 server_header=False, timeout_graceful_shutdown=round(http.drain_s),
+                **limited(http),
             )
         )  # fmt: skip
         self._web.capture_signals = contextlib.nullcontext  # this class handles them

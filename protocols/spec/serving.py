@@ -84,6 +84,19 @@ class HttpSpec(SpecSection):
     )
     max_choices: int = Field(default=64, ge=1, description="most responses of one request")
     deadline_s: float = Field(default=120.0, gt=0, description="most seconds of one request")
+    header_s: float = Field(
+        default=10.0, gt=0, description="seconds in which a request's line and headers arrive"
+    )
+    body_s: float = Field(default=30.0, gt=0, description="seconds in which its body arrives")
+    idle_s: float = Field(
+        default=5.0, gt=0, description="seconds that a connection stays open between requests"
+    )
+    max_connections: int = Field(
+        default=1024, ge=1, description="most connections, fewer where the system opens fewer files"
+    )
+    max_connections_per_peer: int = Field(
+        default=512, ge=1, description="most connections of one address"
+    )
     max_body_bytes: int = Field(default=4 * 1024**2, ge=1024, description="most bytes of a body")
     max_upload_bytes: int = Field(
         default=1024**3, ge=1024, description="most bytes of an uploaded cartridge"

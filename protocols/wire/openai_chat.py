@@ -17,8 +17,13 @@ from protocols.teacher_replay import AgentTool, Role
 
 MAX_SEED = 2**63 - 1
 MAX_COMPOSED = 8  # cartridges before one prompt
+# A body's lists end at their first fault and at these lengths: its check holds every other request
+# up, and without them 5 MB of wrong token ids are checked for 18 s.
+MAX_IDS = 2**17
+MAX_ITEMS = 4096
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_IDS)]
 CartridgeText = Annotated[str, Field(max_length=128)]
 FinishReason = Literal["stop", "length"]
 
@@ -99,7 +104,9 @@ class TextPart(HarnessText, RequestPart): ...
 
 
 class ChatMessage(HarnessMessage, RequestPart):
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_ITEMS)] | None = (
+        None
+    )
     name: str | None = Field(None, description="taken and left alone")
     # Clients send these fields back from earlier responses; they must be empty.
     refusal: None = None
@@ -153,11 +160,11 @@ class SamplingFields(RequestPart):
     forge: ForgeOptions | None = None
     # Accepted and ignored: no effect on the response.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = Field(None, max_length=64)
     # Not served: neutral values only.
     frequency_penalty: float | None = Field(None, ge=0, le=0)
     presence_penalty: float | None = Field(None, ge=0, le=0)
-    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    logit_bias: dict[str, Any] | None = Field(None, max_length=0)
 
 
 class TextFormat(RequestPart):
@@ -165,7 +172,7 @@ class TextFormat(RequestPart):
 
 
 class ChatRequest(SamplingFields):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)
     max_completion_tokens: int | None = Field(None, ge=1, description="max_tokens by its new name")
     logprobs: bool | None = Field(None, description="log-probabilities of every token")
     top_logprobs: int | None = Field(
@@ -185,9 +192,9 @@ class ChatRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
         | Ids
-        | Annotated[list[Ids], Field(min_length=1)]
+        | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
     ) = Field(description="text, texts, token ids, or lists of token ids")
     logprobs: int | None = Field(
         None, ge=0, le=20, description="log-probabilities of every token and of so many likeliest"

@@ -28,6 +28,7 @@ from protocols.spec.serving import ApiKeySpec, HttpSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 from registry.formats.base_model import read_base
 from registry.store import CartridgeStore
+from serving.access.connections import LimitedServer, limited
 from serving.access.keys import ApiKey
 from serving.app import Server, create_server
 from serving.backend import OnTokens, RequestLimits, ServerConfig, StrategyCatalog
@@ -210,10 +211,10 @@ def serving(
         door = create_server(house)
         started.append(door)
         config = uvicorn.Config(
-            door.app, log_config=None, access_log=False, lifespan="off", ws="none", http="h11",
-            timeout_graceful_shutdown=2,
+            door.app, log_config=None, access_log=False, lifespan="off", ws="none",
+            timeout_graceful_shutdown=2, **limited(house.http),
         )  # fmt: skip
-        server.append(uvicorn.Server(config))
+        server.append(LimitedServer(config))
         await server[0].serve(sockets=[listening])
         await door.close()
 

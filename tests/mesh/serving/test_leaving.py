@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,19 +34,6 @@ LONG = {"model": MODEL, "prompt": [60, 77, 84], "max_tokens": 500, "logprobs": 0
 def never_ending(**more: Any) -> dict[str, Any]:
     """A request that samples for ten seconds, if nobody ends it."""
     return {**LONG, **more}
-
-
-def test_a_body_that_does_not_come_in_time(slow: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.middleware.BODY_SECONDS", 0.2)
-    host, _, port = slow.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as client:
-        client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
-            b"content-length: 99\r\n\r\n{"
-        )
-        answer = b"".join(iter(lambda: client.recv(4096), b""))
-    assert answer.startswith(b"HTTP/1.1 408")
-    assert b"the body did not come within 0.2 s" in answer
 
 
 def test_every_request_has_a_deadline(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
+from pydantic import ValidationError
 from serving_setup import (
     CHAT,
     MODEL,
@@ -13,6 +14,8 @@ from serving_setup import (
     raw,
     refused,
 )
+
+from protocols.wire.openai_chat import ChatRequest, CompletionRequest
 
 
 @pytest.mark.parametrize(
@@ -50,3 +53,23 @@ def test_what_asks_for_nothing_is_taken(client: OpenAI) -> None:
 def test_routes_that_there_are_not(served: Served) -> None:
     assert refused(served, "/v1/embeddings", {})[0] == 404
     assert raw(served, "/v1/chat/completions", method="GET")[0] == 405
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"model": MODEL, "prompt": [-1] * 1_000_000}),
+        ("/v1/completions", {"model": MODEL, "prompt": [[-1]] * 500_000}),
+        ("/v1/completions", {"model": MODEL, "prompt": [1] * 131_073}),
+        ("/v1/chat/completions", {"model": MODEL, "messages": [{"a": 1}] * 400_000}),
+        ("/v1/chat/completions", {"model": MODEL, "messages": CHAT * 4097}),
+    ],
+)
+def test_the_check_of_a_big_body_ends_at_its_first_fault(
+    served: Served, route: str, body: Any
+) -> None:
+    kind = CompletionRequest if route == "/v1/completions" else ChatRequest
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(body)
+    assert found.value.error_count() <= 16, "a few for each form that a prompt may have"
+    assert refused(served, route, body)[0] == 400

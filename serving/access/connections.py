@@ -1,0 +1,154 @@
+"""Bound the connections of a server and the time in which a request arrives, below ASGI.
+
+    waiting   no request yet, a half-sent one, or none after the last answer
+    busy      a whole request has arrived, and its answer has not been sent
+
+A connection beyond a bound takes the place of the one that has waited longest, and is refused only
+where all are busy. So clients that hold connections and send nothing cannot keep out one that sends
+its request, as `GET /health` is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+from collections import Counter
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from protocols.spec.serving import HttpSpec
+
+UPLOADS = "/admin/cartridges/"  # routes whose bodies are files
+UPLOAD_SECONDS = 600.0  # for such a body to arrive
+SPARE_FILES = 64  # descriptors that stay free for files, generators, and connections being refused
+# Connections that are accepted before the first of them is handled: they need descriptors too.
+ACCEPTED_AT_ONCE = 16
+BACKLOG = 1024  # connections that the kernel holds until they are accepted
+GRACE_SECONDS = 1.0  # the middleware's answer to a late body comes first
+LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class OpenConnections:
+    """Count a server's connections, `most` in all and `per_peer` of one address, and keep those
+    that wait in the order in which they began to."""
+
+    def __init__(self, most: int, per_peer: int) -> None:
+        self.most, self.per_peer = most, per_peer
+        self.waiting: dict[LimitedProtocol, None] = {}
+        self.peers: Counter[str] = Counter()
+
+    def make_room(self, peer: str) -> bool:
+        """Return whether one more connection of `peer` fits, after ending one that waits."""
+        if self.peers[peer] >= self.per_peer:
+            return self._end_oldest(peer)
+        return self.peers.total() < self.most or self._end_oldest(None)
+
+    def _end_oldest(self, peer: str | None) -> bool:
+        oldest = next((c for c in self.waiting if peer in (None, c.peer)), None)
+        if oldest is not None:
+            oldest.leave()
+            oldest.transport.abort()
+        return oldest is not None
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """Speak HTTP as uvicorn does, within `connections` and `http`'s times. Made by `limited`."""
+
+    connections_open: OpenConnections
+    http: HttpSpec
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer: asyncio.TimerHandle | None = None
+        self._whole = False  # whether the last request's body has arrived
+        self._counted = False
+        self.peer = self.client[0] if self.client else ""
+        if not self.connections_open.make_room(self.peer):
+            transport.abort()
+            return
+        self._counted = True
+        self.connections_open.peers[self.peer] += 1
+        self._wait_for_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.leave()
+        super().connection_lost(exc)
+
+    def leave(self) -> None:
+        """Give the place up, once."""
+        self._stop_timer()
+        self.connections_open.waiting.pop(self, None)
+        if self._counted:
+            self._counted = False
+            peers = self.connections_open.peers
+            peers[self.peer] -= 1
+            if not peers[self.peer]:
+                del peers[self.peer]
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._whole:  # a further request of the connection
+            self._wait_for_request()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        upload = self.scope["method"] == "POST" and self.scope["path"].startswith(UPLOADS)
+        seconds = UPLOAD_SECONDS if upload else self.http.body_s
+        self._start_timer(seconds + GRACE_SECONDS)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._whole = True
+        self._stop_timer()
+        if not self.cycle.response_complete:  # an early answer: nothing is left to do
+            self.connections_open.waiting.pop(self, None)
+
+    def on_response_complete(self) -> None:
+        more = bool(self.pipeline)
+        super().on_response_complete()
+        if not more and not self.transport.is_closing():
+            self.connections_open.waiting[self] = None
+
+    def _wait_for_request(self) -> None:
+        self._whole = False
+        self.connections_open.waiting.setdefault(self)
+        self._start_timer(self.http.header_s)
+
+    def _start_timer(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(LATE)
+        self.transport.close()
+
+
+class LimitedServer(uvicorn.Server):
+    """Serve with `limited` settings. What the kernel queues is more than is accepted at once."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)
+
+
+def limited(http: HttpSpec) -> dict[str, Any]:
+    """Return the settings of a `uvicorn.Config` that bound connections and times as `http` says."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = soft - len(os.listdir("/proc/self/fd")) - SPARE_FILES - ACCEPTED_AT_ONCE
+    most = max(1, min(http.max_connections, free))
+    bounds = OpenConnections(most, http.max_connections_per_peer)
+    kind = type("LimitedProtocol", (LimitedProtocol,), {"connections_open": bounds, "http": http})
+    return {"http": kind, "timeout_keep_alive": http.idle_s, "backlog": ACCEPTED_AT_ONCE}
