@@ -66,12 +66,18 @@ def plan(
     """Return a mesh's plan, or print it as JSON; a plan that cannot run here is printed, and the
     code is CANNOT_RUN. Options of a run are ignored. Raises SpecError for a bad spec."""
     from forge_run import formatting
+    from forge_run.plan import calibration
     from forge_run.plan import plan as of
     from forge_run.preflight import unmet
 
     loaded, notes = resolved(mesh, overlays, sets, run_dir, continues, alone=alone)
     spec = loaded.spec
-    found = of.size_plan(spec) if sizing else of.plan(spec, loaded.place, notes)
+    if sizing:
+        found = of.size_plan(spec)
+    else:
+        here = calibration.computes_here(spec) and of.step_workload(spec)
+        host = calibration.host_peaks() if here else None
+        found = of.plan(spec, loaded.place, notes, host)
     code = CANNOT_RUN if not sizing and unmet(spec, loaded.place) else 0
     if not as_json and not code:
         return found

@@ -24,7 +24,7 @@ from deploy.manifests.sizing import (
 from forge_run.formatting import TableSection, bytes_text, count_text, facts, lines, seconds_text
 from forge_run.plan import channels, documents, roofline, sizing
 from forge_run.plan.layout import layout_sections
-from forge_run.plan.roofline import A100, H200, MFU, PhaseCost, Workload
+from forge_run.plan.roofline import A100, H200, MFU, DevicePeaks, PhaseCost, Workload
 from forge_run.preflight import resolved_place, unmet
 from learning.model.decoder_config import decoder_config
 from protocols.layout import length_warning
@@ -41,9 +41,11 @@ def plan(
     spec: RunSpec,
     place: Callable[[str], SourceLocation] = resolved_place,
     start: Sequence[str] = (),
+    host: DevicePeaks | None = None,
 ) -> tuple[TableSection, ...]:
     """Return every section of the plan, in reading order; `start` says where trained cartridges
-    come from. Raises SpecError for a damaged config.json."""
+    come from. With `host`, the ceilings of the machine that computes, the times are its own, else
+    those of two GPUs. Raises SpecError for a damaged config.json."""
     size = known_size(spec.learn.model)
     learn, on_documents = documents.studied(spec.learn)
     spec = spec.model_copy(update={"learn": learn})
@@ -57,7 +59,7 @@ def plan(
         *([] if size is None else [sizing.summary(spec, size), *sizing.devices(spec, size)]),
         *channels.sections(learn),
         _budget_section(learn),
-        _roofline_section(spec),
+        _roofline_section(spec, host),
     ]
     mean = learn.data.document_tokens
     if mean and learn.self_study is None and learn.cartridge.per == "document":
@@ -235,23 +237,42 @@ def _warm_text(learn: LearnSpec) -> str:
     return f", after {warm.steps} of them on the teacher's text{sooner}"
 
 
-def _roofline_section(spec: RunSpec) -> TableSection:
-    phases = step_workload(spec)
+def _roofline_section(spec: RunSpec, host: DevicePeaks | None) -> TableSection:
+    phases = step_workload(spec if host is None else _undivided(spec))
     if not phases:
         return lines("roofline of a step", [_not_estimated(spec.learn)])
-    rows = [(low.name, *_phase_cells(low, high)) for low, high in phases]
+    devices = (A100, H200) if host is None else (host,)
+    rows = [(low.name, *_phase_cells(low, high, devices)) for low, high in phases]
     counted = phases[:-1]  # without the document re-read
-    totals = (
-        _range(sum(p.seconds(d) for p, _ in counted), sum(p.seconds(d) for _, p in counted))
-        for d in (A100, H200)
-    )
+    least = [sum(low.seconds(d) for low, _ in counted) for d in devices]
+    most = [sum(high.seconds(d) for _, high in counted) for d in devices]
+    totals = (_range(low, high) for low, high in zip(least, most, strict=True))
     rows.append(("step, phases in turn", "", "", *totals))
+    peaks = f"bf16 peaks at {MFU:.0%} MFU, one device a replica"
+    if host is not None:
+        steps = spec.learn.train.steps
+        rows.append((f"{steps} steps", "", "", _range(steps * least[0], steps * most[0])))
+        peaks = (
+            f"least times at this machine's measured {host.flops / 1e9:,.0f} GFLOP/s and "
+            f"{host.bandwidth / 1e9:,.0f} GB/s"
+        )
+    prompt = _workload(spec.learn).prompt
     return TableSection(
-        f"roofline of a step: bf16 peaks at {MFU:.0%} MFU, one device a replica, prompts of "
-        f"{_workload(spec.learn).prompt} tokens, all of one document .. each of its own",
-        ("phase", "FLOP", "bytes", "A100", "H200"),
+        f"roofline of a step: {peaks}, prompts of {prompt} tokens, all of one document .. each of "
+        "its own",
+        ("phase", "FLOP", "bytes", *(device.name for device in devices)),
         tuple(rows),
     )
+
+
+def _undivided(spec: RunSpec) -> RunSpec:
+    """Return the spec with one process a role: on one machine, more of them share its ceilings."""
+    alone = {
+        name: role.model_copy(update={"replicas": 1, "procs": 1, "autoscale": None})
+        for name, role in spec.roles
+    }
+    roles = spec.mesh.roles.model_copy(update=alone)
+    return spec.model_copy(update={"mesh": spec.mesh.model_copy(update={"roles": roles})})
 
 
 def _not_estimated(learn: LearnSpec) -> str:
@@ -314,8 +335,10 @@ def step_phases(
     )
 
 
-def _phase_cells(low: PhaseCost, high: PhaseCost) -> tuple[str, ...]:
-    times = (_range(low.seconds(d), high.seconds(d)) for d in (A100, H200))
+def _phase_cells(
+    low: PhaseCost, high: PhaseCost, devices: Sequence[DevicePeaks]
+) -> tuple[str, ...]:
+    times = (_range(low.seconds(d), high.seconds(d)) for d in devices)
     moved = bytes_text(low.bytes), bytes_text(high.bytes)
     shown = moved[0] if moved[0] == moved[1] else " .. ".join(moved)
     return (count_text(low.flops) if low.flops else "", shown, *times)
