@@ -3,8 +3,9 @@
     forge-run ---spawns---> ControllerActor ---spawns---> store, generators, teachers, trainer
         ^---- status (polled) ----'
 
-The first Ctrl-C or SIGTERM asks the controller to stop. A second one, or a controller that takes
-longer than STOP_SECONDS, has every process killed; the last checkpoint remains.
+The first Ctrl-C, SIGTERM or SIGHUP asks the controller to stop. A second one, or a controller that
+takes longer than STOP_SECONDS, has every process killed; the last checkpoint remains. A controller
+that died, and a lease that another command has taken, end the run at once.
 """
 
 from __future__ import annotations
@@ -25,21 +26,19 @@ from typing import Any
 from rich.console import Console
 
 from forge_run.console import ConsoleDisplay, print_results
+from forge_run.resuming import open_directory
 from protocols.errors import CheckpointError, ForgeError, RunError, SpecError
 from protocols.secrets import LOCAL_KEY
 from protocols.spec.hosts import HostsSpec
-from protocols.spec.loading import load_resolved
 from protocols.spec.mesh import RunSpec
 from protocols.spec.services import HealthSpec
-from protocols.spec.yaml_source import dump_yaml
 from services.forkserver.client import bootstrap_command, fork_server
 from services.hosts.handshake import host_and_port
 from services.hosts.source import LINK_ENVIRONMENT
-from services.proc_info import descendants
-from services.run_directory import RunDirectory
+from services.proc_info import descendants, has_ended
+from services.run_directory import RunDirectory, storage_error
+from services.run_lease import RunLease, hold_lease
 
-UNFINISHED = "unfinished"  # `resume` value for the latest run, unless it finished
-MAY_CHANGE = ("mesh.hosts", "mesh.roles.trainer.procs", "learn.train.shard_base")  # on resuming
 POLL_SECONDS = 0.25
 STOP_SECONDS = 6.0
 END_SECONDS = 1.5  # STOP_SECONDS, twice this and the report fit in 10 s
@@ -67,94 +66,73 @@ def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, 
 
 
 def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
-    """Run to the end, or to a checkpoint when interrupted. Returns the exit code: 0 finished, 130 /
-    143 stopped by SIGINT / SIGTERM. Raises ForgeError."""
+    """Run to the end, or to a checkpoint when interrupted. Returns the exit code: 0 finished, 129 /
+    130 / 143 stopped by SIGHUP / SIGINT / SIGTERM. Raises ForgeError."""
     local = spec.mesh.hosts.kind == "local"
     os.environ.update(monarch_environment(spec.mesh.health, local=local))
     os.environ[LOCAL_KEY] = "local"
     caught = SignalFlag()
     console = Console()
     error: ForgeError | None = None
-    cut_off = False
-    with caught, fork_server() as ready, ConsoleDisplay(spec.mesh.name, console) as display:
-        directory, resumed = open_directory(spec, run_dir, resume, display.line)
+    cut_off: str | None = None
+    with (
+        caught,
+        fork_server() as ready,
+        ConsoleDisplay(spec.mesh.name, console) as display,
+        contextlib.ExitStack() as held,
+    ):
+        try:
+            directory, resumed = open_directory(spec, run_dir, resume, display.line)
+        except OSError as unusable:
+            raise storage_error(unusable, run_dir or Path("runs")) from unusable
+        try:
+            lease = held.enter_context(hold_lease(directory.path, display.line))
+            if resumed:
+                directory.make_latest()
+        except OSError as unusable:
+            raise storage_error(unusable, directory.path) from unusable
         display.line(f"run {directory.id}")
         try:
-            cut_off = not _drive(spec, directory, resumed, display, caught, ready)
+            cut_off = _drive(spec, directory, resumed, display, caught, lease, ready)
+        except OSError as unusable:
+            error = storage_error(unusable, directory.path)
         except ForgeError as failure:
             error = failure
-    from forge_run.report.page import write_report
-
-    write_report(directory.path)
-    results = directory.read_results()
-    if results is not None:
-        print_results(console, results, directory.path)
+    if cut_off:
+        error = RunError(cut_off)
+    if directory.path.is_dir():
+        _tell_results(directory, console)
+    code = 128 + caught.first if caught.first else 0
+    if cut_off is not None:
+        # Monarch's shutdown in a client whose mesh was killed may hang, or exit with 1.
+        if error is not None:
+            print(f"error: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.exit_code if error is not None else code)
     if error is not None:
         raise error
-    code = 128 + caught.first if caught.first else 0
-    if cut_off:
-        # Monarch's shutdown in a client whose mesh was killed may exit with 1.
-        sys.stdout.flush()
-        os._exit(code)
     return code
 
 
-def open_directory(
-    spec: RunSpec, run_dir: Path | None, resume: str | None, tell: Callable[[str], None]
-) -> tuple[RunDirectory, bool]:
-    """Return a new run directory and False, or the one to resume and True. A resumed run must have
-    this spec, except for MAY_CHANGE: the hosts, which affect no result, and the trainer's ranks,
-    which affect rounding only. Raises CheckpointError otherwise."""
-    root = (run_dir or Path("runs")).absolute()
-    if resume == UNFINISHED:
-        resume = _unfinished(spec, root, tell)
-    if resume is None:
-        return RunDirectory.create(root, spec.mesh.name, dump_yaml(spec.as_dict())), False
-    directory = RunDirectory.open(root, spec.mesh.name, resume or "latest")
-    changed = _changed(directory, spec)
-    if changed:
-        raise CheckpointError(
-            f"run {directory.id} was made with another spec; it differs in {', '.join(changed)}. "
-            f"Resume with what is in {directory.spec}, or start anew without --resume"
-        )
-    directory.make_latest()
-    return directory, True
+def _tell_results(directory: RunDirectory, console: Console) -> None:
+    """Write the report and print the results, as far as the run's files allow."""
+    from forge_run.report.page import write_report
 
-
-def _unfinished(spec: RunSpec, root: Path, tell: Callable[[str], None]) -> str | None:
-    """Return the latest run of this spec if unfinished, for a Job that restarts its pod."""
     try:
-        latest = RunDirectory.open(root, spec.mesh.name)
-    except CheckpointError:  # there is none yet
-        return None
-    if (latest.read_results() or {}).get("status") == "finished":
-        return None
-    changed = _changed(latest, spec)
-    if changed:
-        tell(f"run {latest.id} did not finish and is of another spec ({', '.join(changed)})")
-        return None
-    return latest.id
-
-
-def _changed(directory: RunDirectory, spec: RunSpec) -> list[str]:
-    before = load_resolved(directory.spec).as_dict()
-    return [k for k in differences(before, spec.as_dict()) if not k.startswith(MAY_CHANGE)]
-
-
-def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Return the dotted keys at which two plain specs differ."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        found = []
-        for key in sorted({*a, *b}):
-            found += differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
-        return found
-    return [] if a == b else [path]
+        write_report(directory.path)
+        results = directory.read_results()
+        if results is not None:
+            print_results(console, results, directory.path)
+    except (OSError, CheckpointError) as unusable:
+        print(f"the report was not written: {unusable}", file=sys.stderr)
 
 
 class SignalFlag:
-    """Record SIGINT and SIGTERM instead of ending the process. SIGINT is ignored while the mesh's
-    processes are spawned, and they inherit that: a terminal's Ctrl-C reaches the whole process
-    group, but only this process must handle it."""
+    """Record SIGINT, SIGTERM and SIGHUP instead of ending the process. SIGINT is ignored while the
+    mesh's processes are spawned, and they inherit that: a terminal's Ctrl-C reaches the whole
+    process group, but only this process must handle it. A SIGHUP that is ignored, by nohup, stays
+    so."""
 
     def __init__(self) -> None:
         self.first: int = 0
@@ -164,6 +142,8 @@ class SignalFlag:
     def __enter__(self) -> SignalFlag:
         self._before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._note)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._note)
         return self
 
     def listen(self) -> None:
@@ -185,9 +165,11 @@ def _drive(
     resume: bool,
     display: ConsoleDisplay,
     caught: SignalFlag,
+    lease: RunLease,
     ready: Callable[[], None],
-) -> bool:
-    """Return False for a run that was cut off: then no part of Monarch may be used any more."""
+) -> str | None:
+    """Return None for a run that ended in order, else why it was cut off, "" for a user's wish:
+    then no part of Monarch may be used any more."""
     import monarch.actor as monarch
 
     from actors.base import bootstrap
@@ -210,43 +192,57 @@ def _drive(
         bootstrap=bootstrap(1, needed=controller_variables(spec)),
         bootstrap_command=bootstrap_command(),
     )
-    cut_off = False
+    cut_off: str | None = None
     try:
         controller = procs.spawn(
             "controller", ControllerActor, spec, str(directory.path), resume, os.getpid()
         )
         running = controller.run.call_one()
-        status = _poll(controller, spec.mesh.spawn_timeout_s)
+        patience = spec.mesh.spawn_timeout_s
+        pid = _answer(controller.process.call_one(), patience, lambda: lease.lost)
         caught.listen()
         asked: float | None = None
+        told = 0
         untold = not resume and spec.learn.cartridge.start is not None
-        while not status.done:
+
+        def lost() -> str:
+            if has_ended(pid):
+                return f"the controller died; go on with --resume {directory.id}"
+            return lease.lost
+
+        while not _is_over(running):
+            status, notes = _answer(controller.status.call_one(), STATUS_TIMEOUT, lost)
+            for line in notes[told:]:
+                display.line(line)
+            told = len(notes)
             display.update(status)
             if untold and directory.start.exists():
                 untold = False
                 _tell_fresh(directory, display)
             if caught.first and asked is None:
                 asked = time.monotonic()
-                controller.ask_to_stop.call_one().get(timeout=STATUS_TIMEOUT)
+                _answer(controller.ask_to_stop.call_one(), STATUS_TIMEOUT, lost)
                 import_module("forge_run.report.page")  # 1 to 2 s, while the step ends
             late = asked is not None and time.monotonic() - asked > STOP_SECONDS
             if late or caught.count > 1:
                 display.line("stopping at once; the last checkpoint stands")
-                cut_off = True
-                kill_mesh()
-                return False
+                cut_off = ""
+                break
             time.sleep(POLL_SECONDS)
-            status = _poll(controller, STATUS_TIMEOUT)
-        display.update(status)
-        try:
+        else:
+            display.update(_answer(controller.status.call_one(), STATUS_TIMEOUT, lost)[0])
             running.get(timeout=STATUS_TIMEOUT)
-        except Exception as error:  # an ActorError around what the controller raised
-            cause = getattr(error, "exception", error)
-            raise cause if isinstance(cause, ForgeError) else RunError(str(cause)) from error
+    except MeshLost as loss:
+        cut_off = str(loss)
+    except Exception as error:  # an ActorError around what the controller raised
+        cause = getattr(error, "exception", error)
+        raise cause if isinstance(cause, ForgeError) else RunError(str(cause)) from error
     finally:
-        if not cut_off:
+        if cut_off is not None:
+            kill_mesh()
+        else:
             _end(procs)
-    return True
+    return cut_off
 
 
 def _tell_fresh(directory: RunDirectory, display: ConsoleDisplay) -> None:
@@ -259,13 +255,35 @@ def _tell_fresh(directory: RunDirectory, display: ConsoleDisplay) -> None:
         display.line(f"no trained cartridge to start from, so {line}")
 
 
-def _poll(controller: Any, timeout_s: float) -> Any:
+class MeshLost(Exception):
+    """Report that the controller, or the right to the run's directory, is lost."""
+
+
+def _answer(future: Any, timeout_s: float, lost: Callable[[], str]) -> Any:
+    """Return the controller's answer. Raises MeshLost where `lost` says why none will come, or for
+    none in `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return future.get(timeout=POLL_SECONDS)
+        except Exception as error:  # no answer yet, or the controller is dead
+            if why := lost():
+                raise MeshLost(why) from error
+            if not isinstance(error, TimeoutError) or time.monotonic() > deadline:
+                raise MeshLost(
+                    f"the controller does not answer ({type(error).__name__}); go on with --resume"
+                ) from error
+
+
+def _is_over(running: Any) -> bool:
+    """Return whether the controller's run has ended, in whatever way."""
     try:
-        return controller.status.call_one().get(timeout=timeout_s)
-    except Exception as error:  # the controller is dead, or does not answer
-        raise RunError(
-            f"the controller does not answer ({type(error).__name__}); go on with --resume"
-        ) from error
+        running.get(timeout=0)
+    except TimeoutError:
+        return False
+    except Exception:  # raised again where the run's end is told
+        return True
+    return True
 
 
 def kill_mesh() -> None:

@@ -18,8 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from protocols.errors import CheckpointError
+from protocols.errors import CheckpointError, DamagedError
 from protocols.files import flush, sha256_of
+from protocols.reserve import with_room
 
 SCHEMA = 3
 STACKED, STACKED_SCHEMA = "state.safetensors", 2
@@ -79,22 +81,11 @@ def write_checkpoint(
     if final.exists() and _is_whole(final):
         return final
     partial = directory / f".{name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    known = {} if before is None else _files(before)
-    files = {}
-    for part, tensors in checkpoint.parts.items():
-        path = partial / f"{part}{SUFFIX}"
-        if before is not None and _taken(before / path.name, path, known.get(part)):
-            files[part] = known[part]
-        else:
-            save_file(on_host(tensors), path)
-            files[part] = sha256_of(path)
-    manifest = {"schema": SCHEMA, "files": files, "facts": checkpoint.facts}
-    manifest["facts_sha256"] = _facts_sha256(checkpoint.facts)
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
-    for path in (*partial.iterdir(), partial):
-        flush(path)
+    try:
+        with_room(partial, lambda: _fill(partial, checkpoint, before))
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if final.exists():
         shutil.rmtree(final)
     partial.rename(final)
@@ -104,6 +95,39 @@ def write_checkpoint(
         if old not in lasts:
             shutil.rmtree(old)
     return final
+
+
+def _fill(partial: Path, checkpoint: Checkpoint, before: Path | None) -> None:
+    """Write a checkpoint's files, flushed, in the directory `partial`."""
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()  # no parents: nobody makes a run's directory again that was removed
+    known = {} if before is None else _files(before)
+    files = {}
+    for part, tensors in checkpoint.parts.items():
+        path = partial / f"{part}{SUFFIX}"
+        if before is not None and _taken(before / path.name, path, known.get(part)):
+            files[part] = known[part]
+        else:
+            save_tensors(on_host(tensors), path)
+            files[part] = sha256_of(path)
+    manifest = {"schema": SCHEMA, "files": files, "facts": checkpoint.facts}
+    manifest["facts_sha256"] = _facts_sha256(checkpoint.facts)
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
+    for path in (*partial.iterdir(), partial):
+        flush(path)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Raises OSError for an error of the system, whose number safetensors
+    puts into a text."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from error
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -130,8 +154,48 @@ def last_of_arms(directory: Path) -> dict[str, Path]:
     return found
 
 
+def newest_whole(
+    directory: Path, usable: Callable[[dict[str, Any]], bool]
+) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint that is not damaged and whose run state is `usable`, None where
+    there is none, and why each newer one was not. Those are set aside under the name
+    `damaged-version-NNNNNN`. Raises CheckpointError for one that only another version can read."""
+    passed: list[str] = []
+    for path in reversed(list_checkpoints(directory)):
+        why = f"checkpoint {path} is later than the damage in the run's files"
+        try:
+            _, facts, _ = _verified(path)
+            if usable(facts["position"]):
+                return path, passed
+        except DamagedError as damage:
+            why = str(damage)
+        aside = path.with_name(f"damaged-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        passed.append(f"{why}; set aside as {aside.name}")
+    return None, passed
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and verify one checkpoint. Raises CheckpointError that names it and the fault."""
+    schema, facts, files = _verified(path)
+    try:
+        parts = {part: load_file(path / f"{part}{SUFFIX}") for part in files}
+    except SafetensorError as error:
+        raise DamagedError(f"checkpoint {path} cannot be read: {error}") from error
+    if schema == SCHEMA:
+        return Checkpoint(facts, parts, path)
+    try:
+        return _unstacked(facts, *parts.values())
+    except (KeyError, IndexError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} is no checkpoint of a trainer ({error!r})"
+        ) from error
+
+
+def _verified(path: Path) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Return schema, facts, and checksums by part, once they match the files. Raises DamagedError,
+    or CheckpointError for another version's schema."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         facts, facts_stated = manifest["facts"], manifest["facts_sha256"]
@@ -141,7 +205,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         else:
             files = dict(manifest["files"]) if schema == SCHEMA else {}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
+        raise DamagedError(
             f"checkpoint {path} has no readable manifest ({error}){_instead(path)}"
         ) from error
     if schema not in (STACKED_SCHEMA, SCHEMA):
@@ -152,26 +216,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     for part, stated in files.items():
         file = path / f"{part}{SUFFIX}"
         if not file.is_file() or sha256_of(file) != stated:
-            raise CheckpointError(
+            raise DamagedError(
                 f"checkpoint {path} is damaged: {file.name} does not match its checksum"
                 f"{_instead(path)}"
             )
     if _facts_sha256(facts) != facts_stated:
-        raise CheckpointError(
+        raise DamagedError(
             f"checkpoint {path} was edited: its facts do not match their checksum{_instead(path)}"
         )
-    try:
-        parts = {part: load_file(path / f"{part}{SUFFIX}") for part in files}
-    except SafetensorError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
-    if schema == SCHEMA:
-        return Checkpoint(facts, parts, path)
-    try:
-        return _unstacked(facts, *parts.values())
-    except (KeyError, IndexError) as error:
-        raise CheckpointError(
-            f"checkpoint {path} is no checkpoint of a trainer ({error!r})"
-        ) from error
+    return schema, facts, files
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,11 +22,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from learning.checkpoint import MANIFEST, SUFFIX, Checkpoint, on_host
+from learning.checkpoint import MANIFEST, SUFFIX, Checkpoint, on_host, save_tensors
 from protocols.errors import CheckpointError
+from protocols.reserve import with_room
 
 PARTIAL = ".partial"
 
@@ -41,7 +42,10 @@ class LastState:
     def write(self, state: Checkpoint) -> None:
         """Replace the state on disk. Parts that the state written or read before has are not
         written again."""
-        self._path.mkdir(parents=True, exist_ok=True)
+        with_room(self._path / MANIFEST, lambda: self._replace(state))
+
+    def _replace(self, state: Checkpoint) -> None:
+        self._path.mkdir(exist_ok=True)  # no parents: a removed run's directory is not made again
         files = {}
         for part, tensors in state.parts.items():
             files[part] = self._files.get(part) or self._write(part, on_host(tensors))
@@ -88,7 +92,7 @@ class LastState:
         """Write a part; return the name of its file."""
         name = _file_name(part, tensors)
         partial = self._path / f"{name}{PARTIAL}"
-        save_file(tensors, partial)
+        save_tensors(tensors, partial)
         partial.replace(self._path / name)
         return name
 

@@ -4,6 +4,7 @@
     ├── SpecError        the mesh or config file, or --set: rule, location, remedy (exit code 2)
     ├── DataError        documents or questions that cannot be used               (exit code 2)
     ├── CheckpointError  a checkpoint that is missing, torn or of another run     (exit code 2)
+    │   └── DamagedError     one that is torn or was changed, where another may be whole
     ├── StaleTokenError  tokens of an old version, or of other numbers than named (exit code 1)
     ├── PublishError     a cartridge version that cannot be published or loaded   (exit code 1)
     ├── PlaneError       the tensor plane: a missing key, a failed transport      (exit code 1)
@@ -40,6 +41,10 @@ class CheckpointError(ForgeError, ValueError):
     """Report a checkpoint that is missing, damaged, or belongs to another run."""
 
     exit_code = 2
+
+
+class DamagedError(CheckpointError):
+    """Report a checkpoint that does not match its own checksums."""
 
 
 class StaleTokenError(ForgeError, RuntimeError):

@@ -9,13 +9,14 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from protocols.errors import CheckpointError, RunError
+from protocols.reserve import with_room
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 """The directory of configs/ and deploy/monitoring/, in a checkout and in an installed wheel."""
@@ -51,15 +52,19 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
 
     `mode` is the mode of a new file before the umask, from its creation on.
     """
-    with replacing(path) as fresh:
-        opener = partial(os.open, mode=mode)
-        with open(fresh, "w", encoding="utf-8", newline="", opener=opener) as file:
-            file.write(text)
+
+    def write() -> None:
+        with replacing(path) as fresh:
+            opener = partial(os.open, mode=mode)
+            with open(fresh, "w", encoding="utf-8", newline="", opener=opener) as file:
+                file.write(text)
+
+    with_room(path, write)
 
 
-def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows to a JSON-lines file in one write. Raises RunError for a number that is not
-    finite."""
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, create: bool = True) -> None:
+    """Append all rows to a JSON-lines file, or none. Without `create` a missing file is an error.
+    Raises RunError for a number that is not finite, and OSError."""
     for row in rows:
         infinite = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
         if infinite:
@@ -69,8 +74,23 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
                 f"{row[infinite[0]]} at {where}; lower the learning rate and resume from the "
                 "last checkpoint"
             )
-    with path.open("ab") as file:  # closing flushes, so a kill loses no buffered row
-        file.write(json_lines(rows).encode())
+    data, flags = json_lines(rows).encode(), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+    with_room(path, lambda: _append(path, data, flags | (os.O_CREAT if create else 0)))
+
+
+def _append(path: Path, data: bytes, flags: int) -> None:
+    file = os.open(path, flags, 0o666)
+    try:
+        before, written = os.fstat(file).st_size, 0
+        try:
+            while written < len(data):
+                written += os.write(file, data[written:])
+        except OSError:  # the next row would follow a part of this one
+            with suppress(OSError):
+                os.ftruncate(file, before)
+            raise
+    finally:
+        os.close(file)
 
 
 def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -88,11 +108,7 @@ def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
                     f"{path}:{damaged}: every line but the last must be a JSON object, got a "
                     "damaged line; restore the file, or delete the line"
                 )
-            try:
-                row = json.loads(line)
-            except ValueError:  # torn JSON, or a character cut in two
-                row = None
-            if isinstance(row, dict):
+            if (row := _object(line)) is not None:
                 yield row
             elif line.endswith(b"\n"):
                 damaged = number
@@ -103,6 +119,28 @@ def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of `iter_rows` as a list; rollouts.jsonl is better read row by row."""
     return list(iter_rows(path))
+
+
+def salvage(path: Path) -> tuple[list[dict[str, Any]], list[int], bool]:
+    """Return the whole rows of a JSON-lines file, the numbers of its damaged lines from 1, and
+    whether there is a torn last line besides. A missing file has none of them."""
+    rows: list[dict[str, Any]] = []
+    damaged = []
+    *lines, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    for number, line in enumerate(lines, start=1):
+        row = _object(line)
+        damaged += [number] if row is None else []
+        rows += [] if row is None else [row]
+    row = _object(last)  # whole, but for its newline
+    return [*rows, *([] if row is None else [row])], damaged, bool(last) and row is None
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:  # torn JSON, or a character cut in two
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -50,6 +50,18 @@ def has_ended(pid: int) -> bool:
     return _fields(stat)[0] in "ZX"
 
 
+def began(pid: int) -> str:
+    """Return what tells a live process of this host from any other: "TICKS/NAMESPACE/BOOT", the
+    time it began, its process ids' namespace and the machine's boot. TICKS is "" for a dead one."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    space = os.stat("/proc/self/ns/pid").st_ino
+    try:
+        fields = _fields(Path(f"/proc/{pid}/stat").read_text())
+    except (FileNotFoundError, ProcessLookupError):
+        fields = ["X"]
+    return f"{'' if fields[0] in 'ZX' else fields[19]}/{space}/{boot}"
+
+
 def descendants(pid: int) -> set[int]:
     """Return the ids of all live descendants of a process, without zombies."""
     parents = {}

@@ -29,8 +29,8 @@ kill.
         └── report.html      made from the files above                 replaced whole
 
 A whole file is replaced by rename, so a reader sees the old or the new content. Each appended file
-has one writer. A kill can tear only the last line; readers skip it, and `mend_events` and
-`truncate_after` remove it before a resumed run appends.
+has one writer, which appends whole rows or none. A kill can tear only the last line; readers skip
+it, and `heal` removes it before a resumed run appends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,14 @@ from pathlib import Path
 from typing import Any
 
 from protocols.errors import CheckpointError, RunError
-from protocols.files import append_rows, iter_rows, json_lines, utc_text, write_atomically
+from protocols.files import (
+    append_rows,
+    iter_rows,
+    json_lines,
+    salvage,
+    utc_text,
+    write_atomically,
+)
 from protocols.records.answers import AnswerRow
 from protocols.records.run_files import (
     TRAINED_ARMS,
@@ -54,9 +61,14 @@ from protocols.records.run_files import (
     RolloutRow,
     RunResults,
 )
+from protocols.reserve import FULL, hold_room
+from protocols.reserve import NAME as RESERVE
 from protocols.secrets import redacted_row
 from registry.terms import TERMS
 
+Position = tuple[int, int]  # index of a trained arm, and its step
+
+ROW_BYTES = 2**20  # of the reserve: for the rows and results of the end
 LATEST = "latest"
 FRONTIER = "frontier.json"
 FRONTIER_ANSWERS = "frontier_answers.jsonl"
@@ -161,11 +173,11 @@ class RunDirectory:
             ) from error
 
     def append_metric(self, row: MetricRow) -> None:
-        append_rows(self.metrics, [_record(row)])
+        append_rows(self.metrics, [_record(row)], create=False)
 
     def append_rollouts(self, rows: Iterable[RolloutRow]) -> None:
         """Append the rows of one step in one write."""
-        append_rows(self.rollouts, [_record(row) for row in rows])
+        append_rows(self.rollouts, [_record(row) for row in rows], create=False)
 
     def append_episodes(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the episodes of one step (`environments.episode_files.to_row`) in one write."""
@@ -185,8 +197,20 @@ class RunDirectory:
         """Append an event with the current time and return the row, as in
         `run.append_event("checkpoint", arm="on_policy", step=20)`."""
         row = {"time": utc_text(now), "event": event, **redacted_row(fields)}
-        append_rows(self.events, [row])
+        append_rows(self.events, [row], create=False)
         return row
+
+    def require_room(self) -> None:
+        """Hold room on the disk for the next state and the last checkpoint. Raises OSError for a
+        full disk, and for a directory or log that was removed."""
+        for file in (self.spec, self.metrics, self.rollouts, self.events):
+            file.stat()
+        state = sum(file.stat().st_size for file in self.last_state.glob("*"))
+        hold_room(self.path, 2 * state + ROW_BYTES)
+
+    def free_room(self) -> None:
+        """Remove the reserve as the run ends."""
+        (self.path / RESERVE).unlink(missing_ok=True)
 
     def write_results(self, results: RunResults) -> None:
         write_atomically(self.results, json.dumps(results, indent=2, allow_nan=False) + "\n")
@@ -198,9 +222,42 @@ class RunDirectory:
         loaded: dict[str, Any] = json.loads(self.results.read_bytes())
         return loaded
 
-    def mend_events(self) -> None:
-        """Remove a torn last line before anything is appended to it. All whole rows stay."""
-        write_atomically(self.events, json_lines(iter_rows(self.events)))
+    def heal(self) -> tuple[Position | None, list[str]]:
+        """Remove torn and damaged lines before a resumed run appends; all whole rows stay.
+
+        Returns the position (arm, step) up to which the rows of steps are whole, None for all of
+        them, and a line on each file that was repaired. A torn last line leaves no doubt about the
+        rows before it; a damaged line before the last makes the step before it doubtful.
+        """
+        whole: Position | None = None
+        told = []
+        of_steps = (self.metrics, self.rollouts, self.episodes, self.votes)
+        for file in (self.events, *of_steps, self.answers):
+            if not file.exists():
+                if file not in (self.events, self.metrics, self.rollouts):
+                    continue
+                file.touch()
+                told.append(f"{file.name} was missing and has no rows now")
+                whole = (0, 0) if file in of_steps else whole
+            rows, damaged, torn = salvage(file)
+            if not damaged and not torn:
+                continue
+            write_atomically(file, json_lines(rows))
+            if torn:
+                told.append(f"{file.name}: removed a torn last line")
+            if damaged:
+                told.append(f"{file.name}: removed damaged lines ({', '.join(map(str, damaged))})")
+            if damaged and file in of_steps:
+                arm, step = 0, 1  # of the first row
+                if damaged[0] > 1:
+                    last = rows[damaged[0] - 2]
+                    arm, step = _position(last["arm"], last["step"])
+                whole = min(whole or (arm, step), (arm, step - 1))
+        return whole, told
+
+    def stands(self, state: Mapping[str, Any], whole: Position | None) -> bool:
+        """Return whether the rows up to a checkpoint's run state are whole, as `heal` found."""
+        return whole is None or _position(state["arm"], state["step"]) <= whole
 
     def truncate_after(self, arm: str, step: int, measured: Collection[str] = ()) -> dict[str, int]:
         """Cut the files back to a checkpoint and return how many whole rows each lost.
@@ -242,7 +299,7 @@ def _record(row: MetricRow | RolloutRow) -> dict[str, Any]:
     return {name: value for name, value in vars(row).items() if value != {} and value != ()}
 
 
-def _position(arm: str, step: int) -> tuple[int, int]:
+def _position(arm: str, step: int) -> Position:
     if arm not in TRAINED_ARMS:
         raise CheckpointError(
             f"the arm must be one of {', '.join(TRAINED_ARMS)}: got {arm!r}; "
@@ -253,3 +310,18 @@ def _position(arm: str, step: int) -> tuple[int, int]:
 
 def _runs(home: Path) -> list[Path]:
     return sorted(p for p in home.glob("*/spec.yaml") if p.parent.name != LATEST)
+
+
+def storage_error(error: OSError, run: Path, kept: str = "") -> RunError:
+    """Return the error that ends a run whose directory cannot be read or written, with the remedy
+    and what is `kept` of the run."""
+    at = f" ({error.filename})" if error.filename else ""
+    what = f"the run directory {run} cannot be used: {error.strerror or error}{at}"
+    remedy = "make it readable and writable"
+    if not run.is_dir():
+        what = f"the run directory {run} was removed or moved while it was in use{at}"
+        remedy = "nothing was written in its place; put it back"
+    elif error.errno in FULL:
+        what, remedy = f"no room on the disk of {run}: {error.strerror}{at}", "make room"
+    kept = f"; kept: {kept}" if kept else ""
+    return RunError(f"{what}{kept}; {remedy}, then go on with --resume {run.name}")

@@ -27,6 +27,8 @@ WINDOW_S = 60.0  # of `requests_per_minute`
 
 ANSWERED = "answered"
 INTERRUPTED = "interrupted"
+# The provider may have answered, and charged. The next attempt repeats the request, by its key.
+UNKNOWN = (INTERRUPTED, "timeout", "cut_off")
 
 # Tokens that a provider may add to a request: its chat template, and its instructions for JSON.
 OVERHEAD_TOKENS = 1024
@@ -36,7 +38,8 @@ OVERHEAD_TOKENS = 1024
 class ReservedCall:
     """Reserve money for one attempt of a call. `ReservedCall("a1", "41d0...", "opus", "run-7",
     "0c9e...", 5120000, 1785060942.1)`: attempt a1 of this call may cost 5,120,000 nanodollars.
-    `owner` is the ledger handle that makes it."""
+    `owner` is the ledger handle that makes it. `request` is the provider's idempotency key: the id
+    of the first of the attempts of a call whose ends are unknown."""
 
     attempt: str
     key: str
@@ -45,6 +48,7 @@ class ReservedCall:
     owner: str
     nanodollars: int
     time: float
+    request: str = ""  # of rows of earlier versions
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,10 @@ class TeacherCall:
 
 @dataclass(frozen=True)
 class CallNow:
-    """Admit the call: `attempt` is reserved."""
+    """Admit the call: `attempt` is reserved, and sent with the idempotency key `request`."""
 
     attempt: str
+    request: str
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,7 @@ class Budget:
         self.answers: dict[str, SettledCall] = {}
         self.last: dict[str, SettledCall] = {}
         self.in_flight: dict[str, ReservedCall] = {}
+        self._unknown: dict[str, str] = {}  # by call: the request whose end is unknown
         self._accounts: dict[str, TeacherAccount] = {}
         self._totals: dict[tuple[str, str], SpendTotals] = {}
 
@@ -212,6 +218,9 @@ class Budget:
         account.not_before = max(account.not_before, at + row.retry_after_s)
         account.overran |= row.nanodollars > reserved.nanodollars
         self.last[row.key] = row
+        self._unknown.pop(row.key, None)
+        if row.outcome in UNKNOWN:
+            self._unknown[row.key] = reserved.request or reserved.attempt
         if answered := row.outcome == ANSWERED:
             self.answers[row.key] = row
         self._count(
@@ -221,7 +230,7 @@ class Budget:
 
     def admit(self, call: TeacherCall, now: float) -> Admission:
         """Return whether the call may be made at `now`, in seconds of a monotonic clock. CallNow
-        has no attempt yet: the ledger assigns it."""
+        has no attempt yet, and a request only if one is repeated: the ledger assigns them."""
         if call.key in self.answers:
             return AlreadyAnswered(self.answers[call.key])
         account, limits = self.account(call.teacher), self.limits[call.teacher]
@@ -259,7 +268,7 @@ class Budget:
                 return CallRefused(why)
             if totals.spent + totals.held + call.nanodollars > cap:
                 return CallLater(0.1, why)  # calls in flight may cost less than they reserved
-        return CallNow("")
+        return CallNow("", self._unknown.get(call.key, ""))
 
     def _count(self, row: ReservedCall | SettledCall, **more: int) -> None:
         """Add to the totals of the row's run, and to those of its teacher in it."""

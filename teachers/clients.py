@@ -26,6 +26,7 @@ from teachers.budget import ANSWERED, reported
 from teachers.prompts import (
     ANSWER_SCHEMA,
     ATTEMPT_HEADER,
+    IDEMPOTENCY_HEADER,
     TeacherAnswer,
     TeacherClient,
     TeacherPrompt,
@@ -148,9 +149,9 @@ def connect(teacher: ReplayTeacherSpec) -> TeacherClient:
     else:
         body["output_config"] = {"format": {"type": "json_schema", "schema": ANSWER_SCHEMA}}
 
-    async def attempt(prompt: TeacherPrompt, attempt_id: str) -> TeacherReply:
+    async def attempt(prompt: TeacherPrompt, attempt_id: str, request: str) -> TeacherReply:
         messages = (AgentMessage("system", prompt.system), AgentMessage("user", prompt.user))
-        headers = {ATTEMPT_HEADER: attempt_id}
+        headers = {ATTEMPT_HEADER: attempt_id, IDEMPOTENCY_HEADER: request}
         return await client.ask(messages, teacher.max_tokens, body, headers)
 
     return TeacherClient(attempt, client.close)

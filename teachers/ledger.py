@@ -14,6 +14,10 @@ look-up without any network, reads the same bytes. The price is that all sharers
 a file system with a correct flock), and two flushes to disk a call: some milliseconds, beside the
 hundreds that a teacher takes.
 
+An attempt of which a kill, a timeout or a lost connection left no answer is counted at its worst
+case. The next one has an id of its own and the same idempotency key, so that a provider that knows
+such keys answers it without another charge.
+
 A kill can tear the last line only, and the next process to lock the file cuts it off. If it was a
 reservation, its call was not made; if a settlement, the reservation stays open. Open reservations
 of dead owners are settled as "interrupted", at their worst case.
@@ -92,9 +96,10 @@ class SpendLedger:
             if not isinstance(admission, CallNow):
                 return admission
             attempt = uuid.uuid4().hex
+            request = admission.request or attempt
             whose = (call.key, call.teacher, call.run, self._owner)
-            self._append(ReservedCall(attempt, *whose, call.nanodollars, time.time()))
-            return CallNow(attempt)
+            self._append(ReservedCall(attempt, *whose, call.nanodollars, time.time(), request))
+            return CallNow(attempt, request)
 
     def settle(self, settled: SettledCall) -> None:
         """Write how an attempt ended. Reserved money that it did not cost is free again."""

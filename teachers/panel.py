@@ -157,10 +157,10 @@ async def _settled(
                 if time.monotonic() + seconds > deadline:
                     break
                 await asyncio.sleep(min(seconds, LONGEST_WAIT_S) * random.uniform(0.5, 1.0))
-            case CallNow(attempt):
+            case CallNow() as admitted:
                 tries += 1
                 settled, retriable = await _attempt(
-                    desk, teacher, client, call, question, attempt, tries, deadline
+                    desk, teacher, client, call, question, admitted, tries, deadline
                 )
                 pause = teacher.backoff_s * 2 ** (tries - 1) * random.uniform(0.5, 1.0)
                 late = time.monotonic() + pause > deadline
@@ -213,7 +213,7 @@ async def _attempt(
     client: TeacherClient,
     call: TeacherCall,
     question: TeacherQuestion,
-    attempt: str,
+    admitted: CallNow,
     tries: int,
     deadline: float,
 ) -> tuple[SettledCall, bool]:
@@ -222,13 +222,13 @@ async def _attempt(
     reply = TeacherReply(INTERRUPTED)
     try:
         async with asyncio.timeout(max(0.0, deadline - begun)):
-            reply = await client.ask(question.prompt, attempt)
+            reply = await client.ask(question.prompt, admitted.attempt, admitted.request)
     except TimeoutError:
         reply = TeacherReply("timeout", retriable=False)
     finally:
         # Not in a thread: a cancelled coroutine may not await, and its money must be settled.
         settled = SettledCall(
-            attempt, call.key, call.teacher, call.run, reply.outcome,
+            admitted.attempt, call.key, call.teacher, call.run, reply.outcome,
             _paid(reply, call, teacher), reply.usage, reply.raw, reply.refused,
             _usable(reply, question), round(time.monotonic() - begun, 6), tries,
             reply.retry_after_s, time.time(),

@@ -27,6 +27,8 @@ SCHEMA_VERSION = 1
 
 ATTEMPT_HEADER = "X-Client-Request-Id"  # so that a provider's log and the ledger can be compared
 
+IDEMPOTENCY_HEADER = "Idempotency-Key"  # equal for attempts of which at most one is to be paid
+
 INSTRUCTIONS = """\
 You advise an agent. Below are the tools it may call, the options it may choose from if there are \
 any, and its episode so far. Decide what the agent should do next, and answer with one JSON object:
@@ -103,10 +105,10 @@ class TeacherReply:
 
 @dataclass(frozen=True)
 class TeacherClient:
-    """Make one attempt at a teacher by `await client.ask(prompt, attempt)`, within its
-    `timeout_s`."""
+    """Make one attempt at a teacher by `await client.ask(prompt, attempt, request)`, within its
+    `timeout_s`; `request` is the idempotency key."""
 
-    ask: Callable[[TeacherPrompt, str], Awaitable[TeacherReply]]
+    ask: Callable[[TeacherPrompt, str, str], Awaitable[TeacherReply]]
     close: Callable[[], Awaitable[None]]
 
 

@@ -16,6 +16,7 @@ import asyncio
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -30,15 +31,18 @@ from protocols.records.status import RunStatus
 from protocols.spec.mesh import RunSpec
 from services.control.endpoints import Endpoints, remove_endpoints, write_endpoints
 from services.proc_info import CpuSeconds, cpu_seconds
-from services.run_directory import RunDirectory
+from services.run_directory import Position, RunDirectory, storage_error
+from training.ending import RunEnding
 
 if TYPE_CHECKING:
     from services.control.commands import RunCommands
+    from services.control.server import ControlPlane
     from services.mesh import Mesh
     from services.telemetry.recorder import RunLog
     from training.training_run import TrainingRun
 
-ENGINE_STOP_SECONDS = 10.0  # an idle engine stops in 1 to 2 s
+# The limits of an ending's steps, 28 s in all. An idle engine stops in 1 to 2 s.
+ENGINE_STOP_SECONDS, MESH_STOP_SECONDS, SINK_SECONDS = 8.0, 8.0, 6.0
 
 
 class ControllerActor(Actor):
@@ -58,14 +62,24 @@ class ControllerActor(Actor):
         self._stop_asked = False
         self._opening: asyncio.Task[Mesh] | None = None
         self._recorder: RunLog | None = None
+        self._control: ControlPlane | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._whole: Position | None = None  # up to where the rows are; None for all
+        self._notes: list[str] = []  # what was healed
+        self._metrics_url: str | None = None
 
     def __supervise__(self, failure: MeshFailure) -> bool:
         """Return whether the service handles the death of an owned process or actor."""
         return self._mesh is None or self._mesh.service.noticed(failure)
 
     @concurrent_endpoint
-    async def status(self) -> RunStatus:
-        return self._whole_status()
+    async def process(self) -> int:
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def status(self) -> tuple[RunStatus, Sequence[str]]:
+        """Return the status, and lines that the user reads once, more as they come."""
+        return self._whole_status(), self._notes
 
     @concurrent_endpoint
     async def ask_to_stop(self) -> None:
@@ -81,74 +95,117 @@ class ControllerActor(Actor):
         """Drive the run; return "finished" or "stopped". Raises a ForgeError when the run fails."""
         from services.control.commands import RunCommands, StopRequested
         from services.control.server import ControlPlane
-        from services.telemetry.hub import open_sinks
-        from services.telemetry.recorder import RunLog
         from services.telemetry.watchdog import watch
 
         begun = time.perf_counter()
         self._loop = asyncio.get_running_loop()
-        if self._resume:
-            self._directory.mend_events()
-        sinks = open_sinks(self._spec, self._directory, self._report_sink)
-        recorder = self._recorder = RunLog(self._directory, sinks)
-        recorder.event("run_started", resumed=self._resume, mesh=self._spec.mesh.name)
-        mesh = self._mesh = await self._open(recorder, begun)
-        if mesh is None:
-            return "stopped"
-        helm = self._helm = RunCommands(
-            self._whole_status, self._show, lambda: mesh.pools, recorder, mesh.service.scale,
-            self._spec.mesh.control.max_replicas,
-        )  # fmt: skip
-        if self._stop_asked:
-            await helm.stop()
-        control = ControlPlane(helm, self._spec.mesh.control, self._directory.id)
-        watching = asyncio.create_task(
-            watch(
+        outcome: RunOutcome = "failed"
+        fault: BaseException | None = None
+        try:
+            recorder = self._open_records()
+            mesh = self._mesh = await self._open(recorder)
+            helm = self._helm = RunCommands(
+                self._whole_status, self._show, lambda: mesh.pools, recorder, mesh.service.scale,
+                self._spec.mesh.control.max_replicas,
+            )  # fmt: skip
+            if self._stop_asked:
+                await helm.stop()
+            control = ControlPlane(helm, self._spec.mesh.control, self._directory.id)
+            self._control = control
+            watching = watch(
                 self._whole_status, self._show, recorder, mesh.pools,
                 self._spec.mesh.watchdog, self._directory.path,
-            )
-        )  # fmt: skip
-        outcome: RunOutcome = "failed"
-        try:
+            )  # fmt: skip
+            self._watching = asyncio.create_task(watching)
             await control.start()
-            endpoints = Endpoints(control.address, sinks.metrics_url, os.getpid())
+            endpoints = Endpoints(control.address, self._metrics_url, os.getpid())
             write_endpoints(self._directory.path, endpoints)
             await self._or_failure(self._drive(recorder, mesh, helm, begun), mesh)
             outcome = "finished"
         except StopRequested:
             outcome = "stopped"
-        except Exception as error:
-            message = str(error) if isinstance(error, ForgeError) else f"{error!r}"
-            recorder.event("failed", error=type(error).__name__, message=message)
-            self._show(error=message)
-            if isinstance(error, ForgeError):
-                raise
-            raise RunError(f"the run failed on {message}") from error
-        finally:
-            helm.over()
-            if self._run is not None:
-                if outcome != "finished":
-                    await self._last_checkpoint(recorder)
-                self._run.write_results(outcome, time.perf_counter() - begun, self._cpu())
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-            await self._stop_engines(recorder, mesh)
-            await mesh.stop()
-            seconds = round(time.perf_counter() - begun, 3)
-            recorder.event("finished", status=outcome, seconds=seconds)
-            self._show(stage=outcome, done=True, phase="")
-            remove_endpoints(self._directory.path)
-            recorder.end_streams()
-            await control.stop()
-            await asyncio.to_thread(recorder.close)
+        except BaseException as error:  # Monarch's own panics are no Exceptions
+            fault = error
+            if self._recorder is not None:
+                failure = self._failure(error)
+                self._recorder.event("failed", error=type(error).__name__, message=str(failure))
+        fault = await self._end(outcome, begun) or fault
+        failed = None if fault is None else self._failure(fault)
+        stage = outcome if failed is None else "failed"
+        self._show(stage=stage, error=failed and str(failed), done=True, phase="")
+        if failed is not None:
+            raise failed from fault
         return outcome
 
-    async def _open(self, recorder: RunLog, begun: float) -> Mesh | None:
-        """Return the mesh, or None after a stop; end the run's records on stop or failure."""
+    def _open_records(self) -> RunLog:
+        """Heal the run's files before anything is appended; return the open log."""
+        from services.telemetry.hub import open_sinks
+        from services.telemetry.recorder import RunLog
+
+        if self._resume:
+            self._whole, self._notes = self._directory.heal()
+        self._directory.require_room()
+        sinks = open_sinks(self._spec, self._directory, self._report_sink)
+        self._metrics_url = sinks.metrics_url
+        recorder = self._recorder = RunLog(self._directory, sinks)
+        recorder.event(
+            "run_started", resumed=self._resume, mesh=self._spec.mesh.name, pid=os.getpid()
+        )
+        for line in self._notes:
+            recorder.event("healed", message=line)
+        return recorder
+
+    def _failure(self, error: BaseException) -> ForgeError:
+        """Return the error that a user reads."""
+        if isinstance(error, OSError):
+            checkpoints = sorted(self._directory.checkpoints.glob("version-*"))
+            kept = f"checkpoint {checkpoints[-1].name}" if checkpoints else "no checkpoint"
+            return storage_error(error, self._directory.path, kept)
+        if isinstance(error, ForgeError):
+            return error
+        what = "no hosts:" if self._mesh is None else "the run failed on"
+        return RunError(f"{what} {error!r}")
+
+    async def _end(self, outcome: RunOutcome, begun: float) -> BaseException | None:
+        """Take down everything that was opened, and record how the run ended. Returns the error of
+        results that could not be written."""
+        recorder, mesh, run = self._recorder, self._mesh, self._run
+        ending = RunEnding()
+        unwritten: BaseException | None = None
+        if self._helm is not None:
+            await ending.do("run commands", self._helm.over)
+        if run is not None:
+            if outcome != "finished":
+                await ending.do("last checkpoint", run.checkpoint)
+            seconds = time.perf_counter() - begun
+            results = partial(run.write_results, outcome, seconds, self._cpu())
+            unwritten = await ending.do("results", results)
+        if self._watching is not None:
+            self._watching.cancel()
+        if recorder is not None:
+            if mesh is not None:
+                engines = partial(self._stop_engines, recorder, mesh)
+                await ending.do("engines", engines, ENGINE_STOP_SECONDS)
+                await ending.do("processes", mesh.stop, MESH_STOP_SECONDS)
+            for message in ending.failures:
+                recorder.event("failed", error="ending", message=message)
+            seconds = round(time.perf_counter() - begun, 3)
+            recorder.event("finished", status=outcome, seconds=seconds)
+        await ending.do("endpoints", lambda: remove_endpoints(self._directory.path))
+        await ending.do("reserve", self._directory.free_room)
+        if recorder is not None:
+            await ending.do("followers", recorder.end_streams)
+        if self._control is not None:
+            await ending.do("control plane", self._control.stop)
+        if recorder is not None:
+            await ending.do("sinks", partial(asyncio.to_thread, recorder.close), SINK_SECONDS)
+        return unwritten
+
+    async def _open(self, recorder: RunLog) -> Mesh:
+        """Return the mesh. Raises StopRequested after a stop."""
+        from services.control.commands import StopRequested
         from services.mesh import open_mesh
 
-        outcome: RunOutcome = "stopped"
-        failure: ForgeError | None = None
         self._opening = asyncio.create_task(
             open_mesh(self._spec, self._note(recorder), recorder.span)
         )
@@ -157,20 +214,7 @@ class ControllerActor(Actor):
         try:
             return await self._opening
         except asyncio.CancelledError:
-            pass
-        except Exception as error:
-            outcome = "failed"
-            failure = error if isinstance(error, ForgeError) else RunError(f"no hosts: {error!r}")
-            recorder.event("failed", error=type(error).__name__, message=str(failure))
-            self._show(error=str(failure))
-        seconds = round(time.perf_counter() - begun, 3)
-        recorder.event("finished", status=outcome, seconds=seconds)
-        recorder.end_streams()
-        await asyncio.to_thread(recorder.close)
-        self._show(stage=outcome, done=True)
-        if failure is not None:
-            raise failure
-        return None
+            raise StopRequested from None
 
     async def _drive(self, recorder: RunLog, mesh: Mesh, helm: RunCommands, begun: float) -> None:
         from training.recipes.registry import teachers
@@ -212,7 +256,7 @@ class ControllerActor(Actor):
         if spec.mesh.hosts.kind == "local":
             self._cpu_before = self._cpu_so_far()
         if self._resume:
-            await self._run.resume(self._newest_checkpoint())
+            await self._run.resume(self._newest_checkpoint(recorder))
         await self._run.go()
 
     def _cpu_so_far(self) -> CpuSeconds:
@@ -223,19 +267,17 @@ class ControllerActor(Actor):
         before = self._cpu_before
         return None if before is None else self._cpu_so_far().since(before)
 
-    def _newest_checkpoint(self) -> Path | None:
-        from learning.checkpoint import list_checkpoints
+    def _newest_checkpoint(self, recorder: RunLog) -> Path | None:
+        """Return the newest checkpoint that is whole and whose rows are; tell of newer ones."""
+        from learning.checkpoint import newest_whole
 
-        found = list_checkpoints(self._directory.checkpoints)
-        return found[-1] if found else None
-
-    async def _last_checkpoint(self, recorder: RunLog) -> None:
-        """Save a checkpoint after a stop or a failure, if the trainer still answers."""
-        assert self._run is not None
-        try:
-            await asyncio.wait_for(self._run.checkpoint(), 5.0)
-        except (ForgeError, TimeoutError) as error:
-            recorder.event("failed", error="checkpoint", message=str(error))
+        usable = partial(self._directory.stands, whole=self._whole)
+        found, passed = newest_whole(self._directory.checkpoints, usable)
+        for line in passed:
+            recorder.event("healed", message=line)
+        if passed or self._notes:
+            self._notes += [*passed, f"going on from {found.name if found else 'the start'}"]
+        return found
 
     async def _stop_engines(self, recorder: RunLog, mesh: Mesh) -> None:
         """Shut down vLLM's engines and record their reports."""
@@ -243,13 +285,7 @@ class ControllerActor(Actor):
 
         if "generator" not in mesh.pools or self._spec.learn.generator.backend != "vllm":
             return
-        try:
-            stopping = GeneratorClient(mesh.pools).shut_down()
-            reports = await asyncio.wait_for(stopping, ENGINE_STOP_SECONDS)
-        except (ForgeError, TimeoutError) as error:
-            recorder.event("failed", error="engine", message=str(error))
-            return
-        for replica, report in enumerate(reports):
+        for replica, report in enumerate(await GeneratorClient(mesh.pools).shut_down()):
             recorder.event("engine", replica=replica, **asdict(report))
 
     async def _or_failure(self, work: Any, mesh: Mesh) -> None:

@@ -372,7 +372,11 @@ class TrainingRun:
         self._recorder.phase(phase, arm=state.arm, step=state.step + 1, version=state.version)
 
     async def _look_up(self) -> None:
-        """Carry out the run commands that arrived."""
+        """Carry out the run commands that arrived. Raises OSError for a run directory that is gone
+        or has no room left."""
+        self._directory.require_room()
+        if self._recorder.fault is not None:
+            raise self._recorder.fault
         try:
             await self._between_steps(self.checkpoint)
         except StopRequested:

@@ -16,8 +16,8 @@ from typing import Any
 
 from forge_run.console import duration, shown_path
 from forge_run.experiments.child_run import ChildRun
-from forge_run.launch import differences
 from forge_run.preflight import require_runnable
+from forge_run.resuming import differences
 from protocols.errors import RunError
 from protocols.files import write_atomically
 from protocols.spec.loading import load_resolved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from forge_run.launch import differences
+from forge_run.resuming import differences
 from protocols.errors import SpecError
 from protocols.files import read_rows
 from protocols.spec.loading import load_resolved

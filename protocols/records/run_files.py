@@ -45,6 +45,7 @@ EventName = Literal[
     "resumed",
     "switched",  # step: the first on policy after a warm start
     "stalled",  # message, stacks
+    "healed",  # message: what was torn or damaged, and left out or cut off
     "sink_failed",  # sink, message
     "failed",
     "finished",

@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from protocols.clock import steady_time
-from protocols.files import read_rows
+from protocols.files import read_rows, utc_text
 from protocols.ports import TelemetrySink
 from protocols.records.run_files import EventName, MetricRow
 from protocols.records.status import RunStatus
+from protocols.secrets import redacted_row
 from protocols.types import TraceSpan
 from services.run_directory import RunDirectory
 
@@ -31,10 +32,18 @@ class RunLog:
         self._sink = sink
         self._followers: set[asyncio.Queue[Mapping[str, Any] | None]] = set()
         self.moved = 0  # number of reports of progress
+        self.fault: OSError | None = None  # of the first event that could not be written
         self._phase: TraceSpan | None = None
 
     def event(self, name: EventName, **facts: Any) -> None:
-        record = self._directory.append_event(name, **facts)
+        """Record an event. Whoever reports one cannot end the run: a disk that takes no event is
+        noted in `fault`, and the run ends at its next step."""
+        record: Mapping[str, Any]
+        try:
+            record = self._directory.append_event(name, **facts)
+        except OSError as error:
+            self.fault = self.fault or error
+            record = {"time": utc_text(), "event": name, **redacted_row(facts)}
         self.moved += 1
         self._sink.event(record)
         for queue in self._followers:

@@ -33,7 +33,7 @@ from protocols.teacher_replay import TeacherUsage
 from protocols.wire.openai_replies import ChatReply, write_completion, write_error
 from teachers.budget import cost
 from teachers.fake_provider.server import LoopbackServer
-from teachers.prompts import ATTEMPT_HEADER
+from teachers.prompts import ATTEMPT_HEADER, IDEMPOTENCY_HEADER
 
 Wire = Literal["chat", "messages"]
 PATHS: dict[str, Wire] = {"/v1/chat/completions": "chat", "/v1/messages": "messages"}
@@ -130,11 +130,14 @@ class FakeProvider(LoopbackServer):
         prices: Mapping[str, PriceSpec],
         faults: FaultRates | None = None,
         key: str | None = None,
+        idempotent: bool = False,
     ) -> None:
-        """Take `prices` by model. With `key`, any other API key is answered 401."""
+        """Take `prices` by model. With `key`, any other API key is answered 401. An `idempotent`
+        provider answers a request of the same idempotency key again, free of charge."""
         self.rule, self.faults = rule, faults or FaultRates()
         self.served: list[ServedCall] = []
-        self._prices, self._key = dict(prices), key
+        self._prices, self._key, self._idempotent = dict(prices), key, idempotent
+        self._known: dict[str, asyncio.Task[ChatReply]] = {}  # by idempotency key
         self._times: Counter[str] = Counter()
         self._cached: set[str] = set()
         super().__init__(request_response(self._respond), "fake provider")
@@ -164,9 +167,17 @@ class FakeProvider(LoopbackServer):
         self._times[request.prompt] += 1
         faults = self.faults
         fault = faults.drawn(f"{self._times[request.prompt]}/{request.prompt}")
-        await asyncio.sleep(faults.latency_s)
-        reply = self._reply(request, max_tokens, fault)
-        usage = TeacherUsage(0, 0) if fault in FREE else reply.usage
+        request_id = headers.get(IDEMPOTENCY_HEADER, "") if self._idempotent else ""
+        again = self._known.get(request_id)
+        if again is None:
+            again = asyncio.ensure_future(self._reply_late(request, max_tokens, fault))
+            if request_id and fault not in FREE:
+                self._known[request_id] = again
+            paid = fault not in FREE
+        else:
+            fault, paid = "", False
+        reply = await asyncio.shield(again)
+        usage = reply.usage if paid else TeacherUsage(0, 0)
         self.served.append(
             ServedCall(
                 headers.get(ATTEMPT_HEADER, ""), wire, request.model, fault, usage,
@@ -185,6 +196,10 @@ class FakeProvider(LoopbackServer):
         sent = answer[: len(answer) // 2] if fault in ("malformed", "cut_off") else answer
         body_of = _sent(sent, fault == "cut_off")
         return StreamingResponse(body_of, media_type="application/json")
+
+    async def _reply_late(self, request: ProviderRequest, max_tokens: int, fault: str) -> ChatReply:
+        await asyncio.sleep(self.faults.latency_s)
+        return self._reply(request, max_tokens, fault)
 
     def _reply(self, request: ProviderRequest, max_tokens: int, fault: str) -> ChatReply:
         said = {"garbage": "As I was saying: {", "refuse": "I cannot help with that."}

@@ -89,7 +89,7 @@ class Running:
     root: Path
     mark: str
 
-    def wait_for(self, arm: str, step: int, timeout: float = 120.0) -> Path:
+    def wait_for(self, arm: str, step: int, timeout: float = 300.0) -> Path:
         """The run directory, once `step` of `arm` is recorded."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:

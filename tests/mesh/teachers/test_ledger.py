@@ -147,6 +147,43 @@ def test_kill_9_in_the_middle_and_nothing_is_paid_twice(path: Path, start: Start
                 assert served[attempt].nanodollars <= row["nanodollars"]
 
 
+def test_kill_9_and_a_provider_with_idempotency_keys_charges_each_answer_once(
+    path: Path, start: Start
+) -> None:
+    spec = a_spec(a_teacher("a", "http://127.0.0.1:1/v1"))
+    slow = FaultRates(latency_s=0.1)
+    with FakeProvider(right, prices(spec), slow, idempotent=True) as provider:
+        for moment in (1, 4, 8):  # states done before the kill
+            worker = start("ask", path, provider.openai_url, COUNT)
+            assert worker.stdout is not None
+            for _ in range(moment):
+                worker.stdout.readline()
+            wait_for_a_call(path)
+            worker.kill()
+            worker.wait()
+        last = start("ask", path, provider.openai_url, COUNT)
+        out, _ = last.communicate(timeout=60)
+        assert len(out.splitlines()) == COUNT
+        rows = ledger_rows(path)
+        assert [r for r in rows if r.get("outcome") == INTERRUPTED], "no kill fell into a call"
+        paid = Counter(s.prompt for s in provider.served if s.nanodollars)
+        assert len(paid) == COUNT
+        assert set(paid.values()) == {1}
+        spent = sum(r["nanodollars"] for r in rows if r["kind"] == "settled")
+        assert provider.money() <= spent <= limits_of(spec)["a"].run_cap
+
+
+def wait_for_a_call(path: Path) -> None:
+    """Until a call is reserved and not settled: its request takes a tenth of a second."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        lines = map(json.loads, path.read_bytes().split(b"\n")[:-1])
+        settled = Counter(row["attempt"] for row in lines)
+        if any(count == 1 for count in settled.values()):
+            return
+    raise AssertionError("no call was in flight")
+
+
 def answered_keys(path: Path) -> set[str]:
     lines = path.read_bytes().split(b"\n")[:-1]
     return {r["key"] for r in map(json.loads, lines) if r.get("outcome") == "answered"}

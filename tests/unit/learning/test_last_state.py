@@ -49,8 +49,8 @@ def test_a_state_is_read_back_bit_for_bit(tmp_path: Path) -> None:
         "none": torch.zeros(0, 4),
     }
     facts = {"names": ["ä"], "last": {"kl": 0.1, "tokens": 3}, "none": None}
-    LastState(tmp_path / "checkpoints/last").write(Checkpoint(facts, {"one": tensors}))
-    found = LastState(tmp_path / "checkpoints/last").read()
+    LastState(tmp_path / "last").write(Checkpoint(facts, {"one": tensors}))
+    found = LastState(tmp_path / "last").read()
     assert found is not None
     assert found.facts == facts
     assert found.parts["one"].keys() == tensors.keys()
@@ -83,7 +83,7 @@ class Writes:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         from learning import last_state
 
-        save, text, replace = last_state.save_file, Path.write_text, Path.replace
+        save, text, replace = last_state.save_tensors, Path.write_text, Path.replace
 
         def saved(tensors: dict[str, torch.Tensor], path: Path) -> None:
             self.count(path, lambda: save(tensors, path))
@@ -94,7 +94,7 @@ class Writes:
         def renamed(path: Path, target: Path) -> None:
             self.count(target, lambda: replace(path, target))
 
-        patch.setattr(last_state, "save_file", saved)
+        patch.setattr(last_state, "save_tensors", saved)
         patch.setattr(Path, "write_text", written)
         patch.setattr(Path, "replace", renamed)
         unlink = Path.unlink

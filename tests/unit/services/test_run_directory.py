@@ -17,7 +17,7 @@ from protocols.errors import CheckpointError, RunError
 from protocols.files import iter_rows, read_rows
 from protocols.records.answers import Answer, AnswerRow, to_row
 from protocols.records.run_files import MetricRow, RolloutRow, RunResults
-from services.run_directory import RunDirectory, outcome
+from services.run_directory import RunDirectory, outcome, storage_error
 
 START = datetime(2026, 7, 26, 10, 15, 30, 120_000, tzinfo=UTC)
 
@@ -237,7 +237,11 @@ def test_killed_and_resumed_equals_uninterrupted(run: RunDirectory, tmp_path: Pa
     run.write_results(results())
 
     again = RunDirectory.open(tmp_path / "runs", "longhealth")
-    again.mend_events()
+    whole_until, told = again.heal()
+    assert whole_until is None  # a torn last line leaves no doubt about the rows before it
+    assert told == [
+        f"{name}.jsonl: removed a torn last line" for name in ("events", "metrics", "rollouts")
+    ]
     # As the controller does: it tells of its start before it knows where to go on.
     again.append_event("run_started", now=START)
     again.truncate_after("on_policy", 1)
@@ -250,6 +254,80 @@ def test_killed_and_resumed_equals_uninterrupted(run: RunDirectory, tmp_path: Pa
     assert again.metrics.read_bytes() == whole.metrics.read_bytes()
     assert again.rollouts.read_bytes() == whole.rollouts.read_bytes()
     assert [event["event"] for event in iter_rows(again.events)] == ["run_started", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "whole"),
+    [
+        # Rows of metrics.jsonl: on_policy 1, 2, 3, offline 1, 2, 3; two for each in rollouts.jsonl.
+        ("metrics.jsonl", 1, (0, 0)),
+        ("metrics.jsonl", 3, (0, 1)),
+        ("rollouts.jsonl", 6, (0, 2)),  # on_policy 3 has lost its second row
+        ("metrics.jsonl", 5, (1, 0)),
+    ],
+)
+def test_a_damaged_line_makes_what_follows_doubtful(
+    run: RunDirectory, name: str, line: int, whole: tuple[int, int]
+) -> None:
+    fill(run)
+    lines = (run.path / name).read_bytes().splitlines(keepends=True)
+    lines[line - 1] = lines[line - 1][:9] + b"\n"
+    (run.path / name).write_bytes(b"".join(lines))
+    assert run.heal() == (whole, [f"{name}: removed damaged lines ({line})"])
+    assert len(read_rows(run.path / name)) == len(lines) - 1
+    arm, step = ("on_policy", "offline")[whole[0]], whole[1]
+    assert run.stands({"arm": arm, "step": step}, whole)
+    assert not run.stands({"arm": arm, "step": step + 1}, whole)
+    assert run.heal() == (None, [])
+
+
+def test_damaged_events_are_removed_and_doubt_nothing(run: RunDirectory) -> None:
+    run.append_event("run_started", now=START)
+    with run.events.open("ab") as file:
+        file.write(b'{"time": "2026-0\n')  # a full disk, which had room again
+    run.append_event("finished", now=START)
+    assert run.heal() == (None, ["events.jsonl: removed damaged lines (2)"])
+    assert [event["event"] for event in iter_rows(run.events)] == ["run_started", "finished"]
+
+
+def test_a_missing_log_starts_the_run_anew(run: RunDirectory) -> None:
+    fill(run)
+    run.metrics.unlink()
+    assert run.heal() == ((0, 0), ["metrics.jsonl was missing and has no rows now"])
+
+
+def test_a_removed_directory_or_log_is_not_made_again(run: RunDirectory, tmp_path: Path) -> None:
+    run.require_room()
+    run.metrics.unlink()
+    for use in (lambda: run.append_metric(metric("on_policy", 1)), run.require_room):
+        with pytest.raises(FileNotFoundError):
+            use()
+    assert not run.metrics.exists()
+    run.path.rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError) as gone:
+        run.append_event("finished")
+    assert not run.path.exists()
+    told = str(storage_error(gone.value, run.path, "checkpoint version-000004"))
+    assert told == (
+        f"the run directory {run.path} was removed or moved while it was in use ({run.events}); "
+        "kept: checkpoint version-000004; nothing was written in its place; put it back, then go "
+        f"on with --resume {run.id}"
+    )
+
+
+def test_the_reserve_holds_two_states_and_a_megabyte(run: RunDirectory) -> None:
+    run.require_room()
+    reserve = run.path / ".reserve"
+    assert reserve.stat().st_size == 2**20
+    assert reserve.stat().st_blocks * 512 >= 2**20  # it takes the room, not only the size
+    run.last_state.mkdir()
+    (run.last_state / "a").write_bytes(bytes(300_000))
+    (run.last_state / "b").write_bytes(bytes(200_000))
+    run.require_room()
+    assert reserve.stat().st_size == 2**20 + 1_000_000
+    run.free_room()
+    run.free_room()
+    assert not reserve.exists()
 
 
 def answer(arm: str, id: str) -> AnswerRow:

@@ -1,5 +1,7 @@
 """The books by hand: money, rates, concurrency and breakers, each as the rows come in."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,9 +93,27 @@ def test_the_last_nanodollar_can_be_spent_and_not_one_more() -> None:
     b = books(teacher_cap=100)
     add(b, reserved("1", 90))
     add(b, settled("1", 90))
-    assert b.admit(call(nano=10), 0.0) == CallNow("")
+    assert b.admit(call(nano=10), 0.0) == CallNow("", "")
     assert b.admit(call(nano=11), 0.0) == CallRefused("budget_run")
-    assert b.admit(call(nano=11, run="another"), 0.0) == CallNow("")
+    assert b.admit(call(nano=11, run="another"), 0.0) == CallNow("", "")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "repeated"),
+    [(INTERRUPTED, True), ("timeout", True), ("cut_off", True), ("http_500", False)],
+)
+def test_a_call_whose_end_is_unknown_is_repeated_by_its_key(outcome: str, repeated: bool) -> None:
+    b = books(breaker_failures=9)
+    add(b, reserved("1", key="k"))
+    add(b, settled("1", 10, outcome=outcome, key="k"))
+    assert b.admit(call("k"), 0.0) == CallNow("", "1" if repeated else "")
+    add(b, replace(reserved("2", key="k"), request="1"))
+    add(b, settled("2", 10, outcome="timeout", key="k"))
+    assert b.admit(call("k"), 0.0) == CallNow("", "1")  # still that of the first
+    assert b.admit(call("other"), 0.0) == CallNow("", "")
+    add(b, reserved("3", key="k"))
+    add(b, settled("3", 0, outcome="http_500", key="k"))  # the provider said how it ended
+    assert b.admit(call("k"), 0.0) == CallNow("", "")
 
 
 def test_who_might_still_be_paid_back_is_waited_for() -> None:
@@ -101,7 +121,7 @@ def test_who_might_still_be_paid_back_is_waited_for() -> None:
     add(b, reserved("1", 95))
     assert b.admit(call(nano=10), 0.0) == CallLater(0.1, "budget_run")
     add(b, settled("1", 5))
-    assert b.admit(call(nano=10), 0.0) == CallNow("")
+    assert b.admit(call(nano=10), 0.0) == CallNow("", "")
 
 
 def test_each_teacher_has_its_own_cap_within_the_run_s() -> None:
@@ -109,7 +129,7 @@ def test_each_teacher_has_its_own_cap_within_the_run_s() -> None:
     add(b, reserved("1", 55))
     add(b, settled("1", 55))
     assert b.admit(call(nano=6), 0.0) == CallRefused("budget_teacher")
-    assert b.admit(call(nano=6, teacher="b"), 0.0) == CallNow("")
+    assert b.admit(call(nano=6, teacher="b"), 0.0) == CallNow("", "")
     add(b, reserved("2", 41, teacher="b"))
     add(b, settled("2", 41, teacher="b"))
     assert b.admit(call(nano=5, teacher="b"), 0.0) == CallRefused("budget_run")
@@ -120,7 +140,7 @@ def test_an_answer_is_never_bought_again_and_a_failure_is() -> None:
     add(b, reserved("1", key="k"))
     assert b.admit(call("k"), 0.0) == CallLater(0.05, "deadline")  # somebody is asking just that
     add(b, failed := settled("1", 0, outcome="http_500", key="k"))
-    assert b.admit(call("k"), 0.0) == CallNow("")
+    assert b.admit(call("k"), 0.0) == CallNow("", "")
     assert b.last["k"] == failed
     add(b, reserved("2", key="k"))
     add(b, answer := settled("2", key="k"))
@@ -134,7 +154,7 @@ def test_who_costs_more_than_the_worst_case_is_not_asked_again() -> None:
     add(b, reserved("1", 10))
     add(b, settled("1", 11))
     assert b.admit(call(), 0.0) == CallRefused("price_exceeded")
-    assert b.admit(call(teacher="b"), 0.0) == CallNow("")
+    assert b.admit(call(teacher="b"), 0.0) == CallNow("", "")
 
 
 def test_concurrency_is_over_everybody() -> None:
@@ -142,9 +162,9 @@ def test_concurrency_is_over_everybody() -> None:
     for attempt in "123":
         add(b, reserved(attempt))
     assert b.admit(call(), 0.0) == CallLater(0.02, "deadline")
-    assert b.admit(call(teacher="b"), 0.0) == CallNow("")
+    assert b.admit(call(teacher="b"), 0.0) == CallNow("", "")
     add(b, settled("2"))
-    assert b.admit(call(), 0.0) == CallNow("")
+    assert b.admit(call(), 0.0) == CallNow("", "")
 
 
 def test_calls_begun_in_any_minute() -> None:
@@ -152,7 +172,7 @@ def test_calls_begun_in_any_minute() -> None:
     add(b, reserved("1", time=100.0))
     add(b, reserved("2", time=130.0))
     assert b.admit(call(), 140.0) == CallLater(20.0, "rate_limited")
-    assert b.admit(call(), 160.0) == CallNow("")
+    assert b.admit(call(), 160.0) == CallNow("", "")
     add(b, reserved("3", time=160.0))
     assert b.admit(call(), 161.0) == CallLater(29.0, "rate_limited")
 
@@ -162,7 +182,7 @@ def test_retry_after_holds_for_everybody() -> None:
     add(b, reserved("1"))
     add(b, settled("1", 0, time=50.0, outcome="rate_limited", retry_after_s=7.0))
     assert b.admit(call(), 51.0) == CallLater(6.0, "rate_limited")
-    assert b.admit(call(), 57.0) == CallNow("")
+    assert b.admit(call(), 57.0) == CallNow("", "")
 
 
 def test_the_breaker_opens_and_half_opens_and_closes() -> None:
@@ -174,7 +194,7 @@ def test_the_breaker_opens_and_half_opens_and_closes() -> None:
 
     fails("1", 1.0)
     fails("2", 2.0)
-    assert b.admit(call(), 2.0) == CallNow("")
+    assert b.admit(call(), 2.0) == CallNow("", "")
     add(b, reserved("ok", 1, 2.5))
     add(b, settled("ok", 1, 2.5))  # one good answer and the count begins anew
     fails("3", 3.0)
@@ -182,17 +202,17 @@ def test_the_breaker_opens_and_half_opens_and_closes() -> None:
     add(b, reserved("late", 1, 4.0))
     fails("5", 5.0)
     assert b.admit(call(), 5.0) == CallRefused("circuit_open")
-    assert b.admit(call(teacher="b"), 5.0) == CallNow("")
+    assert b.admit(call(teacher="b"), 5.0) == CallNow("", "")
     add(b, settled("late", 0, 9.0, "http_500"))  # begun before it opened: it changes nothing
     assert b.admit(call(), 14.9) == CallRefused("circuit_open")
-    assert b.admit(call(), 15.0) == CallNow("")  # half open: one probe
+    assert b.admit(call(), 15.0) == CallNow("", "")  # half open: one probe
     add(b, reserved("probe", 1, 15.0))
     assert b.admit(call(), 15.1) == CallRefused("circuit_open")
     add(b, settled("probe", 0, 16.0, "timeout"))
     assert b.admit(call(), 25.9) == CallRefused("circuit_open")
     add(b, reserved("probe 2", 1, 26.0))
     add(b, settled("probe 2", 1, 26.5))
-    assert b.admit(call(), 26.5) == CallNow("")
+    assert b.admit(call(), 26.5) == CallNow("", "")
 
 
 def test_answers_that_are_no_votes_open_the_breaker_too() -> None:
@@ -208,13 +228,13 @@ def test_our_own_death_does_not_count_against_the_teacher() -> None:
     for attempt in "1234":
         add(b, reserved(attempt, 1))
         add(b, settled(attempt, 1, outcome=INTERRUPTED))
-    assert b.admit(call(), 0.0) == CallNow("")
+    assert b.admit(call(), 0.0) == CallNow("", "")
     for attempt in "567":
         add(b, reserved(attempt, 1, 1.0))
         add(b, settled(attempt, 0, 1.0, "cut_off"))
     add(b, reserved("probe", 1, 12.0))
     add(b, settled("probe", 1, 13.0, INTERRUPTED))
-    assert b.admit(call(), 13.0) == CallNow("")  # another may probe at once
+    assert b.admit(call(), 13.0) == CallNow("", "")  # another may probe at once
 
 
 @settings(max_examples=80, deadline=None)
@@ -236,7 +256,7 @@ def test_whatever_is_asked_the_caps_hold(
     b = books(concurrency=10**6, breaker_failures=10**6)
     open_calls: list[tuple[int, SettledCall]] = []
     for i, (teacher, worst, share, outcome, delay) in enumerate(steps):
-        if b.admit(call(str(i), worst, teacher), 0.0) == CallNow(""):
+        if b.admit(call(str(i), worst, teacher), 0.0) == CallNow("", ""):
             add(b, reserved(str(i), worst, teacher=teacher))
             paid = worst if outcome in ("timeout", INTERRUPTED) else int(worst * share)
             open_calls.append((i + delay, settled(str(i), paid, outcome=outcome, teacher=teacher)))

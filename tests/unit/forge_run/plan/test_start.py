@@ -10,7 +10,7 @@ from format_setup import checkpoint_of
 
 from forge_run.commands.run import plan, resolved
 from forge_run.formatting import TableSection
-from forge_run.launch import open_directory
+from forge_run.resuming import open_directory
 from learning.checkpoint import write_checkpoint
 from protocols.errors import CheckpointError, DataError, SpecError
 from protocols.spec.loading import LoadedSpec, load_spec

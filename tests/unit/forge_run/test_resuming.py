@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.launch import UNFINISHED, open_directory
+from forge_run.resuming import UNFINISHED, open_directory
 from protocols.errors import CheckpointError
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec

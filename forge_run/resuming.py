@@ -1,0 +1,67 @@
+"""Find or make the directory of a run, and refuse to resume one of another spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from protocols.errors import CheckpointError
+from protocols.spec.loading import load_resolved
+from protocols.spec.mesh import RunSpec
+from protocols.spec.yaml_source import dump_yaml
+from services.run_directory import RunDirectory
+
+UNFINISHED = "unfinished"  # `resume` value for the latest run, unless it finished
+MAY_CHANGE = ("mesh.hosts", "mesh.roles.trainer.procs", "learn.train.shard_base")  # on resuming
+
+
+def open_directory(
+    spec: RunSpec, run_dir: Path | None, resume: str | None, tell: Callable[[str], None]
+) -> tuple[RunDirectory, bool]:
+    """Return a new run directory and False, or the one to resume and True. A resumed run must have
+    this spec, except for MAY_CHANGE: the hosts, which affect no result, and the trainer's ranks,
+    which affect rounding only. Raises CheckpointError otherwise."""
+    root = (run_dir or Path("runs")).absolute()
+    if resume == UNFINISHED:
+        resume = _unfinished(spec, root, tell)
+    if resume is None:
+        return RunDirectory.create(root, spec.mesh.name, dump_yaml(spec.as_dict())), False
+    directory = RunDirectory.open(root, spec.mesh.name, resume or "latest")
+    changed = _changed(directory, spec)
+    if changed:
+        raise CheckpointError(
+            f"run {directory.id} was made with another spec; it differs in {', '.join(changed)}. "
+            f"Resume with what is in {directory.spec}, or start anew without --resume"
+        )
+    return directory, True
+
+
+def _unfinished(spec: RunSpec, root: Path, tell: Callable[[str], None]) -> str | None:
+    """Return the latest run of this spec if unfinished, for a Job that restarts its pod."""
+    try:
+        latest = RunDirectory.open(root, spec.mesh.name)
+    except CheckpointError:  # there is none yet
+        return None
+    if (latest.read_results() or {}).get("status") == "finished":
+        return None
+    changed = _changed(latest, spec)
+    if changed:
+        tell(f"run {latest.id} did not finish and is of another spec ({', '.join(changed)})")
+        return None
+    return latest.id
+
+
+def _changed(directory: RunDirectory, spec: RunSpec) -> list[str]:
+    before = load_resolved(directory.spec).as_dict()
+    return [k for k in differences(before, spec.as_dict()) if not k.startswith(MAY_CHANGE)]
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Return the dotted keys at which two plain specs differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        found = []
+        for key in sorted({*a, *b}):
+            found += differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+        return found
+    return [] if a == b else [path]

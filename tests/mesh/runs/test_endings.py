@@ -1,0 +1,138 @@
+"""A run whose directory fails it ends soon, says why and what is kept, and can be resumed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import (
+    Finished,
+    Running,
+    command,
+    latest,
+    rows,
+    run_to_end,
+    running,
+    same_outcome,
+)
+
+LIMIT_SECONDS = 120.0
+LONG: dict[str, Any] = {"train.steps": 1000, "evaluate.arms": ["on_policy"]}
+
+
+def end_of(run: Running) -> str:
+    """What the run said, once it has ended by itself with exit code 1 and left no process."""
+    said, _ = run.process.communicate(timeout=LIMIT_SECONDS)
+    assert run.process.returncode == 1, said
+    assert "Traceback" not in said
+    run.wait_until_gone(LIMIT_SECONDS)
+    return " ".join(said.split())
+
+
+def whole_and_resumed(root: Path, reference: Path) -> None:
+    process = run_to_end(command(root, "--resume"))
+    assert process.returncode == 0, process.stdout + process.stderr
+    same_outcome(latest(root), reference)
+
+
+def fill(path: Path) -> None:
+    """Take all room that a file system has."""
+    with path.open("wb", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(bytes(2**12))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MB of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)]
+    if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a file system; the test of a full file needs none")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_ends_the_run_with_its_last_checkpoint(
+    small_disk: Path, finished: Finished
+) -> None:
+    with running(command(small_disk), small_disk) as run:
+        path = run.wait_for("on_policy", 2)
+        fill(small_disk / "filler")
+        said = end_of(run)
+    assert f"error: no room on the disk of {path}: No space left on device" in said
+    newest = max(p.name for p in (path / "checkpoints").glob("version-*"))
+    assert f"kept: checkpoint {newest}; make room, then go on with --resume {path.name}" in said
+    steps = rows(path / "metrics.jsonl")
+    assert newest == f"version-{len(steps):06d}", "the reserve had room for the last step's state"
+    (small_disk / "filler").unlink()
+    whole_and_resumed(small_disk, finished.path)
+
+
+def test_a_file_that_takes_no_more_ends_the_run(tmp_path: Path, finished: Finished) -> None:
+    """As a full disk does, without root: every write to /dev/full fails with ENOSPC."""
+    with running(command(tmp_path), tmp_path) as run:
+        path = run.wait_for("on_policy", 2)
+        (tmp_path / "full").symlink_to("/dev/full")
+        shutil.copy(path / "metrics.jsonl", tmp_path / "kept")
+        os.replace(tmp_path / "full", path / "metrics.jsonl")
+        said = end_of(run)
+    assert f"error: no room on the disk of {path}: No space left on device" in said
+    assert "kept: checkpoint version-00000" in said
+    os.replace(tmp_path / "kept", path / "metrics.jsonl")
+    whole_and_resumed(tmp_path, finished.path)
+
+
+def test_a_directory_that_is_removed_ends_the_run_and_is_not_made_again(tmp_path: Path) -> None:
+    with running(command(tmp_path, **LONG), tmp_path) as run:
+        path = run.wait_for("on_policy", 2)
+        path.rename(tmp_path / "elsewhere")
+        said = end_of(run)
+    assert f"the run directory {path} was removed or moved" in said
+    assert not path.exists()
+    assert rows(tmp_path / "elsewhere" / "metrics.jsonl")
+
+
+def test_one_run_is_not_resumed_twice_at_once(tmp_path: Path, finished: Finished) -> None:
+    with running(command(tmp_path), tmp_path) as run:
+        path = run.wait_for("on_policy", 2)
+        second = run_to_end(command(tmp_path, "--resume"))
+        assert second.returncode == 1
+        assert f"run {path.name} is held by process {run.process.pid} on " in second.stderr
+        said, _ = run.process.communicate(timeout=LIMIT_SECONDS)
+        assert run.process.returncode == 0, said
+    same_outcome(path, finished.path)
+
+
+def test_a_dead_controller_is_noticed_and_torn_files_heal(
+    tmp_path: Path, finished: Finished
+) -> None:
+    with running(command(tmp_path), tmp_path) as run:
+        path = run.wait_for("on_policy", 5)
+        (pid,) = [e["pid"] for e in rows(path / "events.jsonl") if e["event"] == "run_started"]
+        os.kill(pid, signal.SIGKILL)
+        said = end_of(run)
+    assert f"the controller died; go on with --resume {path.name}" in said
+    events = (path / "events.jsonl").read_bytes().splitlines(keepends=True)
+    events[2:2] = [b'{"time": "2026-11-2\n']  # of a full disk that had room again
+    (path / "events.jsonl").write_bytes(b"".join(events) + b'{"time')
+    newest = max((path / "checkpoints").glob("version-*"))
+    part = next(newest.glob("cartridge-*"))
+    part.write_bytes(part.read_bytes()[:-1])
+    process = run_to_end(command(tmp_path, "--resume"))
+    assert process.returncode == 0, process.stdout + process.stderr
+    told = " ".join(process.stdout.split())
+    assert "events.jsonl: removed a torn last line" in told
+    assert "events.jsonl: removed damaged lines (3)" in told
+    assert f"checkpoint {newest} is damaged: {part.name} does not match its checksum" in told
+    assert f"set aside as damaged-{newest.name}" in told
+    assert "going on from version-000002" in told
+    same_outcome(path, finished.path)
