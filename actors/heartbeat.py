@@ -14,15 +14,18 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from protocols import work
+
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Hold a process id and its resident memory."""
+    """Hold a process id, its resident memory, and its count of work (`protocols.work`)."""
 
     pid: int
     memory_bytes: int
+    work: int = 0
 
 
 class HeartbeatActor(Actor):
@@ -41,7 +44,7 @@ class HeartbeatActor(Actor):
     @concurrent_endpoint
     async def beat(self) -> Heartbeat:
         self._asked = time.monotonic()
-        return Heartbeat(os.getpid(), resident_bytes(os.getpid()))
+        return Heartbeat(os.getpid(), resident_bytes(os.getpid()), work.done())
 
     @concurrent_endpoint
     async def warm(self, prepare: Callable[[], None]) -> None:

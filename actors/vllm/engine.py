@@ -43,6 +43,7 @@ from protocols.types import (
     PrefixRef,
     TokenChunk,
 )
+from protocols.work import count
 
 MAX_LOGPROBS = 20  # at a position; vLLM's default, and the maximum of other APIs
 MAX_REQUESTS = 256  # in one step; vLLM's default on most machines
@@ -187,6 +188,7 @@ class VllmEngine:
 
     def _step(self) -> Iterable[tuple[str, TokenChunk | Completion]]:
         outputs = self._engine.step()
+        count(1)  # at least a token: most requests tell nothing before their end
         if outputs and self.first_token_seconds is None and self._first_request is not None:
             self.first_token_seconds = time.perf_counter() - self._first_request
         for output in outputs:

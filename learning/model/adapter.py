@@ -22,6 +22,7 @@ from transformers import (
 
 from learning.model.decoder import Attention, LanguageModel
 from protocols.errors import DataError
+from protocols.work import count
 
 IMPLEMENTATION = "cartridge"
 # Frequencies that change with the length of the text: the angle depends on more than the position.
@@ -41,6 +42,7 @@ def flat_attention(
 ) -> tuple[Tensor, None]:
     """Return attention [1, N, H_q, D] of query [1, H_q, N, D], key and value [1, H_kv, N, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    count(len(k))
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int, typed as Tensor | Module
     return flat.attend(layer, q, k, v, scaling, sliding_window)[None], None
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from learning.model.decoder_config import DecoderConfig
 from protocols.errors import DataError
+from protocols.work import count
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -149,6 +150,7 @@ class DecoderLayer(nn.Module):
             q = rotated(self._normed(q, self.q_norm), cos[read], sin[read])
             k = rotated(self._normed(k, self.k_norm), cos, sin)
             x = x[read]
+        count(len(k))
         seen = attention.attend(self._index, q, k, v, size**-0.5, config.windows[self._index])
         x = x + F.linear(seen.flatten(1), self.out, self.out_bias)
         normed = F.rms_norm(x, (config.hidden,), self.post_norm, config.eps)

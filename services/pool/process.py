@@ -36,8 +36,8 @@ T = TypeVar("T")
 class ReplicaProcess:
     """Hold one process, or `ranks` of one host that start and end together. It has answered when
     all ranks have, and has ended when any rank has. `pids` is empty until all have answered;
-    `last_beat` is the last time they did (monotonic seconds). `given_up` is set once Monarch
-    reports the process lost, which it may also do for one that was paused too long. `gpus` are the
+    `last_beat` is the last time they did (monotonic seconds), and `work` their count of work then.
+    `given_up` is set once Monarch reports the process lost, which it may also do for one that was paused too long. `gpus` are the
     devices of the host that it sees; `taken` is set once a replica uses it."""
 
     name: str
@@ -49,6 +49,7 @@ class ReplicaProcess:
     taken: bool = False
     pids: tuple[int, ...] = ()
     given_up: bool = False
+    work: int = 0
     last_beat: float = field(default_factory=time.monotonic)
     _watched: dict[int, asyncio.AbstractEventLoop] = field(default_factory=dict)
 
@@ -72,6 +73,7 @@ class ReplicaProcess:
             *(finish(p.beat.call_one()) for p in self.heartbeats)
         )
         self.pids, self.last_beat = tuple(beat.pid for beat in beats), time.monotonic()
+        self.work = sum(beat.work for beat in beats)
         return sum(beat.memory_bytes for beat in beats)
 
     def watch(self, ended: Callable[[int], None]) -> None:

@@ -47,14 +47,15 @@ async def watch(
 ) -> None:
     """Send the run's status to the sinks once a second, and report when it makes no progress."""
     now = time.monotonic()
-    progress, moved, phase, stalled = ProgressClock(now), recorder.moved, ("", ""), False
+    progress, stalled = ProgressClock(now), False
+    seen = work_seen(recorder, pools), ("", "")
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         status = status_now()
         recorder.status(status)
         now = time.monotonic()
-        if (recorder.moved, (status.stage, status.phase)) != (moved, phase):
-            moved, phase = recorder.moved, (status.stage, status.phase)
+        if (found := (work_seen(recorder, pools), (status.stage, status.phase))) != seen:
+            seen = found
             progress.made(now)
             if stalled:
                 stalled = False
@@ -69,9 +70,16 @@ async def watch(
         )  # fmt: skip
         stacks = await write_stacks(local_processes(pools), directory, STACK_SECONDS)
         recorder.event("stalled", message=message, stacks=[str(stacks)] if stacks else [])
-        moved = recorder.moved  # the event itself is no progress
+        seen = work_seen(recorder, pools), seen[1]  # the event itself is no progress
         stalled = True
         show(message=message)
+
+
+def work_seen(recorder: RunLog, pools: Mapping[str, Pool]) -> tuple[int, int]:
+    """Return what changes with any progress: the requests that were answered, and the tokens that
+    passed the models. A first answer may take minutes, and its tokens show that it comes."""
+    processes = (r.process for pool in pools.values() for r in pool.replicas)
+    return recorder.moved, sum(process.work for process in processes if process is not None)
 
 
 def unanswered(pools: Mapping[str, Pool]) -> list[RequestStatus]:
@@ -107,7 +115,8 @@ class ProgressClock:
         self._reported = False
 
     def made(self, now: float) -> None:
-        """Record progress: a request was answered, a phase ended, or a replica came back."""
+        """Record progress: a request was answered, a token passed a model, a phase ended, or a
+        replica came back."""
         self._moved = now
         self._reported = False
         if self._paused is not None:

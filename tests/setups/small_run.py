@@ -46,7 +46,7 @@ def command(run_dir: Path, *extra: str, **sets: Any) -> list[str]:
     return words
 
 
-def run_to_end(words: list[str], timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+def run_to_end(words: list[str], timeout: float = 500.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         words, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=timeout
     )

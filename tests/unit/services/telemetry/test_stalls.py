@@ -1,0 +1,64 @@
+"""What counts as progress: tokens, and not only calls that were answered."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from protocols.records.status import ReplicaState, RunStatus
+from protocols.spec.services import WatchdogSpec
+from services.pool.health import HealthState
+from services.telemetry import watchdog
+
+
+class Log:
+    """Counts as a RunLog does, and keeps the events."""
+
+    def __init__(self) -> None:
+        self.moved = 0
+        self.told: list[str] = []
+        self.came = asyncio.Event()
+
+    def status(self, status: RunStatus) -> None:
+        pass
+
+    def event(self, name: str, **facts: Any) -> None:
+        self.moved += 1
+        self.told.append(name)
+        self.came.set()
+
+
+def test_a_slow_first_answer_is_no_stall_and_silence_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "local_processes", lambda pools: {})
+    process = SimpleNamespace(work=0)
+    replica = SimpleNamespace(
+        process=process, life=HealthState(ReplicaState.HEALTHY), state=ReplicaState.HEALTHY
+    )
+    pools: Any = {"generator": SimpleNamespace(replicas=[replica], in_flight={})}
+    log: Any = Log()
+
+    async def run() -> None:
+        watching = asyncio.create_task(
+            watchdog.watch(
+                lambda: RunStatus(stage="here", phase="rollout"), lambda **shown: None, log, pools,
+                WatchdogSpec(stall_s=0.5), tmp_path,
+            )
+        )  # fmt: skip
+        for _ in range(100):  # a second of a call that nobody has answered yet
+            process.work += 17
+            await asyncio.sleep(0.01)
+        assert log.told == []
+        async with asyncio.timeout(60):
+            await log.came.wait()
+        assert log.told == ["stalled"]
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    asyncio.run(run())
