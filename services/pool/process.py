@@ -37,8 +37,9 @@ class ReplicaProcess:
     """Hold one process, or `ranks` of one host that start and end together. It has answered when
     all ranks have, and has ended when any rank has. `pids` is empty until all have answered;
     `last_beat` is the last time they did (monotonic seconds), and `work` their count of work then.
-    `given_up` is set once Monarch reports the process lost, which it may also do for one that was paused too long. `gpus` are the
-    devices of the host that it sees; `taken` is set once a replica uses it."""
+    `given_up` is set once Monarch reports the process lost, which it may also do for one that was
+    paused too long. `gpus` are the devices of the host that it sees; `taken` is set once a replica
+    uses it."""
 
     name: str
     host: str
