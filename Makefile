@@ -98,6 +98,7 @@ test: install-vllm install-verifiers install-prometheus ## tests/unit and tests/
 	$(SLOW_PYTEST) tests/mesh
 
 test-all: test ## and tests/nightly: kills at any phase, several hosts, long runs
+	FORGE_SEQUENCES=200 $(PYTEST) tests/unit/services/test_run_model.py
 	$(SLOW_PYTEST) tests/nightly
 
 bench-against: install ## speed of the main job in this tree against that of BASE (9fc9f6f)
