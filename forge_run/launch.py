@@ -100,15 +100,13 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
             error = failure
     if cut_off:
         error = RunError(cut_off)
+        print(f"error: {error}", file=sys.stderr, flush=True)  # before the report, which takes 2 s
     if directory.path.is_dir():
         _tell_results(directory, console)
     code = 128 + caught.first if caught.first else 0
     if cut_off is not None:
         # Monarch's shutdown in a client whose mesh was killed may hang, or exit with 1.
-        if error is not None:
-            print(f"error: {error}", file=sys.stderr)
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(error.exit_code if error is not None else code)
     if error is not None:
         raise error
