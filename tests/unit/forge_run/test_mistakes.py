@@ -27,7 +27,7 @@ for argv in json.loads(sys.stdin.read()):
     told.append([code, err.getvalue(), heavy])
 print(json.dumps(told))
 """
-SHIPPED = "the shipped documents, longhealth, longhealth_3b, rsagent, serve, three_channels"
+SHIPPED = ", ".join(sorted(mesh.stem for mesh in (REPOSITORY / "meshes").glob("*.yaml")))
 
 MISTAKES: dict[str, str] = {
     # A file of another kind.
@@ -48,7 +48,8 @@ MISTAKES: dict[str, str] = {
         "forge-run meshes/longhealth.yaml",
     "serve configs/longhealth.yaml": "is a learning config, and a server belongs here",
     "sweep meshes/longhealth.yaml": "is a mesh, and a sweep belongs here",
-    "run longhealt": f"there is no mesh longhealt: expected a file, or one of {SHIPPED}",
+    "run longhealt":
+        f"there is no mesh longhealt: expected a file, or one of the shipped {SHIPPED}; check",
     "run no.yaml": "there is no file no.yaml; check the path",
     "run meshes": "cannot read meshes: Is a directory; give a YAML file",
     # A key of another name, or in another place.
