@@ -61,6 +61,13 @@ class TokenizedText:
         # A character whose tokens are cut apart belongs to both sides.
         return Chunk(start, stop, first, max(last, self._stops[stop - 1]))
 
+    def around(self, start_char: int, stop_char: int) -> Chunk:
+        """Return the tokens that hold these characters; the characters of the chunk are exactly
+        these."""
+        first = max(0, bisect_right(self._starts, start_char) - 1)
+        last = max(first + 1, bisect_left(self._starts, stop_char))
+        return Chunk(first, last, start_char, stop_char)
+
     def text_of(self, chunk: Chunk) -> str:
         return self.text[chunk.start_char : chunk.stop_char]
 

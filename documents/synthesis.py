@@ -2,6 +2,7 @@
 
     item -> passage (random chunk) -> A (seed of a kind) -> filters, dedup -> B -> filters -> row
                                       A (takes up the answer) -> filters -> B    a further round
+         -> words of the text (documents.text_turns) -> a fixed turn, or A's question -> row
 
 Items are numbered, and every draw of an item depends on its document and number: an interrupted
 file is continued with the same rows. A refused first turn is a row, too, with the reason. A
@@ -11,22 +12,24 @@ conversation whose answer or next turn cannot be used ends before it.
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from pathlib import Path
 
-from documents.chunks import Chunk, random_chunk
 from documents.corpus import CorpusDocument
-from documents.filters import ECHO_WORDS, DuplicateFilter, TextBounds, fault, normalised
-from documents.seed_prompts import asking, asking_on, plain_next_turn, plain_turn
+from documents.drafts import DraftRow, SynthesisItem, SynthesisPlan, draft_of
+from documents.filters import ECHO_WORDS, DuplicateFilter, fault, normalised
+from documents.seed_prompts import asking_on, plain_next_turn
 from documents.synthesis_rows import StudyRow, from_dict
+from documents.text_turns import (
+    TURNS,
+    question_fault,
+)
 from protocols.errors import DataError
 from protocols.files import append_rows, iter_rows, json_lines, utc_text, write_atomically
 from protocols.seeds import stream_seed
-from protocols.spec.documents import SelfStudySpec
+from protocols.spec.documents import SEED_KINDS, SelfStudySpec
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from strategies.samplers.sampler import Sampler, SampleRequest, SampleResult
@@ -34,42 +37,21 @@ from strategies.samplers.sampler import Sampler, SampleRequest, SampleResult
 BATCH = 32  # items written together: a kill loses at most so many
 
 
-@dataclass(frozen=True)
-class SynthesisItem:
-    """Name one row to be written: the `number`-th of a document."""
-
-    part: CorpusDocument
-    number: int
-
-    @property
-    def key(self) -> str:
-        return f"{self.part.name}/{self.number:05}"
-
-
-@dataclass(frozen=True)
-class SynthesisPlan:
-    """Hold what decides the rows of given parts; `model` names their writer, `answers` whether B
-    answers. All draws depend on `seed`."""
-
-    study: SelfStudySpec
-    model: str
-    seed: int
-    answers: bool
-
-    @property
-    def config(self) -> str:
-        """Return a hash of the plan: a file with rows of another plan is not continued."""
-        plain = {**asdict(self), "study": self.study.model_dump(mode="json", exclude={"rows"})}
-        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
-
-    @property
-    def bounds(self) -> TextBounds:
-        return TextBounds(self.study.least_words, self.study.most_words, self.study.alike)
-
-
-def items(parts: Sequence[CorpusDocument], each: int) -> list[SynthesisItem]:
+def items(parts: Sequence[CorpusDocument], study: SelfStudySpec) -> list[SynthesisItem]:
     """Return items in turn over the documents, so that an incomplete file covers all of them."""
-    return [SynthesisItem(part, number) for number in range(each) for part in parts]
+    kinds = enumerate(study.kinds(study.questions))
+    return [SynthesisItem(part, number, kind) for number, kind in kinds for part in parts]
+
+
+class Doubles:
+    """Find turns that double an earlier one: the same words, or of those that A writes, nearly.
+    Turns about one sentence that lack other words of it are not alike."""
+
+    def __init__(self, alike: float) -> None:
+        self._written, self._of_text = DuplicateFilter(alike), DuplicateFilter(1.0)
+
+    def found(self, kind: str, text: str) -> str | None:
+        return (self._of_text if kind in TURNS else self._written).found(text)
 
 
 def read_rows(path: Path) -> list[StudyRow]:
@@ -86,12 +68,12 @@ async def write_study(
 ) -> list[StudyRow]:
     """Return every row of the plan in order, including those that the file already has. Raises
     DataError for a file of another plan or of other texts, and any error of the sampler."""
-    wanted = items(parts, plan.study.questions)
+    wanted = items(parts, plan.study)
     rows = _begun(path, wanted, plan)
-    doubles = DuplicateFilter(plan.study.alike)
+    doubles = Doubles(plan.study.alike)
     for row in rows:
         if row.kept or row.refused.startswith("answer"):
-            doubles.found(row.messages[0].content)
+            doubles.found(row.kind, row.messages[0].content)
     for start in range(len(rows), len(wanted), BATCH):
         tell(start, len(wanted))
         new = await _batch(wanted[start : start + BATCH], plan, sampler, doubles)
@@ -122,19 +104,24 @@ def _begun(path: Path, wanted: Sequence[SynthesisItem], plan: SynthesisPlan) -> 
 
 
 async def _batch(
-    batch: Sequence[SynthesisItem], plan: SynthesisPlan, sampler: Sampler, doubles: DuplicateFilter
+    batch: Sequence[SynthesisItem], plan: SynthesisPlan, sampler: Sampler, doubles: Doubles
 ) -> list[StudyRow]:
-    drafts = {draft.row.key: draft for draft in (_draft(item, plan) for item in batch)}
-    asked = [(f"{key}/question", d.asking, d.row.question_seed) for key, d in drafts.items()]
-    turns = await _turns(asked, plan, sampler)
-    rows = {
+    drafts = {draft.row.key: draft for draft in (draft_of(item, plan) for item in batch)}
+    asked = {key: draft for key, draft in drafts.items() if draft.asking}
+    turns = await _turns(
+        [(f"{key}/question", d.asking, d.row.question_seed) for key, d in asked.items()],
+        plan, sampler,
+    )  # fmt: skip
+    written = {
         key: _turn(draft, turn, plan, doubles)
-        for (key, draft), turn in zip(drafts.items(), turns, strict=True)
+        for (key, draft), turn in zip(asked.items(), turns, strict=True)
     }
+    rows = {key: written.get(key) or _given(draft.row, doubles) for key, draft in drafts.items()}
     for rounds in range(1, plan.study.rounds):
         rows |= await _next_round([*rows.values()], rounds, drafts, plan, sampler)
     if plan.answers:
-        rows |= await _answers([r for r in rows.values() if r.kept], drafts, plan, sampler)
+        lacking = [r for r in rows.values() if r.kept and not r.answer]
+        rows |= await _answers(lacking, drafts, plan, sampler)
     return list(rows.values())
 
 
@@ -144,7 +131,9 @@ async def _next_round(
 ) -> dict[str, StudyRow]:  # fmt: skip
     """Return the rows of `rounds` turns that go on, by key, after B's answer and A's next turn;
     those that end here have the reason in `tried`."""
-    going = {r.key: r for r in rows if r.kept and len(r.history) == rounds - 1}
+    going = {
+        r.key: r for r in rows if r.kept and r.kind in SEED_KINDS and len(r.history) == rounds - 1
+    }
     answered = await _answers(list(going.values()), drafts, plan, sampler)
     ended = {
         key: replace(going[key], tried=(*going[key].tried, row.refused))
@@ -156,7 +145,10 @@ async def _next_round(
         key: asking_on(drafts[key].passage, row.history, random.Random(f"{row.question_seed}/seed"))
         for key, row in longer.items()
     }
-    asked = [(f"{k}/question/{rounds + 1}", asks[k], longer[k].question_seed) for k in longer]
+    asked = [
+        (f"{k}/question/{rounds + 1}", (AgentMessage("user", asks[k]),), longer[k].question_seed)
+        for k in longer
+    ]
     turns = await _turns(asked, plan, sampler)
     for (key, row), turn in zip(longer.items(), turns, strict=True):
         text = turn.text.strip()
@@ -184,14 +176,12 @@ def _longer(row: StudyRow, draft: DraftRow) -> StudyRow:
 
 
 async def _turns(
-    asked: Sequence[tuple[str, str, int]], plan: SynthesisPlan, sampler: Sampler
-) -> list[SampleResult]:
-    """Return A's turns for (request id, prompt, seed)."""
+    asked: Sequence[tuple[str, tuple[AgentMessage, ...], int]], plan: SynthesisPlan,
+    sampler: Sampler,
+) -> list[SampleResult]:  # fmt: skip
+    """Return A's turns for (request id, conversation, seed)."""
     sampling = Sampling(plan.study.question_temperature, max_tokens=plan.study.question_tokens)
-    requests = [
-        SampleRequest(name, (AgentMessage("user", text),), sampling, seed)
-        for name, text, seed in asked
-    ]
+    requests = [SampleRequest(name, messages, sampling, seed) for name, messages, seed in asked]
     return await sampler(requests) if requests else []
 
 
@@ -219,66 +209,24 @@ async def _answers(
     }
 
 
-@dataclass(frozen=True)
-class DraftRow:
-    """Hold what A's first turn is made of; `name` is that of the item's random draws."""
-
-    row: StudyRow
-    name: str
-    passage: str
-    asking: str
-    plain: str
-
-
-def passage_of(
-    part: CorpusDocument, number: int, study: SelfStudySpec, seed: int
-) -> tuple[Chunk, random.Random, str]:
-    """Return the passage of an item, the generator of its other draws, and that generator's
-    name."""
-    name = f"selfstudy/{seed}/{part.name}/{part.document.sha256}/{number}"
-    rng = random.Random(name)
-    return random_chunk(part.tokens, study.min_chunk, study.max_chunk, rng), rng, name
-
-
-def _draft(item: SynthesisItem, plan: SynthesisPlan) -> DraftRow:
-    part, study = item.part, plan.study
-    chunk, rng, name = passage_of(part, item.number, study, plan.seed)
-    kind = study.kinds[item.number % len(study.kinds)]
-    passage = part.tokens.text_of(chunk)
-    # A passage from the middle does not say whom or what it is about.
-    read = f"{part.about}\n{passage}" if part.about and chunk.start else passage
-    first = part.chunk.start_char
-    row = StudyRow(
-        key=item.key, document=part.name, source=part.document.source,
-        sha256=part.document.sha256, tokens=(chunk.start, chunk.stop),
-        chars=(first + chunk.start_char, first + chunk.stop_char), kind=kind, asker="model",
-        question="", question_seed=stream_seed(f"{name}/question"),
-        question_sampling={
-            "temperature": study.question_temperature, "max_tokens": study.question_tokens,
-        },
-        answer_seed=stream_seed(f"{name}/answer"),
-        answer_sampling={
-            "temperature": study.answer_temperature, "max_tokens": study.answer_tokens,
-        },
-        model=plan.model, config=plan.config, generator=_generator(), time=utc_text(),
-    )  # fmt: skip
-    ask, plain = asking(read, kind, rng), plain_turn(passage, kind, rng)
-    return DraftRow(row, name, read, ask, plain)
-
-
-def _turn(
-    draft: DraftRow, turn: SampleResult, plan: SynthesisPlan, doubles: DuplicateFilter
-) -> StudyRow:
-    text = turn.text.strip()
-    why = fault(text, draft.asking, turn.finish_reason == "stop", plan.bounds)
-    why = why or doubles.found(text)
+def _turn(draft: DraftRow, turn: SampleResult, plan: SynthesisPlan, doubles: Doubles) -> StudyRow:
+    text, kind = turn.text.strip(), draft.row.kind
+    why = fault(text, draft.asking[-1].content, turn.finish_reason == "stop", plan.bounds)
+    if why is None and kind == "quiz":
+        why = question_fault(text, draft.row.answer)
+    why = why or doubles.found(kind, text)
     row = replace(draft.row, question=text, question_tokens=turn.tokens)
     if why is None:
         return row
-    if not plan.study.plain:
+    if not plan.study.plain or not draft.plain:
         return replace(row, refused=why)
     row = replace(row, asker="plain", question=draft.plain, tried=(why,))
-    return replace(row, refused=doubles.found(draft.plain) or "")
+    return replace(row, refused=doubles.found(kind, draft.plain) or "")
+
+
+def _given(row: StudyRow, doubles: Doubles) -> StudyRow:
+    """Return the row of a turn that no model wrote, refused where it doubles an earlier one."""
+    return row if row.refused else replace(row, refused=doubles.found(row.kind, row.question) or "")
 
 
 def _answered(
@@ -312,10 +260,3 @@ def model_name(path: str) -> str:
         return path
     digest = hashlib.sha256(b"".join(f.read_bytes() for f in files if f.is_file()))
     return f"{Path(path).name}@{digest.hexdigest()[:12]}"
-
-
-def _generator() -> str:
-    try:
-        return f"cartridge-forge {version('cartridge-forge')}"
-    except PackageNotFoundError:
-        return "cartridge-forge"

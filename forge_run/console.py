@@ -27,6 +27,7 @@ from protocols.records.status import RunStatus
 
 UNKNOWN = "-"
 HEADS = ("95% CI", "n", "unparsed")  # beside an accuracy
+GOLD_HEADS = ("arm", "NLL of the right answer", "gap closed", "95% CI", "n")  # nats a token
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -164,10 +165,28 @@ def _arm_cells(measured: Mapping[str, Any] | None) -> tuple[str, ...]:
     return (*share, str(measured["n"]), str(measured["parse_failures"]))
 
 
+def gold_rows(gold: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Return a row of every arm: its name and the columns GOLD_HEADS."""
+    return tuple(
+        (
+            name, number(arm["nll"], ".3f"), percent(arm["closed"]),
+            UNKNOWN if arm["ci95"] is None else interval(arm["ci95"]), str(gold["n"]),
+        )
+        for name, arm in gold["arms"].items()
+    )  # fmt: skip
+
+
 def print_results(console: Console, results: Mapping[str, Any], run_path: Path) -> None:
     """Print the last lines of a run: a summary, the table of arms, and paths."""
     console.print(Text(summary(results)), soft_wrap=True)
     console.print(arms_table(results))
+    if results.get("gold"):
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for at, heading in enumerate(GOLD_HEADS):
+            table.add_column(heading, justify="right" if at else "left", no_wrap=True)
+        for cells in gold_rows(results["gold"]):
+            table.add_row(*cells, style="bold" if cells[0] == "on_policy" else None)
+        console.print(table)
     if routing := routing_text(results.get("arms", {})):
         console.print(Text(routing), soft_wrap=True)
     for label, name in (("report", "report.html"), ("results", "results.json"), ("run", ".")):

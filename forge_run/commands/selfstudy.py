@@ -17,7 +17,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from documents.synthesis import SynthesisPlan, model_name, write_study
+from documents.drafts import SynthesisPlan
+from documents.synthesis import model_name, write_study
 from documents.synthesis_rows import counts, write_parquet
 from forge_run.commands import note
 from forge_run.formatting import TableSection

@@ -12,9 +12,9 @@ from statistics import fmean
 from typing import Any
 
 from documents.corpus import Corpus, CorpusDocument
+from documents.drafts import passage_of
 from documents.formats import ReadOptions
 from documents.reading import ReadLimits, SkippedFile, read_documents, require_files
-from documents.synthesis import passage_of
 from forge_run.formatting import TableSection, facts, lines
 from protocols.errors import DataError
 from protocols.layout import length_warning
@@ -95,8 +95,8 @@ def study_rows(learn: LearnSpec, documents: int, passages: Sequence[int]) -> lis
     study = learn.self_study
     assert study is not None
     turns = documents * study.questions
-    each = Counter(study.kinds[i % len(study.kinds)] for i in range(study.questions))
-    kinds = ", ".join(f"{kind} {documents * each[kind]:,}" for kind in study.kinds)
+    each = Counter(study.kinds(study.questions))
+    kinds = ", ".join(f"{kind} {documents * each[kind]:,}" for kind in study.mix if each[kind])
     rows = [("turns", f"{study.questions} a document, {turns:,} in all: {kinds}")]
     if study.rounds > 1:
         rows[0] = ("conversations", rows[0][1])

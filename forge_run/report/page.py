@@ -19,6 +19,7 @@ from forge_run.report.documents import documents
 from forge_run.report.episodes import MonitorCounts, episode, monitors
 from forge_run.report.evaluation import evaluation
 from forge_run.report.frontier import frontier
+from forge_run.report.gold import gold
 from forge_run.report.plots import LINES, PAINT, Curves, Plot, as_percent, by_arm, curve, share_axes
 from forge_run.report.rsa import aggregation
 from forge_run.report.start import start
@@ -67,6 +68,7 @@ def write_report(run_path: Path) -> Path:
     sections = {
         "Arms": _arms(arms, _note(arms, seen)),
         "Start": start(run.start),
+        "Right answers": gold(results.get("gold"), iter_rows(run.answers)),
         "Training": _training(metrics, phase_means(events), arms),
         "Rewards": rewards(metrics),
         "Aggregation": aggregation(metrics, results),

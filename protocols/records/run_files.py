@@ -231,12 +231,31 @@ class CpuShare(TypedDict):
     share: float
 
 
+class GoldArm(TypedDict):
+    """Hold an arm's mean negative log-probability of the gold answers, nats a token, and the share
+    of the gap that it closes with its 95% interval, None where there is no gap:
+    `{"nll": 2.31, "closed": 0.62, "ci95": [0.51, 0.7]}`."""
+
+    nll: float
+    closed: float | None
+    ci95: list[float] | None
+
+
+class GoldResults(TypedDict):
+    """Hold the arms' results on the `n` questions that all of them answered."""
+
+    n: int
+    documents: int
+    arms: dict[str, GoldArm]
+
+
 class RunResults(TypedDict):
     """Hold results.json. A run that ended early has only the arms that it measured.
 
     `phases` is mean seconds per phase, `orchestration_share` the part of a step that is not model
     compute, `tokens_trained` the tokens of each trained arm: `{"on_policy": 243600, ...}`.
-    `warm_steps` of the on-policy arm were on the teacher's text. `cpu` is of runs whose processes
+    `warm_steps` of the on-policy arm were on the teacher's text. `gold` is of runs whose questions
+    have right answers. `cpu` is of runs whose processes
     are all on one host.
     """
 
@@ -251,4 +270,5 @@ class RunResults(TypedDict):
     status: RunOutcome
     warm_steps: NotRequired[int]
     aggregation: NotRequired[AggregationGain]
+    gold: NotRequired[GoldResults]
     cpu: NotRequired[CpuShare]

@@ -10,8 +10,11 @@ from pydantic import Field, ValidationInfo, field_validator
 from protocols.spec.base import AsTuple, SpecSection, bounded, broken, unique
 from protocols.spec.teacher_replay import EndpointSpec, PriceSpec
 
-StudyKind = Literal["structuring", "summarization", "question", "use_case", "creative"]
-STUDY_KINDS: tuple[StudyKind, ...] = (
+StudyKind = Literal[
+    "structuring", "summarization", "question", "use_case", "creative",
+    "recite", "continue", "cloze", "paraphrase", "quiz",
+]  # fmt: skip
+SEED_KINDS: tuple[StudyKind, ...] = (  # whose turns A writes after a seed prompt
     "structuring", "summarization", "question", "use_case", "creative",
 )  # fmt: skip
 
@@ -86,8 +89,9 @@ class SelfStudySpec(SpecSection):
         description="turns of A in a conversation, each but the first about B's last answer; the "
         "answer to the last is trained on",
     )
-    kinds: Annotated[tuple[StudyKind, ...], AsTuple] = Field(
-        default=STUDY_KINDS, min_length=1, description="seeds that A is given, in turn"
+    mix: dict[StudyKind, Annotated[float, Field(ge=0)]] = Field(
+        default=dict.fromkeys(SEED_KINDS, 1.0),
+        description="kinds of conversations and how often each comes, as weights",
     )
     min_chunk: int = Field(default=512, ge=1, description="least tokens of the passage A sees")
     max_chunk: int = Field(default=4096, ge=1, description="most tokens of the passage A sees")
@@ -112,8 +116,25 @@ class SelfStudySpec(SpecSection):
         default=None, description="who writes for `forge selfstudy`; null: the model itself"
     )
 
-    _kinds_once = field_validator("kinds")(unique)
     _holds_the_least = bounded("max_chunk", ">=", "min_chunk", "raise it")
+
+    @field_validator("mix")
+    @classmethod
+    def _has_a_kind(cls, value: dict[StudyKind, float]) -> dict[StudyKind, float]:
+        if not any(value.values()):
+            raise broken("must give a kind a weight above 0", "{recite: 1, cloze: 1}, for example")
+        return value
+
+    def kinds(self, count: int) -> list[StudyKind]:
+        """Return the kinds of `count` conversations: each next one is of the kind that is furthest
+        behind its share, the earlier in `mix` where several are."""
+        whole, made = sum(self.mix.values()), dict.fromkeys(self.mix, 0)
+        found: list[StudyKind] = []
+        for number in range(count):
+            kind = max(made, key=lambda k: self.mix[k] * (number + 1) / whole - made[k])
+            made[kind] += 1
+            found.append(kind)
+        return found
 
     @property
     def prompt_tokens(self) -> int:

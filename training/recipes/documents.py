@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from documents.corpus import Corpus
+from documents.drafts import SynthesisPlan
 from documents.near_duplicates import LocatedText, overlaps
-from documents.synthesis import SynthesisPlan, model_name, read_rows, write_study
+from documents.synthesis import model_name, read_rows, write_study
 from documents.synthesis_rows import StudyRow
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE

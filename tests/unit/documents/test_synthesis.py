@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from documents.corpus import CorpusDocument, tokenised
+from documents.drafts import SynthesisPlan
 from documents.reading import UserDocument
-from documents.synthesis import BATCH, SynthesisPlan, items, model_name, read_rows, write_study
+from documents.synthesis import BATCH, items, model_name, read_rows, write_study
 from documents.synthesis_rows import StudyRow, counts, from_dict, write_parquet
 from learning.model.loading import load_tokenizer
 from protocols.errors import DataError
@@ -156,7 +157,7 @@ def test_what_was_begun_is_gone_on_with(
     scribe = Scribe()
     rows = write(path, parts, scribe, plan())
     assert timeless(rows) == timeless(whole) == timeless(read_rows(path))
-    done = {item.key for item in items(parts, STUDY.questions)[:BATCH]}
+    done = {item.key for item in items(parts, STUDY)[:BATCH]}
     assert not done & {ask.id.rpartition("/")[0] for ask in scribe.asks}
     scribe = Scribe()
     assert write(path, parts, scribe, plan()) == rows
@@ -325,3 +326,30 @@ def test_a_passage_from_the_middle_begins_with_what_it_is_about(
         read = f"kestrels, by A. Name\n{passage}"
         assert talker.asks[f"{row.key}/question"].messages[0].content.startswith(read.strip())
         assert talker.asks[f"{row.key}/answer"].messages[0].content == read
+
+
+def test_the_documents_own_words_answer_without_a_model(
+    tmp_path: Path, parts: list[CorpusDocument]
+) -> None:
+    """Weights 2 to 1 to 1: of eight rows of a document four recite, and A is asked for two."""
+    mix = {"recite": 2.0, "cloze": 1.0, "quiz": 1.0}
+    scribe = Scribe()
+    rows = write(tmp_path / "rows.jsonl", parts[:1], scribe, plan(questions=8, mix=mix))
+    assert [row.kind for row in rows] == ["recite", "cloze", "quiz", "recite"] * 2
+    text = parts[0].text
+    for row in rows:
+        start, stop = row.chars
+        assert row.answer in text[start:stop]
+        assert (row.asker, row.answer_ids) == ("model" if row.kind == "quiz" else "plain", ())
+        tokens = parts[0].tokens.chunk(*row.tokens)
+        assert text[start:stop] in parts[0].tokens.text_of(tokens)
+    asked = [ask.id for ask in scribe.asks]
+    assert asked == ["kestrel/00002/question", "kestrel/00006/question"]
+    assert [m.role for m in scribe.asks[0].messages] == ["user", "assistant"] * 4 + ["user"]
+    assert len({row.question for row in rows}) == 8
+
+
+def test_equal_weights_take_turns() -> None:
+    study = SelfStudySpec()
+    seeds = ["structuring", "summarization", "question", "use_case", "creative"]
+    assert study.kinds(7) == [*seeds, *seeds[:2]]
