@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 
+from protocols.records.answers import AnswerRow
+from protocols.records.gold import gold_results
 from protocols.records.run_files import AggregationGain, ArmResult, CpuShare, RunOutcome, RunResults
 from protocols.spec.learn import LearnSpec
 from services.proc_info import CpuSeconds
@@ -17,12 +19,14 @@ def run_results(
     course: Recipe,
     state: RunState,
     times: PhaseTimes,
+    answers: Iterable[AnswerRow],
     *,
     status: RunOutcome,
     wall_seconds: float,
     cpu: CpuSeconds | None,
 ) -> RunResults:
-    """Return the results of the arms done so far; `cpu` is that of controller and client."""
+    """Return the results of the arms done so far, with their `answers`; `cpu` is that of controller
+    and client."""
     documents, learned = course.documents, course.layout.contexts.values()
     mean = fmean(sum(len(documents[c]) for c in contexts) for contexts in learned)
     tokens = learn.cartridge.tokens
@@ -49,6 +53,8 @@ def run_results(
         results["cpu"] = CpuShare(
             orchestration=round(cpu.chosen, 2), all=round(cpu.all, 2), share=round(cpu.share, 4)
         )
+    if gold := gold_results(answers):
+        results["gold"] = gold
     gain = aggregation_gain(state.arms)
     if gain is not None:
         results["aggregation"] = gain

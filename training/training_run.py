@@ -12,6 +12,7 @@ from typing import Any
 from environments.renderer import NO_DOCUMENT
 from learning.sampler_gap import gap_bounds
 from protocols.errors import RunError, StaleTokenError
+from protocols.files import iter_rows
 from protocols.records.answers import Answer, to_row
 from protocols.records.run_files import (
     TRAINED_ARMS,
@@ -361,7 +362,7 @@ class TrainingRun:
         """Write results.json for the arms done so far; `cpu` is that of controller and client."""
         results = run_results(
             self._learn, self._course, self._state, self._times,
-            status=status, wall_seconds=wall_seconds, cpu=cpu,
+            iter_rows(self._directory.answers), status=status, wall_seconds=wall_seconds, cpu=cpu,
         )  # fmt: skip
         self._directory.write_results(results)
 

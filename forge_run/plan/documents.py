@@ -18,7 +18,7 @@ from documents.reading import ReadLimits, SkippedFile, read_documents, require_f
 from forge_run.formatting import TableSection, facts, lines
 from protocols.errors import DataError
 from protocols.layout import length_warning
-from protocols.spec.documents import SelfStudySpec
+from protocols.spec.documents import SEED_KINDS, SelfStudySpec
 from protocols.spec.learn import LearnSpec
 
 MOST_ROWS = 24
@@ -113,12 +113,14 @@ def study_rows(learn: LearnSpec, documents: int, passages: Sequence[int]) -> lis
         rows.append(("held out", held))
     if study.rows is not None:
         return [("rows", study.rows), *rows]
-    if not passages:
+    written = sum(each[kind] for kind in (*SEED_KINDS, "quiz")) / study.questions
+    if not passages or not written:  # the documents' own words alone
         return rows
-    a, b = study_cost(study, len(passages), sum(passages), rounds=study.rounds)
+    asked, read = round(written * len(passages)), round(written * sum(passages))
+    a, b = study_cost(study, asked, read, rounds=study.rounds)
     rows.append(("A", f"reads about {a[0]:,} tokens, writes at most {a[1]:,}"))
     if study.rounds > 1:
-        _, early = study_cost(study, len(passages), sum(passages), rounds=study.rounds - 1)
+        _, early = study_cost(study, asked, read, rounds=study.rounds - 1)
         costs = f"reads about {early[0]:,} tokens, writes at most {early[1]:,}"
         rows.append(("B", f"in a run: {costs}"))
     rows.append(

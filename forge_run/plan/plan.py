@@ -234,7 +234,7 @@ def _warm_text(learn: LearnSpec) -> str:
     if warm is None:
         return ""
     sooner = f", sooner on a plateau of {warm.plateau}" if warm.plateau else ""
-    return f", after {warm.steps} of them on the teacher's text{sooner}"
+    return f", after {min(warm.steps, learn.train.steps)} of them on the teacher's text{sooner}"
 
 
 def _roofline_section(spec: RunSpec, host: DevicePeaks | None) -> TableSection:

@@ -271,11 +271,10 @@ def _of_documents(spec: LearnSections) -> Iterator[Rule]:
             f"{study.prompt_tokens:,} tokens",
             "lower it, self_study.answer_tokens or question_tokens, or raise train.row_tokens",
         )
-    if (warm := train.warm_start) is not None:
+    if train.warm_start is not None:
         yield (
-            spec.rsa is not None or not spec.objective.w_doc or warm.steps > train.steps,
-            f"train.warm_start.steps must be <= train.steps ({train.steps}), with objective.w_doc "
-            "above 0, which alone trains on a teacher's text, and without rsa, which no teacher "
-            "writes",
-            "lower it, or remove train.warm_start",
+            spec.rsa is not None or not spec.objective.w_doc,
+            "train.warm_start must be left out without objective.w_doc, which alone trains on a "
+            "teacher's text, and with rsa, which no teacher writes",
+            "remove train.warm_start",
         )

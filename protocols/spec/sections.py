@@ -329,7 +329,11 @@ class TeacherSpec(SpecSection):
 class WarmStartSpec(SpecSection):
     """Configure the warm start: first steps on the teacher's text, then on policy."""
 
-    steps: int = Field(ge=1, description="most steps on the teacher's text")
+    steps: int = Field(
+        ge=1,
+        description="most steps on the teacher's text; train.steps or "
+        "more: the arm is never on policy",
+    )
     plateau: int = Field(
         default=0,
         ge=0,

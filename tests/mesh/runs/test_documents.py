@@ -15,6 +15,7 @@ from pdfs import pdf
 from small_run import ROOT, run_to_end, running
 
 from protocols.files import read_rows
+from protocols.spec.documents import SEED_KINDS
 from registry.terms import read_terms
 
 pytestmark = [pytest.mark.timeout(900)]  # a busy machine starts it slowly
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.timeout(900)]  # a busy machine starts it slowly
 ARTICLES = ROOT / "tests" / "data" / "articles"
 SMALL: dict[str, Any] = {
     "self_study.questions": 6,
+    "self_study.mix": dict.fromkeys(SEED_KINDS, 1),
     "self_study.min_chunk": 100,
     "self_study.max_chunk": 300,
     "self_study.question_tokens": 40,
@@ -29,6 +31,7 @@ SMALL: dict[str, Any] = {
     "rollout.max_tokens": 16,
     "train.steps": 10,
     "train.lr": 0.3,  # the tiny model's keys and values are large
+    "train.lr_scale": "absolute",
     "train.warmup_steps": 1,
     "train.row_tokens": 256,
     "train.checkpoint_every": 2,

@@ -15,12 +15,14 @@ import pytest
 from small_run import ROOT, run_to_end
 
 from protocols.files import read_rows
+from protocols.spec.documents import SEED_KINDS
 
 pytestmark = [pytest.mark.timeout(1800)]  # a busy machine starts it slowly
 
 SETS: dict[str, Any] = {
     "data.path": str(ROOT / "tests" / "data" / "articles"),
     "self_study.questions": 12,
+    "self_study.mix": dict.fromkeys(SEED_KINDS, 1),
     "self_study.min_chunk": 100,
     "self_study.max_chunk": 300,
     "self_study.question_tokens": 40,
@@ -28,6 +30,8 @@ SETS: dict[str, Any] = {
     "rollout.max_tokens": 16,
     "train.steps": 12,
     "train.lr": 0.3,  # the tiny model's keys and values are large
+    "train.lr_scale": "absolute",
+    "train.warm_start": None,
     "train.warmup_steps": 1,
     "train.row_tokens": 256,
     "evaluate.arms": ["untrained", "on_policy"],

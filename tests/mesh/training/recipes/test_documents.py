@@ -39,7 +39,8 @@ TOKENIZER, MODEL = load_tokenizer(READER), load_model(READER)
 SMALL = (
     "self_study.questions=6", "self_study.min_chunk=60", "self_study.max_chunk=90",
     "self_study.question_tokens=16", "rollout.prompts=4", "rollout.max_tokens=10",
-    "evaluate.max_tokens=8", "data.held_out=0.3",
+    "evaluate.max_tokens=8", "data.held_out=0.3", "train.warm_start=null", "rollout.temperature=1",
+    "self_study.mix={structuring: 1, summarization: 1, question: 1, use_case: 1, creative: 1}",
 )  # fmt: skip
 
 

@@ -109,6 +109,7 @@ def rows(sections: tuple[TableSection, ...], title: str) -> dict[str, tuple[str,
     return {row[0]: row[1:] for row in section.rows}
 
 
+FIVE = "{structuring: 1, summarization: 1, question: 1, use_case: 1, creative: 1}"
 GOLDEN = (
     ("longhealth_3b.yaml",),
     ("three_channels.yaml", "episodes.tasks=3", "episodes.group=4", "train.steps=100",
@@ -123,7 +124,8 @@ GOLDEN = (
      "rsa.examples=2", "rsa.rollouts_per_example=3", "train.steps=10", "train.warmup_steps=0",
      "rollout.max_tokens=24", "evaluate.arms=[untrained, on_policy]", "evaluate.questions=5",
      "evaluate.probe_every=3"),
-    ("documents.yaml", f"data.path={ARTICLES}", "self_study.questions=10",
+    ("documents.yaml", f"self_study.mix={FIVE}", "train.steps=60",
+     "rollout.prompts=16", "rollout.max_tokens=128", f"data.path={ARTICLES}", "self_study.questions=10",
      "self_study.min_chunk=100", "self_study.max_chunk=100", "self_study.answer_tokens=200",
      "self_study.api={provider: openai, model: m, prices: {input: 1.0, output: 4.0}}",
      'train.warm_start={"steps": 7, "plateau": 3}'),

@@ -71,7 +71,7 @@ def test_an_api_has_its_providers_usual_places() -> None:
         (("self_study.scores=stored", "self_study.rows=r", "teacher.top_k=full",
           "loss.temperature=2"), r"temperature must be 1 with a top-k teacher"),
         (("documents.encoding=klingon",), "must be an encoding that Python knows"),
-        (("train.warm_start={steps: 161}",), r"must be <= train.steps \(160\)"),
+        (("objective.w_doc=0",), "warm_start must be left out without objective.w_doc"),
         (('self_study.api={provider: openai, model: m, key_env: "sk-12 34"}',),
          "must be the name of an environment variable"),
         (('self_study.api={provider: openai, model: m, base_url: "https://u:p@h/v1"}',),
