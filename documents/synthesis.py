@@ -72,7 +72,7 @@ async def write_study(
     rows = _begun(path, wanted, plan)
     doubles = Doubles(plan.study.alike)
     for row in rows:
-        if row.kept or row.refused.startswith("answer"):
+        if row.kept or row.refused.startswith(("answer", "no_gain")):
             doubles.found(row.kind, row.messages[0].content)
     for start in range(len(rows), len(wanted), BATCH):
         tell(start, len(wanted))

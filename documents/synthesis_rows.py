@@ -30,7 +30,8 @@ class StudyRow:
     `history` has the turn of A and the answer of B of each earlier round; `question` and all that
     follows belong to the last one. `tokens` and `chars` are the passage's span in the document
     whose text has the hash `sha256`. `asker` is "plain" for a turn that no model wrote. `refused`
-    says why a turn (or its answer, "answer: ...") is not used, "" where it is used.
+    says why a turn (or its answer, "answer: ...") is not used, "" where it is used. `gain` is how
+    much more likely the document makes the answer, nats a token, None where it was not measured.
     `teacher_ids[t]` are the likeliest tokens at the position of `answer_ids[t]`, likeliest first;
     ids are -1 where the teacher returned texts only (`teacher_texts`). `config` is a hash of all
     that decides the row but the time.
@@ -62,6 +63,7 @@ class StudyRow:
     teacher_logprobs: tuple[tuple[float, ...], ...] = ()
     tried: tuple[str, ...] = ()  # why A's own turn was not used
     refused: str = ""
+    gain: float | None = None
     model: str
     config: str
     generator: str

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forge_run.console import number, percent
 from forge_run.formatting import Rows, TableSection
-from forge_run.report.template import Block, Row
+from forge_run.report.template import Block, Row, shortened
 from protocols.files import iter_rows
 from protocols.records.run_files import ARMS
 from services.run_directory import RunDirectory
@@ -21,6 +21,7 @@ AGREED = (
     "over questions, with their intervals. The row document is the teacher itself."
 )
 ASKED_HEADS = ("seed", "asked by the model", "asked plainly", "refused")
+EXAMPLES = 3  # of each kind of self-study
 HEADS = ("arm", "KL to the teacher", "95% CI", "agreement", "tokens", "F1")
 
 
@@ -41,8 +42,10 @@ def documents(file: Path, arms: Row, rows: Iterable[Row]) -> list[Block]:
         blocks.append(("list", remarks))
     if agreed := _agreement(arms):
         blocks += [("soft", AGREED), ("table", TableSection("Agreement", HEADS, agreed))]
-    if asked := _questions(rows):
+    written = list(rows)
+    if asked := _questions(written):
         blocks.append(("table", TableSection("Questions", ASKED_HEADS, asked)))
+        blocks.append(("folded", ("Examples of every kind", _examples(written))))
     return blocks
 
 
@@ -63,6 +66,20 @@ def _agreement(arms: Row) -> Rows:
         for arm in ARMS
         if arm in arms and (a := arms[arm].get("agreement"))
     )  # fmt: skip
+
+
+def _examples(rows: Iterable[Row]) -> list[Block]:
+    """Return the first EXAMPLES used turns of each kind, with their answers where they are
+    given."""
+    shown: dict[str, list[Block]] = {}
+    for row in rows:
+        of_kind = shown.setdefault(row["kind"], [])
+        if not row["refused"] and len(of_kind) < EXAMPLES:
+            said = [("asked", shortened(row["question"]))]
+            if row["answer"]:
+                said.append(("answer", shortened(row["answer"])))
+            of_kind.append(("talk", (f"{row['kind']}: {row['document']}", said)))
+    return [block for _, of_kind in sorted(shown.items()) for block in of_kind]
 
 
 def _questions(rows: Iterable[Row]) -> Rows:

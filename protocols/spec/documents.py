@@ -107,6 +107,11 @@ class SelfStudySpec(SpecSection):
         description="where A writes nothing that can be used, ask by a fixed turn that quotes the "
         "passage's first words",
     )
+    least_gain: float | None = Field(
+        default=None,
+        description="nats a token by which the document must raise an answer's log-probability for "
+        "its question to be trained on; null: not measured",
+    )
     least_words: int = Field(default=3, ge=1, description="fewer words are no turn")
     most_words: int = Field(default=400, ge=1, description="more words are no turn, and no answer")
     alike: float = Field(

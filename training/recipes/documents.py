@@ -29,6 +29,7 @@ from documents.synthesis_rows import StudyRow
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE
 from protocols.errors import DataError
+from protocols.files import json_lines, write_atomically
 from protocols.records.answers import Answer, KeepAnswers, mean_nll
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.seeds import stream_seed
@@ -50,6 +51,7 @@ from training.recipes.agreement import (
 from training.recipes.base import Recipe, Route, drawn_steps, own_cartridge
 from training.recipes.contamination import clean
 from training.recipes.question_files import UserQuestion
+from training.recipes.study_gain import gains, weighed
 from training.recipes.study_prompts import (
     answered_over,
     context_ref,
@@ -123,6 +125,8 @@ class DocumentsRecipe(Recipe):
                 rows = of_parts(read_rows(Path(self._study.rows)), self._parts, self._study.rows)
             else:
                 rows = await self._write(generate)
+            if self._study.least_gain is not None:
+                rows = await self._with_gain(rows, self._study.least_gain, generate)
             found = (
                 studied_of(r, self._spec, self._conversation, self._titles) for r in rows if r.kept
             )
@@ -134,8 +138,9 @@ class DocumentsRecipe(Recipe):
             if lacking or not (held_out or self._asked):
                 raise DataError(
                     f"self-study has no question to train on about {lacking or 'any document'}: "
-                    "raise self_study.questions, lower data.held_out, set self_study.plain: true, "
-                    "or raise train.row_tokens, which holds a question and its answer"
+                    "raise self_study.questions, lower data.held_out or self_study.least_gain, set "
+                    "self_study.plain: true, or raise train.row_tokens, which holds a question and "
+                    "its answer"
                 )
             if self._study.scores == "stored":
                 require_scores([s for pool in training.values() for s in pool], self._study.rows)
@@ -179,6 +184,20 @@ class DocumentsRecipe(Recipe):
         return await write_study(
             self._directory.selfstudy, list(self._parts.parts.values()), plan, sampler
         )
+
+    async def _with_gain(
+        self, rows: list[StudyRow], least: float, generate: TimedGenerate
+    ) -> list[StudyRow]:
+        """Return the rows with their gains, which the run's own file keeps."""
+        asked = [r for r in rows if r.kept and r.gain is None]
+        read = (studied_of(r, self._spec, self._conversation, self._titles) for r in asked)
+        studied = [s for s in read if s is not None]
+        bare = {s.key: self._prompt_ids(s.document, s.messages, bare=True) for s in studied}
+        found = weighed(rows, await gains(studied, bare, generate), least)
+        if self._study.rows is None:
+            lines = json_lines(row.as_dict() for row in found)
+            write_atomically(self._directory.selfstudy, lines)
+        return found
 
     def _document(self, about: str) -> str:
         """Return the document of contexts that are read as one text."""
