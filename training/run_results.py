@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from statistics import fmean
+from typing import Any
 
-from protocols.records.answers import AnswerRow
 from protocols.records.gold import gold_results
 from protocols.records.run_files import AggregationGain, ArmResult, CpuShare, RunOutcome, RunResults
 from protocols.spec.learn import LearnSpec
@@ -19,7 +19,7 @@ def run_results(
     course: Recipe,
     state: RunState,
     times: PhaseTimes,
-    answers: Iterable[AnswerRow],
+    answers: Iterable[Any],  # rows of answers.jsonl
     *,
     status: RunOutcome,
     wall_seconds: float,
