@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,26 @@ def local_sampler(
     vLLM reads the environment once, so a process can have one such engine. Raises DataError,
     PublishError for a cartridge of another model, RunError for an engine that cannot start.
     """
+    with local_samplers(
+        model, backend=backend, dtype=dtype, document=document, cartridge=cartridge,
+        threads=threads, kv_gib=kv_gib,
+    ) as arms:  # fmt: skip
+        yield list(arms.values())[0 if cartridge is None and document is None else 1]
+
+
+@contextmanager
+def local_samplers(
+    model: str,
+    *,
+    backend: Literal["torch", "vllm"] = "torch",
+    dtype: str = "float32",
+    document: str | None = None,
+    cartridge: Path | None = None,
+    threads: int = 1,
+    kv_gib: float = 1.0,
+) -> Iterator[Mapping[str, TokenSampler]]:
+    """Yield the samplers of one engine by arm, in this order: `none`, `cartridge` and `document`
+    where they are given. Raises as `local_sampler` does."""
     keep_freed_memory()
     spec = GeneratorSpec(backend=backend, kv_gib=kv_gib)
     conversation = ChatRenderer(load_tokenizer(model), {DOCUMENT: document or "-"})
@@ -57,17 +77,20 @@ def local_sampler(
     engine = EngineThread(partial(build_engine, base, end_ids, spec), 1, spec.in_flight)
     try:
         engine.started.result(START_SECONDS)
-        told, prefix = None, PrefixRef(f"document/{NO_DOCUMENT}", 0)
-        if cartridge is not None:
-            kv = read_cartridge(str(cartridge))
-            engine.hold(0, {DOCUMENT: 0}, {DOCUMENT: kv}).result(START_SECONDS)
-            told, prefix = DOCUMENT, PrefixRef(f"cartridge/{DOCUMENT}", 0)
-        elif document is not None:
-            told, prefix = DOCUMENT, PrefixRef(f"document/{DOCUMENT}", 0)
 
         async def generate(requests: Sequence[GenerateRequest]) -> list[Completion]:
             return await asyncio.gather(*(asyncio.wrap_future(engine.submit(r)) for r in requests))
 
-        yield TokenSampler(generate, conversation, told, prefix)
+        def over(told: str | None, prefix: str) -> TokenSampler:
+            return TokenSampler(generate, conversation, told, PrefixRef(prefix, 0))
+
+        arms = {NO_DOCUMENT: over(None, f"document/{NO_DOCUMENT}")}
+        if cartridge is not None:
+            kv = read_cartridge(str(cartridge))
+            engine.hold(0, {DOCUMENT: 0}, {DOCUMENT: kv}).result(START_SECONDS)
+            arms["cartridge"] = over(DOCUMENT, f"cartridge/{DOCUMENT}")
+        if document is not None:
+            arms["document"] = over(DOCUMENT, f"document/{DOCUMENT}")
+        yield arms
     finally:
         engine.close().result(STOP_SECONDS)

@@ -220,12 +220,31 @@ COMMANDS = {
         *MESH, _option("--out", "DIR", "where (default: RUN_DIR/<mesh name>/selfstudy)", type=Path),
         _flag("--dry-run", "print the plan and write nothing"),
     )),
+    "make": Command("cartridges of a folder of text, within so many minutes", "make:command", (
+        _option("folder", "FOLDER", "a folder, or a file, of .txt, .md, .pdf, .json or .jsonl"),
+        _option("--model", "NAME", "a name of `forge models list`, a directory or a hub id "
+                "(default: smollm2-135m)", default="smollm2-135m"),
+        _option("--tokens", "P", "tokens of each cartridge (default: by --ratio 10, 32 to 512)",
+                type=whole_number),
+        _option("--ratio", "R", "document tokens for each of a cartridge's", type=float),
+        _option("--minutes", "M", "most time, about (default: 20)", type=float, default=20.0),
+        _option("--name", "NAME", "what it is called in the library; of several documents "
+                "NAME.DOCUMENT (default: the folder's name)"),
+        _option("--serve", "MESH.yaml", "the server whose library it is added to (default: "
+                "meshes/serve.yaml)", dest="mesh", default="meshes/serve.yaml"),
+        _sets("override a key of meshes/documents.yaml or its config, after the plan; repeatable"),
+        _option("--run-dir", "DIR", "where runs are kept (default: runs)", type=Path),
+        _flag("--dry-run", "measure this machine, print the plan and start nothing"),
+    )),
     "serve": Command("serve a model with cartridges over HTTP", "serve:command",
                      (*MESH_AND_SETS, DRY_RUN)),
-    "ask": Command("ask a cartridge one question, here or of a server", "ask:command", (
+    "ask": Command("ask a cartridge, here or of a server", "ask:command", (
         *LIBRARY,
-        _option("cartridge", "CARTRIDGE", f"{NAMED}, or auto: the one the question is about"),
-        _option("question", "QUESTION"),
+        _option("cartridge", "CARTRIDGE",
+                f"{NAMED}; of `forge make`, its NAME; auto: the one the question is about"),
+        _option("question", "QUESTION", "left out with -i", nargs="?"),
+        ("-i", {"action": "store_true", "dest": "chat", "help": "a chat, until an empty line"}),
+        _flag("--beside", "answer without the cartridge and with the document too"),
         _there("--run", "RUN", "of this run, not of the library"),
         _option("--server", "URL", "of a running server, such as http://127.0.0.1:8000"),
         _option("--key-env", "NAME", "environment variable that holds the server's key"),

@@ -1,9 +1,11 @@
-"""Ask a cartridge one question: `forge ask NAME|auto QUESTION`.
+"""Ask a cartridge: `forge ask NAME|auto QUESTION`, or with -i a chat.
 
     library (the default), --run RUN    an engine in this process, without a mesh
     --server URL                        a running `forge serve`
 
-With `auto` the router chooses the cartridge by the question's words, and the choice is told.
+With `auto` the router chooses the cartridge by the question's words, and the choice is told; with
+the name of a `forge make` of several documents it chooses among theirs. With --beside the model
+answers without the cartridge and with its document too.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,25 +24,33 @@ from typing import Any
 from documents.retrieval import Bm25Router, Choice
 from forge_run.commands import note
 from protocols.errors import DataError, RunError, SpecError
+from protocols.home import model_names, models_folder
 from protocols.secrets import secret_text
 from protocols.spec.loading import load_resolved, load_serve
 from protocols.spec.sections import GeneratorSpec, ModelSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
+from registry.formats.base_model import BaseModelInfo
 from registry.names import AUTO, parse_cartridge
+from registry.store import CartridgeVersion
+from strategies.samplers.sampler import SampleRequest
 
 ANSWER_SECONDS = 300.0  # most of a server's answer
 
 
 @dataclass(frozen=True)
 class AskedCartridge:
-    """Hold a cartridge's file and its model; `why` tells how the router chose it."""
+    """Hold a cartridge's file of so many tokens, and its model; `why` tells how the router chose
+    it. `run` is the id or path of the run that made it, "" for none, and `name` its name there."""
 
     shown: str
     file: Path
     model: ModelSpec
     generator: GeneratorSpec
     why: Choice | None
+    tokens: int
+    run: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -54,10 +65,24 @@ class AskedAnswer:
     routed: Choice | None
 
 
+@dataclass(frozen=True)
+class ArmAnswer:
+    """Hold one arm's answer: the tokens before the question, those written, and the seconds of
+    both."""
+
+    arm: str
+    prefix_tokens: int
+    answer: str
+    tokens: int
+    seconds: float
+
+
 def command(
     *,
     cartridge: str,
-    question: str,
+    question: str | None,
+    chat: bool,
+    beside: bool,
     run: Path | None,
     server: str | None,
     key_env: str | None,
@@ -69,6 +94,14 @@ def command(
     as_json: bool,
 ) -> int:
     """Print the answer; what the router chose is told on stderr. Raises ForgeError."""
+    if (question is None) != chat:
+        raise SpecError("give a question, or -i for a chat, and not both")
+    if server is not None and (chat or beside):
+        raise SpecError("-i and --beside are answered here; leave out --server")
+    if chat and (as_json or cartridge == AUTO):
+        raise SpecError(
+            f"a chat is with one cartridge, as text: not {AUTO}, and without --json"
+        )
     for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
         os.environ.setdefault(bars, "1")
     if max_tokens < 1 or temperature < 0:
@@ -78,10 +111,13 @@ def command(
         )
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     if server is not None:
+        assert question is not None
         found = _by_server(server, key_env, cartridge, question, sampling, seed)
     else:
-        here = _of_library(mesh, sets, cartridge, question)
-        with here if run is None else _of_run(run, cartridge, question) as asked:
+        here = _of_library(mesh, sets, cartridge, question or "")
+        with here if run is None else _of_run(run, cartridge, question or "") as asked:
+            if question is None or beside:
+                return _sides(asked, question, beside, sampling, seed, as_json)
             found = _in_process(asked, question, sampling, seed)
     if found.routed is not None:
         note(f"{found.cartridge}: {told(found.routed)}")
@@ -108,16 +144,35 @@ def _of_library(
     spec = load_serve(mesh, sets=sets).spec
     library = CartridgeStore(Path(spec.library), read_base(Path(spec.model.path)))
     why = None
-    if cartridge == AUTO:
-        router = CartridgeRouter(library)
+    several = [name for name in library.names() if name.startswith(f"{cartridge}.")]
+    if cartridge == AUTO or (several and cartridge not in library.names()):
+        router = CartridgeRouter(library, lambda name: cartridge == AUTO or name in several)
         router.require()
         chosen = router.choose(question)
         entry, why = chosen.entry, chosen.why
     else:
         entry = library.get(parse_cartridge(cartridge))
     forge.read(entry.path.parent)  # against its checksums
-    shown = "{}@{}".format(*entry.key)
-    yield AskedCartridge(shown, entry.path, spec.model, spec.generator, why)
+    shown, source = "{}@{}".format(*entry.key), entry.manifest.source
+    yield AskedCartridge(
+        shown, entry.path, _model_of(entry, spec.model, library.base), spec.generator, why,
+        entry.manifest.tokens, str(source.get("run", "")), str(source.get("name", "")),
+    )  # fmt: skip
+
+
+def _model_of(entry: CartridgeVersion, served: ModelSpec, base: BaseModelInfo) -> ModelSpec:
+    """Return the model that a cartridge is for: the one that the library's server serves, or a kept
+    one of the name that it was trained with. Raises DataError where there is neither."""
+    facts = entry.manifest.facts
+    if facts.config_sha256 in ("", base.config_sha256):
+        return served
+    if facts.base not in model_names():
+        raise DataError(
+            f"{entry.manifest.name} was trained for the model {facts.base}, which is not kept "
+            f"here; add it (forge models add {facts.base}), or name it: --set model.path=DIR"
+        )
+    path = str(models_folder() / facts.base)
+    return served.model_copy(update={"path": path, "dtype": facts.weights_dtype or served.dtype})
 
 
 @contextmanager
@@ -140,12 +195,13 @@ def _of_run(run: Path, cartridge: str, question: str) -> Iterator[AskedCartridge
     with TemporaryDirectory(prefix="forge-ask-") as made:
         file = Path(made) / forge.FILE
         forge.write_file(kept, file)
-        yield AskedCartridge(cartridge, file, learn.model, learn.generator, why)
+        yield AskedCartridge(
+            cartridge, file, learn.model, learn.generator, why, kept.tokens, str(home), cartridge
+        )
 
 
 def _in_process(asked: AskedCartridge, question: str, sampling: Sampling, seed: int) -> AskedAnswer:
     from actors.in_process import local_sampler
-    from strategies.samplers.sampler import SampleRequest
 
     model, generator = asked.model, asked.generator
     request = SampleRequest("ask", (AgentMessage("user", question),), sampling, seed)
@@ -155,6 +211,84 @@ def _in_process(asked: AskedCartridge, question: str, sampling: Sampling, seed: 
     ) as sampler:  # fmt: skip
         (said,) = asyncio.run(sampler([request]))
     return AskedAnswer(asked.shown, question, said.text, said.tokens, said.finish_reason, asked.why)
+
+
+def _sides(
+    asked: AskedCartridge, question: str | None, beside: bool, sampling: Sampling, seed: int,
+    as_json: bool,
+) -> int:  # fmt: skip
+    """Answer the question, or the lines of a chat until an empty one, by every arm."""
+    from actors.in_process import local_samplers
+    from learning.model.loading import load_tokenizer
+
+    if asked.why is not None:
+        note(f"{asked.shown}: {told(asked.why)}")
+    model, generator = asked.model, asked.generator
+    document = _document_of(asked) if beside else None
+    sizes = {"none": 0, "cartridge": asked.tokens}
+    if document is not None:
+        sizes["document"] = len(load_tokenizer(model.path)(document).input_ids)
+    with local_samplers(
+        model.path, backend=generator.backend, dtype=model.dtype, cartridge=asked.file,
+        document=document, threads=os.cpu_count() or 1, kv_gib=generator.kv_gib,
+    ) as samplers:  # fmt: skip
+        arms = {name: one for name, one in samplers.items() if beside or name == "cartridge"}
+        said: dict[str, tuple[AgentMessage, ...]] = dict.fromkeys(arms, ())
+        for line in [question] if question is not None else _lines():
+            found = []
+            for arm, sampler in arms.items():
+                messages = (*said[arm], AgentMessage("user", line))
+                begun = time.perf_counter()
+                (one,) = asyncio.run(sampler([SampleRequest("ask", messages, sampling, seed)]))
+                seconds = time.perf_counter() - begun
+                said[arm] = (*messages, AgentMessage("assistant", one.text))
+                found.append(ArmAnswer(arm, sizes[arm], one.text.strip(), one.tokens, seconds))
+            _print_sides(found, as_json)
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """Yield what a user types, until an empty line or the end."""
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            return
+        if not line:
+            return
+        yield line
+
+
+def _print_sides(found: Sequence[ArmAnswer], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([asdict(one) for one in found], indent=1))
+    elif len(found) == 1:
+        print(found[0].answer)
+    else:
+        for one in found:
+            cost = f"{one.prefix_tokens:,} tokens before it, {one.tokens} written"
+            print(f"{one.arm}  ({cost}, {one.seconds:.1f} s)\n  {one.answer}\n")
+
+
+def _document_of(asked: AskedCartridge) -> str:
+    """Return the text that a cartridge replaces, read again as its run read it. Raises DataError
+    where that run or its documents are not there any more, or are others."""
+    from learning.model.loading import load_tokenizer
+    from training.recipes.study_material import read_material
+
+    here = Path(asked.run)
+    found = [here] if here.is_absolute() else sorted(Path("runs").glob(f"*/{asked.run}"))
+    remedy = "--beside reads the document of a run; name it by --run RUN"
+    if not asked.run or not found or not (found[0] / "spec.yaml").is_file():
+        raise DataError(f"the run of {asked.shown} is not under runs: {remedy}")
+    learn = load_resolved(found[0] / "spec.yaml").learn
+    if learn.self_study is None:
+        raise DataError(f"the run of {asked.shown} has no self-study of documents: {remedy}")
+    parts, _ = read_material(learn, load_tokenizer(learn.model.path))
+    read = json.loads((found[0] / "documents.json").read_bytes())["documents"]
+    if json.loads(json.dumps(parts.as_dict()["documents"])) != read:
+        raise DataError(f"the documents of {found[0]} have changed since; bring them back")
+    return "\n\n".join(parts.texts[context] for context in parts.layout.contexts[asked.name])
 
 
 def _by_server(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,11 @@ from forge_run.commands.ask import told
 from learning.checkpoint import write_checkpoint
 from protocols.spec.loading import load_spec
 from protocols.spec.yaml_source import dump_yaml
+from registry.formats.base_model import read_base
 from registry.names import CartridgeName
+from registry.store import CartridgeStore
 from registry.terms import TERMS, write_terms
+from strategies.samplers.sampler import SampleRequest, SampleResult
 
 MESH = Path(__file__).parents[4] / "meshes/serve.yaml"
 TEXTS = {"harbour": "The harbour keeps nine boats.", "orchard": "Forty pear trees."}
@@ -123,3 +128,83 @@ def test_refusals_say_whose_they_are(
 
 def test_the_runner_up_is_told() -> None:
     assert told(Choice("a", 4.216, "b", 1.0)) == "score 4.22, then b with 1.00"
+
+
+def test_a_chat_keeps_what_was_said(
+    house: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question is asked after all turns before it, until an empty line; of the two arms of the
+    engine the cartridge's alone is asked."""
+    heard: list[tuple[str, ...]] = []
+
+    async def answer(asks: Sequence[SampleRequest]) -> list[SampleResult]:
+        (one,) = asks
+        heard.append(tuple(f"{m.role}: {m.content}" for m in one.messages))
+        return [SampleResult(f"answer {len(heard)} ", 2, 9, "stop")]
+
+    @contextmanager
+    def samplers(*unused: Any, **named: Any) -> Iterator[dict[str, Any]]:
+        yield {"none": None, "cartridge": answer}
+
+    monkeypatch.setattr("actors.in_process.local_samplers", samplers)
+    typed = iter(["Who?", " When? ", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    here = ("--serve", str(MESH), "--set", f"library={house.house.library.directory}", *FEW)
+    assert forge(["ask", "harbour", "-i", *here]) == 0
+    assert capsys.readouterr().out == "answer 1\nanswer 2\n"
+    assert heard == [
+        ("user: Who?",),
+        ("user: Who?", "assistant: answer 1 ", "user: When?"),
+    ]
+
+
+def test_the_name_of_several_chooses_among_theirs(
+    house: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    library = CartridgeStore(tmp_path, house.house.library.base)
+    for seed, name in enumerate(("trip.harbour", "trip.orchard", "harbour")):
+        add_cartridge(library, name, seed)
+        text = TEXTS[name.removeprefix("trip.")]
+        library.describe(library.get(CartridgeName(name)), [count_terms(text)])
+    here = ("--serve", str(MESH), "--set", f"library={tmp_path}")
+    answer, err = asked(capsys, "trip", QUESTION, *here)
+    assert answer["cartridge"] == "trip.harbour@1"
+    assert "trip.harbour@1: score " in err
+
+
+def test_a_cartridge_of_another_model_is_not_answered_over_this_one(
+    house: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Nor with its weights: of a kept model of its name it is."""
+    other = tmp_path / "home" / "models" / "clinic-other"
+    shutil.copytree(READER, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "tie_word_embeddings_note": 1}))
+    library = CartridgeStore(tmp_path / "library", read_base(other))
+    add_cartridge(library, "harbour", 0)
+    here = ("--serve", str(MESH), "--set", f"library={tmp_path / 'library'}")
+    monkeypatch.setenv("FORGE_HOME", str(tmp_path / "elsewhere"))
+    assert forge(["ask", "harbour", QUESTION, *here]) == 2
+    told = capsys.readouterr().err
+    assert "trained for the model clinic-other, which is not kept here; add it (forge mod" in told
+    monkeypatch.setenv("FORGE_HOME", str(tmp_path / "home"))
+    found, _ = asked(capsys, "harbour", QUESTION, *here)
+    original = ("--serve", str(MESH), "--set", f"library={house.house.library.directory}")
+    assert found["answer"] == asked(capsys, "harbour", QUESTION, *original)[0]["answer"]
+
+
+def test_a_chat_and_sides_are_answered_here(
+    house: Served, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = ("--serve", str(MESH), "--set", f"library={house.house.library.directory}")
+    for words, why in (
+        (("harbour", *here), "give a question, or -i for a chat, and not both"),
+        (("harbour", "Why?", "-i", *here), "give a question, or -i for a chat, and not both"),
+        (("harbour", "-i", "--server", house.url), "-i and --beside are answered here"),
+        (("harbour", "Why?", "--beside", "--server", house.url), "leave out --server"),
+        (("auto", "-i", *here), "a chat is with one cartridge, as text: not auto"),
+        (("harbour", "Why?", "--beside", *here), "the run of harbour@1 is not under runs"),
+    ):
+        assert forge(["ask", *words]) == 2
+        assert why in capsys.readouterr().err

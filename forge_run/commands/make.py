@@ -1,0 +1,168 @@
+"""Make cartridges of a folder of text: `forge make FOLDER`.
+
+    read -> calibrate -> plan in plain English -> self-study and training -> the library
+
+The run is that of meshes/documents.yaml, with the keys that the plan chose.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from documents.formats import ReadOptions
+from documents.reading import ReadResult, read_documents
+from forge_run.commands import note
+from protocols.errors import DataError
+from protocols.spec.loading import load_serve, load_spec
+from registry.names import AUTO, is_name
+
+MESH = "documents"  # the shipped one
+MODEL_ROLES = ("generator", "doc_teacher", "trainer")
+WATCH_SECONDS = 1.0
+NAME_LETTERS = 14  # a document's name of 48 letters fits behind it
+
+
+def command(
+    *, folder: str, model: str, tokens: int | None, ratio: float | None, minutes: float,
+    name: str | None, mesh: str, sets: Sequence[str], run_dir: Path | None, dry_run: bool,
+) -> int:  # fmt: skip
+    """Train the folder's cartridges within about so many minutes, and add them to the library of
+    the server `mesh`; with `dry_run` only print the plan. Returns the exit code. Raises ForgeError.
+    """
+    if minutes <= 0 or (ratio is not None and ratio <= 1):
+        raise DataError(
+            f"--minutes must be > 0 and --ratio > 1: got {minutes:g} and {ratio}; leave them out "
+            "for 20 minutes and 10 times fewer tokens"
+        )
+    found = read_documents([folder], ReadOptions())
+    called = name or _name_of(folder)
+    names = library_names(called, found)
+    basis = [f"data.path={_quoted(folder)}", f"model.path={_quoted(model)}"]
+    loaded = load_spec(MESH, sets=[*basis, *sets])
+    plan = _plan(loaded.spec.learn, found, tokens, ratio, minutes)
+    for line in plan.told():
+        note(line)
+    if dry_run:
+        return 0
+    import torch
+
+    from forge_run.commands.run import run
+
+    threads = torch.get_num_threads()  # with which the machine was measured
+    chosen = [f"roles.{role}.threads={threads}" for role in MODEL_ROLES]
+
+    home = (run_dir or Path("runs")).absolute() / loaded.spec.mesh.name
+    with _told_when_usable(home):
+        code = run(
+            mesh=MESH, overlays=(), sets=[*plan.sets, *chosen, *basis, *sets], run_dir=run_dir,
+            resume=None, continues=None, dry_run=False,
+        )  # fmt: skip
+    assert isinstance(code, int)
+    if code == 0:
+        _add(mesh, loaded.spec.learn.model.path, (home / "latest").resolve(), names, called)
+    return code
+
+
+def library_names(called: str, found: ReadResult) -> dict[str, str]:
+    """Return {document: its name in the library}: `called` for the only one, `called.document` for
+    several. Raises DataError for a name that the library does not take."""
+    documents = [one.name for one in found.documents]
+    alone = len(documents) == 1
+    names = {one: called if alone else f"{called}.{one}" for one in documents}
+    wrong = [new for new in names.values() if not is_name(new) or new == AUTO]
+    if wrong:
+        raise DataError(
+            f"{wrong[0]!r} is no cartridge's name: letters, digits and _ . -, at most 64, and not "
+            f"{AUTO}; give a short one by --name"
+        )
+    return names
+
+
+def _plan(
+    learn: Any, found: ReadResult, tokens: int | None, ratio: float | None, minutes: float
+) -> Any:
+    """Return the plan of a run, by this machine's rates. What takes seconds to import is imported
+    here, after the mistakes that are answered at once."""
+    from documents.corpus import read_parts
+    from forge_run.plan.documents import remarks
+    from forge_run.plan.make import ModelBytes, cartridge_tokens, planned
+    from learning.calibration import measure_rates
+    from learning.model.loading import load_model, load_tokenizer
+
+    tokenizer = load_tokenizer(learn.model.path)
+    sizes = [len(tokenizer(d.text, add_special_tokens=False).input_ids) for d in found.documents]
+    p = cartridge_tokens(sizes, tokens, ratio)
+    for document, size in zip(found.documents, sizes, strict=True):
+        if size <= p:
+            note(
+                f"warning: {document.name} has {size} tokens, no more than a cartridge of {p}: it "
+                "is left out; a prompt may as well hold all of it, or lower --tokens"
+            )
+    cartridge = learn.cartridge.model_copy(update={"tokens": p})
+    corpus = read_parts(learn.model_copy(update={"cartridge": cartridge}), tokenizer)
+    for line in remarks(corpus):
+        note(line)
+    counts = [len(part.tokens) for part in corpus.parts.values()]
+    model = load_model(learn.model.path, learn.model.dtype)
+    note("measuring this machine, up to 10 seconds")
+    rates = measure_rates(model, 16, p)
+    layers, heads, width = model.kv_shape
+    item = model.weight.element_size()
+    weights = sum(p.numel() for p in model.parameters()) * item
+    return planned(counts, p, minutes, rates, learn,
+                   ModelBytes(weights, 2 * layers * heads * width * item))  # fmt: skip
+
+
+def _add(serve: str, model: str, run: Path, names: Mapping[str, str], called: str) -> None:
+    """Add the run's cartridges to the server's library, and say how they are asked."""
+    from registry.formats.base_model import read_base
+    from registry.formats.run_checkpoint import read_all
+    from registry.importing import add_from_run
+    from registry.store import CartridgeStore
+
+    library = CartridgeStore(Path(load_serve(serve).spec.library), read_base(Path(model)))
+    chosen = {one: names.get(one, f"{called}.{one}") for one in read_all(run)}
+    if len(chosen) == 1:
+        chosen = dict.fromkeys(chosen, called)
+    for entry in add_from_run(library, run, chosen):
+        print(f"{entry.manifest.name}@{entry.manifest.version}: {entry.manifest.tokens} tokens")
+    print(f'ask it: forge ask {called} "QUESTION"   (--beside: also without it; -i: a chat)')
+
+
+@contextmanager
+def _told_when_usable(home: Path) -> Iterator[None]:
+    """Say on stderr when the run that starts in this block has its first checkpoint."""
+    before = set(home.glob("*/checkpoints/version-*"))
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(WATCH_SECONDS):
+            for made in set(home.glob("*/checkpoints/version-*")) - before:
+                if made.name != "version-000000":
+                    run = made.parent.parent
+                    note(f"a usable cartridge exists: forge ask DOCUMENT QUESTION --run {run}")
+                    return
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
+
+
+def _name_of(folder: str) -> str:
+    """Return a cartridge's name made of a folder's or file's own."""
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(os.path.abspath(folder)).stem).strip("-_")
+    return plain[:NAME_LETTERS] or "documents"
+
+
+def _quoted(text: str) -> str:
+    return '"{}"'.format(text.replace("\\", "\\\\").replace('"', '\\"'))

@@ -1,0 +1,148 @@
+"""Choose steps, batch and cartridge so that a run over a user's documents fits its minutes. Pure.
+
+seconds = start + reading + self-study + steps * (rollout + teacher + training) + exam
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forge_run.formatting import bytes_text
+from learning.calibration import MachineRates
+from protocols.errors import DataError
+from protocols.spec.learn import LearnSpec
+
+RATIO = 10  # document tokens for each of a cartridge's, where the user says nothing
+LEAST_TOKENS, MOST_TOKENS = 32, 512  # of a cartridge that is chosen
+BATCHES = (16, 8, 4)  # prompts of a step, the first that leaves GOOD_STEPS
+GOOD_STEPS, LEAST_STEPS = 30, 4
+ANSWER_TOKENS, QUESTION_TOKENS = 64, 48
+STUDY_SHARE = 0.25  # of the minutes, at most, for writing questions
+LEAST_QUESTIONS = 8
+EXAM_QUESTIONS = 8
+START_SECONDS, STEP_SECONDS = 45.0, 1.0  # of processes; of a step beside the model's work
+READERS = 3  # generator, teacher and trainer each hold the model
+PROCESS_BYTES = 300 * 1024**2  # of one process without the model
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Hold the bytes of a model's weights in memory, and of one token's keys and values."""
+
+    weights: int
+    token: int
+
+
+@dataclass(frozen=True)
+class MakePlan:
+    """Hold what a run is to be: `tokens` of each cartridge, `questions` about each document,
+    `prompts` of a step, expected seconds, and bytes of memory."""
+
+    documents: int
+    document_tokens: int
+    tokens: int
+    questions: int
+    prompts: int
+    steps: int
+    start_seconds: float
+    step_seconds: float
+    seconds: float
+    memory: int
+    rates: MachineRates
+
+    @property
+    def sets(self) -> list[str]:
+        """Return the plan as overrides of meshes/documents.yaml."""
+        return [
+            f"cartridge.tokens={self.tokens}",
+            f"self_study.questions={self.questions}",
+            f"self_study.question_tokens={QUESTION_TOKENS}",
+            f"rollout.prompts={self.prompts}",
+            f"rollout.max_tokens={ANSWER_TOKENS}",
+            f"train.steps={self.steps}",
+            f"train.warmup_steps={min(6, self.steps // 4)}",
+            f"train.checkpoint_every={max(1, self.steps // 3)}",
+            "evaluate.arms=[on_policy]",
+            f"evaluate.questions={EXAM_QUESTIONS}",
+            f"evaluate.max_tokens={ANSWER_TOKENS}",
+            "evaluate.probe_every=0",
+            "roles.generator.replicas=1",
+        ]
+
+    def told(self) -> list[str]:
+        """Return the plan in plain English, a line each."""
+        rates = self.rates
+        each = "one cartridge" if self.documents == 1 else f"{self.documents} cartridges"
+        return [
+            f"{_documents(self.documents)} of {self.document_tokens:,} tokens in all; {each} of "
+            f"{self.tokens} tokens, {self.document_tokens / self.documents / self.tokens:.1f}x "
+            "fewer",
+            f"this machine reads {rates.forward:,.0f} tokens a second, trains on "
+            f"{rates.backward:,.0f} and writes {rates.decode:,.0f}",
+            f"{self.questions} questions about each document, then {self.steps} steps of "
+            f"{self.prompts} answers, {self.step_seconds:.0f} s each",
+            f"about {self.seconds / 60:.0f} minutes: the first step after "
+            f"{self.start_seconds / 60:.1f}; about {bytes_text(self.memory)} of memory",
+        ]
+
+
+def cartridge_tokens(counts: Sequence[int], tokens: int | None, ratio: float | None) -> int:
+    """Return P for documents of so many tokens: as asked, by the ratio of the mean document to P,
+    or by RATIO between LEAST_TOKENS and MOST_TOKENS. Raises DataError for a P below 2."""
+    mean = sum(counts) / len(counts)
+    if tokens is None and ratio is None:
+        return max(LEAST_TOKENS, min(MOST_TOKENS, round(mean / RATIO / 8) * 8))
+    found = tokens if tokens is not None else round(mean / float(ratio or 1))
+    if found < 2:
+        asked = f"--tokens {tokens}" if tokens is not None else f"--ratio {ratio:g}"
+        raise DataError(f"{asked} gives a cartridge of {found} tokens, and 2 is the least")
+    return found
+
+
+def planned(
+    counts: Sequence[int], tokens: int, minutes: float, rates: MachineRates, learn: LearnSpec,
+    size: ModelBytes,
+) -> MakePlan:  # fmt: skip
+    """Return the plan for documents of so many tokens. Raises DataError, with the minutes that it
+    takes, where not even LEAST_STEPS steps fit."""
+    study = learn.self_study
+    assert study is not None
+    whole, total = 60 * minutes, sum(counts)
+    passage = min(max(counts), (study.min_chunk + study.max_chunk) / 2)
+    asking = passage / rates.forward + QUESTION_TOKENS / rates.decode
+    affordable = int(STUDY_SHARE * whole / asking / len(counts))
+    questions = max(LEAST_QUESTIONS, min(study.questions, affordable))
+    start = START_SECONDS + 2 * total / rates.forward + questions * len(counts) * asking
+    exam = EXAM_QUESTIONS * ANSWER_TOKENS * (1 / rates.decode + 1 / rates.forward)
+    left = whole - start - exam
+    for prompts in BATCHES:
+        step = STEP_SECONDS + prompts * _answer_seconds(rates)
+        steps = int(left / step)
+        if steps >= GOOD_STEPS:
+            break
+    if steps < LEAST_STEPS:
+        needed = (start + exam + LEAST_STEPS * step) / 60
+        raise DataError(
+            f"{_documents(len(counts))} of {total:,} tokens take at least {needed:.0f} minutes "
+            f"here, and --minutes is {minutes:g}; raise it, or give fewer documents"
+        )
+    held = READERS * size.weights + 2 * total * size.token + 2 * READERS * PROCESS_BYTES
+    return MakePlan(
+        len(counts), total, tokens, questions, prompts, steps, start, step,
+        start + steps * step + exam, held, rates,
+    )  # fmt: skip
+
+
+def _answer_seconds(rates: MachineRates) -> float:
+    """Return the seconds of one prompt of a step: written, read by the teacher, trained on."""
+    read = QUESTION_TOKENS + ANSWER_TOKENS
+    return (
+        ANSWER_TOKENS / rates.decode
+        + (QUESTION_TOKENS + read) / rates.forward
+        + (read / rates.backward)
+    )
+
+
+def _documents(count: int) -> str:
+    return "one document" if count == 1 else f"{count} documents"
