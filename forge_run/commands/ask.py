@@ -99,9 +99,7 @@ def command(
     if server is not None and (chat or beside):
         raise SpecError("-i and --beside are answered here; leave out --server")
     if chat and (as_json or cartridge == AUTO):
-        raise SpecError(
-            f"a chat is with one cartridge, as text: not {AUTO}, and without --json"
-        )
+        raise SpecError(f"a chat is with one cartridge, as text: not {AUTO}, and without --json")
     for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
         os.environ.setdefault(bars, "1")
     if max_tokens < 1 or temperature < 0:

@@ -34,8 +34,8 @@ def test_the_cartridge_s_tokens() -> None:
 
 
 def test_twenty_minutes_for_one_document(learn: LearnSpec) -> None:
-    """A question: 1000 / 400 + 48 / 64 = 3.25 s, so 40 take 130 s, under a quarter of 1200 s. Before
-    the first step: 45 + 2 * 1000 / 400 + 130 = 180 s. The exam: 8 * 64 * (1/64 + 1/400) = 9.28 s.
+    """A question: 1000 / 400 + 48 / 64 = 3.25 s, so 40 take 130 s, under a quarter of 1200 s.
+    Before the first step: 45 + 2 * 1000 / 400 + 130 = 180 s. The exam: 8 * 64 * (1/64 + 1/400) = 9.28 s.
     An answer: 64/64 + 160/400 + 112/112 = 2.4 s, so a step of 16 takes 39.4 s, of which 25 fit in
     1010.72 s; of 8 answers 20.2 s, of which 50 fit."""
     found = planned([1000], 100, 20, RATES, learn, SIZE)
@@ -60,8 +60,8 @@ def test_more_minutes_take_a_larger_batch(learn: LearnSpec) -> None:
 
 
 def test_few_minutes_ask_fewer_questions(learn: LearnSpec) -> None:
-    """A quarter of 240 s is 60 s: 18 questions of 3.25 s. 240 - 45 - 5 - 58.5 - 9.28 = 122.22 s hold
-    11 steps of 4 answers, 10.6 s each."""
+    """A quarter of 240 s is 60 s: 18 questions of 3.25 s. 240 - 45 - 5 - 58.5 - 9.28 = 122.22 s
+    hold 11 steps of 4 answers, 10.6 s each."""
     found = planned([1000], 100, 4, RATES, learn, SIZE)
     assert (found.questions, found.prompts, found.steps) == (18, 4, 11)
 
