@@ -1,4 +1,4 @@
-"""Make cartridges of a folder of text: `forge make FOLDER`.
+"""Make cartridges of a folder of text: `forge make FOLDER...`.
 
     read -> calibrate -> plan in plain English -> self-study and training -> the library
 
@@ -29,10 +29,10 @@ NAME_LETTERS = 14  # a document's name of 48 letters fits behind it
 
 
 def command(
-    *, folder: str, model: str, tokens: int | None, ratio: float | None, minutes: float,
+    *, folders: Sequence[str], model: str, tokens: int | None, ratio: float | None, minutes: float,
     name: str | None, mesh: str, sets: Sequence[str], run_dir: Path | None, dry_run: bool,
 ) -> int:  # fmt: skip
-    """Train the folder's cartridges within about so many minutes, and add them to the library of
+    """Train the folders' cartridges within about so many minutes, and add them to the library of
     the server `mesh`; with `dry_run` only print the plan. Returns the exit code. Raises ForgeError.
     """
     if minutes <= 0 or (ratio is not None and ratio <= 1):
@@ -40,10 +40,10 @@ def command(
             f"--minutes must be > 0 and --ratio > 1: got {minutes:g} and {ratio}; leave them out "
             "for 20 minutes and 10 times fewer tokens"
         )
-    found = read_documents([folder], ReadOptions())
-    called = name or _name_of(folder)
+    found = read_documents(folders, ReadOptions())
+    called = name or _name_of(folders[0])
     names = library_names(called, found)
-    basis = [f"data.path={_quoted(folder)}", f"model.path={_quoted(model)}"]
+    basis = [f"data.path=[{', '.join(map(_quoted, folders))}]", f"model.path={_quoted(model)}"]
     loaded = load_spec(MESH, sets=[*basis, *sets])
     plan = _plan(loaded.spec.learn, found, tokens, ratio, minutes)
     for line in plan.told():
@@ -61,7 +61,7 @@ def command(
     with _told_when_usable(home):
         code = run(
             mesh=MESH, overlays=(), sets=[*plan.sets, *chosen, *basis, *sets], run_dir=run_dir,
-            resume=None, continues=None, dry_run=False,
+            resume=None, continues=None, alone=False, dry_run=False,
         )  # fmt: skip
     assert isinstance(code, int)
     if code == 0:

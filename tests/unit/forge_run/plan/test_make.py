@@ -35,9 +35,9 @@ def test_the_cartridge_s_tokens() -> None:
 
 def test_twenty_minutes_for_one_document(learn: LearnSpec) -> None:
     """A question: 1000 / 400 + 48 / 64 = 3.25 s, so 40 take 130 s, under a quarter of 1200 s.
-    Before the first step: 45 + 2 * 1000 / 400 + 130 = 180 s. The exam: 8 * 64 * (1/64 + 1/400) = 9.28 s.
-    An answer: 64/64 + 160/400 + 112/112 = 2.4 s, so a step of 16 takes 39.4 s, of which 25 fit in
-    1010.72 s; of 8 answers 20.2 s, of which 50 fit."""
+    Before the first step: 45 + 2 * 1000 / 400 + 130 = 180 s.
+    The exam: 8 * 64 * (1/64 + 1/400) = 9.28 s. An answer: 64/64 + 160/400 + 112/112 = 2.4 s, so a
+    step of 16 takes 39.4 s, of which 25 fit in 1010.72 s; of 8 answers 20.2 s, of which 50 fit."""
     found = planned([1000], 100, 20, RATES, learn, SIZE)
     assert (found.questions, found.prompts, found.steps) == (40, 8, 50)
     assert found.start_seconds == pytest.approx(180)
