@@ -50,6 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kv = torch.stack([cartridge(seed) for seed in range(len(TEXTS))])
     facts = {"names": list(TEXTS), "arm": "on_policy", "step": 1, "version": 1, "last": {}}
     tensors = {"frozen": kv[..., :1, :].clone(), "trainable": kv[..., 1:, :].clone()}
+    (home / "checkpoints").mkdir(parents=True)
     write_checkpoint(home / "checkpoints", "version-000001", checkpoint_of(facts, tensors), 1)
     return home
 
