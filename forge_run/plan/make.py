@@ -50,6 +50,7 @@ class MakePlan:
     seconds: float
     memory: int
     rates: MachineRates
+    warm: int  # steps on the documents' own words first
 
     @property
     def sets(self) -> list[str]:
@@ -68,6 +69,7 @@ class MakePlan:
             f"evaluate.max_tokens={ANSWER_TOKENS}",
             "evaluate.probe_every=0",
             "roles.generator.replicas=1",
+            *([f"train.warm_start.steps={self.warm}"] if self.warm else []),
         ]
 
     def told(self) -> list[str]:
@@ -127,10 +129,12 @@ def planned(
             f"{_documents(len(counts))} of {total:,} tokens take at least {needed:.0f} minutes "
             f"here, and --minutes is {minutes:g}; raise it, or give fewer documents"
         )
+    first = learn.train.warm_start
+    warm = 0 if first is None else round(steps * first.steps / learn.train.steps)
     held = READERS * size.weights + 2 * total * size.token + 2 * READERS * PROCESS_BYTES
     return MakePlan(
         len(counts), total, tokens, questions, prompts, steps, start, step,
-        start + steps * step + exam, held, rates,
+        start + steps * step + exam, held, rates, warm,
     )  # fmt: skip
 
 

@@ -19,7 +19,8 @@ SIZE = ModelBytes(weights=500_000_000, token=1000)
 
 @pytest.fixture
 def learn() -> LearnSpec:
-    sets = ("self_study.questions=40", "self_study.min_chunk=512", "self_study.max_chunk=4096")
+    sets = ("self_study.questions=40", "self_study.min_chunk=512", "self_study.max_chunk=4096",
+            "train.steps=160", "train.warm_start.steps=140")  # fmt: skip
     return load_spec("documents", sets=sets).spec.learn
 
 
@@ -78,5 +79,7 @@ def test_the_plan_s_keys_are_keys_of_the_mesh(learn: LearnSpec) -> None:
     spec = load_spec("documents", sets=plan.sets).spec
     assert (spec.learn.cartridge.tokens, spec.learn.train.steps) == (100, 50)
     assert spec.learn.train.checkpoint_every == 16
+    assert spec.learn.train.warm_start is not None
+    assert spec.learn.train.warm_start.steps == 44  # as large a share as 140 of 160
     assert spec.learn.evaluate.arms == ("on_policy",)
     assert spec.mesh.roles.generator.replicas == 1
