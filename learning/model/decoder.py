@@ -219,7 +219,11 @@ class DecoderLayers(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocabulary, config.hidden)
+        # Given its weights: drawing them on the meta device imports sympy and torch's compiler, a
+        # second and 76 MB in every process.
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(config.vocabulary, config.hidden)
+        )
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(len(config.windows)))
         self.norm = nn.Parameter(torch.empty(config.hidden), requires_grad=False)
 
