@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -30,11 +31,12 @@ from forge_run.resuming import open_directory
 from protocols.errors import CheckpointError, ForgeError, RunError, SpecError
 from protocols.secrets import LOCAL_KEY
 from protocols.spec.hosts import HostsSpec
-from protocols.spec.mesh import RunSpec
+from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.services import HealthSpec
 from services.forkserver.client import bootstrap_command, fork_server
 from services.hosts.handshake import host_and_port
 from services.hosts.source import LINK_ENVIRONMENT
+from services.planes.open import PLANE_IMPORTS
 from services.proc_info import descendants, has_ended
 from services.run_directory import RunDirectory, storage_error
 from services.run_lease import RunLease, hold_lease
@@ -77,7 +79,7 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     cut_off: str | None = None
     with (
         caught,
-        fork_server() as ready,
+        _forks(spec) as ready,
         ConsoleDisplay(spec.mesh.name, console) as display,
         contextlib.ExitStack() as held,
     ):
@@ -124,6 +126,13 @@ def _tell_results(directory: RunDirectory, console: Console) -> None:
             print_results(console, results, directory.path)
     except (OSError, CheckpointError) as unusable:
         print(f"the report was not written: {unusable}", file=sys.stderr)
+
+
+def _forks(spec: RunSpec) -> AbstractContextManager[Callable[[], None]]:
+    """Return the run's fork server. It reads the model for the roles that compute on this host."""
+    model, roles = spec.learn.model, [role for name, role in spec.roles if name in MODEL_ROLES]
+    here = spec.mesh.hosts.kind == "local" and not all(role.gpus for role in roles)
+    return fork_server(PLANE_IMPORTS[spec.mesh.plane], (model.path, model.dtype) if here else None)
 
 
 class SignalFlag:

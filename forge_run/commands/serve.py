@@ -61,7 +61,9 @@ def serve(loaded: LoadedServeSpec) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.environ.update(monarch_environment(spec.health))
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    with listening, fork_server() as ready:
+    shared = spec.generator.backend == "torch" and not spec.roles.generator.gpus
+    model = (spec.model.path, spec.model.dtype) if shared else None
+    with listening, fork_server(model=model) as ready:
         server = ServeProcess(spec, listening, ready)
         try:
             asyncio.run(server.run())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # importing it takes seconds, which only code that renders te
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 DEVICES = ("cpu", "cuda")
+_AHEAD: dict[tuple[str, str], LanguageModel] = {}  # by path and dtype: what `read_ahead` loaded
 
 
 def load_model(
@@ -29,6 +30,9 @@ def load_model(
     """Load a causal LM from a directory (or a hub id if the hub is reachable), frozen, in eval
     mode, on `device`: in our decoder if it knows the model, else through transformers. Raises
     DataError when there is no model at `path`."""
+    ahead = _AHEAD.pop((path, dtype), None)
+    if ahead is not None:
+        return ahead.to(device)
     config = known_config(path)
     if config is not None:
         return load_decoder(Path(path), config, getattr(torch, dtype)).to(device)
@@ -41,6 +45,14 @@ def load_model(
             f"no model at {path!r}: {str(error).splitlines()[0]}; set model.path to a directory "
             "with config.json and *.safetensors, or to a hub id that this machine can reach"
         ) from error
+
+
+def read_ahead(path: str, dtype: str) -> None:
+    """Load a model that our decoder knows on the host, for the next `load_model` of it here and in
+    each process that is forked from this one: they share its memory. Other models are left to it.
+    Raises DataError as that does."""
+    if known_config(path) is not None:
+        _AHEAD[path, dtype] = load_model(path, dtype)
 
 
 def known_config(path: str) -> DecoderConfig | None:

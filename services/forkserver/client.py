@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,11 @@ STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
 
 @contextlib.contextmanager
-def fork_server() -> Iterator[Callable[[], None]]:
-    """Run a fork server for the local processes that Monarch starts meanwhile.
+def fork_server(
+    modules: Sequence[str] = (), model: tuple[str, str] | None = None
+) -> Iterator[Callable[[], None]]:
+    """Run a fork server for the local processes that Monarch starts meanwhile. It also imports
+    `modules`, and reads a `model` (path, dtype) whose memory the processes then share.
 
     Yields a function to call before the first start: it returns once the server has imported
     everything. Monarch's patience with a starting process is for a start. Without a server, after
@@ -37,7 +41,7 @@ def fork_server() -> Iterator[Callable[[], None]]:
     with ours:
         with theirs:
             server = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
+                [*command, str(theirs.fileno()), str(os.getpid()), json.dumps([modules, model])],
                 pass_fds=[theirs.fileno()],
                 # One thread until a role sets its number: OpenMP reads this when it is loaded.
                 env={**confined(os.environ), **QUIET, "OMP_NUM_THREADS": "1"},

@@ -4,10 +4,11 @@
         '---Monarch starts---> stand-in ---descriptors over an inherited socket---^
                                        <---exit status---
 
-A forked process shares the server's pages and starts in a fraction of a second. Only the forking
-thread lives on in a fork, so nothing here may start one. Monarch's extension does when imported,
-and is therefore imported after the fork. The server ends with the thread that started it, and the
-forked processes end with the server: the kernel kills them (PR_SET_PDEATHSIG).
+A forked process shares the server's pages, those of a loaded model too, and starts in a fraction
+of a second. Only the forking thread lives on in a fork, so nothing here may start one. Monarch's
+extension does when imported, and is therefore imported after the fork. The server ends with the
+thread that started it, and the forked processes end with the server: the kernel kills them
+(PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -71,14 +72,21 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def preload(modules: Sequence[str]) -> None:
-    """Import `modules`, and exempt their objects from garbage collection, which would copy the
-    shared pages. Raises RuntimeError when an import started a thread."""
+def preload(modules: Sequence[str], model: Sequence[str] = ()) -> None:
+    """Import `modules`, read a `model` (path, dtype) ahead, and exempt all objects from garbage
+    collection, which would copy the shared pages. Raises RuntimeError when one started a thread."""
     gc.disable()
     for module in modules:
         import_module(module)
         if threads() > 1:
             raise RuntimeError(f"importing {module} started a thread; take it out of PRELOAD")
+    if model:
+        from learning.model.loading import read_ahead
+
+        with contextlib.suppress(Exception):  # an actor raises it where it is told
+            read_ahead(*model)
+        if threads() > 1:
+            raise RuntimeError(f"reading the model {model[0]} started a thread")
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -159,10 +167,12 @@ def become(stdin: int, stdout: int, stderr: int, request: int) -> None:
 
 
 def main() -> None:
-    """Serve requests over the inherited socket, argument 1, for the process of argument 2."""
+    """Serve requests over the inherited socket, argument 1, for the process of argument 2, once the
+    modules and the model of argument 3 (JSON) are there."""
     end_with_parent(int(sys.argv[2]))
     channel = socket.socket(fileno=int(sys.argv[1]))
-    preload(PRELOAD)
+    modules, model = json.loads(sys.argv[3])
+    preload([*PRELOAD, *modules], model)
     channel.send(READY)
     given = serve(channel)
     if given is None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from monarch.actor import ProcMesh
 
 PlaneKind = Literal["torchstore", "shared_memory"]
+# What a plane's code imports besides Monarch, for a fork server: half a second and 40 MB.
+PLANE_IMPORTS = {"torchstore": ("torch.distributed.checkpoint",), "shared_memory": ()}
 
 
 class OwnedPlane(TensorPlane, Protocol):

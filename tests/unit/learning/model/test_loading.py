@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from learning.model.loading import base_hash, load_model
+from learning.model.loading import base_hash, load_model, read_ahead
 from protocols.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,3 +42,17 @@ def test_the_hash_sees_a_single_bit_of_a_single_weight(llama: Twin) -> None:
     assert base_hash(model) != before
     bits[3, 5] ^= 1
     assert base_hash(model) == before
+
+
+def test_a_model_that_was_read_ahead_is_the_next_one_loaded_once(llama: Twin) -> None:
+    read_ahead(str(llama.path), "float32")
+    ahead, again = load_model(str(llama.path)), load_model(str(llama.path))
+    assert ahead.weight.data_ptr() != again.weight.data_ptr()
+    assert base_hash(ahead) == base_hash(again) == base_hash(llama.model)
+
+
+def test_what_cannot_be_read_ahead_is_left_to_the_load(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    read_ahead(missing, "float32")
+    with pytest.raises(DataError, match="no model at"):
+        load_model(missing)

@@ -3,6 +3,7 @@ the three ends with the others."""
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from services.forkserver.client import STAND_IN
 
@@ -30,6 +32,29 @@ if given is None:
     os._exit(0)
 become(*given)
 exec(os.environ["DO"])
+"""
+
+# Prints how much memory that is no file's a forked process takes to load a model and read every
+# weight, over the weights' size. The arguments of `preload` are JSON.
+LOADER = """
+import json, os, sys
+from services.forkserver.server import preload
+
+def taken():
+    rows = [line.split() for line in open("/proc/self/smaps_rollup")]
+    return 1024 * sum(int(row[1]) for row in rows if row[0] == "Anonymous:")
+
+path, modules, model = json.loads(sys.argv[1])
+preload(modules, model)
+if os.fork() == 0:
+    from learning.model.loading import load_model
+    before = taken()
+    weights = list(load_model(path, "float32").parameters())
+    read = [float(weight.sum()) for weight in weights]
+    sys.stdout.write(str((taken() - before) / sum(weight.nbytes for weight in weights)))
+    sys.stdout.flush()
+    os._exit(0)
+os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
@@ -184,6 +209,26 @@ def test_an_import_that_starts_a_thread_is_refused() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT
     )
     assert "importing monarch._rust_bindings started a thread" in done.stderr
+
+
+def test_forked_processes_share_the_memory_of_a_model_that_was_read_ahead(tmp_path: Path) -> None:
+    shape = LlamaConfig(
+        vocab_size=1000, hidden_size=512, intermediate_size=2048, num_hidden_layers=6,
+        num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(shape).save_pretrained(tmp_path)  # two thirds in joined projections
+    ahead, alone = (own_share(str(tmp_path), model) for model in ([str(tmp_path), "float32"], []))
+    assert ahead < 0.1
+    assert alone > 0.6
+
+
+def own_share(path: str, model: list[str]) -> float:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, json.dumps([path, ["learning.model.loading"], model])],
+        capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
 
 
 def wait_for(ended: int) -> None:
