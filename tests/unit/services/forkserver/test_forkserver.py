@@ -225,7 +225,8 @@ def test_forked_processes_share_the_memory_of_a_model_that_was_read_ahead(tmp_pa
 def own_share(path: str, model: list[str]) -> float:
     done = subprocess.run(
         [sys.executable, "-c", LOADER, json.dumps([path, ["learning.model.loading"], model])],
-        capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=5 * TIMEOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
