@@ -221,9 +221,8 @@ class DecoderLayers(nn.Module):
         self.config = config
         # Given its weights: drawing them on the meta device imports sympy and torch's compiler, a
         # second and 76 MB in every process.
-        self.embed_tokens = nn.Embedding.from_pretrained(
-            torch.empty(config.vocabulary, config.hidden)
-        )
+        shape = config.vocabulary, config.hidden
+        self.embed_tokens = nn.Embedding(*shape, _weight=torch.empty(shape))
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(len(config.windows)))
         self.norm = nn.Parameter(torch.empty(config.hidden), requires_grad=False)
 
