@@ -98,6 +98,7 @@ def finished_run(
             "base_hash": base_hash, "position": {},
         }  # fmt: skip
         tensors = {"frozen": kv[:, :, :, :, :1], "trainable": kv[:, :, :, :, 1:]}
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         write_checkpoint(
             path / "checkpoints", f"version-{version:06d}", checkpoint_of(facts, tensors), 9
         )

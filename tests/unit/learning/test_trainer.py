@@ -345,7 +345,7 @@ def killed() -> None:
 
 
 def test_without_a_last_state_nothing_was_trained(llama: Twin, tmp_path: Path) -> None:
-    fresh = trainer_of(llama, last_state=tmp_path / "checkpoints" / "last-state")
+    fresh = trainer_of(llama, last_state=tmp_path / "last-state")
     assert fresh.recover() == -1
     assert trainer_of(llama).recover() == -1, "without a place for it either"
     assert fresh.begin("on_policy", 3) == 0

@@ -41,6 +41,7 @@ def run(folder: Path, version: int = 3, arm: str = "on_policy", names: str = "ab
     kv = torch.full((len(names), 2, 2, 2, 6, 4), float(version))
     tensors = {"frozen": kv[..., :2, :].clone(), "trainable": kv[..., 2:, :].clone()}
     facts = {"names": list(names), "version": version, "arm": arm, "step": version, "last": None}
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     write_checkpoint(
         folder / "checkpoints", f"version-{version:06d}", checkpoint_of(facts, tensors), keep=9
     )

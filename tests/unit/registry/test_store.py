@@ -167,6 +167,7 @@ def checkpoint(run: Path, version: int, arm: str = "on_policy") -> None:
             [torch.full((*shape[1:], 2, 4), 10.0 * version + c) for c in (1, 2)]
         ),
     }
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
     write_checkpoint(
         run / "checkpoints", f"version-{version:06d}", checkpoint_of(facts, tensors), 3
     )

@@ -31,6 +31,7 @@ def test_the_plan_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_cartridges_of_a_run_are_added(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"names": ["p1", "p2"], "version": 9, "arm": "on_policy", "step": 9}
     parts = {"frozen": torch.ones(2, 4, 2, 2, 1, 32), "trainable": torch.ones(2, 4, 2, 2, 3, 32)}
+    (tmp_path / "run/checkpoints").mkdir(parents=True, exist_ok=True)
     write_checkpoint(tmp_path / "run/checkpoints", "version-000009", checkpoint_of(facts, parts), 2)
     words = ["cartridges", "add", str(tmp_path / "run"), "--serve", SERVE]
     words += ["--set", f"library={tmp_path / 'library'}"]
@@ -50,6 +51,7 @@ def run_of(home: Path, name: str, status: str | None, value: float = 1.0) -> Non
     facts = {"names": ["p1"], "version": 9, "arm": "on_policy", "step": 9}
     parts = {"frozen": torch.ones(1, 4, 2, 2, 1, 32), "trainable": torch.ones(1, 4, 2, 2, 3, 32)}
     parts["trainable"] *= value
+    (home / name / "checkpoints").mkdir(parents=True, exist_ok=True)
     write_checkpoint(home / name / "checkpoints", "version-000009", checkpoint_of(facts, parts), 2)
     if status:
         (home / name / "results.json").write_text(json.dumps({"status": status}))
@@ -80,7 +82,7 @@ def test_finished_runs_are_added_once(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "p1@3: 4 tokens, version-000009\n"
 
     assert forge(["cartridges", "sync", str(tmp_path / "nowhere"), *words[3:]]) == 2
-    assert "name the one that holds the runs" in capsys.readouterr().err
+    assert "nowhere; check the path" in capsys.readouterr().err
 
 
 def test_what_keeps_it_from_starting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

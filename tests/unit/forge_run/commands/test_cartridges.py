@@ -27,6 +27,7 @@ def run(tmp_path: Path) -> Path:
     for version in (1, 2):
         tensors = {"frozen": kv[..., :1, :], "trainable": kv[..., 1:, :] * version}
         made = checkpoint_of({**facts, "step": version, "version": version}, tensors)
+        (tmp_path / "r1/checkpoints").mkdir(parents=True, exist_ok=True)
         write_checkpoint(tmp_path / "r1/checkpoints", f"version-00000{version}", made, 2)
     return tmp_path / "r1"
 

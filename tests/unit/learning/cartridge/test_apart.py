@@ -189,6 +189,7 @@ def test_a_checkpoint_links_what_a_step_left_alone(llama: Twin, tmp_path: Path) 
     resumed.restore(read_checkpoint(second))
     for v, batch in enumerate(lessons(llama)[2:], start=2):
         assert resumed.step_on(batch, v) == trainer.step_on(batch, v)
+    (tmp_path / "further").mkdir()
     resumed.save(tmp_path / "further", {}, STEPS)
     for name in "ab":
         for key, tensor in state_of(trainer, name).items():

@@ -67,6 +67,7 @@ def test_three_steps_change_every_trained_token_and_no_bit_of_a_frozen_one(
     assert torch.equal(bits(trainer.snapshot(0).kv["a"]), bits(before.kv))  # the untrained arm
     train(trainer, llama, make_samples)
 
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     checkpoint = trainer.save(tmp_path / "run" / "checkpoints", {}, 3)
     convert.convert(run_checkpoint.read(tmp_path / "run", "b"), tmp_path / "out.pt", "hazy")
     after = convert.read(tmp_path / "out.pt")
