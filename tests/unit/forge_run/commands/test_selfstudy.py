@@ -18,7 +18,8 @@ MESH = str(ROOT / "meshes" / "documents.yaml")
 SMALL = (
     f"data.path={SALT}", "self_study.questions=4", "self_study.min_chunk=40",
     "self_study.max_chunk=60", "self_study.question_tokens=12", "self_study.answer_tokens=24",
-    "self_study.top_k=3", "self_study.mix={question: 1, summarization: 1, recite: 0, continue: 0, cloze: 0}",
+    "self_study.top_k=3",
+    "self_study.mix={question: 1, summarization: 1, recite: 0, continue: 0, cloze: 0}",
 )  # fmt: skip
 
 
