@@ -234,6 +234,7 @@ class ServeProcess:
             )
         )  # fmt: skip
         self._web.capture_signals = contextlib.nullcontext  # this class handles them
+        self.listening.listen()  # who reads the next line may connect at once
         running = asyncio.create_task(self._web.serve(sockets=[self.listening]))
         print(f"serving {spec.name} on http://{host}:{port}; Ctrl-C drains and ends", flush=True)
         try:

@@ -160,6 +160,7 @@ def resumed(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     if start:
         trainer.restore(read_checkpoint(house.out / before / f"version-{start:06d}"))
     results = curve(trainer, house, start, stop)
+    (house.out / job).mkdir(exist_ok=True)
     trainer.save(house.out / job, {"by": ranks.rank}, stop)
     return told(job, house, trainer, results)
 

@@ -53,7 +53,10 @@ def path(tmp_path: Path) -> Path:
 async def pool_of(
     spec: ReplaySpec, path: Path, n: int, offline: bool = False, role: RoleSpec = ONE_AT_A_TIME
 ) -> AsyncIterator[Pool]:
-    service = await Service.of(this_host(), call_timeout_s=400.0, spawn_timeout_s=120.0)
+    service = await Service.of(
+        this_host(), call_timeout_s=400.0, spawn_timeout_s=120.0,
+        variables={"teacher_replay": [KEY_ENV]},
+    )  # fmt: skip
     try:
         args = (spec, str(path), "run", offline)
         pool = service.spawn(TeacherReplayActor, n=n, args=args, role="teacher_replay", spec=role)

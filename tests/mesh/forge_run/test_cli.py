@@ -20,11 +20,17 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "code"),
-    [(["--help"], 0), ([MESH, "--set", "train.lr=0"], 2), ([MESH, "--dry-run"], 0)],
+    ("argv", "code", "heavy"),
+    [
+        (["--help"], 0, []),
+        ([MESH, "--set", "train.lr=0"], 2, []),
+        ([MESH, "--dry-run"], 0, ["numpy"]),  # with which it measures this machine
+    ],
     ids=["help", "bad spec", "plan"],
 )
-def test_it_answers_at_once_and_imports_nothing_heavy(argv: list[str], code: int) -> None:
+def test_it_answers_at_once_and_imports_nothing_heavy(
+    argv: list[str], code: int, heavy: list[str]
+) -> None:
     script = (
         "import sys\n"
         "from forge_run.cli import forge_run\n"
@@ -37,4 +43,4 @@ def test_it_answers_at_once_and_imports_nothing_heavy(argv: list[str], code: int
         [sys.executable, "-c", script, *argv],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, "heavy: []")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, f"heavy: {heavy}")

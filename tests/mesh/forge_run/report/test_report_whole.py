@@ -228,7 +228,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     run.append_rollouts([rollout("on_policy", 1, 0, f"answer {HOSTILE}")])
     run.documents.write_text(json.dumps(DOCUMENTS))
     keys = ("kind", "asker", "refused")
-    study = [json.dumps(dict(zip(keys, asked, strict=True))) for asked in ASKED]
+    said = {"document": "notes.md", "question": f"q {HOSTILE}", "answer": "an answer"}
+    study = [json.dumps(dict(zip(keys, asked, strict=True)) | said) for asked in ASKED]
     run.selfstudy.write_text("\n".join(study) + "\n")
     run.contamination.write_text('{"row": 1}\n{"row": 2}\n')
     (run.path / FRONTIER).write_text(
