@@ -10,6 +10,9 @@ PROMTOOL := $(PROMETHEUS)/usr/bin/promtool
 VERIFIERS := verifiers==0.4.0
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(subst ==,-,$(VERIFIERS))
+MATERIAL := mkdocs-material==9.8.1
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed-$(subst ==,-,$(MATERIAL))
 PIP_OPTIONS ?=
 PINNED := -c constraints.txt
 BENCH ?=
@@ -20,7 +23,8 @@ HELPERS := tests:tests/fakes:tests/setups:tests/scenarios
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-prometheus run run-real run-vllm serve test test-fast test-all bench-against \
-        lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean
+        lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean \
+        install-docs docs
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -64,6 +68,21 @@ $(VERIFIERS_STAMP): constraints-verifiers.txt
 	$(VERIFIERS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-verifiers.txt $(VERIFIERS)
 	@touch $@
 
+install-docs: $(DOCS_STAMP) ## make .venv-docs, which builds the documentation site
+
+# A Python of its own, so that nothing of the site's enters the pins of what runs.
+$(DOCS_STAMP): constraints-docs.txt
+	rm -rf $(DOCS_VENV)
+	$(PYTHON) -m venv $(DOCS_VENV) || { rm -rf $(DOCS_VENV); \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(DOCS_VENV); }
+	$(DOCS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-docs.txt $(MATERIAL)
+	@touch $@
+
+docs: $(DOCS_STAMP) ## build the documentation site into site/; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo 'the site is in site/: open site/index.html, or copy the folder to any web server'
+
 # Prometheus and promtool, for the tests: two binaries out of Debian's package, unpacked and not
 # installed, so that it takes no root and starts no service. apt's lists may be empty or old, and
 # then a private copy is fetched. Without apt the tests that need them say why they are skipped.
@@ -97,14 +116,14 @@ run-vllm: install-vllm ## the main job, sampled by vLLM
 # Three tiers by directory. A run's roles take turns, so that of two cores one is often idle: two
 # files of tests side by side (tests/conftest.py says what stays together).
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
-SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 \
+SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 FORGE_REQUIRE_DOCS=1 \
   FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
   $(PYTEST) --no-loadscope-reorder
 
 test-fast: install ## tests/unit: no mesh of processes, under a minute
 	$(PYTEST) tests/unit
 
-test: install-vllm install-verifiers install-prometheus ## tests/unit and tests/mesh: the test suite
+test: install-vllm install-verifiers install-prometheus install-docs ## tests/unit and tests/mesh: the test suite
 	$(PYTEST) tests/unit
 	$(SLOW_PYTEST) tests/mesh
 
@@ -127,6 +146,8 @@ constraints: ## pin in constraints*.txt every package that is installed now
 	{ sed -n '/^#/p' constraints.txt; $(BIN)/python $(FROZEN); } > .constraints && mv .constraints constraints.txt
 	{ sed -n '/^#/p' constraints-verifiers.txt; $(VERIFIERS_VENV)/bin/python $(FROZEN); } > .constraints && \
 	  mv .constraints constraints-verifiers.txt
+	{ sed -n '/^#/p' constraints-docs.txt; $(DOCS_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-docs.txt
 
 sbom: install ## write sbom.json: every installed package with its licence, as CycloneDX
 	$(BIN)/cyclonedx-py environment --output-reproducible --of JSON -o sbom.json $(BIN)/python
@@ -173,4 +194,4 @@ chaos: install ## how long each role is missing when it is killed or stopped: ab
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.mttr
 
 clean: ## remove the environment and every run
-	rm -rf $(VENV) $(VERIFIERS_VENV) .bootstrap runs
+	rm -rf $(VENV) $(VERIFIERS_VENV) $(DOCS_VENV) .bootstrap runs site
