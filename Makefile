@@ -24,7 +24,7 @@ HELPERS := tests:tests/fakes:tests/setups:tests/scenarios
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-prometheus run run-real run-vllm serve test test-fast test-all bench-against \
         lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean \
-        install-docs docs
+        install-docs docs reference
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -78,6 +78,10 @@ $(DOCS_STAMP): constraints-docs.txt
 	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(DOCS_VENV); }
 	$(DOCS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-docs.txt $(MATERIAL)
 	@touch $@
+
+# After a change of a key, a command, a metric, a record or the Python package. A test asks for it.
+reference: | $(BIN)/python ## write the reference pages and JSON Schemas that come from the code
+	PYTHONPATH=.:tests $(BIN)/python -m reference_pages.write
 
 docs: $(DOCS_STAMP) ## build the documentation site into site/; a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
@@ -137,7 +141,7 @@ bench-against: install ## speed of the main job in this tree against that of BAS
 lint: install k8s-check ## ruff, types, the layers contract, and k8s-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy actors cartridge_forge deploy documents environments forge_run learning protocols registry services serving strategies teachers training tests/manifest_checks
+	$(BIN)/mypy actors cartridge_forge deploy documents environments forge_run learning protocols registry services serving strategies teachers training tests/manifest_checks tests/reference_pages
 	$(BIN)/lint-imports
 
 # After a change of pyproject.toml's pins. A local version (+cpu) is the index's, not the package's.

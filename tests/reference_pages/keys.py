@@ -1,0 +1,45 @@
+"""Write the page of all keys of meshes, configs, servers, sweeps and evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from protocols.spec.keys import FILES, SpecFile, SpecKey, spec_keys
+from reference_pages.markdown import code, page, table
+
+HEADS = ("key", "type", "default", "meaning")
+ABOUT = """
+Every key with its type, bounds, default and meaning. `forge explain KEY` prints one of them.
+[Configuration](configuration.md) says how files, overlays and `--set` are put together.
+A section is a mapping with a table of its own.
+
+For completion and checks in an editor, write one of these as the first line of a file:
+
+    # yaml-language-server: $schema=PATH/docs/reference/schemas/mesh.schema.json
+"""
+
+
+def keys_page() -> str:
+    """Return the page, a heading for each kind of file and for each section."""
+    return page("Configuration keys", ABOUT, *(part for file in FILES for part in _file(file)))
+
+
+def _file(file: SpecFile) -> Iterator[str]:
+    every = list(spec_keys(file))
+    name = file.what.split(" ", 1)[1].capitalize()
+    yield f"## {name}: `{file.files}`"
+    sections = {"": [known for known in every if "." not in known.key]}
+    for known in every:
+        if known.section is not None:
+            sections[known.key] = [k for k in every if k.key.rpartition(".")[0] == known.key]
+    for section, keys in sections.items():
+        if section:
+            yield f"### `{section}` of {file.what}"
+        yield table(HEADS, map(_row, keys))
+
+
+def _row(known: SpecKey) -> tuple[str, str, str, str]:
+    default = "required" if known.field.is_required() else known.default
+    plain = default in ("required", "those of its keys")
+    about = known.field.description or ""
+    return code(known.key), known.type, default if plain else code(default), about

@@ -1,0 +1,32 @@
+"""Write JSON Schemas of the spec files, for completion and checks in editors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from protocols.spec.hosts import HostsSpec
+from protocols.spec.keys import FILES, SpecFile
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def schema_files() -> dict[str, str]:
+    """Return each schema's file name and text: `{"mesh.schema.json": "{...}"}`."""
+    return {f"{schema_name(file)}.schema.json": _text(file) for file in FILES}
+
+
+def schema_name(file: SpecFile) -> str:
+    """Return what a kind of file is called in a schema's name: `mesh`, `config`."""
+    return file.what.split(" ")[-1]
+
+
+def _text(file: SpecFile) -> str:
+    schema: dict[str, Any] = {"$schema": DIALECT, **file.root.model_json_schema()}
+    schema["title"] = f"Cartridge Forge: {file.what}"
+    # `hosts: local` is short for `hosts: {kind: local}`.
+    if (hosts := schema.get("properties", {}).get("hosts")) is not None:
+        kinds = schema["$defs"][HostsSpec.__name__]["properties"]["kind"]["enum"]
+        section = {"$ref": hosts.pop("$ref")}
+        schema["properties"]["hosts"] = {**hosts, "anyOf": [{"enum": kinds}, section]}
+    return json.dumps(schema, indent=1, sort_keys=True) + "\n"
