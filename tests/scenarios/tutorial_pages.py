@@ -1,0 +1,109 @@
+"""Run the commands of a tutorial as its reader would, in an empty folder.
+
+A page marks what is run. These are fenced blocks and comments of the page:
+
+    ```sh                         commands, one a line; a line that ends in \\ goes on
+    ```yaml title="mine.yaml"     a file that the reader writes, of any language
+    <!-- prints: TEXT -->         the commands above print TEXT
+    <!-- short: --set a=1 -->     the short way appends this to each command of the next block
+    <!-- long -->                 the short way leaves the next block out
+    <!-- before -->               the next block has been run before any test: `make install`
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TUTORIALS = ROOT / "docs" / "tutorials"
+FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?$")
+COMMENT = re.compile(r"^<!-- (prints|short|long|before)(?:: (.*))? -->$")
+
+
+@dataclass
+class TutorialBlock:
+    """Hold a fenced block: a file to write where it has a title, commands where it is sh."""
+
+    language: str
+    title: str | None
+    text: str
+    marks: dict[str, str]
+    prints: list[str] = field(default_factory=list)
+
+    def commands(self, short: bool) -> list[str]:
+        """Return its commands, in the short way with what the page appends to them."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        more = f" {self.marks['short']}" if short and "short" in self.marks else ""
+        return [line + more for line in lines if line.strip() and not line.startswith("#")]
+
+
+def blocks(page: str) -> Iterator[TutorialBlock]:
+    """Yield the fenced blocks of a page, each with the comments about it."""
+    found: list[TutorialBlock] = []
+    marks: dict[str, str] = {}
+    lines = iter(page.splitlines())
+    for line in lines:
+        if comment := COMMENT.match(line):
+            name, text = comment.group(1), comment.group(2) or ""
+            if name == "prints":
+                found[-1].prints.append(text)
+            else:
+                marks[name] = text
+        elif fence := FENCE.match(line):
+            body = "".join(f"{inner}\n" for inner in iter(lines.__next__, "```"))
+            found.append(TutorialBlock(fence.group(1), fence.group(2), body, marks))
+            marks = {}
+    yield from found
+
+
+def console_scripts(folder: Path) -> Path:
+    """Write `forge` and `forge-run` of this tree and this Python, and return their folder."""
+    folder.mkdir(parents=True)
+    for name, function in (("forge", "forge"), ("forge-run", "forge_run"), ("python", "")):
+        code = f'-c "import sys; from forge_run.cli import {function}; sys.exit({function}())"'
+        words = f'exec "{sys.executable}" {code if function else ""} "$@"'
+        (folder / name).write_text(f"#!/bin/sh\n{words}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def follow(page: Path, folder: Path, *, short: bool, timeout_s: float) -> list[str]:
+    """Write the page's files and run its commands in `folder`, in order; return the commands run.
+
+    Raises AssertionError for a command that fails, takes longer, or does not print what the page
+    says.
+    """
+    scripts = console_scripts(folder / "scripts")
+    home = folder / "home"
+    home.mkdir()
+    env = {
+        **os.environ,
+        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        "TINY": str(ROOT / "models" / "clinic-reader"),  # for the short way
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done: list[str] = []
+    for block in blocks(page.read_text()):
+        if "before" in block.marks or (short and "long" in block.marks):
+            continue
+        if block.title:
+            path = home / block.title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+        elif block.language == "sh":
+            commands = block.commands(short)
+            ended = subprocess.run(
+                ["bash", "-euc", "\n".join(commands)], cwd=home, env=env, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s,
+            )  # fmt: skip
+            assert ended.returncode == 0, f"{page.name}: {commands}\n{ended.stdout}"
+            for text in block.prints:
+                assert text in ended.stdout, f"{page.name}: {commands} prints no {text!r}"
+            done += commands
+    return done

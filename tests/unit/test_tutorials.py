@@ -1,0 +1,62 @@
+"""How the commands of a tutorial are read from its page; tests/mesh and tests/nightly run them."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from tutorial_pages import TUTORIALS, blocks, follow
+
+PAGE = """
+# A page
+
+<!-- before -->
+```sh
+make install
+```
+
+```yaml title="notes/mine.yaml"
+a: 1
+```
+
+<!-- short: again -->
+```sh
+cat notes/mine.yaml
+echo one \\
+  two
+```
+<!-- prints: a: 1 -->
+
+<!-- long -->
+```sh
+exit 3
+```
+
+    an indented example is not run
+"""
+
+
+def test_the_short_way_appends_and_leaves_out(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.replace("cat notes/mine.yaml", "cat notes/mine.yaml #"))
+    done = follow(page, tmp_path / "short", short=True, timeout_s=30)
+    assert done == ["cat notes/mine.yaml # again", "echo one    two again"]
+    with pytest.raises(AssertionError, match="exit 3"):
+        follow(page, tmp_path / "whole", short=False, timeout_s=30)
+
+
+def test_text_that_is_not_printed_is_told(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```sh\necho one\n```\n<!-- prints: two -->\n")
+    with pytest.raises(AssertionError, match="prints no 'two'"):
+        follow(page, tmp_path / "run", short=True, timeout_s=30)
+
+
+def test_every_command_block_of_a_tutorial_is_one_that_is_run() -> None:
+    """A fenced block without a language, or of another shell's name, would be passed by."""
+    for page in TUTORIALS.glob("*.md"):
+        for block in blocks(page.read_text()):
+            assert block.language in ("sh", "text") or block.title, f"{page.name}: {block.text}"
+            for line in block.commands(short=False) if block.language == "sh" else []:
+                assert shlex.split(line)
