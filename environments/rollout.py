@@ -50,8 +50,9 @@ async def run_episodes(
     max_context: int,
     max_turns: int,
     ended: Ended | None = None,
+    first: int = 0,
 ) -> list[Episode]:
-    """Return `group_size` finished episodes of each task, in order.
+    """Return `group_size` finished episodes of each task, in order: its members from `first` on.
 
     Member m of the task "desk/12/0" is the episode "desk/12/0/m" of the group "desk/12/0". Its turn
     t has the request id "desk/12/0/m/t" and the seed that `seed_of` gives for that id. `prefix`
@@ -61,7 +62,9 @@ async def run_episodes(
     Raises PublishError for a refused request.
     """
     members = [
-        (replace(task, id=f"{task.id}/{m}"), task.id) for task in tasks for m in range(group_size)
+        (replace(task, id=f"{task.id}/{m}"), task.id)
+        for task in tasks
+        for m in range(first, first + group_size)
     ]
     openings = await move([EnvironmentRequest(task) for task, _ in members]) if members else []
     episodes = [

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+from pydantic import TypeAdapter
+
 from environments.hints import TurnHint
 from learning.step import OFFLINE_VERSION
 from protocols.episodes import Episode
@@ -25,6 +27,8 @@ from protocols.types import (
     TrainStepOutput,
 )
 from services.clients import Replied
+
+_EPISODE = TypeAdapter(Episode)
 
 ScoreGroup = Callable[[str, Sequence[Sample]], None]
 """Called with a teacher's role and completed samples, which it scores together, now."""
@@ -66,7 +70,7 @@ class Rollout:
     `seconds` is the wall time, `compute` the part of it in which any generator computed. With
     `episodes`, the samples are their turns, and `hints` are those of the failed ones. `parts` are
     groups of sample ids that the document teacher scores together, where that is not all of them at
-    once.
+    once. `dropped` counts groups of episodes that were too old when they were complete.
     """
 
     step: int
@@ -78,6 +82,7 @@ class Rollout:
     episodes: Sequence[Episode] = ()
     hints: Sequence[TurnHint] = ()
     parts: Sequence[tuple[str, ...]] = ()
+    dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -219,7 +224,10 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
     samples = [Sample(**_tuples(_named(s))) for s in saved["samples"]]
     return Rollout(
         saved["step"], tuple(prompts), tuple(completions), samples, saved["seconds"],
-        saved["compute"], parts=tuple(tuple(ids) for ids in saved.get("parts", ())),
+        saved["compute"],
+        tuple(_EPISODE.validate_python(e) for e in saved.get("episodes", ())),
+        tuple(TurnHint(**hint) for hint in saved.get("hints", ())),
+        tuple(tuple(ids) for ids in saved.get("parts", ())), saved.get("dropped", 0),
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from training.loop import (
     RunState,
 )
 from training.recipes.base import Recipe, own_cartridge
-from training.rollouts import Rollout, StepRecord, is_offline, rollout_from
+from training.rollouts import Rollout, StepRecord, is_offline
 from training.routing import RememberedAnswers, RoutedQuestions
 from training.run_results import run_results
 from training.teacher_scoring import TeacherScoring, score_key, train_scored
@@ -120,11 +120,13 @@ class TrainingRun:
         if state.step == 0:
             await self._evaluate("untrained", "cartridge", state.version)
         self._show(accuracy=None)  # from here on the trained arm's own
+        if train.staleness:
+            course.follow(lambda: self._weights.newest)
         self._rollouts = Rollouts(
             course, self._generator.generate, self._teachers, state,
             steps=train.steps, staleness=train.staleness, warm=train.warm_start,
             switched=lambda step: self._recorder.event("switched", arm="on_policy", step=step),
-            pending=[rollout_from(p) for p in state.pending],
+            pending=[course.restored(p) for p in state.pending],
         )  # fmt: skip
         loop = OnPolicyLoop(
             course, self._rollouts, self._teachers, self._trainer, self._weights, self._validation,

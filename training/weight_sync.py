@@ -52,6 +52,11 @@ class WeightSync:
         self._spared: set[str] = set()
         mesh.refill = self.refill
 
+    @property
+    def newest(self) -> int:
+        """Return the newest version that every reader in service holds; -1 before the first."""
+        return self._published[-1][1].version if self._published else -1
+
     async def publish(self, version: int) -> None:
         """Publish the trainer's cartridges to every reader. Raises RunError when they have another
         version."""

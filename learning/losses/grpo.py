@@ -103,7 +103,7 @@ class GRPO(LossChannel):
         check_scores(batch, "ref", tokens, needed=self._reference == "ref")
         check_scores(batch, "document", tokens, needed=self.spec.asks_document)
         for i in self._advantages(batch):
-            check_policy(batch, batch.rl[i], version, recorded=self.spec.old == "sampler")
+            check_policy(batch, batch.rl[i], version, recorded=self._corrects)
 
     def references(self, updates: int) -> frozenset[str]:
         old = {"old"} if self.spec.old == "trainer" and updates > 1 else set()
@@ -159,6 +159,11 @@ class GRPO(LossChannel):
             ref=None if ref is None else ref[tokens.inside].to(pi),
         )
         return replace(term, facts={**term.facts, **facts}, owners=tokens.owners)
+
+    @property
+    def _corrects(self) -> bool:
+        """Return whether the sampler's record weighs tokens of an older version."""
+        return self.spec.old == "sampler" or self.spec.mismatch is not None
 
     @property
     def _reference(self) -> str:
@@ -218,7 +223,7 @@ def check_policy(
     batch: TrainBatch, r: PolicySample, version: int, *, recorded: bool = False
 ) -> None:
     """Raise DataError for an episode drawn with altered sampling. Raise StaleTokenError for one of
-    another version without "old" scores, unless `recorded` ones take their place."""
+    another version without "old" scores, unless the sampler's `recorded` ones correct for it."""
     s, drawn = r.sample, r.sampling
     if (drawn.temperature, drawn.top_p, drawn.top_k) != (1.0, 1.0, 0):
         raise DataError(

@@ -148,11 +148,12 @@ def _of_channels(spec: LearnSections) -> Iterator[Rule]:
 
 def _of_rewards(spec: LearnSections) -> Iterator[Rule]:
     """Yield what training on rewards needs, from episodes or from rsa."""
+    grpo = spec.objective.grpo
     yield (
-        spec.train.staleness > 0,
-        "train.staleness must be 0 with episodes or rsa, whose ratios are those of the version "
-        "being trained",
-        "set it to 0",
+        spec.train.staleness > 0 and grpo.mismatch is None and grpo.old == "trainer",
+        "train.staleness must be 0 with episodes or rsa whose ratios have no correction for the "
+        "version that sampled",
+        "set it to 0, objective.grpo.old to sampler, or objective.grpo.mismatch",
     )
     buffer, most = spec.objective.grpo.overlong_buffer, spec.rollout.max_tokens
     yield (

@@ -18,7 +18,14 @@ from protocols.records.answers import KeepAnswers
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.train_batch import TrainBatch
 from services.run_directory import RunDirectory
-from training.rollouts import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
+from training.rollouts import (
+    Rollout,
+    ScoreGroup,
+    StepRecord,
+    TimedGenerate,
+    rollout_from,
+    unheard,
+)
 
 # (the cartridge that a question is about, the question) -> the cartridge to answer it over
 Route = Callable[[str, str], str]
@@ -53,6 +60,12 @@ class Recipe(Protocol):
         """Make the prompts of `step` beforehand, while the models work."""
         return
 
+    def follow(self, newest: Callable[[], int]) -> None:
+        """Sample ahead of training from now on: `newest` returns the newest published version,
+        which may be drawn over where a rollout takes long. A recipe that does nothing here samples
+        each rollout over one version."""
+        return
+
     def updates(self, steps: int) -> Mapping[str, int]:
         """Return by cartridge in how many of an arm's `steps` it is drawn, where that is not in
         all: its learning rate falls over these."""
@@ -65,6 +78,10 @@ class Recipe(Protocol):
         """Return the on-policy rollout of 0-based `step`, over cartridge `version`. `ended` gets
         samples that are complete before that, in groups that depend on requests and responses,
         never on timing."""
+
+    def restored(self, saved: dict[str, Any]) -> Rollout:
+        """Return a rollout that a checkpoint saved before it was trained."""
+        return rollout_from(saved)
 
     @abstractmethod
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:

@@ -9,10 +9,13 @@ So a cartridge learns both to answer and to aggregate several answers into one.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from statistics import fmean
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from environments.episode_files import to_row
 from environments.renderer import NO_DOCUMENT, ChatRenderer
@@ -32,8 +35,15 @@ from protocols.train_batch import TrainBatch
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.clients import Replied, RSAAggregatorClient
 from services.mesh import Mesh
+from services.pool.pool import gather
 from services.run_directory import RunDirectory
 from strategies.rsa.populations import reward
+from training.recipes.ahead import (
+    GroupsAhead,
+    JoinedGenerate,
+    joined_generate,
+    oldest_version,
+)
 from training.recipes.base import Recipe, Route, own_cartridge
 from training.recipes.rsa_problems import ProblemSource, open_source
 from training.recipes.rsa_rollouts import CandidateRecord, PlayedRun, RSAStart, play
@@ -56,6 +66,9 @@ class RSARollout(Rollout):
     runs: Sequence[PlayedRun] = ()
 
 
+_RUN = TypeAdapter(PlayedRun)
+
+
 class RSARecipe(Recipe):
     """Train on RSA runs over the pools of a mesh."""
 
@@ -71,6 +84,9 @@ class RSARecipe(Recipe):
             name or NO_DOCUMENT: self._conversation.head(name) for name in names
         }
         self.texts = {name: (text,) for name, text in self._source.documents.items()}
+        self._sampling = Sampling(max_tokens=spec.rollout.max_tokens)
+        self._newest: Callable[[], int] | None = None  # set where rollouts run ahead
+        self._ahead: tuple[GroupsAhead[list[PlayedRun]], JoinedGenerate] | None = None
         self.end_ids = frozenset({tokenizer.eos_token_id})
 
     # -- runs -----------------------------------------------------------------------------------
@@ -78,9 +94,12 @@ class RSARecipe(Recipe):
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> RSARollout:
-        """Return the rollout of a step; a population is scored while the next is sampled."""
+        """Return the rollout of a step; a population is scored while the next is sampled. Where
+        rollouts run ahead, runs do not wait for each other (`training.recipes.ahead`)."""
+        if self._newest is not None:
+            return await self._sample_ahead(step, version, self._newest, generate, ended)
         begun = time.perf_counter()
-        sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
+        sampling = self._sampling
 
         async def heard(
             requests: Sequence[GenerateRequest], replied: Replied = None, /
@@ -94,12 +113,7 @@ class RSARecipe(Recipe):
         runs: list[PlayedRun] = []
         first, wanted, compute = 0, self._rsa.examples, 0.0
         for _ in range(1 + self._spec.objective.refills):
-            starts = []
-            for i, problem in enumerate(await self._source.training(step, first, wanted), first):
-                group = f"on_policy/{step + 1}/{i}"
-                for r in range(self._rsa.rollouts_per_example):
-                    stream = f"rsa/{self._spec.train.seed}/{step}/{i}/{r}"
-                    starts.append(RSAStart(f"{group}/{r}", stream, group, problem))
+            starts = await self._starts(step, first, wanted)
             played, seconds = await play(
                 starts, heard, self._aggregators.turn, self._conversation,
                 populations=self._rsa.T, sampling=sampling, ids=self._fitting,
@@ -108,13 +122,83 @@ class RSARecipe(Recipe):
             runs += played
             compute += seconds
             first += wanted
-            wanted = self._rsa.examples - len(self._varied(runs, sampling))
+            wanted = self._missing([runs])
             if wanted <= 0:
                 break
         episodes = [e for run in runs for e in self._episodes(run, sampling)]
         samples = turn_samples(episodes)
         seconds = time.perf_counter() - begun
         return RSARollout(step, (), (), samples, seconds, compute, episodes, runs=runs)
+
+    def follow(self, newest: Callable[[], int]) -> None:
+        self._newest = newest
+
+    async def _sample_ahead(
+        self,
+        step: int,
+        version: int,
+        newest: Callable[[], int],
+        generate: TimedGenerate,
+        ended: ScoreGroup,
+    ) -> RSARollout:
+        """Return the runs of the next complete problems as the rollout of `step`; none has a token
+        older than `version`."""
+        begun = time.perf_counter()
+        if self._ahead is None:
+            joined = joined_generate(self._spec, generate)
+            play_problem = partial(self._play_problem, joined=joined, newest=newest)
+            self._ahead = GroupsAhead(play_problem, self._oldest), joined
+        groups, joined = self._ahead
+        computed = joined.compute
+        taken = await groups.take(
+            step, self._rsa.examples, version, self._missing, self._spec.objective.refills
+        )
+        runs = [run for group in taken.groups for run in group]
+        episodes = [e for run in runs for e in self._episodes(run, self._sampling)]
+        if self._spec.objective.reads_document:
+            ended("doc_teacher", [r.sample for r in rl_samples(episodes)])
+        return RSARollout(
+            step, (), (), turn_samples(episodes), time.perf_counter() - begun,
+            joined.compute - computed, episodes, dropped=taken.dropped, runs=runs,
+        )  # fmt: skip
+
+    async def _play_problem(
+        self, step: int, number: int, *, joined: JoinedGenerate, newest: Callable[[], int]
+    ) -> list[PlayedRun]:
+        """Return the runs of one problem, none of which waits for another; each population is drawn
+        over the newest version."""
+        played = await gather(
+            play(
+                [start], joined.timed, self._aggregators.turn, self._conversation,
+                populations=self._rsa.T, sampling=self._sampling, ids=self._fitting,
+                prefix=lambda problem: PrefixRef(f"cartridge/{problem.document}", newest()),
+            )
+            for start in await self._starts(step, number, 1)
+        )  # fmt: skip
+        return [run for runs, _ in played for run in runs]
+
+    async def _starts(self, step: int, first: int, count: int) -> list[RSAStart]:
+        """Return the runs of `count` training problems of a step, from number `first` on."""
+        starts = []
+        for i, problem in enumerate(await self._source.training(step, first, count), first):
+            group = f"on_policy/{step + 1}/{i}"
+            for r in range(self._rsa.rollouts_per_example):
+                stream = f"rsa/{self._spec.train.seed}/{step}/{i}/{r}"
+                starts.append(RSAStart(f"{group}/{r}", stream, group, problem))
+        return starts
+
+    def _missing(self, groups: Sequence[Sequence[PlayedRun]]) -> int:
+        """Return how many problems of a step are lacking, less those whose rewards do not vary."""
+        runs = [run for group in groups for run in group]
+        return self._rsa.examples - len(self._varied(runs, self._sampling))
+
+    def _oldest(self, runs: Sequence[PlayedRun]) -> int:
+        return oldest_version([e for run in runs for e in self._episodes(run, self._sampling)])
+
+    def restored(self, saved: dict[str, Any]) -> RSARollout:
+        runs = [_RUN.validate_python(run) for run in saved["runs"]]
+        plain = super().restored(saved)
+        return RSARollout(**{f.name: getattr(plain, f.name) for f in fields(plain)}, runs=runs)
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
@@ -219,6 +303,10 @@ class RSARecipe(Recipe):
                 found.append(_episode(run, step, slot, g, group, sampling, worth, kind))
         return found
 
+    async def close(self) -> None:
+        if self._ahead is not None:
+            await self._ahead[0].close()
+
     # -- records --------------------------------------------------------------------------------
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
@@ -242,6 +330,8 @@ class RSARecipe(Recipe):
             sampled = len({run.start.group for run in runs})
             kept = len(self._varied(runs, rollout.episodes[0].sampling))
             counts |= refill_counts(self._rsa.examples, sampled, kept)
+        if self._newest is not None:
+            counts["dropped_groups"] = rollout.dropped
         found = populations(runs)
         counts |= {f"rsa/accuracy_{t}": value for t, value in enumerate(found["accuracy"])}
         counts["rsa/majority_vote"] = found["majority_vote"]

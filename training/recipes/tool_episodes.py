@@ -50,8 +50,15 @@ from protocols.train_batch import HintedTurn, PreferencePair, TrainBatch, hinted
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.clients import EnvironmentClient
 from services.mesh import Mesh
+from services.pool.pool import gather
 from services.run_directory import RunDirectory
 from teachers.ledger import RunSpending
+from training.recipes.ahead import (
+    GroupsAhead,
+    JoinedGenerate,
+    joined_generate,
+    oldest_version,
+)
 from training.recipes.base import Recipe, Route, drawn_steps, own_cartridge
 from training.recipes.hint_writers import HintWriter
 from training.recipes.preferences import AskedState, PreferenceQueue
@@ -86,6 +93,8 @@ class ToolEpisodesRecipe(Recipe):
             spec.objective.hints, HINTS, self._conversation, self._texts, mesh.pools,
             spec.train.row_tokens,
         )  # fmt: skip
+        self._newest: Callable[[], int] | None = None  # set where rollouts run ahead
+        self._ahead: tuple[GroupsAhead[list[Episode]], JoinedGenerate] | None = None
         self._preferences: PreferenceQueue | None = None
         self._spending: RunSpending | None = None
         self.documents: Mapping[str, tuple[int, ...]] = {
@@ -104,7 +113,10 @@ class ToolEpisodesRecipe(Recipe):
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> Rollout:
         """Return a step's episodes; those that end in the same turn are scored together at once.
-        Further tasks are sampled for groups that GRPO drops, in `refill` rounds at most."""
+        Further tasks are sampled for groups that GRPO drops, in `refill` rounds at most. Where
+        rollouts run ahead, episodes do not wait for each other (`training.recipes.ahead`)."""
+        if self._newest is not None:
+            return await self._sample_ahead(step, version, self._newest, generate, ended)
         begun = time.perf_counter()
         each = self._episodes.tasks
         episodes: list[Episode] = []
@@ -117,7 +129,7 @@ class ToolEpisodesRecipe(Recipe):
             episodes += played
             compute += seconds
             first += wanted
-            wanted = each - len(varying(rl_samples(episodes), self._objective.grpo))
+            wanted = self._missing([episodes])
             if wanted <= 0:
                 break
         hints: list[TurnHint] = []
@@ -127,6 +139,60 @@ class ToolEpisodesRecipe(Recipe):
         samples = turn_samples(episodes)
         seconds = time.perf_counter() - begun
         return Rollout(step, (), (), samples, seconds, compute, episodes, hints)
+
+    def follow(self, newest: Callable[[], int]) -> None:
+        self._newest = newest
+
+    async def _sample_ahead(
+        self,
+        step: int,
+        version: int,
+        newest: Callable[[], int],
+        generate: TimedGenerate,
+        ended: ScoreGroup,
+    ) -> Rollout:
+        """Return the next complete groups as the rollout of `step`; none has a token older than
+        `version`."""
+        begun = time.perf_counter()
+        if self._ahead is None:
+            joined = joined_generate(self._spec, generate)
+            play = partial(self._play_alone, joined=joined, newest=newest)
+            self._ahead = GroupsAhead(play, oldest_version), joined
+        groups, joined = self._ahead
+        computed = joined.compute
+        taken = await groups.take(
+            step, self._episodes.tasks, version, self._missing, self._objective.refills
+        )
+        episodes = [e for group in taken.groups for e in group]
+        if self._objective.reads_document:
+            ended("doc_teacher", [r.sample for r in rl_samples(episodes)])
+        hints: list[TurnHint] = []
+        if self._objective.alpha:
+            written, _ = await self._hints.write(episodes, newest(), joined.timed)
+            hints = self._hinted(episodes, written)[1]
+        return Rollout(
+            step, (), (), turn_samples(episodes), time.perf_counter() - begun,
+            joined.compute - computed, episodes, hints, dropped=taken.dropped,
+        )  # fmt: skip
+
+    async def _play_alone(
+        self, step: int, number: int, *, joined: JoinedGenerate, newest: Callable[[], int]
+    ) -> list[Episode]:
+        """Return the episodes of one task, none of which waits for another; each turn is drawn over
+        the newest version."""
+        members = await gather(
+            self._step(
+                "on_policy", step, [number], lambda task: over_cartridge(newest())(task),
+                joined.timed, member=m,
+            )
+            for m in range(self._episodes.group)
+        )  # fmt: skip
+        return [e for episodes, _ in members for e in episodes]
+
+    def _missing(self, groups: Sequence[Sequence[Episode]]) -> int:
+        """Return how many tasks of a step are lacking, less those whose rewards do not vary."""
+        rl = rl_samples([e for group in groups for e in group])
+        return self._episodes.tasks - len(varying(rl, self._objective.grpo))
 
     async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
         """Return one step's episodes as the model plays them that has the handbook in context. The
@@ -199,17 +265,19 @@ class ToolEpisodesRecipe(Recipe):
         prefix: Callable[[Task], PrefixRef],
         generate: TimedGenerate,
         ended: Callable[[Sequence[Episode]], Awaitable[None]] | None = None,
+        member: int | None = None,
     ) -> tuple[list[Episode], float]:
-        """Return the episodes of a step's tasks with these numbers, and the model time. Cases do
-        not depend on the arm."""
+        """Return the episodes of a step's tasks with these numbers, or `member` of each alone, and
+        the model time. Cases do not depend on the arm."""
         each, seed = self._episodes.tasks, self._spec.train.seed
         tasks = [
             self._task(f"{arm}/{step + 1}/{i}", step * each + i, f"task/{seed}/{step}/{i}")
             for i in numbers
         ]
         sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
+        group, first = (self._episodes.group, 0) if member is None else (1, member)
         episodes, compute = await self._play(
-            tasks, self._episodes.group, sampling, prefix, f"sample/{seed}/", generate, ended
+            tasks, group, sampling, prefix, f"sample/{seed}/", generate, ended, first
         )
         return [flagged(e, DESK) for e in episodes], compute
 
@@ -235,6 +303,7 @@ class ToolEpisodesRecipe(Recipe):
         stream: str,
         generate: TimedGenerate,
         ended: Callable[[Sequence[Episode]], Awaitable[None]] | None = None,
+        first: int = 0,
     ) -> tuple[list[Episode], float]:
         """Return the episodes and the model time of all their turns. Draws depend on `stream` and
         on the part of a request's name after the arm."""
@@ -257,6 +326,7 @@ class ToolEpisodesRecipe(Recipe):
             max_context=self._episodes.max_context,
             max_turns=self._episodes.max_turns,
             ended=ended,
+            first=first,
         )
         return episodes, sum(spent)
 
@@ -348,6 +418,8 @@ class ToolEpisodesRecipe(Recipe):
                 varying(rl_samples(episodes), self._objective.grpo),
             )
             counts |= refill_counts(self._episodes.tasks, len(groups), len(kept))
+        if self._newest is not None:
+            counts["dropped_groups"] = record.rollout.dropped
         counts |= {f"error/{kind}": n for kind, n in sorted(errors.items())}
         counts |= {f"flag/{flag}": n for flag, n in sorted(count_flags(episodes).items())}
         left_out = Counter(hint.why for hint in record.rollout.hints if hint.why)
@@ -370,6 +442,8 @@ class ToolEpisodesRecipe(Recipe):
             self._asking().stand(saved)
 
     async def close(self) -> None:
+        if self._ahead is not None:
+            await self._ahead[0].close()
         if self._preferences is not None:
             await self._preferences.close()
 

@@ -610,13 +610,21 @@ def test_the_mismatch_weight_comes_from_the_sampler_alone(llama: Twin) -> None:
 
 
 def test_older_episodes_need_the_policy_that_sampled_them(llama: Twin) -> None:
-    """Given `old`, the ratio is the trained policy's to it."""
+    """Given `old`, the ratio is the trained policy's to it. Without it the sampler's own record
+    weighs them, if it may: by exp(pi - sampler), at most `high`."""
     bank = bank_of(llama)
     batch = scene(llama, bank, version=4)
     samples = [r.sample for r in batch.rl]
     own = response_logprobs(llama.model, samples, prefixes(bank), 64)
+    uncorrected = changed(only("w_rl"), grpo=GrpoSpec(mismatch=None))
     with pytest.raises(StaleTokenError, match=r"e0 was sampled by versions \[4\], and version 5"):
-        do(llama, batch, only("w_rl"), version=5, staleness=1)
+        do(llama, batch, uncorrected, version=5, staleness=1)
+    weighed = do(llama, batch, only("w_rl"), version=5, staleness=1)
+    sampler = [v for r in batch.rl for v in r.sample.sampler_logprobs]
+    bears = [r.reward is not None and t for r in batch.rl for t in r.trained]
+    weights = (own - torch.tensor(sampler)).exp().clamp(max=2.0)[torch.tensor(bears)]
+    found = weighed.result.terms["grpo"]["mismatch_weight"]
+    assert found == pytest.approx(weights.mean().item(), rel=1e-4)
     late = scored(batch, old=own - 0.1)
     done = do(llama, late, only("w_rl"), bank=bank, version=5, staleness=1)
     assert done.result.terms["grpo"]["ratio"] == pytest.approx(math.exp(0.1), abs=1e-5)

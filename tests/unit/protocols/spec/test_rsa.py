@@ -45,7 +45,11 @@ def test_the_shipped_mesh_has_its_roles_and_reads_back_equal() -> None:
         (("objective.w_rl=0",), "w_rl must be > 0 with rsa"),
         (("objective.alpha=1",), "w_rl must be > 0 with rsa, and objective.alpha and beta 0"),
         (("rollout.temperature=0.7",), "temperature must be 1, 1 and 0 .* with episodes or rsa"),
-        (("train.staleness=1",), "staleness must be 0 with episodes or rsa"),
+        (
+            ("train.staleness=1", "objective.grpo.mismatch=null"),
+            "staleness must be 0 with episodes or rsa whose ratios have no correction .*: got 1.*"
+            "objective.grpo.old to sampler",
+        ),
         (("evaluate.arms=[offline, on_policy]",), "arms must not hold offline"),
         (("evaluate.sampled=true",), "sampled must be false with rsa"),
         (("train.row_tokens=70",), "row_tokens must be > 72: a sequence holds an aggregation's 2"),
