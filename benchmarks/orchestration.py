@@ -31,7 +31,9 @@ LIMIT_S = 280.0
 CODE = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
 
 
-def finished_run(mesh: str, steps: int, sets: Iterable[str], directory: str) -> Path:
+def finished_run(
+    mesh: str, steps: int, sets: Iterable[str], directory: str, limit_s: float = LIMIT_S
+) -> Path:
     """Run `steps` steps and return the directory of the finished run."""
     chosen = [
         f"train.steps={steps}", "train.warmup_steps=2", "train.checkpoint_every=0",
@@ -41,7 +43,7 @@ def finished_run(mesh: str, steps: int, sets: Iterable[str], directory: str) -> 
     words = [sys.executable, "-c", CODE, mesh, "--run-dir", directory]
     words += [word for each in chosen for word in ("--set", each)]
     done = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        words, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False
     )
     if done.returncode:
         sys.exit(
