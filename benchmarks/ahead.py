@@ -64,7 +64,7 @@ def trained(asked: argparse.Namespace, staleness: int, url: str) -> dict[str, fl
         "step": seconds / len(steps),
         "rollout": statistics.mean(s["rollout"] for s in steps),
         "orchestration_share": sum(s["orchestration"] for s in steps) / seconds,
-        "dropped_groups": sum(r["episodes"].get("dropped_groups", 0) for r in rows),
+        "dropped_groups": sum(r["episodes"].get("ahead/dropped", 0) for r in rows),
         "stale_tokens": sum(r["stale_tokens"] for r in rows),
         "tokens": sum(r["tokens"] for r in rows),
         "accuracy": accuracy,

@@ -331,7 +331,7 @@ class RSARecipe(Recipe):
             kept = len(self._varied(runs, rollout.episodes[0].sampling))
             counts |= refill_counts(self._rsa.examples, sampled, kept)
         if self._newest is not None:
-            counts["dropped_groups"] = rollout.dropped
+            counts["ahead/dropped"] = rollout.dropped
         found = populations(runs)
         counts |= {f"rsa/accuracy_{t}": value for t, value in enumerate(found["accuracy"])}
         counts["rsa/majority_vote"] = found["majority_vote"]

@@ -419,7 +419,7 @@ class ToolEpisodesRecipe(Recipe):
             )
             counts |= refill_counts(self._episodes.tasks, len(groups), len(kept))
         if self._newest is not None:
-            counts["dropped_groups"] = record.rollout.dropped
+            counts["ahead/dropped"] = record.rollout.dropped
         counts |= {f"error/{kind}": n for kind, n in sorted(errors.items())}
         counts |= {f"flag/{flag}": n for flag, n in sorted(count_flags(episodes).items())}
         left_out = Counter(hint.why for hint in record.rollout.hints if hint.why)

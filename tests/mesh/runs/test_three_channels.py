@@ -48,6 +48,14 @@ SEVERAL_UPDATES = {
     "objective.grpo.kl_refresh": 3,
     "objective.grpo.refill": 2,
 }
+AHEAD_STEPS, BOUND = 6, 2
+AHEAD: dict[str, Any] = {
+    **WITHOUT_TEACHERS,
+    "train.steps": AHEAD_STEPS,
+    "train.staleness": BOUND,
+    "evaluate.arms": ["on_policy"],
+    "evaluate.probe_every": 0,
+}
 WITHOUT_ASKING = tuple(role for role in OF_CHANNELS if role != "teacher_replay")
 
 
@@ -235,6 +243,60 @@ def test_the_document_teacher_plays_a_warm_start_and_the_offline_arm(tmp_path: P
         offline = row["arm"] == "offline" or row["step"] == 1
         assert versions == ({-1} if offline else {row["step"] - 1})
         assert row["task"]["id"].startswith("offline/" if offline else "on_policy/")
+
+
+def check_ahead(path: Path) -> None:
+    """Every step has its groups, each once and whole, and no token older than the bound."""
+    rows = read_rows(path / "episodes.jsonl")
+    assert Counter(row["step"] for row in rows) == dict.fromkeys(
+        range(1, AHEAD_STEPS + 1), TASKS * GROUP
+    )
+    assert set(Counter(row["task"]["id"] for row in rows).values()) == {1}
+    assert set(Counter((row["step"], row["group"]) for row in rows).values()) == {GROUP}
+    ages = [
+        row["step"] - 1 - version
+        for row in rows
+        for turn in from_row(row).turns
+        for version in turn.versions
+    ]
+    assert min(ages) >= 0
+    assert max(ages) <= BOUND
+    assert max(ages) > 0  # something did run ahead
+    told = [row["stale_tokens"] for row in read_rows(path / "metrics.jsonl")]
+    assert sum(told) > 0
+    assert told[0] == 0  # the first step trains the first version
+
+
+def test_a_run_that_is_stopped_trains_what_it_had_sampled(tmp_path: Path) -> None:
+    with running(command(tmp_path, **AHEAD), tmp_path) as run:
+        wait_for(tmp_path, 2)
+        run.process.send_signal(signal.SIGTERM)
+        run.process.communicate(timeout=180)
+        assert run.process.returncode == 128 + signal.SIGTERM
+        run.wait_until_gone(60)
+    path = directory(tmp_path)
+    newest = sorted((path / "checkpoints").glob("version-*"))[-1]
+    state = json.loads((newest / "manifest.json").read_text())["position"]
+    assert 2 <= state["step"] < AHEAD_STEPS
+    pending = {
+        rollout["step"] + 1: [e["task"]["id"] for e in rollout["episodes"]]
+        for rollout in state["pending"]
+    }
+    assert list(pending) == list(
+        range(state["step"] + 1, min(state["step"] + BOUND, AHEAD_STEPS) + 1)
+    )
+    done = run_to_end(command(tmp_path, "--resume", **AHEAD))
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_ahead(path)
+    trained: dict[int, list[str]] = {}
+    for row in read_rows(path / "episodes.jsonl"):
+        trained.setdefault(row["step"], []).append(row["task"]["id"])
+    for step, episodes in pending.items():
+        assert trained[step] == episodes
+    for row in read_rows(path / "metrics.jsonl"):
+        assert row["episodes"]["ahead/dropped"] >= 0
+        assert row["channels"]["grpo"]["ratio"] == pytest.approx(1.0)
+        assert row["channels"]["grpo"]["mismatch_weight"] > 0
 
 
 def wait_for(root: Path, step: int, timeout: float = 180.0) -> None:
