@@ -81,6 +81,8 @@ class ControlPlane:
                 ("grpc.keepalive_timeout_ms", 10_000),
                 # Clients may ping as often.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+                # A process that was paused reads the pings of that time at once.
+                ("grpc.http2.max_ping_strikes", 30),
             ],
         )
         control_pb2_grpc.add_ControlServicer_to_server(self._service, server)
