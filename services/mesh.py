@@ -43,6 +43,7 @@ from services.roles import (
     device_of,
     role_arguments,
     role_variables,
+    with_room,
 )
 from services.run_directory import RunDirectory
 
@@ -251,7 +252,7 @@ async def spawn_roles(
             ROLES[actor_of(name, spec.learn)],
             args=role_arguments(name, spec, base, end_ids, directory),
             role=name,
-            spec=role,
+            spec=with_room(name, role, spec.learn),
             prepare=_recover if name == "trainer" else None,
             check=None if local or name in here else _check(name, spec, directory),
         )

@@ -81,6 +81,20 @@ def generator_evidence(learn: LearnSpec) -> frozenset[str]:
     return getattr(ROLES[actor_of("generator", learn)], "evidence", frozenset())
 
 
+def with_room(name: str, role: RoleSpec, learn: LearnSpec) -> RoleSpec:
+    """Return the role with room for every episode under way, where episodes run ahead of training:
+    each then asks for itself, and must not wait for another's slow reply."""
+    together = 0
+    if learn.train.staleness and learn.episodes is not None:
+        together = learn.episodes.tasks * learn.episodes.group
+    elif learn.train.staleness and learn.rsa is not None:
+        together = learn.rsa.examples * learn.rsa.rollouts_per_example
+    if name not in ("environment", "rsa_aggregator", "generator"):
+        return role
+    most = -(-together * (learn.train.staleness + 1) // role.replicas)
+    return role.model_copy(update={"max_ongoing": max(role.max_ongoing, most)})
+
+
 def role_arguments(
     name: str, spec: RunSpec, base: ModelSource, end_ids: frozenset[int], directory: RunDirectory
 ) -> tuple[Any, ...]:

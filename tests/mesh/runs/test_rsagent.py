@@ -15,6 +15,7 @@ from chaos import ROLES
 from small_run import ROOT, run_to_end, running
 
 from environments.episode_files import from_row
+from learning.checkpoint import read_checkpoint
 from protocols.files import read_rows
 
 SMALL: dict[str, Any] = {
@@ -136,3 +137,31 @@ def pid_of(root: Path, role: str) -> int:
             return pid
         time.sleep(0.02)
     raise AssertionError(f"{role} did not come back")
+
+
+def test_runs_that_are_ahead_of_training_are_kept_by_a_stop(tmp_path: Path) -> None:
+    """No token is older than the bound, and a resumed run trains the runs that were ahead."""
+    ahead = ("--set", "train.staleness=1")
+    with running(command(tmp_path, *ahead), tmp_path) as run:
+        wait_for(tmp_path, "step", 1)
+        run.process.send_signal(signal.SIGTERM)
+        run.process.communicate(timeout=180)
+        assert run.process.returncode == 128 + signal.SIGTERM
+        run.wait_until_gone(60)
+    path = directory(tmp_path)
+    newest = sorted((path / "checkpoints").glob("version-*"))[-1]
+    state = read_checkpoint(newest).facts["position"]
+    (pending,) = state["pending"]
+    assert pending["step"] == state["step"] < 4
+    done = run_to_end(command(tmp_path, "--resume", *ahead))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_rows(path / "episodes.jsonl")
+    assert {
+        step: sum(row["step"] == step for row in rows) for step in range(1, 5)
+    } == dict.fromkeys(range(1, 5), 4 * CANDIDATES)
+    later = [row["task"]["id"] for row in rows if row["step"] == pending["step"] + 1]
+    assert later == [e["task"]["id"] for e in pending["episodes"]]
+    ages = {row["step"] - 1 - v for row in rows for t in from_row(row).turns for v in t.versions}
+    assert ages == {0, 1}
+    told = [row["episodes"] for row in read_rows(path / "metrics.jsonl")]
+    assert all(each["rsa/runs"] == 4 and each["ahead/dropped"] >= 0 for each in told)

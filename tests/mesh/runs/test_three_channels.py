@@ -16,6 +16,7 @@ from chaos import OF_CHANNELS
 from small_run import ROOT, Finished, run_to_end, running
 
 from environments.episode_files import from_row
+from learning.checkpoint import read_checkpoint
 from learning.losses.objective import CHANNELS
 from protocols.files import read_rows
 from protocols.teacher_replay import NANO, PanelVerdict
@@ -276,7 +277,7 @@ def test_a_run_that_is_stopped_trains_what_it_had_sampled(tmp_path: Path) -> Non
         run.wait_until_gone(60)
     path = directory(tmp_path)
     newest = sorted((path / "checkpoints").glob("version-*"))[-1]
-    state = json.loads((newest / "manifest.json").read_text())["position"]
+    state = read_checkpoint(newest).facts["position"]
     assert 2 <= state["step"] < AHEAD_STEPS
     pending = {
         rollout["step"] + 1: [e["task"]["id"] for e in rollout["episodes"]]
@@ -295,8 +296,9 @@ def test_a_run_that_is_stopped_trains_what_it_had_sampled(tmp_path: Path) -> Non
         assert trained[step] == episodes
     for row in read_rows(path / "metrics.jsonl"):
         assert row["episodes"]["ahead/dropped"] >= 0
-        assert row["channels"]["grpo"]["ratio"] == pytest.approx(1.0)
-        assert row["channels"]["grpo"]["mismatch_weight"] > 0
+        if row["channels"]["grpo"]["count"]:  # else all its groups had one reward
+            assert row["channels"]["grpo"]["ratio"] == pytest.approx(1.0)
+            assert row["channels"]["grpo"]["mismatch_weight"] > 0
 
 
 def wait_for(root: Path, step: int, timeout: float = 180.0) -> None:
