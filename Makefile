@@ -192,7 +192,7 @@ bench-vllm: install-vllm ## a cartridge on vLLM against prompt tokens, the docum
 
 bench-hosts: install ## the controller's latencies, and 1 to 1,000 hosts simulated from them
 	$(BIN)/python -m benchmarks.controller_latency
-	$(BIN)/python -m benchmarks.controller_simulation --set data.patients=1
+	$(BIN)/python -m benchmarks.simulation.controller --set data.patients=1
 
 chaos: install ## how long each role is missing when it is killed or stopped: about 20 minutes
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.mttr

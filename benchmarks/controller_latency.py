@@ -1,4 +1,4 @@
-"""What the controller's event loop spends on each thing it does: controller_simulation takes it.
+"""What the controller's event loop spends on each thing it does: `benchmarks.simulation` takes it.
 
     python -m benchmarks.controller_latency [--most 8] [--out FILE]
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.controller_simulation import LATENCIES, breaks_at, checks, costs_from, suspected
+from benchmarks.simulation.controller import LATENCIES, breaks_at, checks, costs_from, suspected
 from benchmarks.record import read
-from benchmarks.simulated_mesh import (
+from benchmarks.simulation.mesh import (
     EventQueue,
     MeasuredCosts,
     MeshScale,

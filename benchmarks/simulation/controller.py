@@ -1,9 +1,9 @@
 """From 1 to 1,000 hosts: what one controller and one tensor store would bear, simulated.
 
-    python -m benchmarks.controller_simulation [meshes/longhealth_3b.yaml] [--set KEY=VALUE]...
+    python -m benchmarks.simulation.controller [meshes/longhealth_3b.yaml] [--set KEY=VALUE]...
         [--replicas 8] [--byte-rate 3e9] [--latencies FILE]
 
-`benchmarks.simulated_mesh` simulates the queues. Costs are those that benchmarks.controller_latency
+`benchmarks.simulation.mesh` simulates the queues. Costs are those that benchmarks.controller_latency
 measured; model times are the plan's roofline of one step on A100s.
 
 Every host has `--replicas` generators and gets as many prompts as the mesh file gives each of its
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import benchmark, read
-from benchmarks.simulated_mesh import (
+from benchmarks.simulation.mesh import (
     MeasuredCosts,
     MeshScale,
     MessageCost,
@@ -38,7 +38,7 @@ from protocols.errors import SpecError
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
 
-LATENCIES = Path(__file__).parent / "results" / "controller_latency.json"
+LATENCIES = Path(__file__).parents[1] / "results" / "controller_latency.json"
 MOST_HOSTS = 1000
 LOOP_LIMIT = 0.5  # of the loop: beyond it waiting times grow fast
 SHARE_LIMIT = 0.1  # of the step's model time
