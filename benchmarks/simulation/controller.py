@@ -3,8 +3,8 @@
     python -m benchmarks.simulation.controller [meshes/longhealth_3b.yaml] [--set KEY=VALUE]...
         [--replicas 8] [--byte-rate 3e9] [--latencies FILE]
 
-`benchmarks.simulation.mesh` simulates the queues. Costs are those that benchmarks.controller_latency
-measured; model times are the plan's roofline of one step on A100s.
+`benchmarks.simulation.mesh` simulates the queues. Costs are those that
+benchmarks.controller_latency measured; model times are the plan's roofline of one step on A100s.
 
 Every host has `--replicas` generators and gets as many prompts as the mesh file gives each of its
 own, so a step's model time stays as it is: teachers and trainer are taken to grow along, which they

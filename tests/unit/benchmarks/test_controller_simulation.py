@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulation.controller import LATENCIES, breaks_at, checks, costs_from, suspected
 from benchmarks.record import read
+from benchmarks.simulation.controller import LATENCIES, breaks_at, checks, costs_from, suspected
 from benchmarks.simulation.mesh import (
     EventQueue,
     MeasuredCosts,
