@@ -80,3 +80,10 @@ def test_a_schema_refuses_what_the_loader_refuses(
 ) -> None:
     with pytest.raises(jsonschema.ValidationError, match=told):
         jsonschema.Draft202012Validator(schema_of(name)).validate(values)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """`make docs` says so too, minutes later."""
+    listed = (ROOT / "mkdocs.yml").read_text()
+    pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
+    assert [str(page) for page in pages if f" {page}\n" not in listed] == []
