@@ -275,6 +275,9 @@ class ReplicaLifecycle:
     def _fail(self, error: ForgeError) -> None:
         if not self.failure.done():
             self.failure.set_exception(error)
+        for pool in self._pools.values():
+            pool.failed = pool.failed or error
+            pool.changed()
 
     def lost_host(self, replica: Replica) -> bool:
         """Return whether a remote replica, starting or not, was silent for `dead_after_s`. The end

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from protocols.clock import steady_time
-from protocols.errors import RunError
+from protocols.errors import ForgeError, RunError
 from protocols.records.status import PoolStatus, ReplicaState
 from protocols.spec.mesh import RoleSpec
 from protocols.types import TraceSpan
@@ -74,6 +74,7 @@ class Pool:
         self.updates: dict[str, list[PoolUpdate]] = {}
         self.served = False  # whether any replica was ever in service
         self.closed = ""  # why no further replica starts
+        self.failed: ForgeError | None = None  # why lost or missing replicas are not replaced
         self.requests = self.failures = self.retries = self.restarts = 0
         self.resize: Callable[[Pool], None] = lambda pool: None
         self.report_death: Callable[[Replica, str], None] = lambda replica, why: None
@@ -195,11 +196,23 @@ class Pool:
         self.resize(self)
 
     async def settled(self, timeout_s: float) -> None:
-        """Wait until exactly `target` replicas exist and all are in service."""
+        """Wait until exactly `target` replicas exist and all are in service. Raises the reason at
+        once when one cannot start, and TimeoutError with the replicas' states at the timeout."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.is_settled():
+                    if self.failed is not None:
+                        raise self.failed
+                    await self._change()
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{self.role} has not {self.target} replicas in service after {timeout_s:g} s "
+                f"({self.states()})"
+            ) from error
 
-        async with asyncio.timeout(timeout_s):
-            while not self.is_settled():
-                await self._change()
+    def states(self) -> str:
+        """Return the replicas with their states, for messages: `"echo[0] dead, echo[1] healthy"`."""
+        return ", ".join(f"{r.name} {r.state}" for r in self.replicas)
 
     def is_settled(self) -> bool:
         states = [r.state for r in self.replicas]
@@ -307,8 +320,9 @@ class Pool:
                     [ReplicaLoad(r.slot, r.ongoing) for r in free], session
                 )
                 return next(r for r in free if r.slot == chosen)
-            if self.closed:
-                raise RunError(f"{request.method} found no {self.role}: {self.closed}")
+            given_up = self.failed is not None and all(r.life.over for r in self.replicas)
+            if why := self.closed or (str(self.failed) if given_up else ""):
+                raise RunError(f"{request.method} found no {self.role}: {why}")
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._change()
@@ -363,7 +377,7 @@ class Pool:
 
     def _silence(self, request: RequestStatus, limit: float, what: str) -> str:
         who = request.replica or self.role
-        states = ", ".join(f"{r.name} {r.state}" for r in self.replicas) or "none"
+        states = self.states() or "none"
         return (
             f"{who}.{request.method} {what} within {limit:g} s (request {request.id}, attempt "
             f"{request.attempt}; replicas: {states}); raise call_timeout_s in the mesh file if "

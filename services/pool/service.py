@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import monarch.actor
-from monarch.actor import HostMesh, MeshFailure
+from monarch.actor import Actor, HostMesh, MeshFailure
 
 from protocols.errors import ForgeError, PlaneError, RunError
 from protocols.records.status import ReplicaState
@@ -150,13 +151,17 @@ class Service:
 
         `spec` defines processes and routing (`n` overrides its replicas). `prepare(replica)` is
         awaited before a new replica gets its missed updates; `check(process)` before its actor is
-        spawned, and raises RunError for an unusable process.
+        spawned, and raises RunError for an unusable process. Raises RunError for fewer than one
+        replica, and for an actor without an endpoint `ready`.
         """
         name = role or actor.__name__.removesuffix("Actor").lower()
         if name in self.pools:
             raise RunError(f"there is a pool {name} already; give the second another role name")
+        _require_ready(actor)
         spec = spec or RoleSpec()
         if n is not None:
+            if n < 1:
+                raise RunError(f"{name} cannot have {n} replicas; give n=1 or more")
             spec = spec.model_copy(update={"replicas": n})
         pool = Pool(name, spec, self._call_timeout_s, self._observe)
         pool.resize = self._lifecycle.resize
@@ -193,7 +198,8 @@ class Service:
 
     async def _give_back(self, source: HostSource, pool: Pool, replicas: int) -> None:
         """Request fewer hosts once the surplus replicas are gone."""
-        with contextlib.suppress(TimeoutError):  # replicas left on the hosts are then moved
+        # Replicas left on the hosts are then moved.
+        with contextlib.suppress(TimeoutError, ForgeError):
             await pool.settled(DRAIN_SECONDS)
         async with self._lifecycle.roles[pool.role].scaling:
             if pool.target == replicas:  # not scaled again meanwhile
@@ -217,7 +223,7 @@ class Service:
             try:
                 await waiting
             except TimeoutError as error:
-                states = ", ".join(f"{r.name} {r.state}" for r in pool.replicas)
+                states = pool.states()
                 if any(r.process is None for r in pool.replicas):
                     states += f"; {self._processes.lack(pool.role)}"
                 raise RunError(
@@ -337,6 +343,19 @@ class Service:
         else:
             role.refused = ""
             self._note("scaled", role=pool.role, replicas=wanted, before=before, by="load")
+
+
+def _require_ready(actor: type[Any]) -> None:
+    """Raise RunError for an actor that nothing could wait for: it would seem to start for as long
+    as a start may take."""
+    ready = getattr(actor, "ready", None)
+    if ready is None:
+        lack = f"{actor.__name__} has no endpoint `ready`; add one"
+    elif issubclass(actor, Actor) and inspect.isfunction(ready):
+        lack = f"{actor.__name__}.ready is no endpoint; decorate it with `@endpoint`"
+    else:
+        return
+    raise RunError(f"{lack}, which returns once the actor can work")
 
 
 def last_reason(report: str) -> str:

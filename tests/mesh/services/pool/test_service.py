@@ -62,6 +62,19 @@ class Broken(Echo):
         raise ValueError("no such model")
 
 
+class Plain(Actor):
+    """Its `ready` is no endpoint: Monarch would never call it."""
+
+    async def ready(self) -> int:
+        return 1
+
+
+class Unready(Actor):
+    @concurrent_endpoint
+    async def echo(self, item: Any) -> Any:
+        return item
+
+
 class Fragile(Echo):
     """Its process ends while it starts."""
 
@@ -276,7 +289,69 @@ def test_an_actor_that_cannot_start_is_said_at_once(actor: type[Echo], message: 
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("actor", "message"),
+    [
+        (Broken, r"^broken\[0\] does not start: .*no such model"),
+        (Fragile, r"^fragile\[0\] died, and roles\.fragile\.restarts \(2\) are used up; "),
+    ],
+)
+def test_who_waits_for_a_pool_or_asks_it_hears_why_it_does_not_start(
+    actor: type[Echo], message: str
+) -> None:
+    async def scenario() -> None:
+        async with serving() as service:
+            pool = service.spawn(actor, spec=RoleSpec(restarts=2))
+            # No limit of this test ends either wait: each has an hour.
+            asked = asyncio.create_task(pool.route("echo", 1, timeout_s=3600.0))
+            with pytest.raises(RunError, match=message):
+                await pool.settled(3600.0)
+            with pytest.raises(RunError, match=f"^echo found no {actor.__name__.lower()}: "):
+                await asked
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("actor", "n", "message"),
+    [
+        (Unready, 1, r"^Unready has no endpoint `ready`; add one, which returns once the actor "),
+        (Plain, 1, r"^Plain\.ready is no endpoint; decorate it with `@endpoint`, which returns "),
+        (Echo, 0, r"^echo cannot have 0 replicas; give n=1 or more$"),
+        (Echo, -2, r"^echo cannot have -2 replicas; give n=1 or more$"),
+    ],
+)
+def test_a_pool_that_nothing_could_wait_for_starts_nothing(
+    actor: type[Actor], n: int, message: str
+) -> None:
+    async def scenario() -> None:
+        async with serving() as service:
+            with pytest.raises(RunError, match=message):
+                service.spawn(actor, n=n)
+            assert service.pools == {}
+            assert children_of(service) == []
+
+    asyncio.run(scenario())
+
+
 # -- sizes --------------------------------------------------------------------------------------
+
+
+def test_a_pool_refuses_to_have_no_replica_and_goes_on() -> None:
+    async def scenario() -> None:
+        async with serving() as service:
+            pool = service.spawn(Echo, n=1)
+            await pool.settled(SETTLE)
+            for size in (0, -1):
+                refusal = f"^echo cannot be scaled to {size} replicas; a pool has one at least"
+                with pytest.raises(RunError, match=refusal):
+                    pool.scale(size)
+                with pytest.raises(RunError, match=refusal):
+                    await service.scale("echo", size)
+            assert (await pool.route("echo", 3))[0] == 3
+            assert (pool.target, states(pool)) == (1, ["healthy"])
+
+    asyncio.run(scenario())
 
 
 def test_scaled_under_load_every_request_is_answered_once() -> None:
