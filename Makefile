@@ -194,8 +194,9 @@ bench-hosts: install ## the controller's latencies, and 1 to 1,000 hosts simulat
 	$(BIN)/python -m benchmarks.controller_latency
 	$(BIN)/python -m benchmarks.simulation.controller --set data.patients=1
 
-chaos: install ## how long each role is missing when it is killed or stopped: about 20 minutes
-	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.mttr
+chaos: install ## how soon a run ends or goes on after each fault, and each role after a death: 25 minutes
+	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.runs
+	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.replicas
 
 clean: ## remove the environment and every run
 	rm -rf $(VENV) $(VERIFIERS_VENV) $(DOCS_VENV) .bootstrap runs site

@@ -126,7 +126,7 @@ def provenance(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         device = torch.cuda.get_device_name(config["device"])
     return {
         "benchmark": name,
-        "command": " ".join([f"python -m benchmarks.{name}", *sys.argv[1:]]),
+        "command": " ".join([f"python -m {_module(name)}", *sys.argv[1:]]),
         "commit": _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain") else ""),
         "device": {
             "name": device,
@@ -178,6 +178,12 @@ def check(record: Any, where: str) -> None:
 def median_ratio(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the median of first over second, pair by pair: of two things measured in turns."""
     return statistics.median(a / b for a, b in zip(first, second, strict=True))
+
+
+def _module(name: str) -> str:
+    """Return the module that was started, which may lie in a folder of benchmarks."""
+    started = sys.modules["__main__"].__spec__
+    return started.name if started else f"benchmarks.{name}"
 
 
 def _git(*words: str) -> str:

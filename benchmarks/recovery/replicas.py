@@ -1,6 +1,6 @@
 """How long a role is missing: from kill -9, and from SIGSTOP, to HEALTHY again, in a run at work.
 
-    make chaos        a table; mttr.json has every figure
+    make chaos        a table; runs/bench/replicas.json has every figure
 
 The run is the shipped mesh, cut down to small steps, with its default heartbeats. A replica is
 struck once everything is in service, a warm spare included. The controller is back when a run that
@@ -157,7 +157,7 @@ if __name__ == "__main__":
         __doc__,
         measure,
         {
-            "--out": Path("mttr.json"),
+            "--out": Path("runs/bench/replicas.json"),
             "--kills": (10, "kill -9 per role"),
             "--stops": (3, "SIGSTOP per role"),
             "--seed": (0, "who is struck, and when"),
