@@ -279,6 +279,16 @@ COMMANDS = {
         _option("--run-dir", "DIR", "where runs are kept", type=Path, default=Path("runs")),
         _flag("--json", "print JSON, for programs", dest="as_json"),
     )),
+    "ui": Command("watch and steer runs in a browser, also those that ended", "ui.command:command", (
+        _option("where", "RUN|FOLDER", "a run's directory or id, or a folder of runs (default: "
+                "runs)", type=Path, nargs="?", default=Path("runs")),
+        _option("--listen", "HOST:PORT", "where it serves (default: any free port of loopback)",
+                dest="address", default="127.0.0.1:0"),
+        _option("--token-env", "NAME", "environment variable that holds the pages' token (default: "
+                "one is drawn and printed)"),
+        _option("--tls-cert", "FILE", "PEM certificate, needed off loopback", type=Path),
+        _option("--tls-key", "FILE", "PEM key of the certificate", type=Path),
+    )),
     "status": Command("how a run stands, and its pools; or its result", "control:status", (
         _flag("--json", "print JSON, for programs", dest="as_json"),
         _flag("--watch", "again every second, until it ends"),
@@ -329,7 +339,7 @@ def _main(parser: argparse.ArgumentParser, command: Command, argv: Sequence[str]
     try:
         options = vars(parser.parse_args(argv))
         module, _, function = options.pop("handler").partition(":")
-        if not module.startswith("experiments."):
+        if not module.startswith(("experiments.", "ui.")):
             module = f"commands.{module}"
         found = getattr(import_module(f"forge_run.{module}"), function)(**options)
         if isinstance(found, int):

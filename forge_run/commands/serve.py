@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from actors.base import gpus_here
 from forge_run.formatting import TableSection, facts, lines
 from forge_run.launch import kill_mesh, monarch_environment
+from forge_run.listening import listen
 from forge_run.preflight import NO_GPU, Fault, located, vllm_faults
-from protocols.errors import SpecError
 from protocols.secrets import secret_text
 from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.loading import LoadedServeSpec, load_serve
@@ -53,7 +53,7 @@ def serve(loaded: LoadedServeSpec) -> int:
     if faults:
         raise combined(faults)
     spec = loaded.spec
-    listening = listen(spec.http.listen)
+    listening = listen(spec.http.listen, "http.listen")
     # A terminal's Ctrl-C reaches the whole process group. Generators inherit that SIGINT is
     # ignored. Here it is also blocked in every thread, and one thread waits for it: block it
     # before the imports that start threads.
@@ -140,23 +140,6 @@ def api_keys(http: HttpSpec) -> tuple[ApiKey, ...]:
     if http.key_env:
         specs[EVERYTHING] = ApiKeySpec(env=http.key_env, rights=RIGHTS)
     return tuple(ApiKey.of(name, key, secret_text(key.env)) for name, key in specs.items())
-
-
-def listen(address: str) -> socket.socket:
-    """Return a socket bound to host:port. Raises SpecError where it is taken."""
-    host, _, port = address.rpartition(":")
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    made = socket.socket(family)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind((host.strip("[]"), int(port)))
-    except OSError as error:
-        made.close()
-        raise SpecError(
-            f"http.listen: cannot listen on {address}: {error.strerror}; choose another port, or "
-            "127.0.0.1:0 for any free one"
-        ) from error
-    return made
 
 
 class ServeProcess:

@@ -1,0 +1,25 @@
+"""Bind the socket of a server before it starts: a taken address is told at once."""
+
+from __future__ import annotations
+
+import socket
+
+from protocols.errors import SpecError
+
+
+def listen(address: str, key: str) -> socket.socket:
+    """Return a socket bound to host:port. Raises SpecError, which names `key`, where it is
+    taken."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    made = socket.socket(family)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host.strip("[]"), int(port)))
+    except OSError as error:
+        made.close()
+        raise SpecError(
+            f"{key}: cannot listen on {address}: {error.strerror}; choose another port, or "
+            "127.0.0.1:0 for any free one"
+        ) from error
+    return made

@@ -1,0 +1,1 @@
+"""Serve pages about runs to a browser: `forge ui`."""

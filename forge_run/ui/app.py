@@ -1,0 +1,193 @@
+"""Assemble the application: pages, their data as JSON, and a stream that tells what changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from forge_run.ui import rollouts_page, run_page
+from forge_run.ui.live import LiveRun
+from forge_run.ui.row_index import filter_of
+from forge_run.ui.run_view import RunView
+from forge_run.ui.served_runs import ServedRuns
+from protocols.errors import ControlError, DataError, ForgeError
+
+HERE = Path(__file__).parent
+LOOK_SECONDS = 1.0  # between two looks at the files of an open page
+STREAMS = 32  # open pages; each is a stream
+PAGE_ROWS = 25
+MOST_EVENTS = 200
+BODY_BYTES = 64 * 1024
+RUN_PAGES = {"run": "Run", "rollouts": "Rollouts"}
+PAGES = {"runs": "Runs", **RUN_PAGES}
+
+TEMPLATE = Environment(
+    loader=FileSystemLoader(HERE / "templates"),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+).get_template("page.html.j2")
+
+
+class RunPages:
+    """Answer the requests about the runs of one folder."""
+
+    def __init__(self, runs: ServedRuns, look_seconds: float = LOOK_SECONDS) -> None:
+        self._runs, self._look_seconds = runs, look_seconds
+        self._live: dict[str, LiveRun] = {}
+        self._streams = 0
+
+    def application(self) -> Starlette:
+        """Return the application, without a check of who asks (`PageAccess`)."""
+        data = {
+            "runs": self._list, "overview": self._overview, "curves": self._curves,
+            "steps": self._steps, "events": self._events, "rollouts": self._rollouts,
+            "rollout": self._rollout,
+        }  # fmt: skip
+        return Starlette(
+            routes=[
+                Route("/", self._home),
+                *(Route(f"/{name}", self._page) for name in PAGES),
+                *(Route(f"/api/{name}", self._answered(of)) for name, of in data.items()),
+                Route("/api/changes", self._changes),
+                Route("/api/steer", self._steer, methods=["POST"]),
+                Mount("/static", StaticFiles(directory=HERE / "static")),
+            ],
+            exception_handlers={ForgeError: _refused},
+        )
+
+    # -- pages ------------------------------------------------------------------------------------
+
+    async def _home(self, request: Request) -> Response:
+        if self._runs.single:
+            (key,) = self._runs.paths()
+            return RedirectResponse(f"/run?{urlencode({'run': key})}", 303)
+        return RedirectResponse("/runs", 303)
+
+    async def _page(self, request: Request) -> Response:
+        name = request.url.path.strip("/")
+        key = request.query_params.get("run", "")
+        if name in RUN_PAGES:
+            await run_in_threadpool(self._runs.view, key)  # or say at once that there is none
+        tabs = [(page, title, page == name) for page, title in RUN_PAGES.items()] if key else []
+        html = TEMPLATE.render(
+            name=name, title=PAGES[name], run=key, tabs=tabs, single=self._runs.single
+        )
+        return HTMLResponse(html)
+
+    # -- data -------------------------------------------------------------------------------------
+
+    def _answered(self, of: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """Return the endpoint that answers in a thread: the files are read there."""
+
+        async def endpoint(request: Request) -> Response:
+            return JSONResponse(await run_in_threadpool(of, request))
+
+        return endpoint
+
+    def _list(self, request: Request) -> Any:
+        return [{"key": key, **vars(one)} for key, one in self._runs.summaries()]
+
+    def _overview(self, request: Request) -> Any:
+        view = self._view(request)
+        return run_page.overview(view, self._of(view).status())
+
+    def _curves(self, request: Request) -> Any:
+        return run_page.curves(self._view(request), *_since(request))
+
+    def _steps(self, request: Request) -> Any:
+        return run_page.steps(self._view(request), *_since(request))
+
+    def _events(self, request: Request) -> Any:
+        return run_page.happenings(self._view(request), MOST_EVENTS)
+
+    def _rollouts(self, request: Request) -> Any:
+        source = request.query_params.get("source", "rollouts")
+        wanted = filter_of(request.query_params)
+        skip = _number(request, "skip", 0)
+        return rollouts_page.listing(self._view(request), source, wanted, skip, PAGE_ROWS)
+
+    def _rollout(self, request: Request) -> Any:
+        source = request.query_params.get("source", "rollouts")
+        return rollouts_page.details(self._view(request), source, _number(request, "number", -1))
+
+    def _view(self, request: Request) -> RunView:
+        return self._runs.view(request.query_params.get("run", ""))
+
+    def _of(self, view: RunView) -> LiveRun:
+        return self._live.setdefault(view.key, LiveRun(view.run.path))
+
+    # -- a run that goes on -----------------------------------------------------------------------
+
+    async def _changes(self, request: Request) -> Response:
+        """Stream the marks of a run's files whenever one is another than before."""
+        key = (await run_in_threadpool(self._view, request)).key
+        if self._streams >= STREAMS:
+            raise DataError(f"{STREAMS} pages are open already; close one")
+
+        async def marks() -> AsyncIterator[ServerSentEvent]:
+            self._streams += 1
+            try:
+                told = None
+                while True:
+                    found = await run_in_threadpool(self.marks, key)
+                    if found != told:
+                        yield ServerSentEvent(json.dumps(found), event="changed")
+                        told = found
+                    await asyncio.sleep(self._look_seconds)
+            finally:
+                self._streams -= 1
+
+        return EventSourceResponse(marks(), send_timeout=30)
+
+    def marks(self, key: str) -> dict[str, Any]:
+        """Return a mark of each file of a run, equal while it is, and whether the run goes on."""
+        view = self._runs.view(key)
+        return {**view.marks(), "running": self._of(view).running}
+
+    async def _steer(self, request: Request) -> Response:
+        try:
+            length = int(request.headers.get("content-length", ""))
+            if length > BODY_BYTES:
+                raise ValueError
+            asked = json.loads(await request.body())
+            run, action = str(asked["run"]), str(asked["action"])
+        except (ValueError, LookupError, TypeError):
+            raise DataError(
+                'the body is a JSON object such as {"run": "longhealth/ID", "action": "pause"}'
+            ) from None
+        view = await run_in_threadpool(self._runs.view, run)
+        told = await run_in_threadpool(self._of(view).steer, action, asked)
+        return JSONResponse({"told": told})
+
+
+def _since(request: Request) -> tuple[int, int]:
+    return _number(request, "generation", 0), _number(request, "after", 0)
+
+
+def _number(request: Request, key: str, default: int) -> int:
+    given = request.query_params.get(key, "")
+    if not given:
+        return default
+    if not given.isdecimal() or len(given) > 15:
+        raise DataError(f"{key} must be a whole number from 0: got {given[:40]!r}; correct it")
+    return int(given)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    status = 409 if isinstance(error, ControlError) else 400
+    return JSONResponse({"error": str(error)}, status)

@@ -1,0 +1,128 @@
+"""Hold what a page reads of one run: followed files, indexed files, the spec and the tokenizer."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from forge_run.ui.row_index import RowFacts, RowIndex
+from forge_run.ui.tail import FollowedRows
+from learning.decoding.stopping import TokenText
+from protocols.errors import ForgeError
+from protocols.spec.loading import load_resolved
+from protocols.spec.mesh import RunSpec
+from services.run_directory import RunDirectory
+
+SOURCES = ("rollouts", "answers", "episodes")
+
+
+class RunView:
+    """Read one run. `refresh` looks at its files, and reads what was added to the small ones; the
+    index of a large one is brought up to date when it is asked for."""
+
+    def __init__(self, key: str, path: Path) -> None:
+        self.key = key
+        self.run = run = RunDirectory(path)
+        self.metrics, self.events = FollowedRows(run.metrics), FollowedRows(run.events)
+        self._indexes = {
+            "rollouts": RowIndex(run.rollouts, rollout_facts),
+            "answers": RowIndex(run.answers, answer_facts),
+            "episodes": RowIndex(run.episodes, episode_facts),
+        }
+        self._lock = threading.Lock()
+
+    def refresh(self) -> None:
+        with self._lock:
+            self.metrics.refresh()
+            self.events.refresh()
+
+    def index(self, source: str) -> RowIndex:
+        """Return the index of one of SOURCES, up to date."""
+        index = self._indexes[source]
+        index.refresh()
+        return index
+
+    def marks(self) -> dict[str, Any]:
+        """Return a mark of each file, equal while it is: the cost of a page that is only open."""
+        self.refresh()
+        sizes = {}
+        for source in SOURCES:
+            try:
+                sizes[source] = getattr(self.run, source).stat().st_size
+            except FileNotFoundError:
+                sizes[source] = 0
+        ended = self.run.results.exists()
+        return {"metrics": self.metrics.mark, "events": self.events.mark, **sizes, "ended": ended}
+
+    @cached_property
+    def spec(self) -> RunSpec | None:
+        """Return the spec, None for one of another version or a damaged one."""
+        try:
+            return load_resolved(self.run.spec)
+        except ForgeError:
+            return None
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """Return the tokenizer of the run's model, None where its file is not on this machine."""
+        from tokenizers import Tokenizer  # not transformers' own, which imports for seconds
+
+        path = Path(self.spec.learn.model.path) / "tokenizer.json" if self.spec else None
+        return Tokenizer.from_file(str(path)) if path is not None and path.is_file() else None
+
+    def text(self, ids: Sequence[int]) -> str | None:
+        """Return tokens as text, None without the tokenizer."""
+        if self._tokenizer is None:
+            return None
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def pieces(self, ids: Sequence[int]) -> list[str] | None:
+        """Return the text of each token; of one that ends inside a character, nothing. None without
+        the tokenizer."""
+        if self._tokenizer is None:
+            return None
+        text = TokenText(lambda some: self._tokenizer.decode(some, skip_special_tokens=False))
+        pieces = [text.add(token) for token in ids]
+        if pieces:
+            pieces[-1] += text.rest()
+        return pieces
+
+
+def rollout_facts(row: Mapping[str, Any]) -> RowFacts:
+    """Return the facts of a row of rollouts.jsonl, which has neither verdict nor reward."""
+    return RowFacts(
+        row["arm"], row["step"], row["document"], row["kind"],
+        f"{row['document']} {row['prompt_ids']}", math.nan, math.nan, len(row["response_ids"]),
+    )  # fmt: skip
+
+
+def answer_facts(row: Mapping[str, Any]) -> RowFacts:
+    """Return the facts of a row of answers.jsonl; its kind is how it was decoded."""
+    return RowFacts(
+        row["arm"], row["step"], row["document"], "sampled" if row["sampled"] else "greedy",
+        f"{row['document']} {row['id']}", _number(row["right"]), _number(row["reward"]),
+        row["tokens"],
+    )  # fmt: skip
+
+
+def episode_facts(row: Mapping[str, Any]) -> RowFacts:
+    """Return the facts of a row of episodes.jsonl; its kind is how it failed, if it did. A reward
+    above 0 counts as right."""
+    reward = _number(row["reward"])
+    verdict = math.nan if math.isnan(reward) else float(reward > 0)
+    tokens = sum(turn["stop"] - turn["start"] for turn in row["turns"])
+    task = row["task"]
+    return RowFacts(
+        row["arm"], row["step"], task["document"], row["error_kind"] or "complete",
+        f"{task['document']} {task['id'].rpartition('/')[0]} {task['arguments']}", verdict, reward,
+        tokens,
+    )  # fmt: skip
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)

@@ -1,0 +1,302 @@
+"""The pages' data over HTTP: of a run by hand, of one that goes on, and of runs that are not
+there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_run_control import Served, served
+from recorded_run import EPISODE, finish, recorded_run, train
+from starlette.testclient import TestClient
+
+from forge_run.ui import app as ui_app
+from forge_run.ui.access import PageAccess
+from forge_run.ui.app import RunPages
+from forge_run.ui.served_runs import ServedRuns
+from protocols.errors import DataError
+from services.control.endpoints import Endpoints, write_endpoints
+from services.run_directory import RunDirectory
+
+TOKEN = "right-token"
+BASE = "http://127.0.0.1:8420"
+
+
+def client_of(where: Path, **more: Any) -> TestClient:
+    pages = RunPages(ServedRuns(where), look_seconds=0.01)
+    app = PageAccess(pages.application(), TOKEN, "127.0.0.1", secure=False)
+    given = {"headers": {"authorization": f"Bearer {TOKEN}"}, "follow_redirects": False}
+    return TestClient(app, base_url=BASE, **{**given, **more})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return recorded_run(tmp_path / "runs")
+
+
+@pytest.fixture
+def client(run: RunDirectory) -> TestClient:
+    return client_of(run.path.parents[1])
+
+
+def key(run: RunDirectory) -> str:
+    return f"tiny/{run.id}"
+
+
+def asked(client: TestClient, name: str, **query: Any) -> Any:
+    reply = client.get(f"/api/{name}", params=query)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_the_list_has_every_run_the_last_started_first(client: TestClient, tmp_path: Path) -> None:
+    later = recorded_run(tmp_path / "runs" / "sweep", minute=5)
+    finish(later)
+    (tmp_path / "runs" / "empty").mkdir()
+    first, second = asked(client, "runs")
+    assert (first["key"], first["state"]) == (f"sweep/tiny/{later.id}", "finished")
+    assert (second["state"], second["step"], second["kl"]) == ("unfinished", 2, 0.5)
+
+
+def test_curves_and_steps_are_asked_for_from_where_they_ended(
+    client: TestClient, run: RunDirectory
+) -> None:
+    curves = asked(client, "curves", run=key(run))
+    assert [row["kl"] for row in curves["rows"]] == [1.0, 0.5]
+    assert (curves["next"], curves["fresh"], curves["stride"]) == (2, True, 1)
+    # 6 of 8 right: Wilson's interval.
+    assert curves["rows"][1]["ci95"] == pytest.approx([0.4093, 0.9285], abs=1e-4)
+    train(run, 3)
+    more = asked(client, "curves", run=key(run), generation=0, after=2)
+    assert [row["step"] for row in more["rows"]] == [3]
+    assert more["fresh"] is False
+    (step, *_) = asked(client, "steps", run=key(run))["rows"]
+    assert (step["seconds"]["train"], step["tokens_per_second"]) == (2.0, 3.5)
+    other = asked(client, "curves", run=key(run), generation=7, after=2)
+    assert (len(other["rows"]), other["fresh"]) == (3, True)
+
+
+def test_long_curves_are_thinned_but_for_validations(
+    client: TestClient, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forge_run.ui.run_page.FIRST_ROWS", 2)
+    train(run, 3)
+    train(run, 4, accuracy=0.5)
+    curves = asked(client, "curves", run=key(run))
+    # Every second row of 4, and steps 2 and 4, which were validated.
+    assert [row["step"] for row in curves["rows"]] == [1, 2, 3, 4]
+    assert curves["stride"] == 2
+    assert [row["step"] for row in asked(client, "steps", run=key(run))["rows"]] == [1, 3]
+
+
+def test_events_are_told_without_the_steps(client: TestClient, run: RunDirectory) -> None:
+    names = [row["event"] for row in asked(client, "events", run=key(run))]
+    assert names == ["role_ready", "run_started"]
+
+
+def test_rollouts_by_step_and_document(client: TestClient, run: RunDirectory) -> None:
+    listed = asked(client, "rollouts", run=key(run))
+    assert (listed["total"], listed["tokens"]) == (4, 28)
+    assert [row["step"] for row in listed["rows"]] == [2, 2, 1, 1]
+    assert listed["rows"][0]["prompt"] == "<|user|> what is the radiologist?<|end|><|assistant|>"
+    chosen = asked(client, "rollouts", run=key(run), step=1, document="patient_02")
+    assert [(row["step"], row["document"]) for row in chosen["rows"]] == [(1, "patient_02")]
+    assert [row["step"] for row in asked(client, "rollouts", run=key(run), skip=3)["rows"]] == [1]
+
+
+def test_a_rollout_token_by_token_and_the_same_question_at_other_versions(
+    client: TestClient, run: RunDirectory
+) -> None:
+    found = asked(client, "rollout", run=key(run), number=2)
+    row = found["row"]
+    assert row["pieces"] == [" the", " chart", " says", " radiologist", " lakeside", ".", "<|end|>"]
+    assert (row["versions"], row["logprobs"][0]) == ([1] * 7, -0.25)
+    assert [(one["step"], one["versions"]) for one in found["same"]] == [(2, [1, 1]), (1, [0, 0])]
+
+
+def test_held_out_answers_by_verdict(client: TestClient, run: RunDirectory) -> None:
+    finish(run)
+    wrong = asked(client, "rollouts", run=key(run), source="answers", verdict="wrong")
+    assert [(row["arm"], row["gold"]) for row in wrong["rows"]] == [("none", "52 mmol")]
+    found = asked(
+        client, "rollout", run=key(run), source="answers", number=wrong["rows"][0]["number"]
+    )
+    assert (found["row"]["answer"], found["row"]["expected"]) == ("41 mmol", "52 mmol")
+    assert [one["arm"] for one in found["same"]] == ["none", "on_policy"]
+
+
+def test_an_episode_turn_by_turn(client: TestClient, run: RunDirectory) -> None:
+    run.append_episodes([EPISODE, {**EPISODE, "reward": None, "error_kind": "context_full"}])
+    right = asked(client, "rollouts", run=key(run), source="episodes", least=0.5)
+    assert [(row["reward"], row["turns"]) for row in right["rows"]] == [(1.0, 1)]
+    row = asked(client, "rollout", run=key(run), source="episodes", number=0)["row"]
+    (turn,) = row["turns"]
+    assert turn["pieces"][4] == " lakeside"
+    assert (turn["hint"], turn["expected"]) == ("look at the handbook", "lakeside")
+    assert row["opening"][0]["content"] == "who is the surgeon?"
+
+
+def test_marks_tell_which_files_grew(run: RunDirectory) -> None:
+    pages = RunPages(ServedRuns(run.path))
+    first = pages.marks(run.id)
+    assert first["metrics"] == [0, 2]
+    assert pages.marks(run.id) == first
+    train(run, 3)
+    assert pages.marks(run.id)["metrics"] == [0, 3]
+
+
+def test_a_page_of_one_run(run: RunDirectory) -> None:
+    client = client_of(run.path)
+    assert client.get("/").headers["location"] == f"/run?run={run.id}"
+    page = client.get(f"/run?run={run.id}")
+    assert f'<body data-run="{run.id}">' in page.text
+    assert 'href="/runs"' not in page.text
+
+
+def test_pages_have_no_script_of_their_own_and_fetch_nothing_from_outside(
+    client: TestClient, run: RunDirectory
+) -> None:
+    for name in ui_app.PAGES:
+        page = client.get(f"/{name}", params={"run": key(run)})
+        policy = page.headers["content-security-policy"]
+        assert policy.startswith("default-src 'self';")
+        assert "unsafe" not in policy
+        assert not re.search(r"<script(?![^>]*\bsrc=)|\bon\w+=|\bstyle=", page.text)
+        for path in re.findall(r'(?:src|href)="(/static[^"]*)"', page.text):
+            assert client.get(path).status_code == 200, path
+    static = Path(ui_app.__file__).parent / "static"
+    for file in static.glob("*.*s"):
+        assert not re.search(r"https?://|innerHTML|eval\(", file.read_text()), file.name
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/api/overview?run=nobody", "there is no run 'nobody' under"),
+        ("/api/overview?run=../../etc", "there is no run '../../etc' under"),
+        ("/run", "there is no run ''"),
+        ("/api/curves?run={run}&after=-1", "after must be a whole number from 0: got '-1'"),
+        ("/api/rollouts?run={run}&source=votes", "source must be one of rollouts, answers, episod"),
+        ("/api/rollouts?run={run}&step=x", "step must be a number: got 'x'; correct it"),
+        ("/api/rollout?run={run}&number=99", "rollouts.jsonl has no row 99: it has 4"),
+    ],
+)
+def test_a_request_that_cannot_be_answered(
+    client: TestClient, run: RunDirectory, path: str, told: str
+) -> None:
+    reply = client.get(path.format(run=key(run)))
+    assert reply.status_code == 400
+    assert told in reply.json()["error"]
+
+
+def test_a_place_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="there is nothing at nowhere: give a run's directory"):
+        ServedRuns(Path("nowhere"))
+
+
+# -- who is let in --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"cookie": f"forge_ui_8420={TOKEN}"}, 200),
+        ({"cookie": f"forge_ui_9999={TOKEN}"}, 401),  # of another port
+        ({"authorization": f"Bearer {TOKEN}", "host": "evil.example:8420"}, 421),
+        ({"authorization": f"Bearer {TOKEN}", "host": "localhost:8420"}, 200),
+    ],
+)
+def test_only_who_has_the_token_is_let_in(
+    run: RunDirectory, headers: dict[str, str], status: int
+) -> None:
+    client = client_of(run.path, headers=headers)
+    for path in ("/api/runs", "/static/page.js"):
+        assert client.get(path).status_code == status
+
+
+def test_the_token_of_the_address_becomes_a_cookie_and_leaves_the_address(
+    run: RunDirectory,
+) -> None:
+    client = client_of(run.path, headers={})
+    reply = client.get(f"{BASE}//run?token={TOKEN}&run=a")
+    assert reply.headers["location"] == "/run?run=a"
+    cookie = reply.headers["set-cookie"]
+    assert cookie == f"forge_ui_8420={TOKEN}; HttpOnly; Path=/; SameSite=lax"
+    assert client.get("/?token=wrong").status_code == 401
+    assert client.get("/api/runs").status_code == 200  # by the cookie
+
+
+# -- a run that goes on ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def steered(run: RunDirectory) -> Iterator[Served]:
+    with served(run=run.id) as here:
+        write_endpoints(run.path, Endpoints(here.address, None, os.getpid()))
+        yield here
+
+
+def steer(client: TestClient, run: RunDirectory, **asked: Any) -> tuple[int, str]:
+    reply = client.post("/api/steer", json={"run": key(run), **asked})
+    found = reply.json() if reply.headers["content-type"] == "application/json" else {}
+    return reply.status_code, found.get("told") or found.get("error") or reply.text
+
+
+def test_buttons_reach_the_run(client: TestClient, run: RunDirectory, steered: Served) -> None:
+    shown = asked(client, "overview", run=key(run))
+    assert (shown["outcome"], shown["status"]["step"], shown["seconds_left"]) == (
+        "running", 12, 190.0,
+    )  # fmt: skip
+    assert steer(client, run, action="pause") == (200, "pausing after the step in progress")
+    assert steer(client, run, action="resume") == (200, "going on")
+    assert steer(client, run, action="checkpoint") == (200, "wrote checkpoint step-000012")
+    told = steer(client, run, action="scale", role="generator", replicas=4)
+    assert told == (200, "generator: 4 wanted, 2 now")
+    assert steer(client, run, action="stop")[0] == 200
+    assert [call for call in steered.steering.asked if call != ("status",)] == [
+        ("pause",), ("resume",), ("checkpoint",), ("scale", "generator", 4), ("stop",),
+    ]  # fmt: skip
+
+
+def test_a_refusal_of_the_run_is_shown(
+    client: TestClient, run: RunDirectory, steered: Served
+) -> None:
+    assert steer(client, run, action="scale", role="cook", replicas=2) == (
+        409, "there is no role cook; roles: generator",
+    )  # fmt: skip
+    assert steer(client, run, action="scale", role="generator", replicas="2")[0] == 400
+    status, told = steer(client, run, action="explode")
+    assert (status, told[:22]) == (400, "action must be one of ")
+
+
+def test_a_run_that_has_ended_cannot_be_steered(client: TestClient, run: RunDirectory) -> None:
+    status, told = steer(client, run, action="stop")
+    assert status == 409
+    assert f"run {run.id} is not running" in told
+
+
+def test_another_sites_page_cannot_steer(
+    client: TestClient, run: RunDirectory, steered: Served
+) -> None:
+    body = {"run": key(run), "action": "stop"}
+    for origin, status in (("https://evil.example", 403), (BASE, 200)):
+        reply = client.post("/api/steer", json=body, headers={"origin": origin})
+        assert reply.status_code == status
+    assert client.post("/api/steer", content=b"{", headers={"origin": BASE}).status_code == 400
+    assert steered.steering.asked == [("stop",)]
+
+
+def test_marks_tell_that_a_run_goes_on(run: RunDirectory, steered: Served) -> None:
+    pages = RunPages(ServedRuns(run.path))
+    assert pages.marks(run.id)["running"] is True
+    (run.path / "endpoints.json").unlink()
+    assert pages.marks(run.id)["running"] is False
+    assert json.dumps(pages.marks(run.id))
