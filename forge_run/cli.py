@@ -268,6 +268,14 @@ COMMANDS = {
     "inspect": Command("shapes, norms and provenance of a cartridge", "convert:inspect",
                        (_there("source", "PATH", SOURCE), *CHOICE)),
     "k8s": Command("a mesh as Kubernetes manifests", verbs=K8S),
+    "certs": Command("make the certificates of a mesh's hosts", "certs:command", (
+        _option("directory", "DIR", "of the mesh's own authority, made unless it is there",
+                type=Path),
+        _option("--host", "NAME[,NAME...]", "names and addresses of one host; its files are in the "
+                "folder DIR/NAME; repeatable", dest="hosts", action="append", default=[]),
+        _option("--days", "N", "days until they expire (default: 365)", type=whole_number,
+                default=365),
+    )),
     "worker": Command("lend this host to runs, until SIGTERM", "run:worker", (
         _option("--address", "tcp://HOST:PORT[@tcp://LISTEN:PORT]",
                 "how others reach this host, and where it listens if not there; the port after it "
