@@ -277,9 +277,12 @@ COMMANDS = {
                 default=365),
     )),
     "worker": Command("lend this host to runs, until SIGTERM", "run:worker", (
-        _option("--address", "tcp://HOST:PORT[@tcp://LISTEN:PORT]",
+        _option("--address", "tls://HOST:PORT[@tls://LISTEN:PORT]",
                 "how others reach this host, and where it listens if not there; the port after it "
                 "is used too (default: this host's name in DNS, and $MONARCH_PORT or 26600)"),
+        _option("--tls", "DIR", "this host's ca.crt, tls.crt and tls.key: the worker serves those "
+                "with a certificate of the same authority alone", type=Path),
+        _flag("--insecure", "serve anyone, by plain TCP (tcp://) beyond loopback too"),
         _option("--grace", "SECONDS", "most time for runs to leave, after SIGTERM (default: 25)",
                 type=float, default=25.0),
     )),

@@ -14,7 +14,6 @@ import contextlib
 import math
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -27,14 +26,13 @@ from typing import Any
 from rich.console import Console
 
 from forge_run.console import ConsoleDisplay, print_results
+from forge_run.links import prepare_links
 from forge_run.resuming import open_directory
-from protocols.errors import CheckpointError, ForgeError, RunError, SpecError
+from protocols.errors import CheckpointError, ForgeError, RunError
 from protocols.secrets import LOCAL_KEY
-from protocols.spec.hosts import HostsSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.services import HealthSpec
 from services.forkserver.client import bootstrap_command, fork_server
-from services.hosts.handshake import host_and_port
 from services.hosts.source import LINK_ENVIRONMENT
 from services.planes.open import PLANE_IMPORTS
 from services.proc_info import descendants, has_ended
@@ -46,7 +44,6 @@ STOP_SECONDS = 6.0
 END_SECONDS = 1.5  # STOP_SECONDS, twice this and the report fit in 10 s
 STATUS_TIMEOUT = 30.0
 OF_THE_MESH = (b"monarch", b"forkserver")  # in the command lines of its processes
-ANYWHERE = ("192.0.2.1", 9)  # a documentation network: reached over the default route
 
 
 def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, str]:
@@ -73,6 +70,8 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     local = spec.mesh.hosts.kind == "local"
     os.environ.update(monarch_environment(spec.mesh.health, local=local))
     os.environ[LOCAL_KEY] = "local"
+    warnings: list[str] = []
+    listen = prepare_links(spec.mesh.hosts, warnings.append)
     caught = SignalFlag()
     console = Console()
     error: ForgeError | None = None
@@ -94,8 +93,10 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
         except OSError as unusable:
             raise storage_error(unusable, directory.path) from unusable
         display.line(f"run {directory.id}")
+        for warning in warnings:
+            display.line(warning)
         try:
-            cut_off = _drive(spec, directory, resumed, display, caught, lease, ready)
+            cut_off = _drive(spec, directory, resumed, display, caught, lease, ready, listen)
         except OSError as unusable:
             error = storage_error(unusable, directory.path)
         except ForgeError as failure:
@@ -174,9 +175,10 @@ def _drive(
     caught: SignalFlag,
     lease: RunLease,
     ready: Callable[[], None],
+    listen: str | None,
 ) -> str | None:
     """Return None for a run that ended in order, else why it was cut off, "" for a user's wish:
-    then no part of Monarch may be used any more."""
+    then no part of Monarch may be used any more. `listen` is where other hosts reach this one."""
     import monarch.actor as monarch
 
     from actors.base import bootstrap
@@ -187,8 +189,8 @@ def _drive(
     # TorchStore's index is an actor of this process. Importing torch later, for the message that
     # spawns it, would hold up Monarch's threads for seconds, and the controller would seem dead.
     import_plane(spec.mesh.plane)
-    if spec.mesh.hosts.kind != "local":  # the default transport reaches this host only
-        monarch.enable_transport(f"tcp://{reached_at(spec.mesh.hosts)}:0")
+    if listen is not None:  # the default transport reaches this host only
+        monarch.enable_transport(listen)
     # The controller supervises the mesh; only its own death reaches this process, and the next
     # poll notices that too. The default hook raises KeyboardInterrupt here.
     monarch.unhandled_fault_hook = lambda failure: None
@@ -311,39 +313,3 @@ def _end(procs: Any) -> None:
     for ending in (procs.stop, monarch.shutdown_context):
         with contextlib.suppress(Exception):
             ending().get(timeout=END_SECONDS)
-
-
-def reached_at(hosts: HostsSpec) -> str:
-    """Return this host's address: `hosts.reached_at`, else that of the route to the first worker,
-    else of the default route. IPv6 addresses are in brackets. Raises SpecError for a name without
-    an address, and where there is no such route."""
-    named = hosts.reached_at
-    try:
-        if named is not None:
-            return _bracketed(_address_of(named))
-        if hosts.addresses:
-            host, port = host_and_port(hosts.addresses[0])
-            return _bracketed(_local_address(_address_of(host.strip("[]")), port))
-        return _bracketed(_local_address(*ANYWHERE))
-    except OSError as error:
-        to = named or (hosts.addresses[0] if hosts.addresses else "anywhere")
-        raise SpecError(
-            f"hosts.reached_at: this host found no address for the workers ({to}: "
-            f"{error.strerror}); set it to this host's address as the workers reach it"
-        ) from error
-
-
-def _address_of(name: str) -> str:
-    return str(socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0][4][0])
-
-
-def _local_address(address: str, port: int) -> str:
-    """Return the route's local address. Connecting a datagram socket sends nothing."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))
-        return str(probe.getsockname()[0])
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

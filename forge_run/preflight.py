@@ -11,10 +11,12 @@ from deploy.manifests.sizing import known_size
 from forge_run.formatting import bytes_text
 from protocols.secrets import secret_text
 from protocols.spec.errors import SpecProblem, combined
+from protocols.spec.hosts import HostsSpec, is_loopback_host, is_tls
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.teacher_replay import ReplayTeacherSpec
 from protocols.spec.yaml_source import SourceLocation
+from services.hosts.handshake import host_and_port
 
 Fault = tuple[str, object, str, str]  # dotted key, value, what is wrong, remedy
 NO_GPU = "cannot run here, torch sees no GPU on this machine"
@@ -39,7 +41,8 @@ def unmet(
     spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
 ) -> list[SpecProblem]:
     """Return the reasons why this machine cannot run the spec now; empty when it can."""
-    return located([*_role_faults(spec), *_input_faults(spec.learn)], place)
+    faults = [*_role_faults(spec), *_link_faults(spec.mesh.hosts), *_input_faults(spec.learn)]
+    return located(faults, place)
 
 
 def located(faults: Iterable[Fault], place: Callable[[str], SourceLocation]) -> list[SpecProblem]:
@@ -77,6 +80,33 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
             yield gpus, role.gpus, NO_GPU, remedy
     yield from vllm_faults(generator.backend)
     yield from _device_faults(spec)
+
+
+def _link_faults(hosts: HostsSpec) -> Iterator[Fault]:
+    """Yield a fault where other hosts would be reached by plain TCP without leave, or where the
+    addresses and the certificate do not fit."""
+    if hosts.kind == "local":
+        return
+    plain = [a for a in hosts.addresses if not is_tls(a)]
+    beyond = [a for a in plain if not is_loopback_host(host_and_port(a)[0])]
+    if hosts.tls is not None and hosts.insecure:
+        why = "excludes hosts.insecure"
+        yield "hosts.tls", hosts.tls, why, "remove one of them"
+    elif hosts.tls is not None and plain:
+        why = "is for TLS, and hosts.addresses are of plain TCP"
+        yield "hosts.tls", hosts.tls, why, "write them as tls://host:port"
+    elif hosts.tls is not None and hosts.kind == "slurm":
+        why = "cannot run, Monarch's SlurmJob knows plain TCP alone"
+        yield "hosts.tls", hosts.tls, why, "set hosts.insecure on a network of the job's own"
+    elif hosts.tls is None and len(plain) < len(hosts.addresses):
+        why = "must name this host's certificate, for addresses of tls://"
+        yield "hosts.tls", "null", why, "set it to a directory that `forge certs` made"
+    elif hosts.tls is None and not hosts.insecure and (beyond or not hosts.addresses):
+        why = "cannot run, plain TCP runs the code of whoever reaches a port of the mesh"
+        safe = "set hosts.insecure on a network of the mesh's own"
+        if hosts.kind != "slurm":
+            safe = f"set hosts.tls to a directory that `forge certs` made, or {safe}"
+        yield "hosts.insecure", "false", why, safe
 
 
 def _device_faults(spec: RunSpec) -> Iterator[Fault]:

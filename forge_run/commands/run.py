@@ -120,8 +120,8 @@ def resolved(
     return replace(loaded, spec=spec), [*notes, *sources]
 
 
-def worker(*, address: str | None, grace: float) -> int:
+def worker(*, address: str | None, grace: float, tls: Path | None, insecure: bool) -> int:
     """Serve this host to runs until SIGTERM, then for at most `grace` seconds; ends the process."""
     from services.hosts.worker import main
 
-    main(address, grace)
+    main(address, grace, tls, insecure=insecure)

@@ -1,11 +1,11 @@
 """Serve and query worker info: versions and state that a run checks before it attaches to a worker.
 
-    GET http://10.0.0.2:26601/hello
+    GET https://10.0.0.2:26601/hello
     {"versions": {"torchmonarch": "0.7.0", "python": "3.11", ...}, "incarnation": "5b1f...",
-     "draining": false, "address": "tcp://10.0.0.2:41235"}
+     "draining": false, "address": "tls://10.0.0.2:41235"}
 
 It is plain JSON over HTTP, on the port after Monarch's, since another version of Monarch may not
-even decode our messages.
+even decode our messages. Of a worker with TLS, both sides show a certificate of the mesh.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import importlib.metadata
 import json
 import platform
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
-from typing import Self
+from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
 from protocols.errors import RunError
-from protocols.spec.hosts import ADDRESS
+from protocols.spec.hosts import ADDRESS, is_tls
 
 PACKAGES = ("cartridge-forge", "torchmonarch", "torch")  # must have equal versions on all hosts
 ANSWER_SECONDS = 3.0  # an answer takes a millisecond
@@ -62,12 +63,14 @@ def versions(*, torchstore: bool = True) -> dict[str, str]:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Return host and port: `"tcp://10.0.0.2:26600"` -> `("10.0.0.2", 26600)`; IPv6 keeps its
+    """Return host and port: `"tls://10.0.0.2:26600"` -> `("10.0.0.2", 26600)`; IPv6 keeps its
     brackets."""
     found = ADDRESS.fullmatch(address)
     # Worker info is on the next port, so Monarch cannot have the last one.
     if found is None or not 1 <= int(found[2]) < 65535:
-        raise RunError(f"a worker's address must be tcp://host:port: got {address!r}")
+        raise RunError(
+            f"a worker's address must be tls://host:port or tcp://host:port: got {address!r}"
+        )
     return found[1], int(found[2])
 
 
@@ -80,11 +83,13 @@ def parse_hello(body: bytes) -> WorkerInfo:
 
 
 async def ask_hello(address: str, timeout_s: float = ANSWER_SECONDS) -> WorkerInfo:
-    """Return the info of the worker at that address. Raises WorkerUnreachable with the remedy."""
+    """Return the info of the worker at that address. Raises WorkerUnreachable with the remedy, and
+    RunError for a `tls://` address where this process has no certificate."""
     host, port = host_and_port(address)
+    secured = _client_context(address)
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), port + 1)
+            reader, writer = await asyncio.open_connection(host.strip("[]"), port + 1, ssl=secured)
             try:
                 writer.write(f"GET /hello HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
                 answer = await reader.read(ANSWER_BYTES)
@@ -102,8 +107,24 @@ async def ask_hello(address: str, timeout_s: float = ANSWER_SECONDS) -> WorkerIn
         why = f"{error}" or f"no answer within {timeout_s:g} s"
         raise WorkerUnreachable(
             f"the worker at {address} said no hello on port {port + 1} ({why}); start it with "
-            f"`forge worker --address {address}`, and let this host reach both ports there"
+            f"`forge worker --address {address}{' --tls DIR' if secured else ''}`, and let this "
+            "host reach both ports there"
         ) from error
+
+
+def _client_context(address: str) -> ssl.SSLContext | None:
+    """Return the settings of a connection to this address; None for plain TCP."""
+    if not is_tls(address):
+        return None
+    from services.tls.identity import environment_identity  # a tenth of a second, for TLS alone
+
+    identity = environment_identity()
+    if identity is None:
+        raise RunError(
+            f"the worker at {address} asks for a certificate, and this process has none; set "
+            "hosts.tls to a directory that `forge certs` made"
+        )
+    return identity.client_context()
 
 
 def require_same(address: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
@@ -122,9 +143,16 @@ def require_same(address: str, theirs: Mapping[str, str], ours: Mapping[str, str
 
 class WorkerInfoServer:
     """Serve worker info on `host`:`port` from a thread: `with WorkerInfoServer("10.0.0.2", 26601,
-    tell): ...`. `tell` is called for each request. Raises RunError where it cannot listen."""
+    tell): ...`. `tell` is called for each request. With `context` it admits TLS alone, by the
+    context's rules. Raises RunError where it cannot listen."""
 
-    def __init__(self, host: str, port: int, tell: Callable[[], WorkerInfo]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        tell: Callable[[], WorkerInfo],
+        context: Callable[[], ssl.SSLContext] | None = None,
+    ) -> None:
         class WorkerInfoHandler(BaseHTTPRequestHandler):
             timeout = ANSWER_SECONDS
 
@@ -144,6 +172,16 @@ class WorkerInfoServer:
         class WorkerInfoListener(ThreadingTCPServer):  # HTTPServer looks up its name in DNS
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             allow_reuse_address = daemon_threads = True
+
+            def finish_request(self, request: Any, client_address: Any) -> None:
+                if context is None:
+                    return super().finish_request(request, client_address)
+                request.settimeout(ANSWER_SECONDS)  # of the handshake, in the request's thread
+                with context().wrap_socket(request, server_side=True) as secured:
+                    super().finish_request(secured, client_address)
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                pass  # a client without a certificate, or one that has left
 
         try:
             self._server = WorkerInfoListener((host.strip("[]"), port), WorkerInfoHandler)

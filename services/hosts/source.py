@@ -1,8 +1,8 @@
 """Describe workers on other hosts and attach to them: one Monarch worker, and one mesh, per host.
 
     os.environ.update(LINK_ENVIRONMENT)                  # also in every worker's environment
-    monarch.actor.enable_transport("tcp://10.0.0.1:0")   # where this host is reached
-    hosts = AddressedHosts(["tcp://10.0.0.2:26600", "tcp://10.0.0.3:26600"])
+    monarch.actor.enable_transport("tls://10.0.0.1:0")   # where this host is reached
+    hosts = AddressedHosts(["tls://10.0.0.2:26600", "tls://10.0.0.3:26600"])
     service = await Service.of(hosts)                    # services.pool.membership attaches them
 
 There is one mesh per worker because a mesh with a dead host neither spawns nor shuts down.
@@ -39,7 +39,7 @@ class HostWorker:
     """Describe a running Monarch worker, as a `HostSource` reports it.
 
     name       in status and events: "generator-0"; unique among the workers of a time
-    address    the one to attach to: "tcp://10.0.0.2:26600"; "" where `mesh` is attached already
+    address    the one to attach to: "tls://10.0.0.2:26600"; "" where `mesh` is attached already
     role       the only role whose replicas run there; "" for any
     capacity   maximum number of replicas there; 0 for any number
     """
@@ -75,7 +75,7 @@ class AddressedHosts:
     or lost is used again once it is restarted at its address."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self._workers = tuple(HostWorker(a.removeprefix("tcp://"), a) for a in addresses)
+        self._workers = tuple(HostWorker(a.partition("://")[2], a) for a in addresses)
 
     async def workers(self) -> AsyncGenerator[tuple[HostWorker, ...]]:
         yield self._workers
@@ -89,7 +89,7 @@ class AddressedHosts:
 
 
 async def attach(worker: str, timeout_s: float = 30.0) -> HostMesh:
-    """Return the mesh of the worker at `tcp://host:port`. Raises RunError when it is silent."""
+    """Return the mesh of the worker at `tls://host:port`. Raises RunError when it is silent."""
     from monarch.actor import attach_to_workers  # imported late: it reads the environment
 
     mesh = attach_to_workers(ca="trust_all_connections", workers=[worker])

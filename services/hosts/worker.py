@@ -1,8 +1,9 @@
 """Run a worker, a host of a mesh: `forge worker` (`python -m services.hosts.worker`).
 
-    forge worker --address tcp://10.0.0.2:26600                  others connect to it there
-    forge worker --address tcp://w2:26600@tcp://0.0.0.0:26600    and it listens there
-    forge worker                                                 its name in DNS, $MONARCH_PORT
+    forge worker --tls DIR --address tls://10.0.0.2:26600                 others connect there
+    forge worker --tls DIR --address tls://w2:26600@tls://0.0.0.0:26600   and it listens there
+    forge worker --tls DIR                                     its name in DNS, $MONARCH_PORT
+    forge worker --address tcp://127.0.0.1:26600               this host alone
 
 The worker serves Monarch at this address and, for each start, at another port that its worker info
 reports (services.hosts.handshake, at the port after the address). A controller that was attached to
@@ -11,8 +12,10 @@ itself serves clients that do not read worker info, such as Kubernetes' probes.
 
 The first SIGTERM (or Ctrl-C) drains the worker: its worker info reports it, controllers move their
 replicas away, and it exits once it has no child process, at the latest after the grace. A second
-signal ends it at once. There is no TLS and no authentication between workers: only the mesh's own
-pods or hosts may reach it (deploy/k8s has the network policy).
+signal ends it at once.
+
+Whoever attaches to a worker runs code in it. So beyond loopback it talks by mutual TLS: others must
+show a certificate of the authority in DIR (docs/adr/0018). `--insecure` has it listen for anyone.
 """
 
 from __future__ import annotations
@@ -25,13 +28,16 @@ import threading
 import time
 import uuid
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from protocols.errors import RunError
+from protocols.errors import ForgeError, RunError, SpecError
+from protocols.spec.hosts import is_loopback_host, is_tls
 from services.hosts.handshake import WorkerInfo, WorkerInfoServer, host_and_port, versions
 from services.hosts.source import LINK_ENVIRONMENT
 from services.proc_info import descendants
+from services.tls.identity import TlsIdentity, read_identity
 
 PORT = 26600
 GRACE_SECONDS = 25.0  # Kubernetes kills after 30
@@ -39,10 +45,10 @@ LOOK_SECONDS = 0.1
 KILL_SECONDS = 5.0  # for children to be gone after SIGKILL
 
 
-def address(name: str, port: int) -> str:
+def address(name: str, port: int, scheme: str = "tcp") -> str:
     """Return the address that others connect to and the one to listen on, in Monarch's form:
     `"tcp://generator-0.generator-svc:26600@tcp://0.0.0.0:26600"`."""
-    return f"tcp://{name}:{port}@tcp://0.0.0.0:{port}"
+    return f"{scheme}://{name}:{port}@{scheme}://0.0.0.0:{port}"
 
 
 class StopSignals:
@@ -61,32 +67,52 @@ class StopSignals:
         self.signals += 1
 
 
-def work(at: str | None = None, grace_s: float = GRACE_SECONDS) -> int:
+def work(
+    at: str | None = None,
+    grace_s: float = GRACE_SECONDS,
+    tls: Path | None = None,
+    *,
+    insecure: bool = False,
+) -> int:
     """Run a worker until a signal ends it; return the exit code once no child process is left.
 
-    `at` is `"tcp://called:port"` or `"tcp://called:port@tcp://listens:port"`. Raises RunError for
-    an address that it cannot listen on.
+    `at` is `"tls://called:port"` or `"tls://called:port@tls://listens:port"`, of plain TCP
+    `"tcp://..."`. `tls` is the directory of the worker's certificate; `insecure` lets it listen
+    without one beyond loopback. Raises RunError for an address that it cannot listen on, SpecError
+    for a certificate that does not fit.
     """
-    os.umask(0o077)  # as in the run's own process: the processes here write into its directory
-    os.environ.update(LINK_ENVIRONMENT)  # read by Monarch when it is imported
-    from monarch.actor import start_worker_loop_forever
-
-    at = at or address(socket.getfqdn(), int(os.environ.get("MONARCH_PORT", PORT)))
+    identity = None if tls is None else read_identity(tls, "--tls")
+    scheme = "tcp" if identity is None else "tls"
+    at = at or address(socket.getfqdn(), int(os.environ.get("MONARCH_PORT", PORT)), scheme)
     called, _, listens = at.partition("@")
     name, port = host_and_port(called)
     interface, own = host_and_port(listens or called)
+    _require_secured(at, name, interface, identity, insecure=insecure)
+    os.umask(0o077)  # as in the run's own process: the processes here write into its directory
+    os.environ.update(LINK_ENVIRONMENT)  # read by Monarch when it is imported
+    if identity is not None:
+        os.environ.update(identity.environment())
+    from monarch.actor import start_worker_loop_forever
+
     stop = StopSignals()
-    _take(interface, own)
-    fresh = _take(interface, 0)
-    attach_at = f"tcp://{name}:{fresh}"
+    if identity is None:
+        _take(interface, own)
+        fresh = _take(interface, 0)
+        served = [f"tcp://{name}:{p}@tcp://{interface}:{p}" for p in (own, fresh)]
+    else:
+        listeners = (_listener(interface, own), _listener(interface, 0))
+        fresh = listeners[1].getsockname()[1]
+        # Monarch takes no second address for TLS, but a socket that listens already.
+        served = [f"tls://{name}:fd{listener.detach()}" for listener in listeners]
+    attach_at = f"{scheme}://{name}:{fresh}"
     incarnation = uuid.uuid4().hex
 
     def tell() -> WorkerInfo:
         return WorkerInfo(versions(), incarnation, stop.signals > 0, attach_at)
 
-    with WorkerInfoServer(interface, own + 1, tell):
-        addresses = (f"{called}@tcp://{interface}:{own}", f"{attach_at}@tcp://{interface}:{fresh}")
-        for listened in addresses:
+    context = None if identity is None else identity.server_context
+    with WorkerInfoServer(interface, own + 1, tell, context):
+        for listened in served:
             loop = start_worker_loop_forever(address=listened, ca="trust_all_connections")
             threading.Thread(target=_watch, args=(loop, stop), daemon=True).start()
         sys.stdout.write(f"worker {name}:{port} waits for controllers\n")
@@ -124,28 +150,70 @@ def _watch(loop: Any, stop: StopSignals) -> None:
         os._exit(1)
 
 
+def _require_secured(
+    at: str, name: str, interface: str, identity: TlsIdentity | None, *, insecure: bool
+) -> None:
+    """Raise SpecError where the worker's address and its certificate do not fit, or where it would
+    listen beyond loopback without one, unless `insecure`."""
+    schemes = {is_tls(part) for part in at.split("@")}
+    if identity is not None:
+        if insecure:
+            raise SpecError("--tls and --insecure exclude each other; leave one of them out")
+        if schemes != {True}:
+            raise SpecError(f"--address: {at} is plain TCP, and --tls is given; write it as tls://")
+        identity.require_name(name, "--address")
+    elif True in schemes:
+        raise SpecError(
+            f"--address: {at} is for TLS; add --tls DIR, a directory that `forge certs` made"
+        )
+    elif not is_loopback_host(interface):
+        danger = f"whoever reaches {interface} on this worker's ports runs code on this host"
+        if not insecure:
+            raise SpecError(
+                f"--address: {at} is plain TCP beyond loopback, and {danger}; make a certificate "
+                "with `forge certs` and give --tls DIR and a tls:// address, or --insecure on a "
+                "network that only the mesh reaches"
+            )
+        sys.stderr.write(f"WARNING: --insecure: {danger}\n")
+        sys.stderr.flush()
+
+
 def _take(interface: str, port: int) -> int:
     """Return a port that can be listened on: `port`, or any free one for 0. Monarch itself reports
     a port that it cannot have too late."""
+    with _listener(interface, port) as trial:
+        return int(trial.getsockname()[1])
+
+
+def _listener(interface: str, port: int) -> socket.socket:
+    """Return a socket that listens on `port`, or on any free one for 0. Raises RunError."""
     family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    listener = socket.socket(family)
     try:
-        with socket.socket(family) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind((interface.strip("[]"), port))
-            return int(trial.getsockname()[1])
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((interface.strip("[]"), port))
+        listener.listen(128)
     except OSError as error:
+        listener.close()
         raise RunError(
             f"a worker cannot listen on {interface}:{port} ({error.strerror}); is another worker "
             "there, or has this host no such address? Choose another with --address, as in "
-            "tcp://its-name:port@tcp://0.0.0.0:port to listen on all it has"
+            "tls://its-name:port@tls://0.0.0.0:port to listen on all it has"
         ) from error
+    return listener
 
 
-def main(at: str | None = None, grace_s: float = GRACE_SECONDS) -> NoReturn:
+def main(
+    at: str | None = None,
+    grace_s: float = GRACE_SECONDS,
+    tls: Path | None = None,
+    *,
+    insecure: bool = False,
+) -> NoReturn:
     """Call `work`, print its error, and exit this process."""
     try:
-        code = work(at, grace_s)
-    except RunError as error:
+        code = work(at, grace_s, tls, insecure=insecure)
+    except ForgeError as error:
         sys.stderr.write(f"error: {error}\n")
         code = error.exit_code
     sys.stdout.flush()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocols.errors import ForgeError, RunError
+from protocols.spec.hosts import is_tls
 from services.hosts.handshake import (
     WorkerInfo,
     WorkerUnreachable,
@@ -166,9 +167,7 @@ class HostMembership:
         require_same(worker.address, hello.versions, self._needed)
         if hello.draining:
             raise WorkerUnreachable(f"the worker at {worker.address} is draining; start it again")
-        # By the host just reached: the worker's own name may not be in DNS yet.
-        reached, port = host_and_port(worker.address)[0], host_and_port(hello.address)[1]
-        return hello, self._processes.join(worker, await attach(f"tcp://{reached}:{port}"))
+        return hello, self._processes.join(worker, await attach(_attached_at(worker, hello)))
 
     async def _stay(self, member: HostMember, hello: WorkerInfo | None) -> tuple[str, str]:
         """Wait until the worker is to be left; return the event to note and the reason."""
@@ -198,3 +197,18 @@ class HostMembership:
     async def _pause(self, member: HostMember) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(member.removed.wait(), POLL_SECONDS)
+
+
+def _attached_at(worker: HostWorker, hello: WorkerInfo) -> str:
+    """Return the address to attach to. Raises RunError for a worker with TLS that goes by another
+    name: Monarch compares the names."""
+    (reached, _), (own, port) = host_and_port(worker.address), host_and_port(hello.address)
+    if not is_tls(worker.address):
+        # By the host just reached: the worker's own name may not be in DNS yet.
+        return f"tcp://{reached}:{port}"
+    if reached.lower() != own.lower() or not is_tls(hello.address):
+        raise RunError(
+            f"the worker at {worker.address} goes by {hello.address}; name it in hosts.addresses "
+            "as its --address does"
+        )
+    return hello.address

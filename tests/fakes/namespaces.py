@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -48,16 +49,18 @@ def cannot_make() -> str:
 
 class Hosts:
     """`forge worker` in each of `count` namespaces, linked to the one of this program. `workers`
-    are its processes."""
+    are its processes. They talk by plain TCP, or by TLS where `tls` has a directory for each."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, tls: Sequence[Path] = ()) -> None:
+        self._tls = tls
         self._anchors: list[subprocess.Popen[bytes]] = []
         self.workers: list[subprocess.Popen[bytes]] = []
         self._count = count
 
     @property
     def addresses(self) -> list[str]:
-        return [f"tcp://10.77.0.{i + 2}:{PORT}" for i in range(self._count)]
+        scheme = "tls" if self._tls else "tcp"
+        return [f"{scheme}://10.77.0.{i + 2}:{PORT}" for i in range(self._count)]
 
     def __enter__(self) -> Self:
         try:
@@ -90,10 +93,10 @@ class Hosts:
 
     def mute(self, host: int) -> None:
         """One-way loss: the host hears everything, and nothing that it says arrives."""
-        run(" ".join([*self._inside(host), f"ip route add blackhole {CLIENT}/32"]))
+        run(" ".join([*self.inside(host), f"ip route add blackhole {CLIENT}/32"]))
 
     def unmute(self, host: int) -> None:
-        run(" ".join([*self._inside(host), f"ip route del blackhole {CLIENT}/32"]))
+        run(" ".join([*self.inside(host), f"ip route del blackhole {CLIENT}/32"]))
 
     def start_again(self, host: int) -> None:
         """Another worker at the address of one that has ended."""
@@ -105,10 +108,12 @@ class Hosts:
         return [pid for a in self._anchors for pid in beside(a.pid) if pid not in own]
 
     def _worker(self, host: int) -> subprocess.Popen[bytes]:
-        words = [*FORGE, "worker", "--address", self.addresses[host]]
-        return hold([*self._inside(host), *words])
+        links = ["--tls", str(self._tls[host])] if self._tls else ["--insecure"]
+        words = [*FORGE, "worker", "--address", self.addresses[host], *links]
+        return hold([*self.inside(host), *words])
 
-    def _inside(self, host: int) -> list[str]:
+    def inside(self, host: int) -> list[str]:
+        """What starts a program in the namespace of a host."""
         return ["nsenter", f"--target={self._anchors[host].pid}", "--net"]
 
     def _link(self, host: int) -> None:
@@ -120,7 +125,7 @@ class Hosts:
             time.sleep(0.01)
         run(f"ip link add host{host} type veth peer name eth0 netns {anchor}")
         run(f"ip link set host{host} master bridge up")
-        inside = " ".join(self._inside(host))
+        inside = " ".join(self.inside(host))
         run(f"{inside} ip link set lo up")
         run(f"{inside} ip addr add 10.77.0.{host + 2}/24 dev eth0")
         run(f"{inside} ip link set eth0 up")

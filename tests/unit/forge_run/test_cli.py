@@ -168,7 +168,7 @@ def test_what_cannot_run_yet_loads_and_plans_but_does_not_run(
 
 
 def test_hosts_by_address_plan_too(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    hosts = "hosts={kind: addresses, addresses: ['tcp://a:1', 'tcp://b:2']}"
+    hosts = "hosts={kind: addresses, addresses: ['tcp://a:1', 'tcp://b:2'], insecure: true}"
     assert forge_run([MESH, "--set", model, "--set", hosts, "--dry-run"]) == 0
     assert "tcp://a:1, tcp://b:2" in capsys.readouterr().out
 

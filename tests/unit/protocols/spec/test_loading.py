@@ -93,10 +93,10 @@ BAD_FILES = [
      f"got '../configs/tony.yaml' at {M}:2 (config); give its path relative to the mesh file"),
     (M, "kind: local", "kind: addresses",
      f"addresses must be given with hosts.kind addresses: got [] at {M}:3 (hosts.addresses); "
-     "list tcp://host:port"),
+     "list tls://host:port"),
     (M, "kind: local", "kind: addresses\n  addresses: [tcp://a:26600, b:70000]",
-     "addresses must hold tcp://host:port addresses: got [tcp://a:26600, b:70000] "
-     f"at {M}:5 (hosts.addresses); write 'b:70000' as tcp://host:26600"),
+     "addresses must hold tls://host:port addresses: got [tcp://a:26600, b:70000] "
+     f"at {M}:5 (hosts.addresses); write 'b:70000' as tls://host:26600"),
     (M, "kind: local", "addresses: ['tcp://a:1']",
      "addresses belongs to hosts.kind addresses alone: got [tcp://a:1] "
      f"at {M}:4 (hosts.addresses); remove it or change hosts.kind"),

@@ -95,9 +95,10 @@ def test_torchstore_counts_where_it_is_the_plane() -> None:
 
 def test_addresses() -> None:
     assert host_and_port("tcp://10.0.0.2:26600") == ("10.0.0.2", 26600)
+    assert host_and_port("tls://w2.lan:26600") == ("w2.lan", 26600)
     assert host_and_port("tcp://[fd00::2]:1") == ("[fd00::2]", 1)
     for wrong in ("10.0.0.2:26600", "tcp://10.0.0.2", "tcp://10.0.0.2:65535", "tcp://a:0", ""):
-        with pytest.raises(RunError, match="must be tcp://host:port"):
+        with pytest.raises(RunError, match="must be tls://host:port or tcp://host:port"):
             host_and_port(wrong)
 
 
