@@ -150,7 +150,7 @@ def monarch_mesh(spec: RunSpec, name: str, size: ModelSize) -> Object:
     writes = name in WRITES_RUNS
     template = pod(
         "worker",
-        ["forge", "worker", "--address", _ADDRESS],
+        ["forge", "worker", "--address", _ADDRESS, "--insecure"],
         pod_resources(spec, name, role, size),
         "forge-worker",
         scope.labels,
@@ -235,6 +235,7 @@ def _of_pod(variable: str, path: str) -> Object:
 def _arguments(files: MeshFiles) -> list[str]:
     own = (
         "hosts=kubernetes",
+        "hosts.insecure=true",
         f"control.listen=0.0.0.0:{CONTROL_PORT}",
         f"control.tls_cert={PEMS}/tls.crt",
         f"control.tls_key={PEMS}/tls.key",

@@ -1,4 +1,4 @@
-"""Run a worker, a host of a mesh: `forge worker` (`python -m services.hosts.worker`).
+"""Run a worker, a host of a mesh: `forge worker`.
 
     forge worker --tls DIR --address tls://10.0.0.2:26600                 others connect there
     forge worker --tls DIR --address tls://w2:26600@tls://0.0.0.0:26600   and it listens there
@@ -218,7 +218,3 @@ def main(
         code = error.exit_code
     sys.stdout.flush()
     os._exit(code)  # Monarch's own exit would wait for attached controllers
-
-
-if __name__ == "__main__":
-    main()

@@ -167,7 +167,7 @@ class HostMembership:
         require_same(worker.address, hello.versions, self._needed)
         if hello.draining:
             raise WorkerUnreachable(f"the worker at {worker.address} is draining; start it again")
-        return hello, self._processes.join(worker, await attach(_attached_at(worker, hello)))
+        return hello, self._processes.join(worker, await attach(attached_at(worker, hello)))
 
     async def _stay(self, member: HostMember, hello: WorkerInfo | None) -> tuple[str, str]:
         """Wait until the worker is to be left; return the event to note and the reason."""
@@ -199,7 +199,7 @@ class HostMembership:
             await asyncio.wait_for(member.removed.wait(), POLL_SECONDS)
 
 
-def _attached_at(worker: HostWorker, hello: WorkerInfo) -> str:
+def attached_at(worker: HostWorker, hello: WorkerInfo) -> str:
     """Return the address to attach to. Raises RunError for a worker with TLS that goes by another
     name: Monarch compares the names."""
     (reached, _), (own, port) = host_and_port(worker.address), host_and_port(hello.address)

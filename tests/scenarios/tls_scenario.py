@@ -16,7 +16,7 @@ from typing import Any
 
 from mesh_scenario import SHORT, paused, placed, steer, told
 from namespaces import CLIENT, Hosts
-from small_run import command, latest, rows, run_to_end, running
+from small_run import command, latest, run_to_end, running
 
 from services.tls.certificates import certificates
 from services.tls.identity import TlsIdentity, read_identity
@@ -138,7 +138,6 @@ def scenario(hosts: Hosts, home: Path, folders: list[Path]) -> dict[str, Any]:
             "code": run.process.returncode, "path": str(path), "output": output[-3000:],
             "lost": told(path, "replica_lost"),
         }  # fmt: skip
-    report["tls"]["events"] = rows(path / "events.jsonl")
     return report
 
 

@@ -71,17 +71,17 @@ def test_a_certificate_makes_it_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 FAULTS = [
     ("addresses: ['tcp://127.0.0.1:9']", ""),
-    ("addresses: ['tls://10.0.0.2:9'], tls: certs", ""),
+    ("addresses: ['tls://10.0.0.2:9'], tls: /certs", ""),
     ("addresses: ['tcp://10.0.0.2:9'], insecure: true", ""),
     (
         "addresses: ['tcp://10.0.0.2:9']",
         "hosts.insecure: false cannot run, plain TCP runs the code",
     ),
     ("addresses: ['tls://10.0.0.2:9']", "hosts.tls: null must name this host's certificate"),
-    ("addresses: ['tcp://10.0.0.2:9'], tls: certs", "hosts.tls: certs is for TLS, and"),
+    ("addresses: ['tcp://10.0.0.2:9'], tls: /certs", "hosts.tls: /certs is for TLS, and"),
     (
-        "addresses: ['tls://10.0.0.2:9'], tls: certs, insecure: true",
-        "hosts.tls: certs excludes hosts.insecure",
+        "addresses: ['tls://10.0.0.2:9'], tls: /certs, insecure: true",
+        "hosts.tls: /certs excludes hosts.insecure",
     ),
 ]
 
@@ -103,8 +103,8 @@ def test_pods_and_nodes_need_a_certificate_or_leave(kind: str) -> None:
     [fault] = faults()
     assert fault.startswith("hosts.insecure: false cannot run, plain TCP")
     assert faults("hosts.insecure=true") == []
-    of_tls = faults("hosts.tls=certs")
+    of_tls = faults("hosts.tls=/certs")
     if kind == "slurm":
-        assert of_tls[0].startswith("hosts.tls: certs cannot run, Monarch's SlurmJob knows plain")
+        assert of_tls[0].startswith("hosts.tls: /certs cannot run, Monarch's SlurmJob knows plain")
     else:
         assert of_tls == []

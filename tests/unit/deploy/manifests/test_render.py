@@ -150,6 +150,7 @@ def test_a_worker_tells_the_pods_own_address(tree: dict[str, str]) -> None:
     found = container(pools(build(tree, "overlays/cpu"))["trainer"])
     assert found["command"] == [
         "tini", "--", "forge", "worker", "--address", "tcp://$(POD_IP):26600@tcp://0.0.0.0:26600",
+        "--insecure",
     ]  # fmt: skip
     (ip,) = (e for e in found["env"] if e["name"] == "POD_IP")
     assert ip["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}

@@ -1,0 +1,28 @@
+"""The address at which a worker is attached to."""
+
+import pytest
+
+from protocols.errors import RunError
+from services.hosts.handshake import WorkerInfo
+from services.hosts.source import HostWorker
+from services.pool.membership import attached_at
+
+
+def hello(address: str) -> WorkerInfo:
+    return WorkerInfo({}, "a", False, address)
+
+
+def test_by_the_host_that_was_reached_and_the_port_that_it_told() -> None:
+    worker = HostWorker("w", "tcp://10.0.0.2:26600")
+    assert attached_at(worker, hello("tcp://w2:41235")) == "tcp://10.0.0.2:41235"
+
+
+def test_with_tls_by_the_name_of_the_certificate() -> None:
+    worker = HostWorker("w", "tls://w2.lan:26600")
+    assert attached_at(worker, hello("tls://w2.lan:41235")) == "tls://w2.lan:41235"
+
+
+@pytest.mark.parametrize("told", ["tls://10.0.0.2:41235", "tcp://w2.lan:41235"])
+def test_with_tls_another_name_is_refused_with_the_remedy(told: str) -> None:
+    with pytest.raises(RunError, match=rf"goes by {told}; name it in hosts\.addresses as its"):
+        attached_at(HostWorker("w", "tls://w2.lan:26600"), hello(told))
