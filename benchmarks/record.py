@@ -82,10 +82,11 @@ def benchmark(
     instead. `measure` gets the parsed arguments and returns ratios and results; `config` joins the
     arguments in the record.
     """
-    name = Path(sys.argv[0]).stem
+    module = _module()
+    name = module.rpartition(".")[2]
     common = {"--out": Path(f"runs/bench/{name}.json"), "--quick": QUICK}
     asked = parsed(doc, common | dict(options or {}), quick or {})
-    told = provenance(name, {**vars(asked), **(config or {})})
+    told = provenance(name, {**vars(asked), **(config or {})}, module)
     return write(asked.out, told, *measure(asked))
 
 
@@ -115,7 +116,7 @@ def _keywords(given: Any) -> Mapping[str, Any]:
     return words | {"nargs": "+"} if several else words
 
 
-def provenance(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def provenance(name: str, config: Mapping[str, Any], module: str | None = None) -> dict[str, Any]:
     """Return the origin of figures. The option `device` names an accelerator; `load` is the last
     minute's."""
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in config.items() if k != "out"}
@@ -126,7 +127,7 @@ def provenance(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         device = torch.cuda.get_device_name(config["device"])
     return {
         "benchmark": name,
-        "command": " ".join([f"python -m {_module(name)}", *sys.argv[1:]]),
+        "command": " ".join([f"python -m {module or f'benchmarks.{name}'}", *sys.argv[1:]]),
         "commit": _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain") else ""),
         "device": {
             "name": device,
@@ -180,10 +181,11 @@ def median_ratio(first: Sequence[float], second: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(first, second, strict=True))
 
 
-def _module(name: str) -> str:
-    """Return the module that was started, which may lie in a folder of benchmarks."""
+def _module() -> str:
+    """Return the module that was started: it may lie in a folder, or be a folder itself."""
     started = sys.modules["__main__"].__spec__
-    return started.name if started else f"benchmarks.{name}"
+    assert started is not None, "start it as a module: python -m benchmarks.NAME"
+    return started.name.removesuffix(".__main__")
 
 
 def _git(*words: str) -> str:

@@ -69,3 +69,17 @@ def test_the_model_alone_is_asked_with_one_chart_and_with_two(tmp_path: Path) ->
     one, two = rows_of("benchmarks.accuracy", tmp_path / "together.json", "together", *sets)
     assert (one["charts"], two["charts"], one["n"], two["n"]) == (1, 2, 20, 20)
     assert one["right"] >= 18 > two["right"]
+
+
+def test_a_whole_chart_gives_every_fact_back_and_no_document_hardly_any(tmp_path: Path) -> None:
+    small = {"data.patients": 1, "train.steps": 1, "train.warmup_steps": 1}
+    sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    rows = rows_of("benchmarks.accuracy", tmp_path / "extraction.json", "extraction", *sets)
+    found = {row["prefix"]: row["counts"] for row in rows}
+    assert list(found) == ["none", "untrained", "trained", "whole"]
+    facts = [count["n"] for count in found["whole"]]
+    assert facts[:3] == [24, 24, 24]
+    assert found["whole"][0]["right"] == 24
+    assert found["whole"][2]["right"] >= 20
+    assert found["none"][0]["right"] <= 4
+    assert found["none"][2]["right"] == 0

@@ -4,6 +4,7 @@ and of the model itself with several documents before it.
     python -m benchmarks.accuracy initialization [MESH] [--init NAME]... [--seeds 1] [--set ...]...
     python -m benchmarks.accuracy composition [MESH] [--share 0.5] [--set key.path=value]...
     python -m benchmarks.accuracy together [MESH] [--set key.path=value]...
+    python -m benchmarks.accuracy extraction [MESH] [--set key.path=value]...
 
 Runs of the mesh's config in this process, of one thread: the same prompts, draws, scores and steps
 as `forge-run` with the same config. `--out` says where the record is written.
@@ -24,41 +25,30 @@ rows of a kind.
 together: nothing is trained. The model answers the held-out questions, which name their patient,
 with its chart and the next ones before them, read as one text in the documents' order: whether the
 model finds one chart's answer among several.
+
+extraction: what a person gets out of trained cartridges who knows the form of the charts, not their
+content. Share of all facts whose value is given back without options: asked one by one by the
+field's name; asked for whole notes ("list", "summarise"), greedily and in 8 draws; and the share of
+the chart's sentences that these answers hold word for word. The same prompts without a document
+tell what guessing gives, with the whole chart what can be had at most.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, get_args
 
-import torch
-from torch import Tensor
-
-from benchmarks.meters import one_thread
+from benchmarks.accuracy.extraction import extraction
+from benchmarks.accuracy.study import StudyBench, share, told
 from benchmarks.record import benchmark
-from learning.cartridge.composition import composed
-from learning.cartridge.initialization import CartridgeInit, initial_bank
-from learning.cartridge.sources import init_sources
-from learning.decoding.decode_batch import generate
-from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.model.loading import load_model, load_tokenizer, text_ids
-from learning.packing import context_of
-from learning.scoring import TeacherDistribution, contexts_of, score_kept
-from learning.trainer import CartridgeTrainer
-from protocols.records.intervals import wilson_interval
-from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
 from protocols.spec.start import Init
-from protocols.train_batch import TrainBatch
-from protocols.types import GenerateRequest, PrefixRef, composed_ref
-from training.recipes.longhealth import measure
-from training.recipes.longhealth_prompts import LongHealthQuestion, open_prompts
+from protocols.types import PrefixRef, composed_ref
+from training.recipes.longhealth_prompts import LongHealthQuestion
 from training.recipes.study_prompts import context_ref
-from training.rollouts import as_rollout
 
 # The order of prefixes, from a ring of documents that starts with the question's own.
 ORDERS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
@@ -66,105 +56,6 @@ ORDERS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
     "[A, B]": lambda ring: ring[:2],
     "[B, A]": lambda ring: ring[1::-1],
 }
-
-
-@dataclass(frozen=True)
-class RightCount:
-    """Count `right` answers of `n` questions."""
-
-    right: int
-    n: int
-
-
-class StudyBench:
-    """Train and evaluate one cartridge bank in this process, initialised by `cartridge.init`."""
-
-    def __init__(self, learn: LearnSpec) -> None:
-        one_thread()
-        self._learn = learn
-        self._model = load_model(learn.model.path, learn.model.dtype)
-        self.tasks = open_prompts(learn, load_tokenizer(learn.model.path))
-        documents, layout = self.tasks.documents, self.tasks.layout
-        self.names = sorted(self.tasks.patients)
-        self._cache = DocumentKVCache(partial(document_kv, self._model), documents, 1 << 30)
-        vocabulary = partial(text_ids, learn.model.path)
-        sources = init_sources(
-            layout.contexts, documents, self._cache, self._model.longest, vocabulary
-        )
-        of = learn.cartridge
-        assert of.fresh is not None, "this sets cartridge.init to a name"
-        start = CartridgeInit(of.fresh, of.tokens, of.frozen_tokens, learn.train.seed)
-        bank = initial_bank(self._model, sources, start)
-        self._trainer = CartridgeTrainer(
-            self._model, bank, learn.train, objective=learn.objective, loss=learn.loss,
-            publish_dtype=learn.model.dtype,
-        )  # fmt: skip
-
-    def train(self, steps: int) -> list[float]:
-        """Train and return the doc_kl of every step."""
-        trainer, learn = self._trainer, self._learn
-        top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
-        trainer.begin("on_policy", steps)
-        kls = []
-        for step in range(steps):
-            prompts = self.tasks.rollout(step, trainer.version)
-            done = generate(
-                self._model, [p.request for p in prompts], self.prefix, self.tasks.end_ids
-            )
-            samples = as_rollout(step, prompts, done, 0.0, 0.0, offline=False).samples
-            scored = score_kept(
-                self._model,
-                samples,
-                contexts_of(samples, self._cache),
-                learn.train.row_tokens,
-                top,
-                prefix=context_of,
-            )
-            batch = TrainBatch(doc=samples, scores={"doc_teacher": TeacherDistribution(**scored)})
-            kls.append(trainer.step_on(batch, trainer.version).kl)
-        return kls
-
-    def prefix(self, ref: PrefixRef) -> Tensor:
-        """Return the prefix KV before a prompt, as a generator looks it up."""
-        return composed(self._model, [self._single(part.name) for part in ref.parts])
-
-    def unmoved(self, ref: PrefixRef) -> Tensor:
-        """Return the prefix with keys at the positions they were trained at, which overlap."""
-        return torch.cat([self._single(part.name) for part in ref.parts], dim=3)
-
-    def ask(
-        self, exams: list[LongHealthQuestion], requests: list[GenerateRequest], moved: bool = True
-    ) -> RightCount:
-        """Answer requests over compositions with `moved` keys, or over `unmoved` ones."""
-        lookup = self.prefix if moved else self.unmoved
-        done = generate(self._model, requests, lookup, self.tasks.end_ids)
-        found = measure(exams, [self.tasks.decode(c.token_ids) for c in done])
-        return RightCount(round(found["accuracy"] * found["n"]), found["n"])
-
-    def examined(self) -> RightCount:
-        """Answer the held-out questions, each over its own cartridge."""
-        exams = self.tasks.exams
-        return self.ask(exams, self.tasks.exam_requests(exams, "bench", "cartridge", 0, False))
-
-    def _single(self, name: str) -> Tensor:
-        kind, _, document = name.partition("/")
-        if kind == "document":
-            return self._cache.get(document)
-        bank = self._trainer.bank
-        return bank.kv([document])[0].detach().to(self._model.dtype)
-
-
-def share(found: list[RightCount]) -> str:
-    """Return the accuracy over all runs as text: `63.1% (58.2% to 67.7%)`."""
-    right, n = sum(f.right for f in found), sum(f.n for f in found)
-    low, high = wilson_interval(right, n)
-    return f"{right / n:.1%} ({low:.1%} to {high:.1%})"
-
-
-def told(*cells: str) -> list[str]:
-    """Print a row of a Markdown table and return it."""
-    print("| " + " | ".join(cells) + " |", flush=True)
-    return list(cells)
 
 
 def started(mesh: str, sets: list[str], init: str, seed: int) -> dict[str, Any]:
@@ -262,7 +153,12 @@ def together(options: argparse.Namespace) -> Iterator[Any]:
         yield {"charts": count, **vars(found)}
 
 
-KINDS = {"initialization": initialization, "composition": composition, "together": together}
+KINDS = {
+    "initialization": initialization,
+    "composition": composition,
+    "together": together,
+    "extraction": extraction,
+}
 
 if __name__ == "__main__":
     benchmark(

@@ -1,0 +1,1 @@
+"""Accuracy of cartridges trained in one process, and what can be extracted from them."""

@@ -1,0 +1,126 @@
+"""Train and ask one cartridge bank in this process, and tell how many answers are right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.meters import one_thread
+from learning.cartridge.composition import composed
+from learning.cartridge.initialization import CartridgeInit, initial_bank
+from learning.cartridge.sources import init_sources
+from learning.decoding.decode_batch import generate
+from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.model.loading import load_model, load_tokenizer, text_ids
+from learning.packing import context_of
+from learning.scoring import TeacherDistribution, contexts_of, score_kept
+from learning.trainer import CartridgeTrainer
+from protocols.records.intervals import wilson_interval
+from protocols.spec.learn import LearnSpec
+from protocols.train_batch import TrainBatch
+from protocols.types import GenerateRequest, PrefixRef
+from training.recipes.longhealth import measure
+from training.recipes.longhealth_prompts import LongHealthQuestion, open_prompts
+from training.rollouts import as_rollout
+
+
+@dataclass(frozen=True)
+class RightCount:
+    """Count `right` answers of `n` questions."""
+
+    right: int
+    n: int
+
+
+class StudyBench:
+    """Train and evaluate one cartridge bank in this process, initialised by `cartridge.init`."""
+
+    def __init__(self, learn: LearnSpec) -> None:
+        one_thread()
+        self._learn = learn
+        self.model = load_model(learn.model.path, learn.model.dtype)
+        self.tasks = open_prompts(learn, load_tokenizer(learn.model.path))
+        documents, layout = self.tasks.documents, self.tasks.layout
+        self.names = sorted(self.tasks.patients)
+        self._cache = DocumentKVCache(partial(document_kv, self.model), documents, 1 << 30)
+        vocabulary = partial(text_ids, learn.model.path)
+        sources = init_sources(
+            layout.contexts, documents, self._cache, self.model.longest, vocabulary
+        )
+        of = learn.cartridge
+        assert of.fresh is not None, "this sets cartridge.init to a name"
+        start = CartridgeInit(of.fresh, of.tokens, of.frozen_tokens, learn.train.seed)
+        bank = initial_bank(self.model, sources, start)
+        self._trainer = CartridgeTrainer(
+            self.model, bank, learn.train, objective=learn.objective, loss=learn.loss,
+            publish_dtype=learn.model.dtype,
+        )  # fmt: skip
+
+    def train(self, steps: int) -> list[float]:
+        """Train and return the doc_kl of every step."""
+        trainer, learn = self._trainer, self._learn
+        top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
+        trainer.begin("on_policy", steps)
+        kls = []
+        for step in range(steps):
+            prompts = self.tasks.rollout(step, trainer.version)
+            done = generate(
+                self.model, [p.request for p in prompts], self.prefix, self.tasks.end_ids
+            )
+            samples = as_rollout(step, prompts, done, 0.0, 0.0, offline=False).samples
+            scored = score_kept(
+                self.model,
+                samples,
+                contexts_of(samples, self._cache),
+                learn.train.row_tokens,
+                top,
+                prefix=context_of,
+            )
+            batch = TrainBatch(doc=samples, scores={"doc_teacher": TeacherDistribution(**scored)})
+            kls.append(trainer.step_on(batch, trainer.version).kl)
+        return kls
+
+    def prefix(self, ref: PrefixRef) -> Tensor:
+        """Return the prefix KV before a prompt, as a generator looks it up."""
+        return composed(self.model, [self._single(part.name) for part in ref.parts])
+
+    def unmoved(self, ref: PrefixRef) -> Tensor:
+        """Return the prefix with keys at the positions they were trained at, which overlap."""
+        return torch.cat([self._single(part.name) for part in ref.parts], dim=3)
+
+    def ask(
+        self, exams: list[LongHealthQuestion], requests: list[GenerateRequest], moved: bool = True
+    ) -> RightCount:
+        """Answer requests over compositions with `moved` keys, or over `unmoved` ones."""
+        lookup = self.prefix if moved else self.unmoved
+        done = generate(self.model, requests, lookup, self.tasks.end_ids)
+        found = measure(exams, [self.tasks.decode(c.token_ids) for c in done])
+        return RightCount(round(found["accuracy"] * found["n"]), found["n"])
+
+    def examined(self) -> RightCount:
+        """Answer the held-out questions, each over its own cartridge."""
+        exams = self.tasks.exams
+        return self.ask(exams, self.tasks.exam_requests(exams, "bench", "cartridge", 0, False))
+
+    def _single(self, name: str) -> Tensor:
+        kind, _, document = name.partition("/")
+        if kind == "document":
+            return self._cache.get(document)
+        bank = self._trainer.bank
+        return bank.kv([document])[0].detach().to(self.model.dtype)
+
+
+def share(found: list[RightCount]) -> str:
+    """Return the accuracy over all runs as text: `63.1% (58.2% to 67.7%)`."""
+    right, n = sum(f.right for f in found), sum(f.n for f in found)
+    low, high = wilson_interval(right, n)
+    return f"{right / n:.1%} ({low:.1%} to {high:.1%})"
+
+
+def told(*cells: str) -> list[str]:
+    """Print a row of a Markdown table and return it."""
+    print("| " + " | ".join(cells) + " |", flush=True)
+    return list(cells)
