@@ -133,7 +133,7 @@ test: install-vllm install-verifiers install-prometheus install-docs ## tests/un
 
 test-all: test ## and tests/nightly: kills at any phase, several hosts, long runs
 	FORGE_SEQUENCES=200 $(PYTEST) tests/unit/services/test_run_model.py
-	$(SLOW_PYTEST) tests/nightly
+	FORGE_RUN_SEQUENCES=20 $(SLOW_PYTEST) tests/nightly
 
 bench-against: install ## speed of the main job in this tree against that of BASE (9fc9f6f)
 	tests/nightly/against.sh $(BASE)

@@ -21,6 +21,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 OUTSIDE = {
     "SECURITY.md": "security_policy.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CODE_OF_CONDUCT.md": "code_of_conduct.md",
     "deploy/monitoring/README.md": "monitoring.md",
     "deploy/k8s/README.md": "kubernetes.md",
 }
