@@ -24,8 +24,9 @@ from actors.base import VLLM_REMEDY, ModelSource, missing_vllm
 from actors.engine_thread import Engine, EngineThread
 from learning.cartridge.transfer import get_missing, since_of
 from learning.decoding.engine import TorchEngine
+from learning.decoding.grammar import Grammars
 from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.model.loading import flush_denormals, text_of
+from learning.model.loading import flush_denormals, text_of, tokenizer_of
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
 from protocols.spec.sections import GeneratorSpec
@@ -167,17 +168,17 @@ class StreamBuffer:
 
 def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:
     """Return the engine of a spec, for an EngineThread. Raises RunError when vLLM is missing."""
-    text = text_of(base.path)
+    text, grammars = text_of(base.path), Grammars(partial(tokenizer_of, base.path), end_ids)
     if spec.backend == "vllm":
         if missing_vllm():
             raise RunError(f"this generator needs vLLM, which is not installed: {VLLM_REMEDY}")
         from actors.vllm.engine import VllmEngine  # reads the environment: not before
 
-        return VllmEngine(base.path, base.dtype, base.documents, end_ids, spec, text)
+        return VllmEngine(base.path, base.dtype, base.documents, end_ids, spec, text, grammars)
     flush_denormals()
     model = base.load()
     cache = DocumentKVCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
-    return TorchEngine(model, cache.get, end_ids, text)
+    return TorchEngine(model, cache.get, end_ids, text, grammars)
 
 
 def read_cartridge(path: str) -> Tensor:

@@ -22,10 +22,11 @@ from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.transfer import get_missing, since_of
 from learning.cartridge.versions import CartridgeVersions
 from learning.decoding.decode_batch import generate
+from learning.decoding.grammar import Grammars
 from learning.losses.dpo import with_references
 from learning.model.decoder import LanguageModel
 from learning.model.document_kv import DocumentKVCache, document_kv, host_spill
-from learning.model.loading import flush_denormals, text_of
+from learning.model.loading import flush_denormals, text_of, tokenizer_of
 from learning.packing import context_of
 from learning.scoring import contexts_of, score_kept
 from protocols.ports import TensorPlane
@@ -105,7 +106,10 @@ class GeneratorActor(CartridgeReaderActor):
     def __init__(self, base: ModelSource, end_ids: frozenset[int], keep_versions: int) -> None:
         super().__init__(base, keep_versions)
         self._end_ids = end_ids
-        self._text = text_of(base.path)
+        self._text, self._grammars = (
+            text_of(base.path),
+            Grammars(partial(tokenizer_of, base.path), end_ids),
+        )
         self._documents = DocumentKVCache(
             partial(document_kv, self._model), base.documents, base.max_kv_bytes
         )
@@ -114,8 +118,9 @@ class GeneratorActor(CartridgeReaderActor):
     async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
         begun = time.perf_counter()
         done = generate(
-            self._model, requests, self._lookup, self._end_ids, self._text, self._served
-        )
+            self._model, requests, self._lookup, self._end_ids, self._text, self._served,
+            self._grammars,
+        )  # fmt: skip
         return GenerateOutput(time.perf_counter() - begun, tuple(done))
 
     def _lookup(self, ref: PrefixRef) -> Tensor:

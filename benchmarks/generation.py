@@ -113,6 +113,7 @@ def backends(tokens: int) -> dict[str, Backend]:
     from transformers import AutoModelForCausalLM
 
     from learning.decoding.engine import TorchEngine
+    from learning.decoding.grammar import Grammars
     from learning.model.document_kv import document_kv
     from learning.model.loading import flush_denormals, load_model
     from protocols.spec.sections import GeneratorSpec
@@ -131,8 +132,9 @@ def backends(tokens: int) -> dict[str, Backend]:
     else:
         from actors.vllm.engine import VllmEngine
 
+        none = Grammars(lambda: None, frozenset())
         spec = GeneratorSpec(backend="vllm", block_tokens=BLOCK, kv_gib=0.5)
-        engine = VllmEngine(path, "float32", documents, frozenset(), spec, lambda _: "")
+        engine = VllmEngine(path, "float32", documents, frozenset(), spec, lambda _: "", none)
         engines.append(engine)
         found[VLLM] = through_engine(engine)
     for held in engines:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from protocols.grammar import ResponseGrammar
+
 CARTRIDGE = "cartridge/"  # the names of prefixes that are trained cartridges begin with it
 SEPARATOR = "\n"  # between the names of several prefixes; in no document's name
 
@@ -91,7 +93,7 @@ class GenerateRequest:
     whatever else is in the batch. `prompt_logprobs` requests the prompt's log-probabilities too,
     `top_logprobs` that many of the likeliest tokens at every position. A response that continues
     over several requests draws as in one if each sets `first_draw`, the number of tokens sampled
-    before.
+    before. The response matches `grammar`, where there is one: no other token is drawn.
     """
 
     id: str
@@ -103,6 +105,7 @@ class GenerateRequest:
     top_logprobs: int = 0
     until: StopCondition | None = None
     first_draw: int = 0
+    grammar: ResponseGrammar | None = None
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,11 @@ class Completion:
     """Hold the response to one request: per token its id, log-probability and cartridge version.
 
     `finish_reason` is "stop" (the end token is the last of `token_ids`), "length", "until" (then
-    `ended_by` is the string or pattern that matched, or "confidence"), "cancelled", or "error":
-    then there are no tokens and `error` says why this request, and no other, was refused.
-    `logprobs[t]` is the natural log of the probability under the distribution the token was drawn
-    from at temperature 1, before truncation. `prompt_logprobs[t]`, if requested, is that of
+    `ended_by` is the string or pattern that matched, or "confidence"), "grammar" (which became too
+    costly to follow, as `ended_by` says), "cancelled", or "error": then there are no tokens and
+    `error` says why this request, and no other, was refused. `logprobs[t]` is the natural log of
+    the probability under the distribution the token was drawn from at temperature 1, before
+    truncation and before a grammar. `prompt_logprobs[t]`, if requested, is that of
     `prompt_ids[t + 1]`: the first prompt token follows a cartridge, which predicts nothing;
     `prompt_likeliest[t]` is the likeliest token there. `top_logprobs[t]` are (token id,
     log-probability) pairs, likeliest first. `dropped` counts sampled tokens that are left out

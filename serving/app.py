@@ -33,7 +33,6 @@ UNSERVED = {
     "modalities": "text alone is served",
     "presence_penalty": "leave it out, or send 0",
     "reasoning_effort": "name a strategy in forge.strategy instead",
-    "response_format": "text alone is served; leave it out",
     "suffix": "a response stands at the end; leave it out",
     "tool_choice": "tools are not served; leave it out",
     "tools": "tools are not served; leave it out",

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from starlette.types import Scope
 
 from environments.renderer import NO_DOCUMENT
+from learning.decoding.grammar import Grammars
 from protocols.errors import DataError, ForgeError, RunError
 from protocols.types import Completion, PrefixRef, TokenChunk, composed_ref
 from protocols.wire.openai_chat import (
@@ -57,6 +58,7 @@ class RequestHandler:
     def __init__(self, config: ServerConfig) -> None:
         self.config, http = config, config.http
         self._parsers: dict[str, RequestParser] = {}
+        self._grammars = Grammars(lambda: config.texts.tokenizer, config.end_ids)
         self.admission = Admission(http.max_pending, http.max_pending_tokens)
         self.audit = AuditLog(http.audit, http.audit_text)
         self.metrics = ServingMetrics(lambda: self.admission.pending, config.backend.depth)
@@ -72,7 +74,7 @@ class RequestHandler:
     def parser(self, caller: Caller) -> RequestParser:
         """Return the parser for the cartridges that the caller may use."""
         if caller.name not in self._parsers:
-            self._parsers[caller.name] = RequestParser(self.config, caller)
+            self._parsers[caller.name] = RequestParser(self.config, caller, self._grammars)
         return self._parsers[caller.name]
 
     async def begin(self, scope: Scope, body: Body, parse: Parse[Body]) -> AnswerContext:
@@ -227,6 +229,14 @@ class AnswerContext:
             if completion.finish_reason in ("error", "cancelled"):
                 why = completion.error or "the generators ended it"
                 raise ApiError(503, f"a response could not be sampled: {why}", code="refused")
+            if completion.finish_reason == "grammar":
+                raise ApiError(
+                    400,
+                    f"what the response must match cannot be followed: {completion.ended_by}; ask "
+                    "for something simpler",
+                    param="response_format",
+                    code="grammar_too_costly",
+                )
         last = [text.finish(c) for text, c in zip(texts, self.completions, strict=True)]
         self._count(request.prompt_tokens, sum(len(c.token_ids) for c in self.completions))
         for choice, piece in enumerate(last):

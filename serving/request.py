@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from protocols.grammar import ResponseGrammar
 from protocols.teacher_replay import AgentMessage
 from protocols.types import GenerateRequest, PrefixRef, Sampling, StopCondition
 from registry.store import CartridgeVersion
@@ -45,6 +46,7 @@ class ServingRequest:
     routed: RoutedChoice | None = None
     messages: tuple[AgentMessage, ...] = ()
     strategy: StrategyRequest | None = None
+    grammar: ResponseGrammar | None = None
 
     @property
     def responses(self) -> int:
@@ -72,6 +74,7 @@ def requests_of(request: ServingRequest, prefix: PrefixRef) -> list[GenerateRequ
             seed=seed_of(request.seed, p * request.n + i),
             top_logprobs=request.top_logprobs or 0,
             until=until,
+            grammar=request.grammar,
         )
         for p, prompt in enumerate(request.prompts)
         for i in range(request.n)

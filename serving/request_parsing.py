@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
+from learning.decoding.grammar import Grammars
 from protocols.errors import DataError
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
@@ -18,6 +19,7 @@ from serving.backend import ServerConfig
 from serving.errors import ApiError, bad_request, refusing
 from serving.request import ServingRequest, StrategyRequest, drawn_seed
 from serving.routing import CartridgeRouter, RoutedChoice
+from serving.structured.grammars import grammar_of
 from serving.tokasaurus import (
     CartridgeChatRequest,
     CartridgeCompletionRequest,
@@ -36,7 +38,8 @@ class RequestParser:
     """Parse one caller's requests for one model. Every method raises ApiError. The time of a method
     grows with the length of the text; any thread may call it."""
 
-    def __init__(self, config: ServerConfig, caller: Caller) -> None:
+    def __init__(self, config: ServerConfig, caller: Caller, grammars: Grammars) -> None:
+        self._grammars = grammars
         self.model, self._limits = config.model, config.limits
         self._texts, self._library = config.texts, config.library
         self._strategies, self._caller = config.strategies, caller
@@ -242,6 +245,7 @@ class RequestParser:
             stream=bool(body.stream),
             entries=entries,
             messages=messages,
+            grammar=grammar_of(body, self._grammars),
         )
 
     def _room(
@@ -283,6 +287,7 @@ class RequestParser:
             ("stop", bool(request.stops)),
             ("top_k", request.sampling.top_k > 0),
             ("logprobs", request.top_logprobs is not None),
+            ("response_format", request.grammar is not None),
         ):
             if given:
                 raise bad_request(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,17 +34,19 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
-from actors.vllm.draws import SeededRow, leave_drawn
+from actors.vllm.draws import GrammarFollower, SeededRow, leave_drawn
 from actors.vllm.kv_layout import KVFill, PromptCartridge, kv_heads, pieces, slots
 from learning.cartridge.composition import shifted
 from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.versions import CartridgeId
 from learning.decoding.decode_batch import uniforms
-from learning.model.loading import frequencies_of
+from learning.decoding.grammar import Grammars
+from learning.model.loading import frequencies_of, tokenizer_of
+from protocols.grammar import ResponseGrammar
 from protocols.types import Sampling
 
 LOADED = "cartridges"  # key in kv_transfer_params: [name, since, P] of each, in order
-DRAWN = "draw"  # key in extra_args: [seed, temperature, top_p, top_k, first draw]
+DRAWN = "draw"  # key in extra_args: [seed, temperature, top_p, top_k, first draw, grammar]
 
 
 @dataclass
@@ -190,7 +193,9 @@ def _parts(request: Any) -> tuple[PromptCartridge, ...]:
 
 
 class SeededDraw(LogitsProcessor):
-    """Draw the tokens of `temperature` > 0 by the request's own stream (actors/vllm/draws.py).
+    """Draw the tokens of `temperature` > 0 by the request's own stream, and leave those alone that
+    its grammar allows (actors/vllm/draws.py). vLLM's own grammars need its tokenizer, which is not
+    loaded, and would be followed otherwise than by the embedded backend.
 
     With equal logits these are the embedded backend's tokens. vLLM's own seeds promise less, and
     fail on CPUs where a seeded prompt is read in chunks. Log-probabilities are taken before this.
@@ -198,27 +203,36 @@ class SeededDraw(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, SeededRow] = {}
+        self._path = vllm_config.model_config.model
+        self._grammars: dict[tuple[int, ...], Grammars] = {}  # by the tokens that end a response
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self._rows, batch_update, _drawn_row)
+        process_dict_updates(self._rows, batch_update, self._row)
 
     def apply(self, logits: Tensor) -> Tensor:
         return leave_drawn(logits, self._rows)
 
-
-def _drawn_row(
-    parameters: SamplingParams, prompt: list[int] | None, tokens: list[int]
-) -> SeededRow | None:
-    drawn = (parameters.extra_args or {}).get(DRAWN)
-    if drawn is None:
-        return None
-    seed, temperature, top_p, top_k, first = drawn
-    assert parameters.max_tokens is not None
-    stream = uniforms(seed, parameters.max_tokens, first)
-    return SeededRow(Sampling(temperature, top_p, top_k), stream, tokens)
+    def _row(
+        self, parameters: SamplingParams, prompt: list[int] | None, tokens: list[int]
+    ) -> SeededRow | None:
+        drawn = (parameters.extra_args or {}).get(DRAWN)
+        if drawn is None:
+            return None
+        seed, temperature, top_p, top_k, first, told = drawn
+        assert parameters.max_tokens is not None
+        stream = uniforms(seed, parameters.max_tokens, first)
+        follower = None
+        if told is not None:
+            ends = tuple(parameters.stop_token_ids or ())
+            if ends not in self._grammars:
+                read = partial(tokenizer_of, self._path)
+                self._grammars[ends] = Grammars(read, frozenset(ends))
+            known = self._grammars[ends]
+            follower = GrammarFollower(known.matcher(ResponseGrammar(*told)), ends)
+        return SeededRow(Sampling(temperature, top_p, top_k), stream, tokens, follower)
 
 
 class CartridgeExtension:

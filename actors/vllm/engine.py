@@ -31,6 +31,7 @@ from actors.vllm.outputs import completed, likeliest, of_prompt
 from learning.cartridge.fingerprint import joined_fingerprint
 from learning.cartridge.versions import CartridgeId
 from learning.decoding.decode_batch import DecodeState, new_row
+from learning.decoding.grammar import Grammars
 from learning.decoding.stopping import Decode
 from learning.model.document_kv import context_ids
 from learning.model.loading import frequencies_of
@@ -61,11 +62,12 @@ class VllmEngine:
         end_ids: frozenset[int],
         spec: GeneratorSpec,
         text: Decode,
+        grammars: Grammars,
     ) -> None:
         self.first_token_seconds: float | None = None
         self._path = path
         self._documents = documents
-        self._text = text
+        self._text, self._grammars = text, grammars
         self._end_ids = sorted(end_ids)
         self._tensor_parallel = spec.tensor_parallel
         self._first_request: float | None = None
@@ -93,7 +95,7 @@ class VllmEngine:
     def add(
         self, key: str, request: GenerateRequest, prefix: PrefixRef, stream: bool = False
     ) -> None:
-        row = new_row(request, self._text)
+        row = new_row(request, self._text, grammars=self._grammars)
         if row.top_wanted > MAX_LOGPROBS:
             raise DataError(
                 f"request {request.id} asks for {row.top_wanted} log-probabilities at a place, and "
@@ -123,11 +125,12 @@ class VllmEngine:
         if self._first_request is None:
             self._first_request = time.perf_counter()
         sampling = request.sampling
-        followed = stream or row.stopper is not None
-        if sampling.temperature > 0:
+        # A grammar that fails is noticed here, by a matcher beside the worker's own.
+        followed = stream or row.stopper is not None or row.grammar is not None
+        if sampling.temperature > 0 or row.grammar is not None:
             extra[DRAWN] = [
                 request.seed, sampling.temperature, sampling.top_p, sampling.top_k,
-                request.first_draw,
+                request.first_draw, request.grammar and astuple(request.grammar),
             ]  # fmt: skip
         parameters = SamplingParams(
             temperature=0.0,  # SeededDraw leaves the drawn token alone to choose from
@@ -234,7 +237,9 @@ class VllmEngine:
             if key in self._running:
                 self._engine.abort_request([key])
                 request = self._running[key]
-                row = self._followed.setdefault(key, new_row(request, self._text))
+                row = self._followed.setdefault(
+                    key, new_row(request, self._text, grammars=self._grammars)
+                )
                 row.reason = "cancelled"
                 yield key, self._ended(key)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from learning.decoding.decode_cache import DecodeAttention, DecodeCache
+from learning.decoding.grammar import GrammarMatcher, Grammars
 from learning.decoding.stopping import Decode, StopChecker
 from learning.model.attention import FlatAttention
 from learning.model.decoder import LanguageModel
@@ -42,15 +43,17 @@ def generate(
     end_ids: frozenset[int],
     decode: Decode | None = None,
     served: Served = unserved,
+    grammars: Grammars | None = None,
 ) -> list[Completion]:
     """Complete every request; return the completions in the order of the requests.
 
     `lookup` returns a prefix's keys and values [L, 2, H_kv, P, D], those of a composition already
     at their positions. If it raises PublishError, only the requests over that prefix are refused.
     `decode` returns the text of ids, for requests with `until`; `served` the fingerprints of a
-    prefix from the keys and values that are decoded over. Raises DataError for an empty prompt.
+    prefix from the keys and values that are decoded over; `grammars` compiles those of requests
+    that have one. Raises DataError for an empty prompt.
     """
-    rows = [new_row(r, decode) for r in requests]
+    rows = [new_row(r, decode, grammars=grammars) for r in requests]
     groups: dict[PrefixRef, list[DecodeState]] = {}
     for row in rows:
         groups.setdefault(row.request.prefix, []).append(row)
@@ -82,6 +85,7 @@ class DecodeState:
     prefix: PrefixRef
     uniforms: Sequence[float]  # [max_tokens] in [0, 1): one draw for each token
     stopper: StopChecker | None = None
+    grammar: GrammarMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -108,7 +112,11 @@ class DecodeState:
         if self.request.top_logprobs:
             self.top.append(top[: self.request.top_logprobs])
         cut = None if self.stopper is None else self.stopper.add(token, [lp for _, lp in top])
-        if ends:
+        if self.grammar is not None:
+            self.grammar.add(token)
+        if self.grammar is not None and self.grammar.error:
+            self.reason, self.ended_by = "grammar", self.grammar.error
+        elif ends:
             self.reason = "stop"
         elif cut is not None:
             self.reason, self.ended_by = "until", cut.by
@@ -146,10 +154,14 @@ class DecodeState:
 
 
 def new_row(
-    request: GenerateRequest, decode: Decode | None, prefix: PrefixRef | None = None
+    request: GenerateRequest,
+    decode: Decode | None,
+    prefix: PrefixRef | None = None,
+    grammars: Grammars | None = None,
 ) -> DecodeState:
     """Return the decode state of a request, over its own prefix or the equal one `prefix`. Raises
-    DataError for an empty prompt, and for `until` without a tokenizer to decode the text."""
+    DataError for an empty prompt, for `until` and `grammar` without a tokenizer to read the text
+    by, and for a grammar that cannot be followed."""
     if not request.prompt_ids:
         raise DataError(f"request {request.id} has an empty prompt; give it a token")
     stopper = None
@@ -157,8 +169,14 @@ def new_row(
         if decode is None:
             raise DataError(f"request {request.id} ends by its text, and no tokenizer is here")
         stopper = StopChecker(request.until, decode)
+    grammar = None
+    if request.grammar is not None:
+        if grammars is None or request.first_draw:
+            why = "goes on with an earlier response" if grammars else "has no tokenizer to go by"
+            raise DataError(f"request {request.id} has a grammar and {why}; leave the grammar out")
+        grammar = grammars.matcher(request.grammar)
     draws = uniforms(request.seed, request.sampling.max_tokens, request.first_draw)
-    return DecodeState(request, prefix or request.prefix, draws.tolist(), stopper)
+    return DecodeState(request, prefix or request.prefix, draws.tolist(), stopper, grammar)
 
 
 class DecodeBatch:
@@ -299,6 +317,11 @@ class DecodeBatch:
         """Draw the next token [B] of every live row from hidden states [B, width], and add it."""
         logits: Tensor = self._model.lm_head(hidden).float()
         logprobs = logits.log_softmax(-1)
+        for b, row in enumerate(self.rows):
+            if row.grammar is not None and not row.reason:
+                allowed = row.grammar.allowed(logits[b])
+                if not row.grammar.error:  # else the token is any one: `add` ends the row
+                    logits[b].masked_fill_(~allowed, float("-inf"))
         chosen = logits.argmax(-1)
         alike: dict[tuple[float, int, float], list[int]] = {}
         for b, row in enumerate(self.rows):

@@ -20,6 +20,7 @@ from learning.cartridge.composition import composed
 from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.versions import CartridgeId
 from learning.decoding.decode_batch import DecodeBatch, DecodeState, new_row
+from learning.decoding.grammar import Grammars
 from learning.decoding.stopping import Decode
 from learning.model.decoder import LanguageModel
 from protocols.errors import PublishError
@@ -30,7 +31,8 @@ Document = Callable[[str], Tensor]
 
 class TorchEngine:
     """Decode requests over published cartridges and documents. `document` returns a document's own
-    KV [L, 2, H_kv, T, D]; `decode` returns the text of token ids."""
+    KV [L, 2, H_kv, T, D]; `decode` returns the text of token ids, `grammars` compiles those of
+    requests that have one."""
 
     def __init__(
         self,
@@ -38,11 +40,12 @@ class TorchEngine:
         document: Document,
         end_ids: frozenset[int],
         decode: Decode,
+        grammars: Grammars | None = None,
         max_rows: int = 64,
     ) -> None:
         self.first_token_seconds: float | None = None
         self._model, self._document, self._end_ids = model, document, end_ids
-        self._decode, self._max_rows = decode, max_rows
+        self._decode, self._grammars, self._max_rows = decode, grammars, max_rows
         self._held: dict[CartridgeId, Tensor] = {}
         self._fingerprints = Fingerprints()
         self._waiting: deque[str] = deque()
@@ -63,7 +66,7 @@ class TorchEngine:
                 self._document(name)  # raises for an unknown document
         if prefix.then:
             self._model.frequencies()  # raises for a model whose keys cannot be moved
-        self._rows[key] = new_row(request, self._decode, prefix)
+        self._rows[key] = new_row(request, self._decode, prefix, self._grammars)
         self._waiting.append(key)
         if stream:
             self._told[key] = 0

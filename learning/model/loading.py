@@ -91,13 +91,13 @@ def flush_denormals() -> None:
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer beside a model. Raises DataError for one without a chat template."""
-    tokenizer = _tokenizer(path)
+    tokenizer = tokenizer_of(path)
     if not tokenizer.chat_template:
         raise DataError(f"the tokenizer at {path!r} has no chat template; add one to its files")
     return tokenizer
 
 
-def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+def tokenizer_of(path: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer. AutoTokenizer imports every model's code to choose a class;
     TokenizersBackend, which the files of our own models name, is loaded directly."""
     config = Path(path) / "tokenizer_config.json"
@@ -116,7 +116,7 @@ def text_of(path: str) -> Callable[[Sequence[int]], str]:
     """Return a function from ids to text without special tokens, by the tokenizer beside a model,
     which is loaded on the first call."""
 
-    tokenizer = cache(partial(_tokenizer, path))
+    tokenizer = cache(partial(tokenizer_of, path))
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer().decode(list(ids), skip_special_tokens=True))

@@ -136,6 +136,16 @@ class ForgeOptions(RequestPart):
     budget: int | None = Field(None, ge=1, description="most tokens that the strategy may sample")
 
 
+class StructuredOutputs(RequestPart):
+    """Read the extension field `structured_outputs`, in vLLM's form: one of its fields."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json", description="a JSON schema")
+    regex: str | None = Field(None, min_length=1, description="in Rust's syntax, from end to end")
+    choice: list[str] | None = Field(
+        None, min_length=1, max_length=MAX_ITEMS, description="the texts that may be answered"
+    )
+
+
 class SamplingFields(RequestPart):
     """Read the fields that both OpenAI endpoints share."""
 
@@ -155,6 +165,9 @@ class SamplingFields(RequestPart):
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = Field(
         None, description="strings before which a response ends"
     )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="extension: what the text of a response must match"
+    )
     stream: bool | None = Field(None, description="server-sent events")
     stream_options: ServedStreamOptions | None = None
     forge: ForgeOptions | None = None
@@ -167,8 +180,18 @@ class SamplingFields(RequestPart):
     logit_bias: dict[str, Any] | None = Field(None, max_length=0)
 
 
-class TextFormat(RequestPart):
-    type: Literal["text"]
+class JsonSchemaFormat(RequestPart):
+    name: str = Field(pattern="^[A-Za-z0-9_-]{1,64}$", description="taken and left alone")
+    description: str | None = Field(None, description="taken and left alone")
+    schema_: dict[str, Any] = Field(alias="schema", description="what a response satisfies")
+    strict: bool | None = Field(None, description="a schema is always kept to")
+
+
+class ResponseFormat(RequestPart):
+    """Read what a response is: text, a JSON object, or JSON that satisfies a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
 
 
 class ChatRequest(SamplingFields):
@@ -181,8 +204,8 @@ class ChatRequest(SamplingFields):
     # Accepted and ignored: no effect on the response.
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
+    response_format: ResponseFormat | None = None
     # Not served: neutral values only.
-    response_format: TextFormat | None = None
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None

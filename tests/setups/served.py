@@ -1,12 +1,46 @@
-"""Doors that tests of this folder share."""
+"""Servers that tests of this folder share."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from openai import OpenAI
 from serving_setup import Served, add_cartridge, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SERVE = str(ROOT / "meshes/serve.yaml")
+
+
+@contextmanager
+def serve_command(directory: Path, *sets: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    """A server as its command starts it: the process, the server's URL, and the process group that
+    a terminal would signal."""
+    words = [f"library={directory / 'library'}", "http.listen=127.0.0.1:0", *sets]
+    code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "serve", SERVE, *[w for s in words for w in ("--set", s)]],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        cwd=directory, env={**os.environ, "FORGE_TEST_SERVE": str(directory)},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.search(r"on (http://\S+);", line):
+                break
+        else:
+            pytest.fail("it did not start")
+        yield process, found[1], process.pid
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from actors.engine_thread import Engine, EngineThread
 from learning.decoding.engine import TorchEngine
+from learning.decoding.grammar import Grammars
 from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.model.loading import load_model, load_tokenizer, text_of
+from learning.model.loading import load_model, load_tokenizer, text_of, tokenizer_of
 from protocols.errors import DataError
 from protocols.spec.serving import ApiKeySpec, HttpSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
@@ -62,7 +63,8 @@ class InProcess:
 
     def _build(self) -> Engine:
         cache = DocumentKVCache(partial(document_kv, model()), {"none": (1,)}, 2**20)
-        engine = TorchEngine(model(), cache.get, self._ends, text_of(str(READER)))
+        known = Grammars(partial(tokenizer_of, str(READER)), self._ends)
+        engine = TorchEngine(model(), cache.get, self._ends, text_of(str(READER)), known)
         step = engine.step
 
         def slowly() -> Iterator[tuple[str, TokenChunk | Completion]]:

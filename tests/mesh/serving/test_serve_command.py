@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from openai import OpenAI
-
-ROOT = Path(__file__).resolve().parents[3]
-
-SERVE = str(ROOT / "meshes/serve.yaml")
-
-
-@contextmanager
-def served(directory: Path, *sets: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
-    """The process, the server's URL, and the process group that a terminal would signal."""
-    words = [f"library={directory / 'library'}", "http.listen=127.0.0.1:0", *sets]
-    code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "serve", SERVE, *[w for s in words for w in ("--set", s)]],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-        cwd=directory, env={**os.environ, "FORGE_TEST_SERVE": str(directory)},
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if found := re.search(r"on (http://\S+);", line):
-                break
-        else:
-            pytest.fail("it did not start")
-        yield process, found[1], process.pid
-    finally:
-        process.kill()
-        process.communicate()
+from served import serve_command
 
 
 def alive(directory: Path) -> list[str]:
@@ -71,7 +40,7 @@ def wait_until_refused(url: str) -> None:
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
 def test_it_drains_and_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
-    with served(tmp_path, "roles.generator.replicas=1", "spares=0") as (process, url, group):
+    with serve_command(tmp_path, "roles.generator.replicas=1", "spares=0") as (process, url, group):
         with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             stream = client.completions.create(
                 model="clinic-reader", prompt="Who?", max_tokens=100, temperature=2, seed=1,

@@ -1,0 +1,1 @@
+"""What a response must match, and the calls of tools in it."""

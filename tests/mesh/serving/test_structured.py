@@ -1,0 +1,89 @@
+"""Structured answers of `forge serve`, on the embedded engine and on vLLM: the same ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import OpenAI
+from served import serve_command
+from vllm_replica import require_vllm
+
+require_vllm()
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+MODEL = "clinic-reader"
+CHAT: list[Any] = [{"role": "user", "content": "Who is the surgeon?"}]
+VISIT = {
+    "type": "object",
+    "properties": {
+        "age": {"type": "integer", "minimum": 18, "maximum": 99},
+        "ward": {"enum": ["cardiology", "neurology"]},
+        "note": {"type": "string", "maxLength": 5},
+    },
+    "required": ["age", "ward", "note"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, OpenAI]]:
+    """A client of each engine's server."""
+    one = ["roles.generator.replicas=1", "spares=0"]
+    vllm = ["generator.backend=vllm", "generator.kv_gib=0.25"]
+    with (
+        serve_command(tmp_path_factory.mktemp("embedded"), *one) as (_, embedded, _),
+        serve_command(tmp_path_factory.mktemp("vllm"), *one, *vllm) as (_, paged, _),
+    ):
+        urls = {"embedded": embedded, "vllm": paged}
+        yield {
+            name: OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+            for name, url in urls.items()
+        }
+
+
+def test_both_engines_give_the_same_structured_answers(both: dict[str, OpenAI]) -> None:
+    """Greedy and drawn, several at a time: valid, and token for token alike."""
+    said: dict[str, list[str]] = {}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "visit", "schema": VISIT}}
+    for name, client in both.items():
+        answers = []
+        for temperature in (0.0, 1.0, 1.7):
+            asked: Any = {"messages": CHAT, "temperature": temperature, "seed": 5, "n": 3}
+            asked |= {"model": MODEL, "max_tokens": 100, "response_format": form}
+            whole = client.chat.completions.create(**asked)
+            texts = [choice.message.content or "" for choice in whole.choices]
+            assert {choice.finish_reason for choice in whole.choices} == {"stop"}
+            told = [""] * 3
+            for chunk in client.chat.completions.create(**asked, stream=True):
+                told[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+            assert told == texts
+            answers += texts
+        for text in answers:
+            jsonschema.validate(json.loads(text), VISIT)
+        said[name] = answers
+    assert said["embedded"] == said["vllm"]
+    assert len(set(said["vllm"])) > 2
+
+
+@pytest.mark.parametrize("name", ["embedded", "vllm"])
+def test_expressions_choices_and_what_grows_too_costly(both: dict[str, OpenAI], name: str) -> None:
+    def say(seed: int, **wanted: Any) -> str:
+        answer = both[name].completions.create(
+            model=MODEL, prompt="Who?", max_tokens=60, seed=seed,
+            extra_body={"structured_outputs": wanted},
+        )  # fmt: skip
+        return answer.choices[0].text
+
+    assert {say(seed, choice=["yes", "no, never"]) for seed in range(8)} <= {"yes", "no, never"}
+    assert re.fullmatch("[0-9]{2}:[0-9]{2}", say(1, regex="[0-9]{2}:[0-9]{2}"))
+    keys = {"type": "object", "properties": {f"{i}": {} for i in range(2_200)}}
+    label = {"type": "string", "maxLength": 3}
+    costly = {"type": "array", "prefixItems": [label, keys], "minItems": 2}
+    with pytest.raises(Exception, match="ask for something simpler"):
+        say(1, json=costly)
+    assert re.fullmatch("x{3}", say(1, regex="x{3}")), "the engine is well"
