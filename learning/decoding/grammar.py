@@ -34,7 +34,7 @@ JSON_OPTIONS: Any = {
 
 def _limits() -> llguidance.LLParserLimits:
     # The library's own defaults let one short regular expression hold a batch up for 5 s; these
-    # 0.1 s. Errors do not show the parser's state, which repeats the whole schema.
+    # 0.2 s. Errors do not show the parser's state, which repeats the whole schema.
     return llguidance.LLParserLimits(
         initial_lexer_fuel=100_000, step_lexer_fuel=100_000, step_max_items=50_000,
         max_lexer_states=10_000, max_grammar_size=50_000, verbose_errors=False,
@@ -108,8 +108,7 @@ class Grammars:
             if trial.is_error():
                 raise DataError(f"it cannot be followed: {_reason(trial)}")
             bits = np.frombuffer(trial.compute_bitmask(), dtype=np.uint8)
-            (first, *_) = (*np.flatnonzero(np.unpackbits(bits, bitorder="little")), *self._end_ids)
-            trial.consume_token(int(first))
+            trial.consume_token(int(np.unpackbits(bits, bitorder="little").argmax()))
         return matcher
 
     @cached_property
