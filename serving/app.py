@@ -16,9 +16,9 @@ from serving.backend import ServerConfig
 from serving.errors import ApiError, AsciiJSON, bad_request
 from serving.handler import RequestHandler
 from serving.middleware import BodyLimitMiddleware, MetricsMiddleware
-from serving.routes import routes
-from serving.routes_admin import admin_routes
-from serving.routes_models import model_routes
+from serving.routes.admin import admin_routes
+from serving.routes.generation import routes
+from serving.routes.models import model_routes
 
 # Fields of OpenAI's API that are not served, with the remedy for each.
 UNSERVED = {

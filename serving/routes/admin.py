@@ -23,7 +23,7 @@ from serving.access.connections import UPLOADS
 from serving.access.keys import CALLER, peer_of
 from serving.errors import ApiError, bad_request, refusing
 from serving.handler import RequestHandler
-from serving.routes import REFUSALS
+from serving.routes.generation import REFUSALS
 
 T = TypeVar("T")
 

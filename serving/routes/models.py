@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 
 from serving.access.keys import CALLER
 from serving.handler import RequestHandler
-from serving.routes import REFUSALS
+from serving.routes.generation import REFUSALS
 
 
 class ForgeModels(BaseModel):
