@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NoReturn
 
-from protocols.errors import DataError
+from protocols.errors import DataError, SpecError
 
 
 def whole_number(text: str) -> int:
@@ -13,6 +13,20 @@ def whole_number(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more: got {text!r}")
     return int(text)
+
+
+class ElsewhereParser(argparse.ArgumentParser):
+    """Parse a command that is to run on another machine: no path is looked for here, and a wrong
+    command raises SpecError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SpecError(message)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise SpecError(message or "it prints a help text and ends; give it a command to run")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print nothing: `--help` would."""
 
 
 class ExistingPath(argparse.Action):
@@ -23,7 +37,7 @@ class ExistingPath(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any
     ) -> None:
         for path in values if isinstance(values, list) else [values]:
-            if not path.exists():
+            if not isinstance(parser, ElsewhereParser) and not path.exists():
                 run = "name a run's directory, such as runs/longhealth/latest"
                 remedy = run if self.metavar == "RUN" else "check the path"
                 raise DataError(f"there is nothing at {path}; {remedy}")

@@ -11,11 +11,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from forge_run.arguments import ExistingPath, ShowVersion, whole_number
+from forge_run.arguments import ElsewhereParser, ExistingPath, ShowVersion, whole_number
 from protocols.errors import ForgeError
 
 INTERRUPTED = 130  # a shell's code for a process that Ctrl-C ended
@@ -161,6 +162,11 @@ K8S = {
         *MESH_AND_SETS,
         _option("--out", "DIR", "where they are written (default: deploy/k8s)", type=Path,
                 default=Path("deploy/k8s")),
+    )),
+    "check": Command("find faults in manifests, rendered or your own; asks no cluster",
+                     "k8s_check:command", (
+        _option("paths", "DIR|FILE", "folders, files, or - for standard input; kustomizations are "
+                "built", nargs="+"),
     )),
 }  # fmt: skip
 COMMANDS = {
@@ -333,6 +339,20 @@ def forge(argv: Sequence[str] | None = None) -> int:
     """Run one of `COMMANDS`: `forge COMMAND ...`. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="forge", description="Cartridge Forge.")
     return _main(parser, Command("", verbs=COMMANDS), argv)
+
+
+def parsed_elsewhere(words: Sequence[str]) -> dict[str, Any]:
+    """Return the options, with the handler, of a command for another machine, such as
+    `["forge", "worker"]`. Raises SpecError for a wrong one."""
+    return vars(_parser_elsewhere(words[0]).parse_args(words[1:]))
+
+
+@cache
+def _parser_elsewhere(program: str) -> argparse.ArgumentParser:
+    parser = ElsewhereParser(prog=program)
+    command = FORGE_RUN if program == "forge-run" else Command("", verbs=COMMANDS)
+    _fill(parser, command, "COMMAND")
+    return parser
 
 
 def _main(parser: argparse.ArgumentParser, command: Command, argv: Sequence[str] | None) -> int:

@@ -17,6 +17,7 @@ from deploy.manifests.mesh import MeshFiles, base, provisioning, scaling, scope_
 from deploy.manifests.objects import (
     GPU,
     IMAGE,
+    ONE_NODE,
     POD_MONITOR_API,
     Object,
     Resources,
@@ -102,11 +103,14 @@ def cpu_patches(spec: RunSpec) -> list[Object]:
         {"op": "remove", "path": f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}"}
         for kind in ("requests", "limits")
     ]
-    one_node = _replace("/spec/accessModes/0", "ReadWriteOnce")
+    one_node = (
+        _replace("/spec/accessModes/0", "ReadWriteOnce"),
+        _add("/metadata/annotations", {ONE_NODE: "true"}),
+    )
     little_job = _replace(f"{JOB_CONTAINER}/resources/requests/cpu", LAPTOP_CPU)
     return [
         _patch(POOL, None, _replace(f"{CONTAINER}/image", image), little),
-        _patch("PersistentVolumeClaim", "runs", one_node),
+        _patch("PersistentVolumeClaim", "runs", *one_node),
         *(_patch(POOL, mesh_name(name), *ask_none) for name, role in spec.roles if role.gpus),
         _patch("Job", "controller", _replace(f"{JOB_CONTAINER}/image", image), little_job),
     ]

@@ -24,6 +24,7 @@ HELLO_PORT = WORKER_PORT + 1  # where a worker serves its WorkerInfo over HTTP
 GPU = "nvidia.com/gpu"
 MONARCH_API = "monarch.pytorch.org/v1alpha1"
 SECRETS = "cartridge-forge/secrets"  # annotation of a namespace: the Secrets that it needs
+ONE_NODE = "cartridge-forge/one-node"  # annotation of a claim: all its pods are on one node
 MONITORING_NAMESPACE = "monitoring"
 POD_MONITOR_API = "monitoring.coreos.com/v1"
 METRICS_EVERY = "5s"

@@ -211,7 +211,7 @@ class Pool:
             ) from error
 
     def states(self) -> str:
-        """Return the replicas with their states, for messages: `"echo[0] dead, echo[1] healthy"`."""
+        """Return the replicas with their states for messages: `"echo[0] dead, echo[1] healthy"`."""
         return ", ".join(f"{r.name} {r.state}" for r in self.replicas)
 
     def is_settled(self) -> bool:

@@ -11,12 +11,15 @@ Objects = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Fault:
-    """`break_` changes the built objects of `overlays/<overlay>` in place."""
+    """`break_` changes the built objects of `overlays/<overlay>` in place; `check` is the rule that
+    finds it."""
 
     name: str
     check: str
     break_: Callable[[Objects], object]
     overlay: str = "gpu"
+    said: str = ""  # a part of the finding, by which it is this one
+    also: tuple[str, ...] = ()  # checks that find consequences
 
 
 def one(objects: Objects, kind: str, name: str) -> dict[str, Any]:
@@ -145,6 +148,7 @@ FAULTS: Sequence[Fault] = (
         "binding-to-nobody",
         "references",
         lambda o: put(one(o, "RoleBinding", "forge-attach")["subjects"][0], "name", "controller"),
+        also=("rights",),
     ),
     Fault("role-removed", "references", lambda o: without(o, "Role", "forge-attach")),
     Fault(
@@ -179,17 +183,20 @@ FAULTS: Sequence[Fault] = (
         lambda o: put(job_pod(o)["volumes"][4]["secret"]["items"][0], "key", "ca.pem"),
     ),
     Fault(
-        "volume-not-there", "references", lambda o: put(job(o)["volumeMounts"][4], "name", "run")
+        "volume-not-there",
+        "shape",
+        lambda o: put(job(o)["volumeMounts"][4], "name", "run"),
+        also=("references",),
     ),
-    Fault("volume-unused", "references", lambda o: job(o)["volumeMounts"].pop(5)),
+    Fault("volume-unused", "references", lambda o: job(o)["volumeMounts"].pop(5), also=("files",)),
     Fault(
         "probe-of-no-port",
-        "references",
+        "shape",
         lambda o: put(trainer(o)["readinessProbe"]["httpGet"], "port", "monarch"),
     ),
     Fault(
         "health-probe-of-no-port",
-        "references",
+        "probes",
         lambda o: put(job(o)["readinessProbe"]["exec"]["command"], 3, "localhost:50052"),
     ),
     Fault(
@@ -248,7 +255,7 @@ FAULTS: Sequence[Fault] = (
         ),
         "serve",
     ),
-    Fault("made-twice", "references", lambda o: o.append(one(o, "ServiceAccount", "forge-worker"))),
+    Fault("made-twice", "shape", lambda o: o.append(one(o, "ServiceAccount", "forge-worker"))),
     # What is allowed and is a mistake.
     Fault(
         "label-forgotten",
@@ -294,7 +301,7 @@ FAULTS: Sequence[Fault] = (
     ),
     Fault(
         "gpus-differ",
-        "hardening",
+        "shape",
         lambda o: put(trainer(o)["resources"]["requests"], "nvidia.com/gpu", "2"),
     ),
     Fault(
@@ -302,7 +309,7 @@ FAULTS: Sequence[Fault] = (
     ),
     Fault("no-readiness", "hardening", lambda o: trainer(o).pop("readinessProbe")),
     Fault("process-one", "hardening", lambda o: trainer(o)["command"].__delitem__(slice(0, 2))),
-    Fault("latest", "hardening", lambda o: put(trainer(o), "image", "cartridge-forge:latest")),
+    Fault("latest", "image", lambda o: put(trainer(o), "image", "cartridge-forge:latest")),
     Fault(
         "role-of-everything",
         "hardening",
@@ -314,7 +321,7 @@ FAULTS: Sequence[Fault] = (
         lambda o: one(o, "Role", "forge-scale")["rules"][0].pop("resourceNames"),
     ),
     Fault("secret-in-the-open", "hardening", lambda o: o.append(open_secret(o))),
-    Fault("no-image", "hardening", lambda o: trainer(o).pop("image")),
+    Fault("no-image", "image", lambda o: trainer(o).pop("image")),
     Fault("nothing-denied", "hardening", lambda o: without(o, "NetworkPolicy", "deny-all")),
     Fault(
         "everybody-let-in", "hardening", lambda o: policy(o, "control")["ingress"][0].pop("from")
@@ -330,6 +337,7 @@ FAULTS: Sequence[Fault] = (
         "teachers-on-every-port",
         "hardening",
         lambda o: put(policy(o, "teachers")["egress"][0]["ports"][0], "port", 80),
+        also=("network",),
     ),
     Fault(
         "teachers-in-the-cluster",

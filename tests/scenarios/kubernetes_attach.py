@@ -18,11 +18,11 @@ from pathlib import Path
 
 from api_server import ApiServer
 from api_store import ADMIN
-from manifest_checks.check import definitions
-from manifest_checks.kustomize import build
 from monarch.actor import Actor, enable_transport, endpoint
 from operator_loop import Admin, OperatorLoop
 
+from deploy.checks.kustomize import build
+from deploy.checks.schemas import definitions
 from forge_run.commands.k8s import render
 from protocols.spec.loading import load_spec
 from services.hosts.kubernetes import KubernetesHosts

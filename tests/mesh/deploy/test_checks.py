@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 from manifest_checks.check import KUBERNETES, committed
-from manifest_checks.kustomize import build, targets
+
+from deploy.checks.kustomize import build, targets
 
 TREE = committed()
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from kubernetes_scenarios import BASE, CONTROLLER, SCENARIOS, SPACE, Cluster, component
-from manifest_checks.check import definitions
 from operator_loop import MESHES, Admin, OperatorLoop
+
+from deploy.checks.schemas import definitions
 
 Object = dict[str, Any]
 

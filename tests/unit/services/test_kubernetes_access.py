@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from api_server import ApiServer
 from kubernetes_scenarios import BASE, CONTROLLER, hosts, stand_in
-from manifest_checks.check import definitions
 
+from deploy.checks.schemas import definitions
 from protocols.errors import RunError
 
 

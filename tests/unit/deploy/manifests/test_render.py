@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from manifest_checks.kustomize import build
 
+from deploy.checks.kustomize import build
 from deploy.manifests.mesh import CONTROL_PORT
 from deploy.manifests.objects import Resources, dashed
 from deploy.manifests.sizing import ModelSize, pod_resources
