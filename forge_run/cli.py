@@ -164,7 +164,7 @@ K8S = {
                 default=Path("deploy/k8s")),
     )),
     "check": Command("find faults in manifests, rendered or your own; asks no cluster",
-                     "k8s_check:command", (
+                     "k8s:check_command", (
         _option("paths", "DIR|FILE", "folders, files, or - for standard input; kustomizations are "
                 "built", nargs="+"),
     )),
@@ -296,7 +296,8 @@ COMMANDS = {
         _option("--run-dir", "DIR", "where runs are kept", type=Path, default=Path("runs")),
         _flag("--json", "print JSON, for programs", dest="as_json"),
     )),
-    "ui": Command("watch and steer runs in a browser, also those that ended", "ui.command:command", (
+    "ui": Command("watch and steer runs in a browser, also those that ended",
+                  "ui.command:command", (
         _option("where", "RUN|FOLDER", "a run's directory or id, or a folder of runs (default: "
                 "runs)", type=Path, nargs="?", default=Path("runs")),
         _option("--listen", "HOST:PORT", "where it serves (default: any free port of loopback)",

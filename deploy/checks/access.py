@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from deploy.checks.commands import RUN_HANDLERS, OurContainer
-from deploy.checks.findings import ManifestFault, Manifest, PodTemplate, pod_templates
+from deploy.checks.findings import Manifest, ManifestFault, PodTemplate, pod_templates
 from deploy.manifests.mesh import teacher_keys
 from deploy.manifests.objects import DOMAIN, HELLO_PORT, ONE_NODE, WORKER_PORT, dashed
 from protocols.spec.mesh import RunSpec

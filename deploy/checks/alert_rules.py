@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from deploy.checks.findings import ManifestFault, Manifest
+from deploy.checks.findings import Manifest, ManifestFault
 
 SECONDS = 60.0
 

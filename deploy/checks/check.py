@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from deploy.checks.access import reachable
 from deploy.checks.alert_rules import wrong_rules
 from deploy.checks.commands import Parse, our_containers
-from deploy.checks.findings import ManifestFault, Manifest, ours
+from deploy.checks.findings import Manifest, ManifestFault, ours
 from deploy.checks.hardening import exposed, unsafe
 from deploy.checks.meaning import meant
 from deploy.checks.reading import read_sets

@@ -13,7 +13,7 @@ from pathlib import Path
 from posixpath import join, normpath
 from typing import Any
 
-from deploy.checks.findings import Container, ManifestFault, Manifest, PodTemplate, pod_templates
+from deploy.checks.findings import Container, Manifest, ManifestFault, PodTemplate, pod_templates
 from deploy.manifests.objects import HOME
 from deploy.manifests.sizing import ModelSize, known_size
 from protocols.errors import SpecError

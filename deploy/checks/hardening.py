@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from ipaddress import ip_network
 
-from deploy.checks.findings import Container, ManifestFault, Manifest, PodTemplate, pod_templates
+from deploy.checks.findings import Container, Manifest, ManifestFault, PodTemplate, pod_templates
 from deploy.checks.kustomize import split_image
 from deploy.manifests.mesh import NOT_PUBLIC
 from deploy.manifests.objects import DOMAIN, GPU

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from deploy.checks.commands import RUN_HANDLERS, SERVE, WORKER, OurContainer
-from deploy.checks.findings import Container, ManifestFault, Manifest, PodTemplate, pod_templates
+from deploy.checks.findings import Container, Manifest, ManifestFault, PodTemplate, pod_templates
 from deploy.checks.quantities import quantity
 from deploy.checks.shapes import PROBES
 from deploy.manifests.mesh import teacher_keys
@@ -39,7 +39,7 @@ def meant(manifests: Sequence[Manifest], ours: Sequence[OurContainer]) -> Iterat
 def _worker(each: OurContainer) -> Iterator[ManifestFault]:
     container, address = each.container, str(each.options.get("address") or "")
     listens = address.rpartition("@")[2]
-    host, _, number = listens.removeprefix("tcp://").rpartition(":")
+    host, _, number = listens.rpartition("//")[2].rpartition(":")
     port = int(number) if number.isdecimal() else WORKER_PORT
     if host in LOOPBACK:
         yield container.finding(
@@ -48,6 +48,18 @@ def _worker(each: OurContainer) -> Iterator[ManifestFault]:
             f"listens on {host}: no other pod reaches it",
             f"listen on 0.0.0.0:{port}",
         )
+    if host not in LOOPBACK and not (each.options.get("tls") or each.options.get("insecure")):
+        yield container.finding(
+            "command",
+            ".command",
+            "a worker that others reach ends at once without TLS",
+            "add --tls DIR, or --insecure behind network policies",
+        )
+    mounts = [f"{m['mountPath'].rstrip('/')}/" for m in container.get("volumeMounts")]
+    folder = each.options.get("tls")
+    if folder and not any(f"{folder}/".startswith(mount) for mount in mounts):
+        what = f"--tls is {folder}, which is not there"
+        yield container.finding("files", ".volumeMounts", what, "mount the Secret that has it")
     yield from _declared(container, {"the worker": port, "its version endpoint": port + 1})
     yield from _probes(container, {port + 1: WORKER_PATHS, port: ()})
     owner = container.pod.owner

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from deploy.checks.findings import ManifestFault, Manifest
+from deploy.checks.findings import Manifest, ManifestFault
 from deploy.checks.kustomize import FILES, LOADER, built, files_of, targets
 from protocols.errors import SpecError
 

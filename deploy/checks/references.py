@@ -15,8 +15,8 @@ from typing import Any
 
 from deploy.checks.findings import (
     Container,
-    ManifestFault,
     Manifest,
+    ManifestFault,
     PodTemplate,
     labels_of,
     pod_templates,

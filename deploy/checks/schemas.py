@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from deploy.checks.constraints import constrained, named, remedy_of
-from deploy.checks.findings import ManifestFault, Manifest
+from deploy.checks.findings import Manifest, ManifestFault
 from protocols.errors import SpecError
 
 KUBERNETES = "1.32"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ipaddress import ip_network
 from typing import Any
 
-from deploy.checks.findings import Container, ManifestFault, Manifest, PodTemplate, pod_templates
+from deploy.checks.findings import Container, Manifest, ManifestFault, PodTemplate, pod_templates
 from deploy.checks.quantities import quantity
 
 RULE = "shape"

@@ -1,4 +1,4 @@
-"""Write the Kubernetes manifests of a mesh or of a server: `forge k8s render MESH.yaml`."""
+"""Write the Kubernetes manifests of a mesh or of a server, and check manifests: `forge k8s`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import yaml
 
+from deploy.checks.check import check
 from deploy.manifests.kustomization import Tree, mesh_tree, server_tree
 from deploy.manifests.mesh import MeshFiles
 from deploy.manifests.sizing import model_size, server_resources
+from forge_run.cli import parsed_elsewhere
 from protocols.files import REPOSITORY
 from protocols.spec.loading import load_serve, load_spec
 from protocols.spec.yaml_source import read_yaml
@@ -19,6 +21,20 @@ from protocols.spec.yaml_source import read_yaml
 MONITORING = REPOSITORY / "deploy" / "monitoring"
 PODS = "hosts=kubernetes"
 CARTRIDGE_TOKENS = 2048  # assumed: only the cartridge store knows the sizes
+
+
+def check_command(*, paths: Sequence[str]) -> int:
+    """Print findings and notes of manifests, a line each; return 1 where there are findings, else
+    0. Raises SpecError for paths without manifests."""
+    found = check(paths, parsed_elsewhere)
+    for note in found.notes:
+        print(f"note: {note}")
+    for fault in found.findings:
+        print(fault)
+    count = len(found.findings)
+    said = f"{count} finding{'s' if count > 1 else ''}" if count else "sound"
+    print(f"{found.objects} objects: {said}")
+    return 1 if count else 0
 
 
 def command(*, mesh: str, sets: Sequence[str], out: Path) -> int:

@@ -159,6 +159,13 @@ MEANINGS: Sequence[Fault] = (
           said="invalid choice: 'wroker'"),
     Fault("option-unknown", "command",
           lambda o: replaced(o, job(o), "--run-dir", "--runs-dir"), said="unrecognized arguments"),
+    Fault("worker-without-tls", "command", lambda o: trainer(o)["command"].remove("--insecure"),
+          said="ends at once without TLS"),
+    Fault("certificates-of-a-worker-not-there", "files",
+          lambda o: put(trainer(o), "command", [
+              "tini", "--", "forge", "worker", "--tls", "/etc/forge/host",
+              "--address", "tls://$(POD_IP):26600@tls://0.0.0.0:26600"]),
+          said="--tls is /etc/forge/host, which is not there"),
     Fault("grace-is-a-word", "command",
           lambda o: trainer(o)["command"].extend(["--grace", "long"]), said="invalid float value"),
     Fault("spec-key-misspelt", "spec",
