@@ -102,6 +102,8 @@ TARGET = (
     _option("--run-dir", "DIR", "where runs are kept", type=Path, default=Path("runs")),
     _option("--address", "HOST:PORT", "a run on another host, instead of RUN"),
     _option("--ca", "FILE", "PEM certificates that the run's must come from", type=Path),
+    _option("--cert", "FILE", "PEM certificate that this command shows the run", type=Path),
+    _option("--key", "FILE", "its private key", type=Path),
     _option("--token-env", "NAME", "environment variable that holds the run's token"),
 )  # fmt: skip
 

@@ -40,10 +40,10 @@ CONTROL_KEYS = ("ca.crt", "tls.crt", "tls.key", "token")
 TOKEN = "FORGE_CONTROL_TOKEN"
 TEACHERS_SECRET = "forge-teachers"
 PEMS = "/etc/forge/control"
-# Asks the gRPC health service over TLS, with the token.
+# Asks the gRPC health service over mutual TLS, with the token.
 HEALTH_CHECK = [
     "python", "-m", "forge_run.commands.health_check", f"localhost:{CONTROL_PORT}",
-    f"{PEMS}/ca.crt", TOKEN,
+    PEMS, TOKEN,
 ]  # fmt: skip
 # Roles that write to runs, besides the controller: checkpoints and the last state, the ledger.
 WRITES_RUNS = ("trainer", "teacher_replay")
@@ -237,10 +237,11 @@ def _arguments(files: MeshFiles) -> list[str]:
         "hosts=kubernetes",
         "hosts.insecure=true",
         f"control.listen=0.0.0.0:{CONTROL_PORT}",
+        f"control.tls_ca={PEMS}/ca.crt",
         f"control.tls_cert={PEMS}/tls.crt",
         f"control.tls_key={PEMS}/tls.key",
         f"control.token_env={TOKEN}",
-        f"telemetry.metrics=0.0.0.0:{METRICS_PORT}",
+        f"telemetry={{metrics: '0.0.0.0:{METRICS_PORT}', insecure: true}}",
     )
     kept = ("--resume", "unfinished", "--run-dir", "/runs")
     return [_mesh_path(files), *kept, *settings(*files.sets, *own)]

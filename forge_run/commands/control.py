@@ -159,29 +159,43 @@ def events(*, follow: bool, replay: int, **where: Any) -> int:
 
 
 def control_target(
-    run: str | None, run_dir: Path, address: str | None, ca: Path | None, token_env: str | None
+    run: str | None,
+    run_dir: Path,
+    address: str | None,
+    ca: Path | None,
+    token_env: str | None,
+    cert: Path | None = None,
+    key: Path | None = None,
 ) -> ControlTarget:
     """Resolve the run or address. Raises SpecError for options that conflict or cannot be read,
     ControlError for a run that does not run."""
+    if (cert is None) != (key is None):
+        raise SpecError("--cert and --key are a pair: give both or neither")
     if address is not None:
-        _check_address(address, run, ca, token_env)
+        _check_address(address, run, ca, cert, token_env)
         directory = None
     else:
         directory = _run(run, run_dir)
         address = read_endpoints(directory).control
-        # The run's own spec names the certificate and the token; the options override it.
+        # The run's own spec names the certificates and the token; the options override it.
         control = load_resolved(directory / "spec.yaml").mesh.control
-        ca = ca or (Path(control.tls_cert) if control.tls_cert else None)
+        if control.tls_cert and control.tls_key:
+            ca = ca or Path(control.tls_ca or control.tls_cert)
+            if control.tls_ca and cert is None:
+                cert, key = Path(control.tls_cert), Path(control.tls_key)
         token_env = token_env or control.token_env
     token = None if token_env is None else read_token(token_env)
-    return ControlTarget(address, directory, _ca(ca), token)
+    pems = (_pem("--ca", ca), token, _pem("--cert", cert), _pem("--key", key))
+    return ControlTarget(address, directory, *pems)
 
 
 def _run(run: str | None, run_dir: Path) -> Path:
     return find_run(run_dir, run) if run else find_running(run_dir)
 
 
-def _check_address(address: str, run: str | None, ca: Path | None, token_env: str | None) -> None:
+def _check_address(
+    address: str, run: str | None, ca: Path | None, cert: Path | None, token_env: str | None
+) -> None:
     if run is not None:
         raise SpecError(
             f"RUN and --address name a run each: got {run} and {address}; give one of them"
@@ -192,19 +206,19 @@ def _check_address(address: str, run: str | None, ca: Path | None, token_env: st
         raise SpecError(
             f"--address must be host:port: got {address}; write it as 10.0.0.7:41233"
         ) from None
-    if not is_loopback(address) and (ca is None or token_env is None):
+    if not is_loopback(address) and None in (ca, cert, token_env):
         raise SpecError(
-            f"--ca and --token-env must be given for {address}, which is not loopback: no "
-            "token goes out unencrypted"
+            f"--ca, --cert, --key and --token-env must be given for {address}, which is not "
+            "loopback: no token goes out unencrypted, and the run asks for a certificate"
         )
 
 
-def _ca(path: Path | None) -> bytes | None:
+def _pem(option: str, path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
         return path.read_bytes()
     except OSError as error:
         raise SpecError(
-            f"cannot read {path}: {error.strerror}; give a PEM file with --ca"
+            f"cannot read {path}: {error.strerror}; give a PEM file with {option}"
         ) from None

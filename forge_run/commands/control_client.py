@@ -35,12 +35,15 @@ CHECKPOINT_SECONDS = 600.0  # the step in progress ends first
 @dataclass(frozen=True)
 class ControlTarget:
     """Name a control plane. `run` is the run directory that gave the address, None without one;
-    `ca` the PEM text that verifies its certificate, None without TLS."""
+    `ca` the PEM text that verifies its certificate, None without TLS; `cert` and `key` those of
+    this client, None where it needs none."""
 
     address: str
     run: Path | None = None
     ca: bytes | None = None
     token: SecretStr | None = None
+    cert: bytes | None = None
+    key: bytes | None = None
 
 
 class ControlClient:
@@ -60,7 +63,7 @@ class ControlClient:
         if target.ca is None:
             self._channel = grpc.insecure_channel(target.address, options)
         else:
-            credentials = grpc.ssl_channel_credentials(target.ca)
+            credentials = grpc.ssl_channel_credentials(target.ca, target.key, target.cert)
             self._channel = grpc.secure_channel(target.address, credentials, options)
         self._stub = ControlStub(self._channel)
         self._metadata: list[tuple[str, str]] = []
@@ -128,7 +131,7 @@ class ControlClient:
                 return not_running(run, f"nothing listens on {address}")
             return ControlError(
                 f"cannot reach a control plane at {address}: {_reason(details)}; check the "
-                "address, and --ca for a run that uses TLS"
+                "address, and --ca, --cert and --key for a run that uses TLS"
             )
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ControlError(

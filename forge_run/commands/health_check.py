@@ -1,7 +1,8 @@
 """Ask the gRPC health service of a control plane whether it serves.
 
-`python -m forge_run.commands.health_check HOST:PORT [CA.pem [TOKEN_ENV]]` exits with 0 where it
-serves. kubelet's own gRPC probe supports neither TLS nor a token.
+`python -m forge_run.commands.health_check HOST:PORT [DIR [TOKEN_ENV]]` exits with 0 where it
+serves. DIR has ca.crt, tls.crt and tls.key. kubelet's own gRPC probe supports neither TLS nor a
+token.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from protocols.errors import SpecError
+from services.tls.identity import TlsIdentity, read_identity
+
 SECONDS = 5.0
 
 
-def serves(address: str, ca: bytes | None = None, token: str | None = None) -> bool:
+def serves(address: str, identity: TlsIdentity | None = None, token: str | None = None) -> bool:
     """Return whether the service reports SERVING. Raises grpc.RpcError where it does not answer."""
-    channel = (
-        grpc.insecure_channel(address)
-        if ca is None
-        else grpc.secure_channel(address, grpc.ssl_channel_credentials(ca))
-    )
+    if identity is None:
+        channel = grpc.insecure_channel(address)
+    else:
+        pems = (path.read_bytes() for path in (identity.ca, identity.key, identity.cert))
+        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(*pems))
     metadata = [] if token is None else [("authorization", f"Bearer {token}")]
     with channel:
         check = health_pb2_grpc.HealthStub(channel).Check
@@ -33,10 +37,13 @@ def serves(address: str, ca: bytes | None = None, token: str | None = None) -> b
 
 def main(words: Sequence[str]) -> int:
     address, *others = words
-    ca = Path(others[0]).read_bytes() if others else None
     token = os.environ[others[1]] if len(others) > 1 else None
     try:
-        return 0 if serves(address, ca, token) else 1
+        identity = read_identity(Path(others[0]), "DIR") if others else None
+        return 0 if serves(address, identity, token) else 1
+    except SpecError as error:
+        print(error, file=sys.stderr)
+        return 1
     except grpc.RpcError as error:
         print(f"{address}: {error.code().name}", file=sys.stderr)
         return 1

@@ -86,7 +86,10 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
         learn_spec = _checked(LearnSpec, document, faults)
     if faults or mesh_spec is None or document is None or learn_spec is None:
         raise combined(faults)
-    mesh_keys = ("config", "hosts.tls", "control.tls_cert", "control.tls_key")
+    mesh_keys = (
+        "config", "hosts.tls", "control.tls_ca", "control.tls_cert", "control.tls_key",
+        "telemetry.tls",
+    )  # fmt: skip
     learn_keys = ("model.path", "data.path", "data.questions", "self_study.rows")
     learn = _with_local_paths(learn_spec, document.places, *learn_keys)
     spec = RunSpec(

@@ -68,6 +68,11 @@ class ControlSpec(SpecSection):
     max_replicas: int = Field(
         default=64, ge=1, description="most replicas that a command may scale a role to"
     )
+    tls_ca: str | None = Field(
+        default=None,
+        description="PEM file of the authorities that a client's certificate must come from; null: "
+        "clients need none",
+    )
     tls_cert: str | None = Field(default=None, description="PEM file of the server's certificate")
     tls_key: str | None = Field(default=None, description="PEM file of its private key")
 
@@ -79,17 +84,19 @@ class ControlSpec(SpecSection):
     @field_validator("tls_key")
     @classmethod
     def _is_guarded(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if not info.data.keys() >= {"listen", "token_env", "tls_cert"}:
+        if not info.data.keys() >= {"listen", "token_env", "tls_ca", "tls_cert"}:
             return value  # one of them is invalid and reported on its own
         if (value is None) != (info.data["tls_cert"] is None):
             raise broken("must be given with control.tls_cert", "give both or neither")
+        if value is None and info.data["tls_ca"] is not None:
+            raise broken("must be given with control.tls_ca", "give tls_cert and tls_key too")
         listen = info.data["listen"]
         open_to_all = listen.rpartition(":")[0] not in LOOPBACK
-        if open_to_all and (value is None or info.data["token_env"] is None):
+        if open_to_all and None in (value, info.data["token_env"], info.data["tls_ca"]):
             raise broken(
-                f"must be given, with control.token_env, where control.listen ({listen}) is not "
-                "loopback",
-                "set tls_cert, tls_key and token_env, or listen on 127.0.0.1:0",
+                "must be given, with control.tls_ca and control.token_env, where control.listen "
+                f"({listen}) is not loopback",
+                "set tls_ca, tls_cert, tls_key and token_env, or listen on 127.0.0.1:0",
             )
         return value
 
@@ -100,6 +107,14 @@ class TelemetrySpec(SpecSection):
     metrics: str | None = Field(
         default="127.0.0.1:0", description="host:port of Prometheus' /metrics; null for none"
     )
+    tls: str | None = Field(
+        default=None,
+        description="directory with ca.crt, tls.crt and tls.key, for mutual TLS with whoever reads "
+        "/metrics; null: plain HTTP",
+    )
+    insecure: bool = Field(
+        default=False, description="plain HTTP beyond loopback too: anyone may read /metrics"
+    )
     trace: bool = Field(default=True, description="write trace.json, which opens in Perfetto")
     sinks: Annotated[tuple[SinkName, ...], AsTuple] = Field(
         default=(), description="tensorboard, wandb, otlp: optional packages"
@@ -109,6 +124,20 @@ class TelemetrySpec(SpecSection):
     @classmethod
     def _is_an_address(cls, value: str | None) -> str | None:
         return None if value is None else host_and_port(value)
+
+    @field_validator("insecure")
+    @classmethod
+    def _is_meant(cls, value: bool, info: ValidationInfo) -> bool:
+        metrics, tls = info.data.get("metrics"), info.data.get("tls")
+        if value and tls is not None:
+            raise broken("excludes telemetry.tls", "remove one of them")
+        if not value and tls is None and metrics and metrics.rpartition(":")[0] not in LOOPBACK:
+            raise broken(
+                f"must be true, or telemetry.tls given, where telemetry.metrics ({metrics}) is not "
+                "loopback",
+                "set telemetry.tls, or telemetry.insecure for anyone to read /metrics",
+            )
+        return value
 
 
 class WatchdogSpec(SpecSection):

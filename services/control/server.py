@@ -3,7 +3,8 @@
     client --- control.proto ---> ControlPlane --- protocols.ports.RunControl ---> the run
 
 The server runs on the event loop of its caller. On loopback it needs no credentials; elsewhere the
-spec demands TLS and a token with every call, health checks and reflection included.
+spec demands a client's certificate and a token with every call, health checks and reflection
+included.
 """
 
 from __future__ import annotations
@@ -113,12 +114,15 @@ class ControlPlane:
 
     def _listen(self, server: grpc.aio.Server) -> str:
         listen, cert, key = self._spec.listen, self._spec.tls_cert, self._spec.tls_key
+        ca = self._spec.tls_ca
         try:
             if cert is None or key is None:
                 port = server.add_insecure_port(listen)
             else:
                 pair = (_pem("tls_key", key), _pem("tls_cert", cert))
-                port = server.add_secure_port(listen, grpc.ssl_server_credentials([pair]))
+                authorities = None if ca is None else _pem("tls_ca", ca)
+                credentials = grpc.ssl_server_credentials([pair], authorities, ca is not None)
+                port = server.add_secure_port(listen, credentials)
         except RuntimeError:
             of_key = "" if cert is None else f", and that {cert} and {key} are a pair in PEM"
             raise SpecError(

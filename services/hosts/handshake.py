@@ -20,13 +20,14 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler
-from socketserver import ThreadingTCPServer
-from typing import Any, Self
+from socketserver import TCPServer
+from typing import Self
 
 from pydantic import TypeAdapter, ValidationError
 
 from protocols.errors import RunError
 from protocols.spec.hosts import ADDRESS, is_tls
+from services.tls.listener import MutualTlsRequests
 
 PACKAGES = ("cartridge-forge", "torchmonarch", "torch")  # must have equal versions on all hosts
 ANSWER_SECONDS = 3.0  # an answer takes a millisecond
@@ -169,19 +170,9 @@ class WorkerInfoServer:
             def log_message(self, format: str, *args: object) -> None:
                 pass  # once a second, from every controller
 
-        class WorkerInfoListener(ThreadingTCPServer):  # HTTPServer looks up its name in DNS
+        class WorkerInfoListener(MutualTlsRequests, TCPServer):  # HTTPServer asks DNS for its name
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            allow_reuse_address = daemon_threads = True
-
-            def finish_request(self, request: Any, client_address: Any) -> None:
-                if context is None:
-                    return super().finish_request(request, client_address)
-                request.settimeout(ANSWER_SECONDS)  # of the handshake, in the request's thread
-                with context().wrap_socket(request, server_side=True) as secured:
-                    super().finish_request(secured, client_address)
-
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                pass  # a client without a certificate, or one that has left
+            allow_reuse_address = True
 
         try:
             self._server = WorkerInfoListener((host.strip("[]"), port), WorkerInfoHandler)
@@ -190,6 +181,7 @@ class WorkerInfoServer:
                 f"a worker cannot say hello on {host}:{port}: {error.strerror}; is another worker "
                 "there? Choose another address with --address"
             ) from error
+        self._server.context = context
         self.port: int = self._server.server_address[1]
 
     def __enter__(self) -> Self:

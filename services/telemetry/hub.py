@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from protocols.errors import SpecError
@@ -100,8 +101,13 @@ def open_sinks(
     try:
         if wanted.metrics is not None:
             from services.telemetry.prometheus import PrometheusSink
+            from services.tls.identity import read_identity
 
-            metrics = PrometheusSink(wanted.metrics, run, mesh, spec.learn.train.staleness)
+            context = None
+            if wanted.tls is not None:
+                context = read_identity(Path(wanted.tls), "telemetry.tls").server_context
+            staleness = spec.learn.train.staleness
+            metrics = PrometheusSink(wanted.metrics, run, mesh, staleness, context)
             sinks["metrics"], url = metrics, metrics.url
         if wanted.trace:
             from services.telemetry.trace import NAME, TraceSink

@@ -8,6 +8,7 @@ of their metrics.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +20,6 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
-    start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -28,6 +28,7 @@ from protocols.errors import SpecError
 from protocols.records.run_files import TRAINED_ARMS, MetricRow
 from protocols.records.status import ReplicaState, RunStatus
 from protocols.types import TraceSpan
+from services.telemetry.metrics_server import MetricsServer
 from services.telemetry.values import losses, role_of
 
 # Seconds, from a cached response of the tiny model to a long rollout of a large one.
@@ -149,10 +150,18 @@ class PrometheusSink:
     """Serve `/metrics` at `url` until it is closed.
 
     `address` is host:port; port 0 takes a free one. `staleness` is the most versions that a trained
-    token may be behind. Raises SpecError for an address that it cannot listen on.
+    token may be behind. With `context` it admits TLS alone, by the context's rules. Raises
+    SpecError for an address that it cannot listen on.
     """
 
-    def __init__(self, address: str, run: str, mesh: str, staleness: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        run: str,
+        mesh: str,
+        staleness: int,
+        context: Callable[[], ssl.SSLContext] | None = None,
+    ) -> None:
         self.registry = CollectorRegistry()
         self._metrics: dict[str, Any] = {}
         histogram = partial(Histogram, buckets=BUCKETS)
@@ -168,19 +177,14 @@ class PrometheusSink:
         self._at("forge_run_info", run, mesh).set(1)
         self._at("forge_staleness_limit_versions").set(staleness)
         self._progressed()
-        host, _, port = address.rpartition(":")
         try:
-            self._server, self._thread = start_http_server(
-                int(port), host.strip("[]"), self.registry
-            )
+            self._server = MetricsServer(address, self.registry, context)
         except OSError as error:
             raise SpecError(
                 f"telemetry.metrics: cannot listen on {address}: {error}; choose another address, "
                 "127.0.0.1:0 for any free port, or null for no metrics"
             ) from error
-        # Print no traceback for a scraper or a probe that disconnects.
-        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        self.url = self._server.url
 
     def event(self, event: Mapping[str, Any]) -> None:
         match event["event"]:
@@ -281,9 +285,7 @@ class PrometheusSink:
 
     def close(self) -> None:
         """Stop listening. A scrape in progress ends on its own thread."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self._server.close()
 
     def _at(self, name: str, *labels: str) -> Any:
         """Return the metric of that name with those values of its labels."""

@@ -107,7 +107,15 @@ def scenario(hosts: Hosts, home: Path, folders: list[Path]) -> dict[str, Any]:
     report["local"] = {"code": done.returncode, "path": str(path), "output": done.stdout[-3000:]}
 
     where = {"kind": "addresses", "addresses": hosts.addresses, "tls": str(folders[0])}
-    words = command(home / "tls", **{**SHORT, "hosts": where})
+    pems = {"tls_ca": own.ca, "tls_cert": own.cert, "tls_key": own.key}
+    control = {"listen": f"{CLIENT}:0", "token_env": "FORGE_TLS_TOKEN"}
+    os.environ["FORGE_TLS_TOKEN"] = "of-this-scenario"
+    over = {
+        **SHORT, "hosts": where,
+        "control": {**control, **{key: str(path) for key, path in pems.items()}},
+        "telemetry": {"metrics": f"{CLIENT}:0", "tls": str(folders[0])},
+    }  # fmt: skip
+    words = command(home / "tls", **over)
     with running(words, home / "tls") as run:
         path = run.wait_for("on_policy", 1)
         paused(path)

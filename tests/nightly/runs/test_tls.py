@@ -52,8 +52,8 @@ def test_every_port_beyond_loopback_was_tried(report: dict[str, Any]) -> None:
         ports = [port for _, port in report["ports"][host]]
         assert len(ports) == 3
         assert {26600, 26601} <= set(ports)
-    assert len(report["ports"]["10.77.0.1"]) == 1, "of forge-run itself, for Monarch"
-    assert len(report["clients"]) == 7
+    assert len(report["ports"]["10.77.0.1"]) == 3, "Monarch, the control plane and /metrics"
+    assert len(report["clients"]) == 9
 
 
 @pytest.mark.parametrize("client", ["plain", "no certificate", "of another authority"])

@@ -135,6 +135,7 @@ def test_the_spec_takes_the_controllers_overrides(tree: dict[str, str], tmp_path
     sets = [word for flag, word in itertools.pairwise(words) if flag == "--set"]
     spec = load_spec(THREE_CHANNELS, sets=sets).spec
     assert (spec.mesh.hosts.kind, spec.mesh.telemetry.metrics) == ("kubernetes", "0.0.0.0:9464")
+    assert spec.mesh.control.tls_ca == "/etc/forge/control/ca.crt"
 
 
 def test_the_command_writes_what_is_rendered(

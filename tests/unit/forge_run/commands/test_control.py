@@ -39,6 +39,7 @@ from services.control.endpoints import (
     write_endpoints,
 )
 from services.run_directory import RunDirectory
+from services.tls.certificates import certificates
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -375,9 +376,57 @@ def test_an_address_with_tls_and_token(
             assert forge(["stop", *at, *wrong]) == 1
             error = capsys.readouterr().err
             assert error.startswith(f"error: cannot reach a control plane at {here.address}: ")
-            assert error.endswith("; check the address, and --ca for a run that uses TLS\n")
+            assert error.endswith(
+                "; check the address, and --ca, --cert and --key for a run that uses TLS\n"
+            )
             assert error.count("\n") == 1
         assert len(here.steering.asked) == asked
+
+
+@pytest.fixture
+def mutual(home: Path, monkeypatch: pytest.MonkeyPatch) -> ControlSpec:
+    """A token, and clients that must show a certificate of certs/ca.crt."""
+    [own] = certificates(home / "certs", [("localhost",)])
+    monkeypatch.setenv("CONTROL_TOKEN", "s3cret-token")
+    return ControlSpec(
+        listen="localhost:0", token_env="CONTROL_TOKEN", tls_ca=str(own / "ca.crt"),
+        tls_cert=str(own / "tls.crt"), tls_key=str(own / "tls.key"),
+    )  # fmt: skip
+
+
+def test_an_address_with_mutual_tls(mutual: ControlSpec, home: Path, capsys: Printed) -> None:
+    [foreign] = certificates(home / "foreign", [("localhost",)])
+    own = home / "certs" / "localhost"
+    with served(mutual) as here:
+        at = ["--address", here.address, "--token-env", "CONTROL_TOKEN"]
+        at += ["--ca", str(own / "ca.crt")]
+
+        def shown(folder: Path) -> list[str]:
+            return ["--cert", str(folder / "tls.crt"), "--key", str(folder / "tls.key")]
+
+        assert forge(["pause", *at, *shown(own)]) == 0
+        capsys.readouterr()
+        asked = len(here.steering.asked)
+        for stranger in ([], shown(foreign)):
+            assert forge(["stop", *at, *stranger]) == 1
+            said = capsys.readouterr().err
+            assert said.startswith(f"error: cannot reach a control plane at {here.address}: ")
+        assert forge(["stop", *at, "--cert", str(own / "tls.crt")]) == 2
+        assert capsys.readouterr().err == (
+            "error: --cert and --key are a pair: give both or neither\n"
+        )
+        assert len(here.steering.asked) == asked
+
+
+def test_a_run_of_this_host_shows_its_own_certificate(
+    mutual: ControlSpec, home: Path, capsys: Printed
+) -> None:
+    control = json.dumps(mutual.model_dump(mode="json"))
+    path = new_run(home / "runs", sets=(f"control={control}",))
+    with served(mutual, run=path.name) as here:
+        write_endpoints(path, Endpoints(here.address, None, os.getpid()))
+        assert forge(["status", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["run"] == path.name
 
 
 def test_a_run_of_this_host_tells_its_certificate_and_token(
@@ -402,11 +451,11 @@ BAD_USAGE = [
     (["stop", "--address", "10.0.0.7"],
      "--address must be host:port: got 10.0.0.7; write it as 10.0.0.7:41233"),
     (["stop", "--address", "10.0.0.7:1"],
-     "--ca and --token-env must be given for 10.0.0.7:1, which is not loopback: no token goes out "
-     "unencrypted"),
+     "--ca, --cert, --key and --token-env must be given for 10.0.0.7:1, which is not loopback: no "
+     "token goes out unencrypted, and the run asks for a certificate"),
     (["stop", "--address", "10.0.0.7:1", "--token-env", "CONTROL_TOKEN"],
-     "--ca and --token-env must be given for 10.0.0.7:1, which is not loopback: no token goes out "
-     "unencrypted"),
+     "--ca, --cert, --key and --token-env must be given for 10.0.0.7:1, which is not loopback: no "
+     "token goes out unencrypted, and the run asks for a certificate"),
     (["stop", "r1", "--address", "127.0.0.1:1"],
      "RUN and --address name a run each: got r1 and 127.0.0.1:1; give one of them"),
     (["stop", "--address", "127.0.0.1:1", "--ca", "no.pem"],

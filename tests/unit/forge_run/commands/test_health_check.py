@@ -6,11 +6,11 @@ import socket
 from pathlib import Path
 
 import pytest
-import trustme
 from fake_run_control import served
 
 from forge_run.commands.health_check import main
 from protocols.spec.services import ControlSpec
+from services.tls.certificates import certificates
 
 
 def test_a_control_plane_serves_and_then_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,26 +20,27 @@ def test_a_control_plane_serves_and_then_is_gone(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == f"{here.address}: UNAVAILABLE\n"
 
 
-def test_tls_and_the_token(
+def test_mutual_tls_and_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    authority = trustme.CA()
-    pair = authority.issue_cert("localhost")
-    pair.private_key_pem.write_to_path(tmp_path / "tls.key")
-    pair.cert_chain_pems[0].write_to_path(tmp_path / "tls.crt")
-    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
+    [own] = certificates(tmp_path / "mesh", [("localhost",)])
+    [foreign] = certificates(tmp_path / "foreign", [("localhost",)])
     monkeypatch.setenv("CONTROL_TOKEN", "s3cret-token")
     spec = ControlSpec(
         listen="localhost:0",
         token_env="CONTROL_TOKEN",
-        tls_cert=str(tmp_path / "tls.crt"),
-        tls_key=str(tmp_path / "tls.key"),
+        tls_ca=str(own / "ca.crt"),
+        tls_cert=str(own / "tls.crt"),
+        tls_key=str(own / "tls.key"),
     )
-    ca = str(tmp_path / "ca.crt")
     with served(spec) as here:
-        assert main([here.address, ca, "CONTROL_TOKEN"]) == 0
-        assert main([here.address, ca]) == 1  # kubelet's own probe would send no token either
-    assert capsys.readouterr().err == f"{here.address}: UNAUTHENTICATED\n"
+        assert main([here.address, str(own), "CONTROL_TOKEN"]) == 0
+        assert main([here.address, str(own)]) == 1  # kubelet's own probe would send no token either
+        assert capsys.readouterr().err == f"{here.address}: UNAUTHENTICATED\n"
+        assert main([here.address, str(foreign), "CONTROL_TOKEN"]) == 1
+        assert capsys.readouterr().err == f"{here.address}: UNAVAILABLE\n"
+        assert main([here.address, str(tmp_path), "CONTROL_TOKEN"]) == 1
+        assert f"DIR: cannot read {tmp_path / 'ca.crt'}" in capsys.readouterr().err
 
 
 def test_nothing_listens(capsys: pytest.CaptureFixture[str]) -> None:

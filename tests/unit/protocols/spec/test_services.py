@@ -46,8 +46,8 @@ def loaded(house: Path, more: str) -> MeshSpec:
 
 ADDRESS = "must be host:port: got"
 FIX_ADDRESS = "write it as 127.0.0.1:0"
-GUARD = "must be given, with control.token_env, where control.listen"
-FIX_GUARD = "set tls_cert, tls_key and token_env, or listen on 127.0.0.1:0"
+GUARD = "must be given, with control.tls_ca and control.token_env, where control.listen"
+FIX_GUARD = "set tls_ca, tls_cert, tls_key and token_env, or listen on 127.0.0.1:0"
 
 # (what the mesh says from its third line on, the whole message)
 BAD = [
@@ -132,6 +132,12 @@ BAD = [
     ("control:\n  tls_key: k.pem",
      f"tls_key must be given with control.tls_cert: got 'k.pem' at {M}:4 (control.tls_key); "
      "give both or neither"),
+    ("control:\n  listen: 10.0.0.1:1\n  token_env: T\n  tls_cert: c.pem\n  tls_key: k.pem",
+     f"tls_key {GUARD} (10.0.0.1:1) is not loopback: got 'k.pem' at {M}:7 (control.tls_key); "
+     f"{FIX_GUARD}"),
+    ("control:\n  tls_ca: ca.pem",
+     f"tls_key must be given with control.tls_ca: got null at {M}:3 (control.tls_key); "
+     "give tls_cert and tls_key too"),
     ("control:\n  listen: 0.0.0.0:1\n  token_env: 7",
      f"token_env must be text: got a value that is not shown at {M}:5 (control.token_env); "
      "put it in quotes"),
@@ -142,6 +148,13 @@ BAD = [
      f"metrics {ADDRESS} ':9090' at {M}:4 (telemetry.metrics); {FIX_ADDRESS}"),
     ("telemetry:\n  metrics: http://127.0.0.1:9090",
      f"metrics {ADDRESS} 'http://127.0.0.1:9090' at {M}:4 (telemetry.metrics); {FIX_ADDRESS}"),
+    ("telemetry:\n  metrics: '0.0.0.0:9464'",
+     "insecure must be true, or telemetry.tls given, where telemetry.metrics (0.0.0.0:9464) is "
+     f"not loopback: got false at {M}:3 (telemetry.insecure); set telemetry.tls, or "
+     "telemetry.insecure for anyone to read /metrics"),
+    ("telemetry:\n  tls: certs\n  insecure: true",
+     f"insecure excludes telemetry.tls: got true at {M}:5 (telemetry.insecure); remove one of "
+     "them"),
     ("telemetry:\n  sinks: [otel]",
      f"sinks[0] must be one of tensorboard, wandb, otlp: got 'otel' at {M}:4 "
      "(telemetry.sinks[0]); did you mean otlp?"),
@@ -194,7 +207,7 @@ def test_a_guarded_address_and_metrics_that_are_off(house: Path) -> None:
     mesh = loaded(
         house,
         "control:\n  listen: 0.0.0.0:50051\n  token_env: FORGE_TOKEN\n"
-        "  tls_cert: pki/cert.pem\n  tls_key: /etc/forge/key.pem\n"
+        "  tls_ca: pki/ca.pem\n  tls_cert: pki/cert.pem\n  tls_key: /etc/forge/key.pem\n"
         "telemetry:\n  metrics: null\n  sinks: [otlp, tensorboard]\n",
     )
     # Relative paths start where they were written, and are absolute in the resolved spec.

@@ -357,6 +357,29 @@ def test_a_plain_client_and_a_stranger_reach_no_tls_server(
         assert here.steering.asked == []
 
 
+@pytest.mark.parametrize("shows", ["nothing", "of another authority"])
+def test_a_client_without_the_authoritys_certificate_is_refused(
+    guarded: ControlSpec, authority: trustme.CA, tmp_path: Path, shows: str
+) -> None:
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    mutual = guarded.model_copy(update={"tls_ca": str(tmp_path / "ca.pem")})
+    trusted = authority.cert_pem.bytes()
+    pairs = [maker.issue_cert("client") for maker in (authority, trustme.CA())]
+    member, stranger = ((p.private_key_pem.bytes(), p.cert_chain_pems[0].bytes()) for p in pairs)
+    shown = (None, None) if shows == "nothing" else stranger
+    with served(mutual) as here:
+        for pair in (shown, member):
+            credentials = grpc.ssl_channel_credentials(trusted, *pair)
+            with grpc.secure_channel(here.address, credentials) as channel:
+                status = ControlStub(channel).Status
+                if pair == member:
+                    status(pb.StatusRequest(), timeout=SECONDS, metadata=BEARER)
+                else:
+                    code, _ = refused(status, pb.StatusRequest(), metadata=BEARER)
+                    assert code is grpc.StatusCode.UNAVAILABLE
+                    assert here.steering.asked == []
+
+
 def test_health_says_serving_until_the_end(run: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "GRACE_SECONDS", 0.2)
     with connected(run.address) as channel:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import ssl
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,6 +17,8 @@ from telemetry_stream import event, row, status, tell
 
 from protocols.errors import SpecError
 from services.telemetry.prometheus import PrometheusSink
+from services.tls.certificates import certificates
+from services.tls.identity import read_identity
 
 Labels = dict[str, str]
 
@@ -119,5 +124,33 @@ def test_ipv6_loopback() -> None:
     try:
         assert sink.url.startswith("http://[::1]:")
         assert value(sink, "forge_staleness_limit_versions") == 1
+    finally:
+        sink.close()
+
+
+def test_with_tls_members_of_the_mesh_read_it_and_strangers_do_not(tmp_path: Path) -> None:
+    [own] = certificates(tmp_path / "mesh", [("w2.lan",)])
+    [foreign] = certificates(tmp_path / "foreign", [("w2.lan",)])
+    identity = read_identity(own, "own")
+    sink = PrometheusSink("127.0.0.1:0", "run-1", "small", 0, identity.server_context)
+    try:
+        assert sink.url.startswith("https://127.0.0.1:")
+        port = int(sink.url.split(":")[2].partition("/")[0])
+        with socket.create_connection(("127.0.0.1", port)):  # silent: it keeps nobody waiting
+            context = identity.client_context()
+            with urllib.request.urlopen(sink.url, timeout=5, context=context) as answer:
+                assert b'forge_run_info{mesh="small",run="run-1"} 1.0' in answer.read()
+        for shown in (None, foreign):
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+            if shown is not None:
+                context.load_cert_chain(shown / "tls.crt", shown / "tls.key")
+            got = b""
+            with contextlib.suppress(OSError):
+                got = urllib.request.urlopen(sink.url, timeout=5, context=context).read()
+            assert got == b""
+        with pytest.raises(OSError):
+            urllib.request.urlopen(sink.url.replace("https", "http"), timeout=5)
     finally:
         sink.close()
