@@ -66,7 +66,7 @@ def plain(at: tuple[str, int]) -> str:
 
 def over_tls(at: tuple[str, int], identity: TlsIdentity | None, question: bytes = QUESTION) -> str:
     """What a client gets that trusts everybody and shows this certificate, or none. "open" where it
-    is waited for."""
+    is waited for, "nothing" for an alert or an end."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
