@@ -52,10 +52,12 @@ class TrainerActor(ModelActor):
         start_record: str,
         shard: bool = False,
         silent_s: float = 60.0,
+        keep_token_scores: bool = False,
     ) -> None:
         """Keep every state in the file `last_state` before replying, and what trained cartridges
         they started from in `start_record`. With `shard` each rank keeps its share of the base; a
-        rank waits at most `silent_s` for another."""
+        rank waits at most `silent_s` for another. With `keep_token_scores` a step tells every
+        token's score."""
         place = RankPlace.here()
         device = claim_device(base.device, place.rank)
         # A base that is to be sharded is first loaded whole on the host.
@@ -84,6 +86,7 @@ class TrainerActor(ModelActor):
             gap_bounds=gap_bounds(
                 learn.train.sampler_gap, learn.model.dtype, learn.generator.backend
             ),
+            keep_token_scores=keep_token_scores,
             ranks=self._ranks,
         )
         self._fingerprints = Fingerprints()
@@ -134,7 +137,11 @@ class TrainerActor(ModelActor):
         batch = replace(lesson, scores=scores)
         begun = time.perf_counter()
         output = self._trainer.step_on(batch, version)
-        return replace(output, compute_seconds=time.perf_counter() - begun)
+        return replace(
+            output,
+            compute_seconds=time.perf_counter() - begun,
+            token_scores=self._trainer.token_scores,
+        )
 
     async def _scores(
         self, *scored: tuple[Sequence[TeacherScores], Sequence[PrecomputedScores], Sequence[int]]

@@ -27,7 +27,7 @@ Left out on purpose: a gradient of the base model, and a value function.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from learning.cartridge.composition import (
     student_prefixes,
 )
 from learning.losses.balance import report
-from learning.losses.channel import LossAccumulator, LossChannel
+from learning.losses.channel import LossAccumulator, LossChannel, LossTerm, MicroBatch
 from learning.model.decoder import LanguageModel
 from learning.model.distributed import ALONE, ProcessGroup, is_sharded
 from learning.packing import check_rows, pack, response_tokens
@@ -94,6 +94,7 @@ def train_step(
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
     gap_bounds: GapBounds | None = None,
+    observe: Callable[[Mapping[str, LossTerm], MicroBatch], None] | None = None,
     ranks: ProcessGroup = ALONE,
 ) -> TrainStepOutput:
     """Run one update with `channels`, all of nonzero weight, with the same result on all `ranks`.
@@ -105,7 +106,8 @@ def train_step(
 
     `micro_tokens` bounds the tokens of one forward, `logit_bytes` the logits that exist at a time,
     `recompute_layers` the activations kept to those of one layer: none of them changes a term.
-    `gap_bounds` refuses tokens that sampler and trainer disagree on (StaleTokenError).
+    `gap_bounds` refuses tokens that sampler and trainer disagree on (StaleTokenError). `observe`
+    gets this rank's terms of every micro-batch.
     `compare_gradients` costs one more backward per channel and changes no term either. The balance
     of a cartridge replaces the weights by its coefficients, and is given the norms of the channels'
     gradients in the steps in which it is due, which run one backward per channel.
@@ -181,6 +183,8 @@ def train_step(
             gap.add(micro.sampled, student.observed())
         tokens += len(packed.targets)
         tally.add(terms)
+        if observe is not None:
+            observe(terms, micro)
         nothing = [0.0 * student.hidden.sum()] if together else []
         if compared:
             sums = {name: _sum(list(of.values())) for name, of in means.items()}

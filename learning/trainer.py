@@ -27,6 +27,7 @@ from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution, score_over
 from learning.snapshot import Snapshots, TrainerSnapshot
 from learning.step import train_step
+from learning.token_scores import TokenScores
 from learning.trainer_state import TrainerState
 from learning.updates import run_updates
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
@@ -60,15 +61,18 @@ class CartridgeTrainer:
         loss: LossSpec | None = None,
         publish_dtype: str = "float32",
         gap_bounds: GapBounds | None = None,
+        keep_token_scores: bool = False,
         ranks: ProcessGroup = ALONE,
     ) -> None:
         """Take the untrained `bank`. Each of several `ranks` has a trainer of its own; all get the
-        same calls."""
+        same calls. With `keep_token_scores`, `token_scores` are those of the last step."""
         self.model = model
         self.spec = spec
         self._objective = objective or ObjectiveSpec()
         self._channels = active_channels(self._objective, loss)
         self._gap_bounds = gap_bounds
+        self._keep_token_scores = keep_token_scores
+        self.token_scores: Mapping[str, str] = {}
         self._ranks = ranks
         self.bank = bank
         for name in bank.names:
@@ -166,6 +170,7 @@ class CartridgeTrainer:
         spec = self.spec
         state = self._state
         channels = [now for c in self._channels if (now := c.at(state.step)).weight]
+        scores = TokenScores() if self._keep_token_scores else None
 
         def update(part: TrainBatch, first: bool) -> TrainStepOutput:
             return train_step(
@@ -183,10 +188,11 @@ class CartridgeTrainer:
                 gap_bounds=self._gap_bounds if first else None,  # later ones are not the sampler's
                 logit_bytes=spec.logit_chunk_mb * 2**20,
                 recompute_layers=spec.recompute_layers,
+                observe=None if scores is None else scores.add,
                 ranks=self._ranks,
             )
 
-        return run_updates(
+        result = run_updates(
             self._completed(batch, channels, version),
             update,
             state.progress,
@@ -194,6 +200,8 @@ class CartridgeTrainer:
             minibatches=spec.minibatches,
             stream=f"minibatch/{spec.seed}/{state.arm}",
         )
+        self.token_scores = {} if scores is None else scores.of_all(self._ranks)
+        return result
 
     def _balance(self) -> GradientBalance | None:
         """Return a cartridge's balance; one channel alone is trained as its weight says."""

@@ -196,6 +196,7 @@ def _facts(own: CartridgeProgress) -> dict[str, Any]:
 
 
 def _told(output: TrainStepOutput) -> dict[str, Any]:
-    """Return a step's output, JSON-able, without its time and its version, which is stored beside
-    it."""
-    return {k: v for k, v in asdict(output).items() if k not in ("compute_seconds", "version")}
+    """Return a step's output, JSON-able, without its time, its tokens' scores, and its version,
+    which is stored beside it."""
+    left_out = ("compute_seconds", "token_scores", "version")
+    return {k: v for k, v in asdict(output).items() if k not in left_out}

@@ -332,7 +332,9 @@ class TrainStepOutput(TimedReply):
     "tokens": 512}; empty where no token of the trained version was. `cartridges` holds the updates
     of the cartridges that had a loss: {"patient_01": {"lr": 0.02, "grad_norm": 0.3, "step": 12,
     "tokens": 212}}, with `step` the number of the cartridge's own step. `lr` is the largest of
-    theirs, and `grad_norm` that of all of them together.
+    theirs, and `grad_norm` that of all of them together. `token_scores` is doc_kl at every token of
+    a sample, by its id (`protocols.records.token_scores`), empty where it is not asked for or was
+    lost with a trainer.
     """
 
     version: int = 0
@@ -345,6 +347,7 @@ class TrainStepOutput(TimedReply):
     cosines: Mapping[str, float] = field(default_factory=dict)
     sampler_gap: Mapping[str, float] = field(default_factory=dict)
     cartridges: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    token_scores: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -120,4 +120,5 @@ def role_arguments(
     assert name == "trainer", name
     # The heartbeat finds a silent rank; the call's timeout bounds a rank that hangs but answers.
     ranks = (learn.train.shard_base, spec.mesh.call_timeout_s)
-    return (base, learn, str(directory.last_state), str(directory.start), *ranks)
+    kept = spec.mesh.records.token_scores
+    return (base, learn, str(directory.last_state), str(directory.start), *ranks, kept)

@@ -7,6 +7,7 @@ kill.
         ├── spec.yaml        the resolved spec                         written once
         ├── metrics.jsonl    one row per step, decided by the seed     appended
         ├── rollouts.jsonl   one row per sampled response              appended
+        ├── token_scores.jsonl  doc_kl of every trained token         appended
         ├── episodes.jsonl   one row per episode, where there are any  appended
         ├── answers.jsonl    every arm's evaluation answers            appended
         ├── votes.jsonl      teacher votes on the run's states         appended
@@ -61,6 +62,7 @@ from protocols.records.run_files import (
     RolloutRow,
     RunResults,
 )
+from protocols.records.token_scores import TokenScoreRow
 from protocols.reserve import FULL, hold_room
 from protocols.reserve import NAME as RESERVE
 from protocols.secrets import redacted_row
@@ -98,6 +100,7 @@ class RunDirectory:
     spec = RunFile("spec.yaml")
     metrics = RunFile("metrics.jsonl")
     rollouts = RunFile("rollouts.jsonl")
+    token_scores = RunFile("token_scores.jsonl")
     episodes = RunFile("episodes.jsonl")
     answers = RunFile("answers.jsonl")
     votes = RunFile("votes.jsonl")
@@ -179,6 +182,18 @@ class RunDirectory:
         """Append the rows of one step in one write."""
         append_rows(self.rollouts, [_record(row) for row in rows], create=False)
 
+    def append_token_scores(
+        self, arm: str, step: int, scores: Mapping[str, str], most_bytes: int
+    ) -> bool:
+        """Append the scores of one step's samples, by their ids. Returns False, and writes nothing,
+        where the file would exceed `most_bytes`."""
+        rows = [TokenScoreRow(arm=arm, step=step, id=id, kl=kl) for id, kl in scores.items()]
+        had = self.token_scores.stat().st_size if self.token_scores.exists() else 0
+        if had + len(json_lines(rows)) > most_bytes:
+            return False
+        append_rows(self.token_scores, rows)
+        return True
+
     def append_episodes(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the episodes of one step (`environments.episode_files.to_row`) in one write."""
         append_rows(self.episodes, list(rows))
@@ -232,7 +247,7 @@ class RunDirectory:
         whole: Position | None = None
         told = []
         of_steps = (self.metrics, self.rollouts, self.episodes, self.votes)
-        for file in (self.events, *of_steps, self.answers):
+        for file in (self.events, *of_steps, self.token_scores, self.answers):
             if not file.exists():
                 if file not in (self.events, self.metrics, self.rollouts):
                     continue
@@ -270,7 +285,8 @@ class RunDirectory:
         """
         end = _position(arm, step)
         dropped: dict[str, int] = {}
-        some = (file for file in (self.episodes, self.votes) if file.exists())
+        maybe = (self.token_scores, self.episodes, self.votes)
+        some = (file for file in maybe if file.exists())
         for file in (self.metrics, self.rollouts, *some):
             rows = list(iter_rows(file))
             kept = [row for row in rows if _position(row["arm"], row["step"]) <= end]

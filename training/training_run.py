@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ class TrainingRun:
         self._rollouts: Rollouts | None = None  # while some may run ahead
         self._resumed = False
         self._begun_arm = False
+        self._scores_full = False
 
     # -- the arms -------------------------------------------------------------------------------
 
@@ -227,6 +228,7 @@ class TrainingRun:
             **self._course.facts(record),
         )  # fmt: skip
         self._course.record(record.rollout, arm, step, self._directory)
+        self._keep_token_scores(arm, step, output.token_scores)
         every = self._learn.evaluate.probe_every
         if arm == "on_policy" and every and step % every == 0:
             self._validation.hold(row)
@@ -259,6 +261,19 @@ class TrainingRun:
             seconds_left=self._left.seconds(state),
         )  # fmt: skip
         await self._checkpoint_due(steps)
+
+    def _keep_token_scores(self, arm: str, step: int, scores: Mapping[str, str]) -> None:
+        """Record the scores of a step's tokens, until their file has its size."""
+        most = self._spec.mesh.records.token_scores_mib
+        if not scores or self._scores_full:
+            return
+        if not self._directory.append_token_scores(arm, step, scores, most * 2**20):
+            self._scores_full = True
+            self._recorder.event(
+                "warned",
+                message=f"token_scores.jsonl has reached records.token_scores_mib ({most}): "
+                f"scores of tokens are not recorded from step {step} on; raise it in a new run",
+            )
 
     async def _validate(self, version: int) -> float:
         """Return accuracy on the first `evaluate.probe_questions` held-out questions."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from forge_run.ui.row_index import RowFilter
@@ -49,7 +50,7 @@ def _short(view: RunView, source: str, number: int, row: Mapping[str, Any]) -> d
         return short | {
             "document": row["document"], "kind": row["kind"], "tokens": len(row["response_ids"]),
             "versions": _span(row["versions"]), "prompt": _cut(view.text(row["prompt_ids"])),
-            "text": _cut(row["text"]),
+            "text": _cut(row["text"]), "kl": _mean(view.scores().of(row)),
         }  # fmt: skip
     if source == "answers":
         return short | {
@@ -81,6 +82,7 @@ def _rollout(view: RunView, row: Mapping[str, Any]) -> dict[str, Any]:
         "pieces": pieces or [f"[{token}]" for token in row["response_ids"]],
         "logprobs": row["sampler_logprobs"],
         "versions": row["versions"],
+        "kl": view.scores().of(row),
     }
 
 
@@ -107,6 +109,11 @@ def _episode(view: RunView, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _span(versions: list[int]) -> list[int]:
     return [min(versions), max(versions)] if versions else []
+
+
+def _mean(scores: Sequence[float | None] | None) -> float | None:
+    known = [score for score in scores or () if score is not None]
+    return fmean(known) if known else None
 
 
 def _cut(text: str | None) -> str | None:

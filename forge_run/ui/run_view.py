@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_run.ui.row_index import RowFacts, RowIndex
+from forge_run.ui.score_index import ScoreIndex
 from forge_run.ui.tail import FollowedRows
 from learning.decoding.stopping import TokenText
 from protocols.errors import ForgeError
@@ -33,6 +34,7 @@ class RunView:
             "answers": RowIndex(run.answers, answer_facts),
             "episodes": RowIndex(run.episodes, episode_facts),
         }
+        self._scores = ScoreIndex(run.token_scores)
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
@@ -45,6 +47,11 @@ class RunView:
         index = self._indexes[source]
         index.refresh()
         return index
+
+    def scores(self) -> ScoreIndex:
+        """Return the index of the tokens' scores, up to date."""
+        self._scores.refresh()
+        return self._scores
 
     def marks(self) -> dict[str, Any]:
         """Return a mark of each file, equal while it is: the cost of a page that is only open."""

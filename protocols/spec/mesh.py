@@ -20,6 +20,7 @@ from protocols.spec.services import (
     AutoscaleSpec,
     ControlSpec,
     HealthSpec,
+    RecordsSpec,
     RouterName,
     TelemetrySpec,
     WatchdogSpec,
@@ -122,6 +123,9 @@ class MeshSpec(SpecSection):
     control: ControlSpec = Field(default=ControlSpec(), description="steering a run from outside")
     telemetry: TelemetrySpec = Field(
         default=TelemetrySpec(), description="metrics, trace and sinks"
+    )
+    records: RecordsSpec = Field(
+        default=RecordsSpec(), description="what is recorded for those who look at the run"
     )
     call_timeout_s: float = Field(
         default=120.0,

@@ -140,6 +140,17 @@ class TelemetrySpec(SpecSection):
         return value
 
 
+class RecordsSpec(SpecSection):
+    """Configure what a run records only for those who look at it."""
+
+    token_scores: bool = Field(
+        default=True, description="write doc_kl of every trained token to token_scores.jsonl"
+    )
+    token_scores_mib: int = Field(
+        default=64, ge=1, description="size at which token_scores.jsonl ends, MiB"
+    )
+
+
 class WatchdogSpec(SpecSection):
     """Configure when a run without progress counts as stalled."""
 

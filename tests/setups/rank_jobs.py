@@ -73,7 +73,10 @@ def trainer_of(
 
 
 def curve(trainer: CartridgeTrainer, house: House, start: int = 0, stop: int = STEPS) -> list[Any]:
-    return [asdict(trainer.step_on(house.lessons[v], v)) for v in range(start, stop)]
+    return [
+        asdict(trainer.step_on(house.lessons[v], v)) | {"token_scores": dict(trainer.token_scores)}
+        for v in range(start, stop)
+    ]
 
 
 def bits(trainer: CartridgeTrainer) -> str:
@@ -93,7 +96,7 @@ def told(job: str, house: House, trainer: CartridgeTrainer, results: list[Any]) 
 
 
 def train(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
-    trainer = trainer_of(house.twin, ranks=ranks)
+    trainer = trainer_of(house.twin, ranks=ranks, keep_token_scores=True)
     trainer.begin("all", STEPS)
     return told(job, house, trainer, curve(trainer, house))
 

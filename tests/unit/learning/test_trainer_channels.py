@@ -17,6 +17,7 @@ from learning.losses.objective import active_channels
 from learning.scoring import TeacherDistribution, score
 from learning.step import train_step
 from learning.trainer import CartridgeTrainer
+from protocols.records.token_scores import decoded
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch, completions
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
 
     from twins import Twin
 
-    from protocols.types import Sample
+    from protocols.types import Sample, TrainStepOutput
 
     MakeSamples = Callable[..., list[Sample]]
 
 TRAIN = TrainSpec(steps=5, lr=0.02, row_tokens=24)
 WARMING = changed(ALL, alpha=0.4, alpha_warmup_steps=2, micro_tokens=40, compare_every=1)
+
+
+MARKS = [[True, False, True, True, False], [True, True, False]]
 
 
 def trainer_of(
@@ -193,3 +197,39 @@ def test_what_bounds_memory_and_the_form_of_doc_kl_reach_the_step(
     assert (given["micro_tokens"], given["compare_gradients"]) == (40, True)
     assert given["channels"] == [c for c in active_channels(WARMING, loss) if c.at(0).weight]
     assert given["channels"][0].spec is loss
+
+
+def scores_of(twin: Twin, updates: int) -> tuple[dict[str, list[float | None]], TrainStepOutput]:
+    """The scores of a step in several micro-batches that trains 5 of 8 document tokens."""
+    bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
+    train = TRAIN.model_copy(update={"updates_per_rollout": updates})
+    trainer = CartridgeTrainer(
+        twin.model, bank, train, objective=changed(ALL, micro_tokens=8), keep_token_scores=True
+    )
+    trainer.begin("all", 5)
+    given = scene(twin, trainer.bank, 0)
+    rows = torch.tensor([m for own in MARKS for m in own]).nonzero().flatten()
+    teacher = given.scores["doc_teacher"].rows(rows)
+    batch = replace(
+        given,
+        doc_trained=[tuple(own) for own in MARKS],
+        scores={**given.scores, "doc_teacher": teacher},
+    )
+    result = trainer.step_on(batch, 0)
+    return {id: decoded(text) for id, text in trainer.token_scores.items()}, result
+
+
+def test_the_tokens_scores_add_up_to_the_step_s_kl(llama: Twin) -> None:
+    scores, result = scores_of(llama, 1)
+    assert [[value is not None for value in scores[id]] for id in ("d0", "d1")] == MARKS
+    told = sum(value for of in scores.values() for value in of if value is not None)
+    assert told > 0.01
+    assert told / 5 == pytest.approx(result.kl, rel=0.031)
+    assert scores_of(llama, 2)[0] == scores  # of the first of two updates
+
+
+def test_the_tokens_scores_are_kept_where_they_are_asked_for(llama: Twin) -> None:
+    trainer = trainer_of(llama)
+    trainer.begin("all", 5)
+    trainer.step_on(scene(llama, trainer.bank, 0), 0)
+    assert trainer.token_scores == {}

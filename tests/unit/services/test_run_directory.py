@@ -330,6 +330,29 @@ def test_the_reserve_holds_two_states_and_a_megabyte(run: RunDirectory) -> None:
     assert not reserve.exists()
 
 
+def test_scores_of_tokens_end_at_their_size_and_are_cut_with_their_steps(
+    run: RunDirectory,
+) -> None:
+    fill(run)
+    line = len('{"arm": "on_policy", "step": 1, "id": "a", "kl": "AP8="}\n')
+    for step in (1, 2):
+        assert run.append_token_scores("on_policy", step, {"a": "AP8="}, 2 * line)
+    assert not run.append_token_scores("on_policy", 3, {"a": "AP8="}, 2 * line)
+    assert positions(run.token_scores) == [("on_policy", 1), ("on_policy", 2)]
+    assert run.truncate_after("on_policy", 1)["token_scores.jsonl"] == 1
+    assert positions(run.token_scores) == [("on_policy", 1)]
+
+
+def test_damaged_scores_of_tokens_are_removed_and_doubt_nothing(run: RunDirectory) -> None:
+    fill(run)
+    run.append_token_scores("on_policy", 1, {"a": "AA=="}, 1000)
+    with run.token_scores.open("ab") as file:
+        file.write(b"damaged\n")
+    run.append_token_scores("on_policy", 2, {"a": "AA=="}, 1000)
+    assert run.heal() == (None, ["token_scores.jsonl: removed damaged lines (2)"])
+    assert positions(run.token_scores) == [("on_policy", 1), ("on_policy", 2)]
+
+
 def answer(arm: str, id: str) -> AnswerRow:
     found = Answer(id=id, fact="f", document="d", document_hash="0", question_hash="1", right=1.0)
     return to_row(found, arm, 0, sampled=False)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from learning.model.distributed import ALONE, join
 from protocols.errors import RunError
+from protocols.records.token_scores import decoded
 
 Told = dict[str, list[dict[str, Any]]]
 
@@ -48,6 +49,17 @@ def assert_same_curve(found: list[dict[str, Any]], expected: list[dict[str, Any]
         for channel, term in theirs["terms"].items():
             assert ours["terms"][channel] == pytest.approx(term, rel=1e-4, abs=1e-5), channel
         assert ours["cosines"] == pytest.approx(theirs["cosines"], abs=1e-4)
+
+
+@pytest.mark.parametrize("job", ["two", "three"])
+def test_ranks_tell_every_token_s_score(told: Told, job: str) -> None:
+    (alone,) = told["one"]
+    assert sum(len(result["token_scores"]) for result in alone["results"]) > STEPS
+    for ours, theirs in zip(told[job][0]["results"], alone["results"], strict=True):
+        assert ours["token_scores"].keys() == theirs["token_scores"].keys()
+        for id, text in theirs["token_scores"].items():
+            # Rounding may move a value to the next byte, which is 6% away.
+            assert decoded(ours["token_scores"][id]) == pytest.approx(decoded(text), rel=0.07)
 
 
 @pytest.mark.parametrize("job", ["two", "three", "sharded"])

@@ -20,6 +20,7 @@ from forge_run.ui.access import PageAccess
 from forge_run.ui.app import RunPages
 from forge_run.ui.served_runs import ServedRuns
 from protocols.errors import DataError
+from protocols.records.token_scores import encoded
 from services.control.endpoints import Endpoints, write_endpoints
 from services.run_directory import RunDirectory
 
@@ -116,7 +117,17 @@ def test_a_rollout_token_by_token_and_the_same_question_at_other_versions(
     row = found["row"]
     assert row["pieces"] == [" the", " chart", " says", " radiologist", " lakeside", ".", "<|end|>"]
     assert (row["versions"], row["logprobs"][0]) == ([1] * 7, -0.25)
+    assert row["kl"] is None  # nothing was recorded of its tokens
     assert [(one["step"], one["versions"]) for one in found["same"]] == [(2, [1, 1]), (1, [0, 0])]
+
+
+def test_the_scores_of_a_rollouts_tokens(client: TestClient, run: RunDirectory) -> None:
+    scores = [0.0, None, 50.0, None, None, None, None]
+    run.append_token_scores("on_policy", 2, {"on_policy/2/0": encoded(scores)}, 10_000)
+    row = asked(client, "rollout", run=key(run), number=2)["row"]
+    assert row["kl"] == [0.0, None, pytest.approx(50.0), *[None] * 4]
+    other, scored = asked(client, "rollouts", run=key(run))["rows"][:2]
+    assert (other["kl"], scored["kl"]) == (None, pytest.approx(25.0))
 
 
 def test_held_out_answers_by_verdict(client: TestClient, run: RunDirectory) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from forge_run.ui.row_index import RowFacts, RowFilter, RowIndex, filter_of
+from forge_run.ui.score_index import ScoreIndex
 from forge_run.ui.tail import FollowedRows, GrowingFile
 from protocols.errors import DataError
 
@@ -155,3 +156,15 @@ def test_filters_come_from_the_query() -> None:
     assert filter_of(query) == RowFilter(arm="offline", step=12, least=-0.5)
     with pytest.raises(DataError, match="step must be a number: got 'twelve'; correct it"):
         filter_of({"step": "twelve"})
+
+
+def test_scores_are_found_by_arm_step_and_id(tmp_path: Path) -> None:
+    path = tmp_path / "token_scores.jsonl"
+    write(path, {"arm": "on_policy", "step": 1, "id": "a", "kl": "AP8="})  # bytes 0 and 255
+    index = ScoreIndex(path)
+    index.refresh()
+    assert index.of({"arm": "on_policy", "step": 1, "id": "a"}) == [0.0, None]
+    assert index.of({"arm": "on_policy", "step": 2, "id": "a"}) is None
+    write(path, {"arm": "on_policy", "step": 2, "id": "a", "kl": "AA=="})
+    index.refresh()
+    assert index.of({"arm": "on_policy", "step": 2, "id": "a"}) == [0.0]
