@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protocols.errors import SpecError
-from protocols.spec.hosts import HostsSpec, is_loopback_host
+from protocols.spec.hosts import HostsSpec, is_loopback_host, pod_host
 from services.hosts.handshake import host_and_port
 from services.tls.identity import read_identity
 
@@ -53,8 +53,8 @@ def prepare_links(hosts: HostsSpec, say: Callable[[str], None]) -> str | None:
 def reached_at(hosts: HostsSpec) -> str:
     """Return this host's address: `hosts.reached_at`, else that of the route to the first worker,
     else of the default route. IPv6 addresses are in brackets. With TLS a name stays a name, which
-    the certificate is for. Raises SpecError for a name without an address, and where there is no
-    such route."""
+    the certificate is for, and a pod goes by the name that its address has. Raises SpecError for a
+    name without an address, and where there is no such route."""
     named = hosts.reached_at
     try:
         if named is not None:
@@ -63,7 +63,10 @@ def reached_at(hosts: HostsSpec) -> str:
         if hosts.addresses:
             host, port = host_and_port(hosts.addresses[0])
             return _bracketed(_local_address(_address_of(host.strip("[]")), port))
-        return _bracketed(_local_address(*ANYWHERE))
+        own, namespace = _local_address(*ANYWHERE), os.environ.get("POD_NAMESPACE")
+        if hosts.tls is not None and hosts.kind == "kubernetes" and namespace:
+            return pod_host(own, namespace)
+        return _bracketed(own)
     except OSError as error:
         to = named or (hosts.addresses[0] if hosts.addresses else "anywhere")
         raise SpecError(

@@ -40,6 +40,8 @@ CONTROL_KEYS = ("ca.crt", "tls.crt", "tls.key", "token")
 TOKEN = "FORGE_CONTROL_TOKEN"
 TEACHERS_SECRET = "forge-teachers"
 PEMS = "/etc/forge/control"
+MESH_SECRET = "forge-mesh"  # of hosts.tls, which is where it is mounted
+MESH_KEYS = ("ca.crt", "tls.crt", "tls.key")
 # Asks the gRPC health service over mutual TLS, with the token.
 HEALTH_CHECK = [
     "python", "-m", "forge_run.commands.health_check", f"localhost:{CONTROL_PORT}",
@@ -89,7 +91,11 @@ def base(spec: RunSpec, files: MeshFiles, size: ModelSize) -> dict[str, list[Obj
 def secrets(spec: RunSpec) -> dict[str, tuple[str, ...]]:
     """Return the Secrets that the namespace needs, and their keys. None is ever rendered."""
     keys = teacher_keys(spec)
-    return {CONTROL_SECRET: CONTROL_KEYS, **({TEACHERS_SECRET: keys} if keys else {})}
+    return {
+        CONTROL_SECRET: CONTROL_KEYS,
+        **({MESH_SECRET: MESH_KEYS} if spec.mesh.hosts.tls else {}),
+        **({TEACHERS_SECRET: keys} if keys else {}),
+    }
 
 
 def teacher_keys(spec: RunSpec) -> tuple[str, ...]:
@@ -147,23 +153,25 @@ def monarch_mesh(spec: RunSpec, name: str, size: ModelSize) -> Object:
     role = getattr(spec.mesh.roles, name)
     scope = scope_of(spec).of(dashed(name))
     keys = teacher_keys(spec) if name == "teacher_replay" else ()
-    writes = name in WRITES_RUNS
+    writes, tls = name in WRITES_RUNS, spec.mesh.hosts.tls
+    volumes, mounts = _certificate(spec)
     template = pod(
         "worker",
-        ["forge", "worker", "--address", _ADDRESS, "--insecure"],
+        ["forge", "worker", *(["--tls", tls] if tls else ["--address", _ADDRESS, "--insecure"])],
         pod_resources(spec, name, role, size),
         "forge-worker",
         scope.labels,
         ports={"mesh": WORKER_PORT, "hello": HELLO_PORT},
         # The worker answers there until SIGTERM.
-        probes={"readinessProbe": {"httpGet": {"path": "/hello", "port": "hello"}, **_OFTEN}},
+        probes={"readinessProbe": {**_asked(tls), **_OFTEN}},
         env=[
             _of_pod("POD_IP", "status.podIP"),
+            *([_of_pod("POD_NAMESPACE", "metadata.namespace")] if tls else []),
             {"name": "OMP_NUM_THREADS", "value": str(role.threads)},
             *(secret_env(key, TEACHERS_SECRET, key) for key in keys),
         ],
-        volumes=[_RUNS] if writes else (),
-        mounts=[_RUNS_MOUNT] if writes else (),
+        volumes=[*([_RUNS] if writes else []), *volumes],
+        mounts=[*([_RUNS_MOUNT] if writes else []), *mounts],
     )
     body = {"replicas": role.replicas, "port": WORKER_PORT, "podTemplate": template}
     return scope.made(MONARCH_API, "MonarchMesh", mesh_name(name), spec=body)
@@ -173,9 +181,10 @@ def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
     """Return the Job of one run. Exit code 2, a mistake in the spec, is not retried."""
     scope = scope_of(spec).of("controller")
     pems = [{"key": key, "path": key} for key in CONTROL_KEYS if key != "token"]
+    volumes, mounts = _certificate(spec)
     template = pod(
         "controller",
-        ["forge-run", *_arguments(files)],
+        ["forge-run", *_arguments(spec, files)],
         controller_resources(spec, size),
         "forge-controller",
         scope.labels,
@@ -187,12 +196,14 @@ def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
             secret_env(TOKEN, CONTROL_SECRET, "token"),
             # The controller's pod owns the MonarchMeshes that the controller creates.
             _of_pod("POD_NAME", "metadata.name"),
+            *([_of_pod("POD_NAMESPACE", "metadata.namespace")] if spec.mesh.hosts.tls else []),
             _of_pod("POD_UID", "metadata.uid"),
         ],
         volumes=[
             {"name": "mesh", "configMap": {"name": "mesh"}},
             _RUNS,
             {"name": "control", "secret": {"secretName": CONTROL_SECRET, "items": pems}},
+            *volumes,
         ],
         mounts=[
             _file("mesh.yaml", _mesh_path(files)),
@@ -200,6 +211,7 @@ def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
             _file("config.yaml", normpath(join(HOME, "meshes", files.config_name))),
             _RUNS_MOUNT,
             {"name": "control", "mountPath": PEMS, "readOnly": True},
+            *mounts,
         ],
         api_token=True,
     )
@@ -228,14 +240,33 @@ _RUNS_MOUNT = {"name": "runs", "mountPath": "/runs"}
 _ADDRESS = f"tcp://$(POD_IP):{WORKER_PORT}@tcp://0.0.0.0:{WORKER_PORT}"
 
 
+def _certificate(spec: RunSpec) -> tuple[list[Object], list[Object]]:
+    """Return the volumes and mounts of the mesh's certificate; none for plain TCP."""
+    path = spec.mesh.hosts.tls
+    if path is None:
+        return [], []
+    items = [{"key": key, "path": key} for key in MESH_KEYS]
+    volume = {"name": "certificate", "secret": {"secretName": MESH_SECRET, "items": items}}
+    return [volume], [{"name": "certificate", "mountPath": path, "readOnly": True}]
+
+
+def _asked(tls: str | None) -> Object:
+    """Return how kubelet asks a worker: with TLS only whether it listens, since kubelet has no
+    certificate to show."""
+    if tls is not None:
+        return {"tcpSocket": {"port": "hello"}}
+    return {"httpGet": {"path": "/hello", "port": "hello"}}
+
+
 def _of_pod(variable: str, path: str) -> Object:
     return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _arguments(files: MeshFiles) -> list[str]:
+def _arguments(spec: RunSpec, files: MeshFiles) -> list[str]:
+    tls = spec.mesh.hosts.tls
     own = (
         "hosts=kubernetes",
-        "hosts.insecure=true",
+        f"hosts.tls={tls}" if tls else "hosts.insecure=true",
         f"control.listen=0.0.0.0:{CONTROL_PORT}",
         f"control.tls_ca={PEMS}/ca.crt",
         f"control.tls_cert={PEMS}/tls.crt",
@@ -256,8 +287,8 @@ def _file(key: str, path: str) -> Object:
 
 
 def network(spec: RunSpec) -> list[Object]:
-    """Return policies that deny all traffic, and allow each connection that the mesh needs. The
-    mesh's own TCP is neither encrypted nor authenticated: only these policies protect it."""
+    """Return policies that deny all traffic, and allow each connection that the mesh needs. Without
+    hosts.tls only these policies protect the mesh's own TCP."""
     scope = scope_of(spec)
     mine, here, allow = scope.labels, scope.of("controller").labels, scope.policy
     own: list[Object] = [{"podSelector": {"matchLabels": mine}}]

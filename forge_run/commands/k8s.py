@@ -19,7 +19,7 @@ from protocols.spec.loading import load_serve, load_spec
 from protocols.spec.yaml_source import read_yaml
 
 MONITORING = REPOSITORY / "deploy" / "monitoring"
-PODS = "hosts=kubernetes"
+PODS = "hosts.kind=kubernetes"
 CARTRIDGE_TOKENS = 2048  # assumed: only the cartridge store knows the sizes
 
 

@@ -36,6 +36,13 @@ def is_loopback_host(host: str) -> bool:
         return host == "localhost"
 
 
+def pod_host(ip: str, namespace: str) -> str:
+    """Return the name that the cluster's DNS has for a pod's address: in namespace `"forge-x"`
+    `"10.0.0.7"` is `"10-0-0-7.forge-x.pod"`. One certificate for `*.forge-x.pod` fits every pod
+    there."""
+    return f"{re.sub('[.:]', '-', ip.strip('[]'))}.{namespace}.pod"
+
+
 class KubernetesSpec(SpecSection):
     """Configure pods of MonarchMeshes, one MonarchMesh for each role."""
 

@@ -56,6 +56,7 @@ class KubernetesHosts:
         self._run = spec
         self._spec = spec.mesh.hosts.kubernetes or KubernetesSpec()
         self._space = self._spec.namespace or scope_of(spec).namespace
+        self._secured = self._space if spec.mesh.hosts.tls is not None else ""
         self._roles = [name for name, _ in spec.roles]
         self._wanted = {name: role.replicas for name, role in spec.roles}
         self._made_by = os.environ.get("POD_UID") or uuid.uuid4().hex
@@ -102,7 +103,7 @@ class KubernetesHosts:
                         trouble = news
                 if known is None and missing(pods, self._wanted, self._space):
                     continue
-                now = workers(pods, attached, self._roles)
+                now = workers(pods, attached, self._roles, self._secured)
                 if now != known:
                     known = now
                     yield now

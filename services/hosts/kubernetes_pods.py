@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.manifests.objects import DOMAIN, PART_OF, WORKER_PORT, dashed, mesh_name
+from protocols.spec.hosts import pod_host
 from services.hosts.source import HostWorker
 
 Incarnation = tuple[str, int]
@@ -135,20 +136,23 @@ def attachable(pods: Iterable[Pod], before: frozenset[Incarnation]) -> frozenset
 
 
 def workers(
-    pods: Iterable[Pod], attached: frozenset[Incarnation], roles: Iterable[str]
+    pods: Iterable[Pod], attached: frozenset[Incarnation], roles: Iterable[str], space: str = ""
 ) -> tuple[HostWorker, ...]:
-    """Return the workers of `attached` in the order of `roles`, then by ordinal."""
+    """Return the workers of `attached` in the order of `roles`, then by ordinal. They talk TLS
+    where `space` names their namespace."""
     order = {dashed(role): (place, role) for place, role in enumerate(roles)}
     found = [p for p in pods if p.incarnation in attached and p.component in order]
     found.sort(key=lambda p: (order[p.component][0], p.ordinal, p.name))
     return tuple(
-        HostWorker(p.name, address(p.ip), order[p.component][1], capacity=1) for p in found
+        HostWorker(p.name, address(p.ip, space), order[p.component][1], capacity=1) for p in found
     )
 
 
-def address(ip: str) -> str:
+def address(ip: str, space: str = "") -> str:
     """Return `"tcp://10.0.0.7:26600"` for `"10.0.0.7"`; IPv6 in brackets. By IP, because the next
-    pod has the same name."""
+    pod has the same name. With a namespace, the address for TLS by the name that the IP has."""
+    if space:
+        return f"tls://{pod_host(ip, space)}:{WORKER_PORT}"
     host = f"[{ip}]" if ":" in ip else ip
     return f"tcp://{host}:{WORKER_PORT}"
 

@@ -2,7 +2,8 @@
 
     forge worker --tls DIR --address tls://10.0.0.2:26600                 others connect there
     forge worker --tls DIR --address tls://w2:26600@tls://0.0.0.0:26600   and it listens there
-    forge worker --tls DIR                                     its name in DNS, $MONARCH_PORT
+    forge worker --tls DIR          its name in DNS, $MONARCH_PORT; in a pod with $POD_IP and
+                                    $POD_NAMESPACE the name that its IP has
     forge worker --address tcp://127.0.0.1:26600               this host alone
 
 The worker serves Monarch at this address and, for each start, at another port that its worker info
@@ -33,7 +34,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from protocols.errors import ForgeError, RunError, SpecError
-from protocols.spec.hosts import is_loopback_host, is_tls
+from protocols.spec.hosts import is_loopback_host, is_tls, pod_host
 from services.hosts.handshake import WorkerInfo, WorkerInfoServer, host_and_port, versions
 from services.hosts.source import LINK_ENVIRONMENT
 from services.proc_info import descendants
@@ -83,7 +84,7 @@ def work(
     """
     identity = None if tls is None else read_identity(tls, "--tls")
     scheme = "tcp" if identity is None else "tls"
-    at = at or address(socket.getfqdn(), int(os.environ.get("MONARCH_PORT", PORT)), scheme)
+    at = at or address(_own_name(), int(os.environ.get("MONARCH_PORT", PORT)), scheme)
     called, _, listens = at.partition("@")
     name, port = host_and_port(called)
     interface, own = host_and_port(listens or called)
@@ -148,6 +149,12 @@ def _watch(loop: Any, stop: StopSignals) -> None:
         sys.stderr.flush()
         end_children()
         os._exit(1)
+
+
+def _own_name() -> str:
+    """Return the name at which others reach this host: a pod's, where its variables are set."""
+    ip, namespace = os.environ.get("POD_IP"), os.environ.get("POD_NAMESPACE")
+    return pod_host(ip, namespace) if ip and namespace else socket.getfqdn()
 
 
 def _require_secured(

@@ -28,6 +28,13 @@ def test_as_it_is_set() -> None:
     assert reached_at(secured) == "localhost", "a certificate is for a name"
 
 
+def test_with_tls_a_pod_goes_by_the_name_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge_run.links._local_address", lambda *to: "10.0.0.7")
+    monkeypatch.setenv("POD_NAMESPACE", "forge-x")
+    assert reached_at(HostsSpec(kind="kubernetes", tls="certs")) == "10-0-0-7.forge-x.pod"
+    assert reached_at(HostsSpec(kind="kubernetes", insecure=True)) == "10.0.0.7"
+
+
 def test_none_is_an_error_with_the_remedy() -> None:
     hosts = HostsSpec(kind="addresses", addresses=("tcp://no-such-host.invalid:26600",))
     with pytest.raises(SpecError, match=r"hosts\.reached_at: .* set it to this host's address"):

@@ -12,7 +12,7 @@ import yaml
 
 from deploy.checks.kustomize import build
 from deploy.manifests.mesh import CONTROL_PORT
-from deploy.manifests.objects import Resources, dashed
+from deploy.manifests.objects import SECRETS, Resources, dashed
 from deploy.manifests.sizing import ModelSize, pod_resources
 from forge_run.cli import forge
 from forge_run.commands.k8s import MONITORING, render
@@ -160,6 +160,26 @@ def test_a_worker_tells_the_pods_own_address(tree: dict[str, str]) -> None:
         "hello": 26601,
     }
     assert found["readinessProbe"]["httpGet"] == {"path": "/hello", "port": "hello"}
+
+
+def test_with_a_certificate_pods_talk_tls() -> None:
+    tree = render(THREE_CHANNELS, [*EXTERNAL, "hosts.tls=/etc/forge/mesh"])
+    objects = build(tree, "overlays/cpu")
+    (space,) = (o for o in objects if o["kind"] == "Namespace")
+    assert "forge-mesh: ca.crt tls.crt tls.key" in space["metadata"]["annotations"][SECRETS]
+    worker = container(pools(objects)["trainer"])
+    assert worker["command"] == ["tini", "--", "forge", "worker", "--tls", "/etc/forge/mesh"]
+    assert worker["readinessProbe"]["tcpSocket"] == {"port": "hello"}, "kubelet has no certificate"
+    job = next(o for o in objects if o["kind"] == "Job")
+    (run,) = job["spec"]["template"]["spec"]["containers"]
+    for found in (worker, run):
+        (mount,) = (m for m in found["volumeMounts"] if m["name"] == "certificate")
+        assert (mount["mountPath"], mount["readOnly"]) == ("/etc/forge/mesh", True)
+        assert "POD_NAMESPACE" in {e["name"] for e in found["env"]}
+    words = run["command"]
+    sets = [word for flag, word in itertools.pairwise(words) if flag == "--set"]
+    hosts = load_spec(THREE_CHANNELS, sets=sets).spec.mesh.hosts
+    assert (hosts.kind, hosts.tls, hosts.insecure) == ("kubernetes", "/etc/forge/mesh", False)
 
 
 def test_who_writes_the_run_directory_shares_it(tree: dict[str, str]) -> None:

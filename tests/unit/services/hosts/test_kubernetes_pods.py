@@ -25,3 +25,8 @@ def test_a_pod_that_kubelet_has_not_seen() -> None:
     assert (pod_of(raw).runs, pod_of(raw).reason) == (False, "Pending")
     evicted = {**raw, "status": {"phase": "Failed", "reason": "Evicted", "message": "disk"}}
     assert (pod_of(evicted).reason, pod_of(evicted).message) == ("Evicted", "disk")
+
+
+def test_with_tls_a_pod_goes_by_the_name_of_its_address() -> None:
+    assert address("10.0.0.7", "forge-x") == "tls://10-0-0-7.forge-x.pod:26600"
+    assert address("fd00::7", "forge-x") == "tls://fd00--7.forge-x.pod:26600"

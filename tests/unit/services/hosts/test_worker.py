@@ -7,6 +7,7 @@ import pytest
 from protocols.errors import SpecError
 from services.hosts.worker import address, work
 from services.tls.certificates import certificates
+from services.tls.identity import read_identity
 
 
 @pytest.fixture
@@ -50,6 +51,17 @@ def test_one_cannot_be_both(own: Path) -> None:
 def test_a_directory_without_the_files_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"--tls: cannot read .*ca\.crt.*`forge certs`"):
         work("tls://10.0.0.2:26600", tls=tmp_path / "none")
+
+
+def test_a_pods_certificate_is_for_the_name_of_its_address(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POD_IP", "10.0.0.7")
+    monkeypatch.setenv("POD_NAMESPACE", "forge-x")
+    with pytest.raises(SpecError, match=r"not for 10-0-0-7\.forge-x\.pod; make another"):
+        work(tls=own)
+    [pods] = certificates(own.parent, [("*.forge-x.pod",)])
+    read_identity(pods, "--tls").require_name("10-0-0-7.forge-x.pod", "--address")
 
 
 def test_a_worker_listens_on_all_its_host_has_unless_told() -> None:
