@@ -272,6 +272,7 @@ def _document_of(asked: AskedCartridge) -> str:
     """Return the text that a cartridge replaces, read again as its run read it. Raises DataError
     where that run or its documents are not there any more, or are others."""
     from learning.model.loading import load_tokenizer
+    from training.recipes.longhealth_prompts import open_prompts
     from training.recipes.study_material import read_material
 
     here = Path(asked.run)
@@ -281,7 +282,11 @@ def _document_of(asked: AskedCartridge) -> str:
         raise DataError(f"the run of {asked.shown} is not under runs: {remedy}")
     learn = load_resolved(found[0] / "spec.yaml").learn
     if learn.self_study is None:
-        raise DataError(f"the run of {asked.shown} has no self-study of documents: {remedy}")
+        if learn.data.source != "clinic" or learn.rsa is not None:
+            raise DataError(f"the run of {asked.shown} has no self-study of documents: {remedy}")
+        # Its charts are drawn from the seed, so that they cannot have changed.
+        prompts = open_prompts(learn, load_tokenizer(learn.model.path))
+        return "\n\n".join(prompts.texts[c] for c in prompts.layout.contexts[asked.name])
     parts, _ = read_material(learn, load_tokenizer(learn.model.path))
     read = json.loads((found[0] / "documents.json").read_bytes())["documents"]
     if json.loads(json.dumps(parts.as_dict()["documents"])) != read:

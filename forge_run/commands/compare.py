@@ -135,12 +135,13 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
 def _settings(directory: RunDirectory) -> dict[str, Any]:
     """Return the learning settings by dotted key, without those in which pooled runs may differ."""
     learn = load_resolved(directory.spec).learn.model_dump(mode="json", exclude={"data"})
-    return {key: value for key, value in _flat(learn, "") if key not in POOLED_OVER}
+    return {key: value for key, value in flat_settings(learn) if key not in POOLED_OVER}
 
 
-def _flat(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+def flat_settings(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every setting of nested sections with its dotted key."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _flat(inner, f"{place}.{key}" if place else key)
+            yield from flat_settings(inner, f"{place}.{key}" if place else key)
     else:
         yield place, value

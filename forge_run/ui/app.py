@@ -18,7 +18,14 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from forge_run.ui import rollouts_page, run_page
+from forge_run.ui import (
+    asking,
+    cartridges_page,
+    compare_page,
+    mesh_page,
+    rollouts_page,
+    run_page,
+)
 from forge_run.ui.live import LiveRun
 from forge_run.ui.row_index import filter_of
 from forge_run.ui.run_view import RunView
@@ -31,7 +38,10 @@ STREAMS = 32  # open pages; each is a stream
 PAGE_ROWS = 25
 MOST_EVENTS = 200
 BODY_BYTES = 64 * 1024
-RUN_PAGES = {"run": "Run", "rollouts": "Rollouts"}
+RUN_PAGES = {
+    "run": "Run", "rollouts": "Rollouts", "cartridges": "Cartridges", "mesh": "Mesh",
+    "compare": "Compare", "ask": "Ask",
+}  # fmt: skip
 PAGES = {"runs": "Runs", **RUN_PAGES}
 
 TEMPLATE = Environment(
@@ -56,7 +66,9 @@ class RunPages:
         data = {
             "runs": self._list, "overview": self._overview, "curves": self._curves,
             "steps": self._steps, "events": self._events, "rollouts": self._rollouts,
-            "rollout": self._rollout,
+            "rollout": self._rollout, "cartridges": self._cartridges, "diff": self._diff,
+            "mesh": self._mesh, "stacks": self._stacks, "compare": self._compare,
+            "paired": self._paired,
         }  # fmt: skip
         return Starlette(
             routes=[
@@ -65,6 +77,7 @@ class RunPages:
                 *(Route(f"/api/{name}", self._answered(of)) for name, of in data.items()),
                 Route("/api/changes", self._changes),
                 Route("/api/steer", self._steer, methods=["POST"]),
+                Route("/api/ask", self._ask, methods=["POST"]),
                 Mount("/static", StaticFiles(directory=HERE / "static")),
             ],
             exception_handlers={ForgeError: _refused},
@@ -125,6 +138,31 @@ class RunPages:
         source = request.query_params.get("source", "rollouts")
         return rollouts_page.details(self._view(request), source, _number(request, "number", -1))
 
+    def _cartridges(self, request: Request) -> Any:
+        chosen = request.query_params.get("checkpoint", "")
+        return cartridges_page.cartridges(self._view(request), chosen)
+
+    def _diff(self, request: Request) -> Any:
+        name, a, b = (request.query_params.get(key, "") for key in ("name", "a", "b"))
+        return cartridges_page.difference(self._view(request), name, a, b)
+
+    def _mesh(self, request: Request) -> Any:
+        view = self._view(request)
+        return mesh_page.mesh(view, self._of(view).status())
+
+    def _stacks(self, request: Request) -> Any:
+        return mesh_page.stack_file(self._view(request), request.query_params.get("name", ""))
+
+    def _compare(self, request: Request) -> Any:
+        return compare_page.compared(self._chosen(request))
+
+    def _paired(self, request: Request) -> Any:
+        return compare_page.paired(self._chosen(request))
+
+    def _chosen(self, request: Request) -> list[RunView]:
+        keys = dict.fromkeys(request.query_params.getlist("run"))
+        return [self._runs.view(key) for key in keys]
+
     def _view(self, request: Request) -> RunView:
         return self._runs.view(request.query_params.get("run", ""))
 
@@ -160,19 +198,30 @@ class RunPages:
         return {**view.marks(), "running": self._of(view).running}
 
     async def _steer(self, request: Request) -> Response:
-        try:
-            length = int(request.headers.get("content-length", ""))
-            if length > BODY_BYTES:
-                raise ValueError
-            asked = json.loads(await request.body())
-            run, action = str(asked["run"]), str(asked["action"])
-        except (ValueError, LookupError, TypeError):
-            raise DataError(
-                'the body is a JSON object such as {"run": "longhealth/ID", "action": "pause"}'
-            ) from None
-        view = await run_in_threadpool(self._runs.view, run)
-        told = await run_in_threadpool(self._of(view).steer, action, asked)
+        asked = await _body(request, run=str, action=str)
+        view = await run_in_threadpool(self._runs.view, asked["run"])
+        told = await run_in_threadpool(self._of(view).steer, asked["action"], asked)
         return JSONResponse({"told": told})
+
+    async def _ask(self, request: Request) -> Response:
+        asked = await _body(request, run=str, cartridge=str, question=str, max_tokens=int)
+        view = await run_in_threadpool(self._runs.view, asked["run"])
+        given = asked["cartridge"], asked["question"], asked["max_tokens"]
+        return JSONResponse(await run_in_threadpool(asking.ask, view.run.path, *given))
+
+
+async def _body(request: Request, **kinds: type) -> dict[str, Any]:
+    """Return the JSON object of a request, which has these keys. Raises DataError for another."""
+    try:
+        if int(request.headers.get("content-length", "")) > BODY_BYTES:
+            raise ValueError
+        found: dict[str, Any] = json.loads(await request.body())
+        if all(isinstance(found[key], kind) for key, kind in kinds.items()):
+            return found
+    except (ValueError, LookupError, TypeError):
+        pass
+    wanted = ", ".join(f"{key} ({kind.__name__})" for key, kind in kinds.items())
+    raise DataError(f"the body must be a JSON object with {wanted}, of {BODY_BYTES} bytes at most")
 
 
 def _since(request: Request) -> tuple[int, int]:

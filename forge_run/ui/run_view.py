@@ -62,8 +62,11 @@ class RunView:
                 sizes[source] = getattr(self.run, source).stat().st_size
             except FileNotFoundError:
                 sizes[source] = 0
-        ended = self.run.results.exists()
-        return {"metrics": self.metrics.mark, "events": self.events.mark, **sizes, "ended": ended}
+        kept = sorted(path.name for path in self.run.checkpoints.glob("version-*"))
+        return {
+            "metrics": self.metrics.mark, "events": self.events.mark, **sizes,
+            "checkpoints": kept, "ended": self.run.results.exists(),
+        }  # fmt: skip
 
     @cached_property
     def spec(self) -> RunSpec | None:

@@ -41,7 +41,7 @@ def rollout(step: int, index: int, **changes: Any) -> RolloutRow:
 
 def answer(number: int, right: float) -> Answer:
     return Answer(
-        id=f"patient_01/{number}", fact="what is the sodium?", document="patient_01",
+        id=f"patient_01/{number}", fact=f"what is the sodium of day {number}?", document="patient_01",
         document_hash="0f3a", question_hash=f"91b{number}", text="the answer is 41 mmol.",
         answer="41 mmol", expected="41 mmol" if right else "52 mmol", right=right, nll=0.5,
         tokens=5,
@@ -63,9 +63,11 @@ def train(run: RunDirectory, step: int, *, accuracy: float | None = None) -> Non
     )  # fmt: skip
 
 
-def recorded_run(root: Path, mesh: str = "tiny", minute: int = 0) -> RunDirectory:
+def recorded_run(
+    root: Path, mesh: str = "tiny", minute: int = 0, sets: tuple[str, ...] = ()
+) -> RunDirectory:
     """A run that was killed after step 2 of 4; its validation after step 2 has 6 of 8 right."""
-    spec = load_spec(str(REPOSITORY / "meshes/longhealth.yaml"), sets=SETS).spec
+    spec = load_spec(str(REPOSITORY / "meshes/longhealth.yaml"), sets=[*SETS, *sets]).spec
     text = dump_yaml(spec.as_dict())
     run = RunDirectory.create(root, mesh, text, START + timedelta(minutes=minute))
     run.append_event("run_started", now=at(0), pid=1)

@@ -28,8 +28,10 @@ export function table(caption, heads, rows) {
       h("tbody", {}, ...rows.map((row) => h("tr", {}, ...cells(row))))));
 }
 
+/** Ask for data. `query` is an object, or pairs where a name stands more than once. */
 export async function ask(name, query = {}) {
-  const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const pairs = Array.isArray(query) ? query : Object.entries(query);
+  const given = pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined);
   const reply = await fetch(`/api/${name}?${new URLSearchParams(given)}`);
   return read(reply);
 }

@@ -16,6 +16,7 @@ from recorded_run import EPISODE, finish, recorded_run, train
 from starlette.testclient import TestClient
 
 from forge_run.ui import app as ui_app
+from forge_run.ui import asking
 from forge_run.ui.access import PageAccess
 from forge_run.ui.app import RunPages
 from forge_run.ui.served_runs import ServedRuns
@@ -49,8 +50,8 @@ def key(run: RunDirectory) -> str:
     return f"tiny/{run.id}"
 
 
-def asked(client: TestClient, name: str, **query: Any) -> Any:
-    reply = client.get(f"/api/{name}", params=query)
+def asked(client: TestClient, what: str, **query: Any) -> Any:
+    reply = client.get(f"/api/{what}", params=query)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
@@ -211,6 +212,106 @@ def test_a_place_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ServedRuns(Path("nowhere"))
 
 
+# -- mesh, compare, ask ---------------------------------------------------------------------------
+
+
+def test_the_mesh_of_a_run_that_ended(client: TestClient, run: RunDirectory) -> None:
+    run.append_event("replica_lost", role="generator", replica="generator[1]", reason="killed")
+    (run.path / "stacks").mkdir()
+    (run.path / "stacks" / "trainer-0.txt").write_text("Thread 1 (idle)")
+    found = asked(client, "mesh", run=key(run))
+    assert (found["plane"], found["hosts"], found["pools"]) == ("torchstore", "local", [])
+    roles = {role["role"]: role for role in found["roles"]}
+    assert list(roles) == ["generator", "doc_teacher", "trainer"]
+    generator = roles["generator"]
+    assert (generator["replicas"], generator["pids"], generator["lost"]) == (2, [2, 3], 1)
+    assert [event["event"] for event in found["changes"]] == ["replica_lost", "role_ready"]
+    assert found["stacks"] == ["trainer-0.txt"]
+    assert asked(client, "stacks", run=key(run), name="trainer-0.txt")["text"] == "Thread 1 (idle)"
+    outside = client.get("/api/stacks", params={"run": key(run), "name": "../spec.yaml"})
+    assert (outside.status_code, "has no stacks" in outside.json()["error"]) == (400, True)
+
+
+def test_runs_are_compared_by_curves_settings_and_pairs(
+    client: TestClient, run: RunDirectory, tmp_path: Path
+) -> None:
+    other = recorded_run(tmp_path / "runs", minute=1, sets=("train.lr=0.5",))
+    finish(run)
+    finish(other)
+    both = {"run": [key(run), key(other)]}
+    found = asked(client, "compare", **both)
+    assert [[row["step"] for row in one["rows"]] for one in found["runs"]] == [[1, 2, 3, 4]] * 2
+    (setting,) = found["settings"]
+    assert (setting["key"], setting["values"][1]) == ("learn.train.lr", 0.5)
+    alone = asked(client, "paired", run=key(run))
+    right = next(one for one in alone["comparisons"] if one["metric"] == "right")
+    # 1 of 2 right without the document, 2 of 2 on policy.
+    assert (right["a"], right["b"], right["n"], right["difference"]) == (
+        "none",
+        "on_policy",
+        2,
+        0.5,
+    )
+    paired = asked(client, "paired", **both)
+    assert {one["difference"] for one in paired["comparisons"]} == {0.0}
+
+
+def test_runs_without_answers_have_curves_all_the_same(
+    client: TestClient, run: RunDirectory
+) -> None:
+    assert len(asked(client, "compare", run=key(run))["runs"]) == 1
+    paired = asked(client, "paired", run=key(run))
+    assert (paired["comparisons"], "has no answers.jsonl" in paired["why_not"]) == ([], True)
+    assert client.get("/api/compare").json()["error"] == "choose 1 to 8 runs: got 0"
+
+
+def test_a_run_without_a_checkpoint_has_no_cartridges_yet(
+    client: TestClient, run: RunDirectory
+) -> None:
+    assert asked(client, "cartridges", run=key(run))["cartridges"] == []
+    gone = client.get("/api/cartridges", params={"run": key(run), "checkpoint": "version-000001"})
+    assert gone.json()["checkpoints"] == []
+
+
+def question(run: RunDirectory, **changes: Any) -> dict[str, Any]:
+    asked = {"run": key(run), "cartridge": "patient_01", "question": "why?", "max_tokens": 4}
+    return {**asked, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"question": "  "}, "a question has 1 to 4000 characters: got 2"),
+        ({"question": "x" * 4001}, "a question has 1 to 4000 characters: got 4001"),
+        ({"max_tokens": 0}, "max_tokens must be >= 1 and <= 512: got 0"),
+        ({"max_tokens": "4"}, "the body must be a JSON object with run (str), cartridge (str)"),
+        ({"cartridge": "--server"}, "a cartridge and a question do not begin with -"),
+        ({"question": "--serve=x"}, "a cartridge and a question do not begin with -"),
+    ],
+)
+def test_a_question_that_cannot_be_asked(
+    client: TestClient, run: RunDirectory, changes: dict[str, Any], told: str
+) -> None:
+    reply = client.post("/api/ask", json=question(run, **changes))
+    assert reply.status_code == 400
+    assert reply.json()["error"].startswith(told)
+
+
+def test_a_question_that_takes_too_long_is_given_up_and_frees_its_place(
+    client: TestClient, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "SECONDS", 0.01)
+    for _ in range(2):
+        told = client.post("/api/ask", json=question(run)).json()["error"]
+        assert told == "no answer within 0.01 s; ask with forge ask, which has no limit"
+
+
+def test_one_question_is_answered_at_a_time(client: TestClient, run: RunDirectory) -> None:
+    with asking._asking:
+        told = client.post("/api/ask", json=question(run)).json()["error"]
+    assert told == "another question is being answered; ask again when it is"
+
+
 # -- who is let in --------------------------------------------------------------------------------
 
 
@@ -275,6 +376,14 @@ def test_buttons_reach_the_run(client: TestClient, run: RunDirectory, steered: S
     assert [call for call in steered.steering.asked if call != ("status",)] == [
         ("pause",), ("resume",), ("checkpoint",), ("scale", "generator", 4), ("stop",),
     ]  # fmt: skip
+
+
+def test_the_mesh_of_a_run_that_goes_on(
+    client: TestClient, run: RunDirectory, steered: Served
+) -> None:
+    (pool,) = asked(client, "mesh", run=key(run))["pools"]
+    assert (pool["role"], pool["restarts"]) == ("generator", 6)
+    assert [one["memory_bytes"] for one in pool["replicas"]] == [234_881_024, 0]
 
 
 def test_a_refusal_of_the_run_is_shown(

@@ -1,0 +1,44 @@
+// The page to ask a cartridge: without it, with it and with the document, side by side.
+
+import { ask, card, count, follow, guarded, h, run, send, showOutcome } from "/static/page.js";
+
+const main = document.getElementById("main");
+const NAMES = { none: "without the document", cartridge: "with the cartridge", document: "with the whole document" };
+const answers = h("div.page", { "aria-live": "polite" });
+
+function answered(found) {
+  return card(found.question, h("div.tiles", {}, ...found.answers.map((one) => h("section", {}, h("h3", {}, NAMES[one.arm] ?? one.arm),
+    h("p.talk.student", {}, one.answer || "(nothing)"),
+    h("p.soft", {}, [one.prefix_tokens === null ? "" : `${count(one.prefix_tokens)} tokens before the question`, `${one.tokens} written`,
+      one.seconds === null ? "" : `${one.seconds.toFixed(2)} s`].filter(Boolean).join(", "))))),
+  found.note ? h("p.soft", {}, `Without the document: ${found.note}`) : null);
+}
+
+async function form() {
+  const found = await ask("cartridges", { run });
+  if (!found.cartridges.length) {
+    main.replaceChildren(card("Ask", h("p", {}, "The run has written no checkpoint yet.")));
+    return;
+  }
+  const names = found.cartridges.map((one) => one.name);
+  const which = h("select", {}, ...(names.length > 1 ? [...names, "auto"] : names).map((name) => h("option", { value: name }, name === "auto" ? "auto: by the question's words" : name)));
+  const question = h("input", { type: "text", required: true, maxlength: "4000", autocomplete: "off" });
+  const most = h("input", { type: "number", min: "1", max: "512", value: "64", required: true });
+  const button = h("button.main", {}, "Ask");
+  const submit = (event) => {
+    event.preventDefault();
+    button.disabled = true;
+    const waiting = card(question.value, h("p", { role: "status" }, "The model starts in a process of its own; this takes some seconds."));
+    answers.prepend(waiting);
+    guarded(async () => {
+      try {
+        waiting.replaceWith(answered(await send("ask", { run, cartridge: which.value, question: question.value, max_tokens: Number(most.value) })));
+      } finally { waiting.remove(); button.disabled = false; }
+    });
+  };
+  main.replaceChildren(card("Ask", h("form.filters", { onsubmit: submit }, h("label", {}, "cartridge", which), h("label.wide", {}, "question", question), h("label", {}, "most tokens", most), button),
+    h("p.soft", {}, `Of ${found.shown}, greedily. While the run goes on it shares this machine's processors with it.`)), answers);
+}
+
+follow((marks) => showOutcome(marks.running ? "running" : "ended"));
+guarded(form);

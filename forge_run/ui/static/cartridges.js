@@ -1,0 +1,70 @@
+// The page of cartridges: sizes, norms by layer, and how far two versions are apart.
+
+import { ask, bytes, card, count, follow, guarded, h, number, run, showOutcome, table } from "/static/page.js";
+
+const main = document.getElementById("main");
+const shownPlace = h("div.page"), diffPlace = h("div.page");
+let checkpoint = "";
+
+function pick(label, values, chosen, changed) {
+  const select = h("select", { onchange: () => changed(select.value) }, ...values.map((value) => h("option", { value, selected: value === chosen }, value)));
+  return [h("label", {}, label, select), select];
+}
+
+async function show() {
+  const found = await ask("cartridges", { run, checkpoint });
+  if (!found.checkpoints.length) {
+    shownPlace.replaceChildren(card("Cartridges", h("p", {}, "The run has written no checkpoint yet.")));
+    return;
+  }
+  const [choice] = pick("checkpoint", found.checkpoints, found.shown, (value) => { checkpoint = value; guarded(show); });
+  const saved = found.document_tokens;
+  const rows = found.cartridges.map((one) => {
+    const ratio = saved ? saved / one.tokens : null;
+    return [one.name, one.shape.join(" x "), `${one.tokens}, ${one.frozen} frozen`, bytes(one.bytes),
+      ratio ? bytes(one.bytes * ratio) : "-", ratio ? `${ratio.toFixed(1)}x` : "-",
+      ratio ? `${count(Math.round(saved - one.tokens))} tokens, ${bytes(one.bytes * (ratio - 1))}` : "-"];
+  });
+  shownPlace.replaceChildren(
+    card("Cartridges", h("form.filters", { onsubmit: (event) => event.preventDefault() }, choice),
+      table(`${found.cartridges.length} cartridges of ${found.shown}`,
+        ["cartridge", "layers x 2 x heads x tokens x size", "tokens", "size", "document's KV", "compression", "saved in each request"], rows),
+      h("p.soft", {}, saved ? `Of documents of ${number(saved, 1)} tokens on average; sizes in the model's dtype.` : "Compression is known once the run has results; sizes in the model's dtype.")),
+    ...found.cartridges.map(norms));
+  difference(found);
+}
+
+function norms(one) {
+  const most = Math.max(...one.layers.flatMap((layer) => [layer.keys, layer.values]), 1e-12);
+  const bar = (value) => h("meter", { min: "0", max: String(most), value: String(value), "aria-label": number(value, 4) });
+  return card(`${one.name}: root mean square by layer`, table(
+    `Of ${one.name}: version ${one.source.version}, ${one.source.arm}, step ${one.source.step}`,
+    ["layer", "keys", "", "largest key", "values", "", "largest value"],
+    one.layers.map((layer, i) => [String(i), number(layer.keys, 4), bar(layer.keys), number(layer.largest_key, 3), number(layer.values, 4), bar(layer.values), number(layer.largest_value, 3)])));
+}
+
+function difference(found) {
+  const out = h("div", { "aria-live": "polite" });
+  const names = found.cartridges.map((one) => one.name), last = found.checkpoints.length - 1;
+  const [nameLabel, name] = pick("cartridge", names, names[0], () => {});
+  const [fromLabel, from] = pick("from", found.checkpoints, found.checkpoints[Math.max(0, last - 1)], () => {});
+  const [toLabel, to] = pick("to", found.checkpoints, found.checkpoints[last], () => {});
+  const submit = async (event) => {
+    event.preventDefault();
+    await guarded(async () => {
+      const far = await ask("diff", { run, name: name.value, a: from.value, b: to.value });
+      out.replaceChildren(table(`${far.name}: from ${far.a} to ${far.b}`, ["layer", "keys changed by", "cosine", "values changed by", "cosine"],
+        far.layers.map((layer, i) => [String(i), number(layer.keys, 4), number(layer.keys_cosine, 5), number(layer.values, 4), number(layer.values_cosine, 5)])),
+      h("p.soft", {}, "Changed by: the norm of the difference over the norm before."));
+    });
+  };
+  diffPlace.replaceChildren(card("Two versions", h("form.filters", { onsubmit: submit }, nameLabel, fromLabel, toLabel, h("button", {}, "Compare")), out));
+}
+
+let before = "";
+main.replaceChildren(shownPlace, diffPlace);
+follow(async (marks) => {
+  showOutcome(marks.running ? "running" : "ended");
+  const now = String([marks.checkpoints, marks.ended]);
+  if (now !== before) { before = now; await show(); }
+});
