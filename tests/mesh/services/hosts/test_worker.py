@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from namespaces import FORGE
 
 from services.hosts.handshake import WorkerInfo, WorkerUnreachable, ask_hello, versions
 from services.proc_info import descendants, has_ended
+from services.tls.certificates import certificates
+from services.tls.identity import read_identity
 
 PATIENCE = 60.0
 
@@ -62,6 +65,53 @@ def test_it_tells_its_versions_and_where_it_is_attached_to() -> None:
         again = hello(address)
     assert again.incarnation != first.incarnation
     assert again.address != first.address
+
+
+ATTACH = """
+import asyncio, os, sys, time
+import monarch.actor
+from protocols.errors import RunError
+from services.hosts.handshake import ask_hello
+from services.hosts.source import attach
+monarch.actor.enable_transport("tls://localhost:0")
+async def main():
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            hello = await ask_hello(sys.argv[1])
+            break
+        except RunError as error:
+            if "verify failed" in str(error) or time.monotonic() > deadline:
+                return type(error).__name__
+            await asyncio.sleep(0.1)
+    await attach(hello.address, timeout_s=20.0)
+    return "attached"
+print(asyncio.run(main()), flush=True)
+os._exit(0)
+"""
+
+
+def test_members_attach_to_a_worker_with_a_certificate_that_listens_on_all(
+    tmp_path: Path,
+) -> None:
+    """Called by a name, it listens on 0.0.0.0: Monarch is given a socket that listens already."""
+    [own] = certificates(tmp_path / "mesh", [("localhost",)])
+    [foreign] = certificates(tmp_path / "foreign", [("localhost",)])
+    port = free_port()
+    address = f"tls://localhost:{port}"
+
+    def attached(folder: Path) -> str:
+        environment = {**os.environ, **read_identity(folder, "own").environment()}
+        words = [sys.executable, "-c", ATTACH, address]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+        return done.stdout.strip()
+
+    with worker(f"{address}@tls://0.0.0.0:{port}", "--tls", str(own)):
+        assert attached(own) == "attached"
+        assert attached(foreign) == "WorkerUnreachable"
+        for name in ("ca.crt", "tls.crt", "tls.key"):
+            (own / name).write_bytes((foreign / name).read_bytes())
+        assert attached(foreign) == "attached", "renewed files count from the next connection on"
 
 
 CHILD = """

@@ -6,6 +6,7 @@ import os
 import socket
 import ssl
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,21 @@ def test_plain_http_gets_an_alert_at_most(server: WorkerInfoServer) -> None:
                 got += more
     assert len(got) in (0, 7)
     assert got[:1] in (b"", b"\x15")
+
+
+def test_renewed_files_count_from_the_next_connection_on(
+    server: WorkerInfoServer,
+    own: TlsIdentity,
+    foreign: TlsIdentity,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    as_member(foreign, monkeypatch)
+    address = f"tls://127.0.0.1:{server.port - 1}"
+    with pytest.raises(WorkerUnreachable):
+        asyncio.run(ask_hello(address))
+    for mine, new in zip(astuple(own), astuple(foreign), strict=True):
+        mine.write_bytes(new.read_bytes())
+    assert asyncio.run(ask_hello(address)) == TOLD
 
 
 def test_a_silent_client_keeps_nobody_waiting(
