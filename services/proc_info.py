@@ -27,6 +27,15 @@ class CpuSeconds:
         return self.chosen / self.all if self.all > 0 else 0.0
 
 
+def gpus_of_host() -> int:
+    """Return how many NVIDIA GPUs this process may use, without importing torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
+    devices = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*"))
+    return sum(name.isdecimal() for name in devices)
+
+
 def cpu_seconds(pid: int, chosen: Collection[int]) -> CpuSeconds:
     """Return user and system seconds of the `chosen` processes, and of the process `pid` with all
     its descendants, the dead ones included that their parents have waited for."""

@@ -2,7 +2,7 @@
 
     GET https://10.0.0.2:26601/hello
     {"versions": {"torchmonarch": "0.7.0", "python": "3.11", ...}, "incarnation": "5b1f...",
-     "draining": false, "address": "tls://10.0.0.2:41235"}
+     "draining": false, "address": "tls://10.0.0.2:41235", "gpus": 8}
 
 It is plain JSON over HTTP, on the port after Monarch's, since another version of Monarch may not
 even decode our messages. Of a worker with TLS, both sides show a certificate of the mesh.
@@ -36,12 +36,14 @@ ANSWER_BYTES = 16 * 1024
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Describe a worker. `incarnation` differs for each start; `address` is to attach to."""
+    """Describe a worker. `incarnation` differs for each start; `address` is to attach to; `gpus` is
+    how many its processes may use, None from a worker that does not tell."""
 
     versions: Mapping[str, str]
     incarnation: str
     draining: bool
     address: str
+    gpus: int | None = None
 
 
 class WorkerUnreachable(RunError):

@@ -42,6 +42,7 @@ TOOLS = ("sbatch", "squeue", "scancel")
 ASK_SECONDS = 30.0  # for one call of Slurm's tools: a busy controller takes several
 SUBMIT_SECONDS = 60.0
 LIST_SECONDS = 30.0  # until a job that was submitted is listed
+REASON_SECONDS = 10.0  # for the error of a job that was cancelled, on a busy login node
 QUEUE_SECONDS = 2.0  # between two looks at a job that waits
 WATCH_SECONDS = 10.0  # between two looks at a running job
 ATTACH_SECONDS = 120.0  # a node's Python may come over a busy network file system
@@ -211,7 +212,7 @@ class SlurmHosts:
                 {attaching, ending}, timeout=ATTACH_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
             if ending in done:  # SlurmJob may have cancelled it, and then raises the reason
-                await asyncio.wait({attaching}, timeout=QUEUE_SECONDS)
+                await asyncio.wait({attaching}, timeout=REASON_SECONDS)
             if attaching.done():
                 return attaching.result()
             if ending in done:

@@ -42,12 +42,14 @@ class HostWorker:
     address    the one to attach to: "tls://10.0.0.2:26600"; "" where `mesh` is attached already
     role       the only role whose replicas run there; "" for any
     capacity   maximum number of replicas there; 0 for any number
+    gpus       how many GPUs its processes may use; None where that is not known
     """
 
     name: str
     address: str
     role: str = ""
     capacity: int = 0
+    gpus: int | None = None
     mesh: HostMesh | None = None
 
 

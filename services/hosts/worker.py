@@ -37,7 +37,7 @@ from protocols.errors import ForgeError, RunError, SpecError
 from protocols.spec.hosts import is_loopback_host, is_tls, pod_host
 from services.hosts.handshake import WorkerInfo, WorkerInfoServer, host_and_port, versions
 from services.hosts.source import LINK_ENVIRONMENT
-from services.proc_info import descendants
+from services.proc_info import descendants, gpus_of_host
 from services.tls.identity import TlsIdentity, read_identity
 
 PORT = 26600
@@ -106,10 +106,10 @@ def work(
         # Monarch takes no second address for TLS, but a socket that listens already.
         served = [f"tls://{name}:fd{listener.detach()}" for listener in listeners]
     attach_at = f"{scheme}://{name}:{fresh}"
-    incarnation = uuid.uuid4().hex
+    incarnation, gpus = uuid.uuid4().hex, gpus_of_host()
 
     def tell() -> WorkerInfo:
-        return WorkerInfo(versions(), incarnation, stop.signals > 0, attach_at)
+        return WorkerInfo(versions(), incarnation, stop.signals > 0, attach_at, gpus)
 
     context = None if identity is None else identity.server_context
     with WorkerInfoServer(interface, own + 1, tell, context):

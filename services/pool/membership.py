@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from protocols.errors import ForgeError, RunError
@@ -167,7 +167,8 @@ class HostMembership:
         require_same(worker.address, hello.versions, self._needed)
         if hello.draining:
             raise WorkerUnreachable(f"the worker at {worker.address} is draining; start it again")
-        return hello, self._processes.join(worker, await attach(attached_at(worker, hello)))
+        mesh = await attach(attached_at(worker, hello))
+        return hello, self._processes.join(replace(worker, gpus=hello.gpus), mesh)
 
     async def _stay(self, member: HostMember, hello: WorkerInfo | None) -> tuple[str, str]:
         """Wait until the worker is to be left; return the event to note and the reason."""

@@ -1,5 +1,6 @@
 """Choose the host on which a process starts, by pure functions over hosts and their load.
 
+free GPUs            only hosts that have as many as the process asks for, where that is known
 own workers first    a role's replicas go to the workers of that role, else to those of any
 fewest first         of hosts with room, the one with the fewest processes, the earlier of equals
 spares               only on workers of any role and any number, so a spare takes no replica's slot
@@ -13,23 +14,42 @@ from services.pool.process import ProcessHost
 
 
 def choose(
-    hosts: Sequence[ProcessHost], role: str, without: ProcessHost | None = None
+    hosts: Sequence[ProcessHost], role: str, without: ProcessHost | None = None, gpus: int = 0
 ) -> ProcessHost | None:
-    """Return the host for one more process of the role ("" for a spare), or None."""
-    free = [h for h in hosts if h is not without and h.well and h.fits(role) and h.has_room]
+    """Return the host for one more process of the role ("" for a spare) with so many `gpus`, or
+    None."""
+    free = [
+        h
+        for h in hosts
+        if h is not without and h.well and h.fits(role) and h.has_room and _has_gpus(h, gpus)
+    ]
     return min(free, key=lambda h: (h.worker.role != role, len(h.processes)), default=None)
 
 
-def lack(hosts: Sequence[ProcessHost], role: str) -> str:
+def never_fits(hosts: Sequence[ProcessHost], role: str, gpus: int) -> bool:
+    """Return whether each worker of the role has too few GPUs for the process, even with no other
+    process there."""
+    told = [h.worker.gpus for h in hosts if h.fits(role) and not h.local]
+    return bool(told) and all(have is not None and have < gpus for have in told)
+
+
+def _has_gpus(host: ProcessHost, gpus: int) -> bool:
+    free = host.free_gpus
+    return not gpus or free is None or free >= gpus
+
+
+def lack(hosts: Sequence[ProcessHost], role: str, gpus: int = 0) -> str:
     """Return a message why no process of the role starts, such as `"2 workers take generator: 1
-    full, 1 silent"`."""
+    full, 1 silent"`, and for one with `gpus` how many each worker has left."""
     fit = [host for host in hosts if host.fits(role)]
     if not fit:
         return f"no worker takes {role or 'spares'}"
     silent = sum(not host.well for host in fit)
     full = sum(host.well and not host.has_room for host in fit)
     workers = "1 worker takes" if len(fit) == 1 else f"{len(fit)} workers take"
-    return f"{workers} {role or 'spares'}: {full} full, {silent} silent"
+    said = f"{workers} {role or 'spares'}: {full} full, {silent} silent"
+    left = [f"{h.free_gpus} of {h.worker.gpus} on {h.label}" for h in fit if not _has_gpus(h, gpus)]
+    return f"{said}; free GPUs: {', '.join(left)}, and {gpus} wanted" if left else said
 
 
 def crowded(hosts: Sequence[ProcessHost], working: Sequence[int]) -> int | None:

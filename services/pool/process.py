@@ -142,6 +142,17 @@ class ProcessHost:
     def has_room(self) -> bool:
         return not self.worker.capacity or len(self.processes) < self.worker.capacity
 
+    @property
+    def free_gpus(self) -> int | None:
+        """Return how many devices no process here has; None where they are not known, and on this
+        host, where roles may share one."""
+        if self.local or self.worker.gpus is None:
+            return None
+        return max(0, self.worker.gpus - len(self._used()))
+
+    def _used(self) -> Counter[int]:
+        return Counter(device for process in self.processes for device in process.gpus)
+
     def fits(self, role: str) -> bool:
         """Return whether a process of that role ("" for a spare) may ever start there."""
         return self.worker.role in ("", role) and bool(role or not self.worker.capacity)
@@ -161,7 +172,7 @@ class ProcessHost:
         heartbeat for `alone_s` seconds it ends itself. Of the host's environment it keeps ordinary
         variables and `variables`. Raises RunError.
         """
-        used = Counter(device for process in self.processes for device in process.gpus)
+        used = self._used()
         devices = tuple(d for d in range(len(used) + len(gpus)) if d not in used)[: len(gpus)]
         if self.local and gpus and (there := gpus_here()):
             # With too few GPUs, processes share those that the fewest processes use.

@@ -19,7 +19,7 @@ from monarch.actor import HostMesh
 from protocols.errors import RunError
 from protocols.spec.services import HealthSpec
 from services.hosts.source import HostWorker, finish
-from services.pool.placement import choose, crowded, lack
+from services.pool.placement import choose, crowded, lack, never_fits
 from services.pool.process import ProcessHost, ReplicaProcess
 
 SPARE_SECONDS = 1.0  # an idle process answers in a millisecond
@@ -218,9 +218,9 @@ class ProcessManager:
         host = self._host_of(process)
         return self._hosts.index(host) if host in self._hosts and host.worker.role else 0
 
-    def lack(self, role: str) -> str:
-        """Return a message why a process of the role does not start."""
-        return lack(self._hosts, role)
+    def lack(self, role: str, gpus: int = 0) -> str:
+        """Return a message why a process of the role with so many GPUs does not start."""
+        return lack(self._hosts, role, gpus)
 
     def crowded(self) -> Sequence[ReplicaProcess]:
         """Return the working processes of a host with two more than another of its role with
@@ -259,7 +259,7 @@ class ProcessManager:
         """Start a process; when one host fails or is lost, on another."""
         deadline = time.monotonic() + self._timeout_s
         while True:
-            host = await self._choose(role, deadline, without)
+            host = await self._choose(role, deadline, without, len(gpus))
             # Names are unique: a report about an abandoned start must not match a later process.
             name = f"{stem}x{next(self._count)}"
             limit = self._timeout_s * (START_SHARE if self._is_one_of_several(host) else 1)
@@ -302,22 +302,30 @@ class ProcessManager:
             ) from error
         return process
 
-    async def _choose(self, role: str, deadline: float, without: ProcessHost | None) -> ProcessHost:
-        """Return the host for a process of the role, waiting for one until `deadline`."""
+    async def _choose(
+        self, role: str, deadline: float, without: ProcessHost | None, gpus: int
+    ) -> ProcessHost:
+        """Return the host for a process of the role, waiting for one until `deadline`; not where
+        every worker has fewer GPUs than one process asks for."""
         while True:
-            chosen = choose(self._hosts, role, without)
+            chosen = choose(self._hosts, role, without, gpus)
             if chosen is not None:
                 return chosen
             if not role and not any(host.fits(role) for host in self._hosts):
                 raise RunError("no worker takes spares")
+            if never_fits(self._hosts, role, gpus):
+                raise RunError(
+                    f"{self.lack(role, gpus)}; lower roles.{role}.gpus, or start workers on hosts "
+                    "with more GPUs"
+                )
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                     await self._changed.wait()
             except TimeoutError:
                 raise RunError(
-                    f"no host started a process within {self._timeout_s:g} s; {self.lack(role)}; "
-                    "check the workers and the network between them and here, and start the "
-                    "workers that are missing"
+                    f"no host started a process within {self._timeout_s:g} s; "
+                    f"{self.lack(role, gpus)}; check the workers and the network between them "
+                    "and here, and start the workers that are missing"
                 ) from None
 
     def _is_one_of_several(self, host: ProcessHost) -> bool:

@@ -225,7 +225,8 @@ class Service:
             except TimeoutError as error:
                 states = pool.states()
                 if any(r.process is None for r in pool.replicas):
-                    states += f"; {self._processes.lack(pool.role)}"
+                    wanted = pool.spec.procs * pool.spec.gpus
+                    states += f"; {self._processes.lack(pool.role, wanted)}"
                 raise RunError(
                     f"{pool.role} starting did not end within {self._spawn_timeout_s:g} s "
                     f"({states}); raise spawn_timeout_s in the mesh file if it needs longer"

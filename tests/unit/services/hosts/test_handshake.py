@@ -114,5 +114,5 @@ def test_the_answer_is_plain_json(server: WorkerInfoServer) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/hello") as answer:
         assert json.loads(answer.read()) == {
             "versions": {"torchmonarch": "0.7.0", "python": "3.11"}, "incarnation": "5b1f",
-            "draining": False, "address": "tcp://10.0.0.2:41235",
+            "draining": False, "address": "tcp://10.0.0.2:41235", "gpus": None,
         }  # fmt: skip

@@ -1,10 +1,12 @@
 """On which host a process starts."""
 
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.hosts.source import HostWorker
-from services.pool.placement import choose, crowded, lack
+from services.pool.placement import choose, crowded, lack, never_fits
 from services.pool.process import ProcessHost
 
 
@@ -86,3 +88,31 @@ def test_two_more_than_another_of_its_role_is_crowded() -> None:
 def test_nobody_is_moved_to_a_full_or_doubted_host() -> None:
     assert crowded([host(), host(well=False)], [4, 0]) is None
     assert crowded([host("", 4, 4), host("", 1, 1)], [4, 0]) is None
+
+
+def gpu_host(name: str, gpus: int | None, *taken: int) -> ProcessHost:
+    """A worker with processes that have these devices."""
+    worker = HostWorker(name, f"tcp://{name}:1", gpus=gpus)
+    found = ProcessHost(worker, None, local=False)  # type: ignore[arg-type]
+    found.processes = [SimpleNamespace(gpus=(device,)) for device in taken]  # type: ignore[misc]
+    return found
+
+
+def test_a_ninth_process_with_a_gpu_goes_to_no_host_of_eight() -> None:
+    full, other = gpu_host("a", 8, *range(8)), gpu_host("b", 8, *range(7))
+    assert choose([full], "generator", gpus=1) is None
+    assert choose([full], "generator") is full, "one without a GPU may"
+    assert choose([full, other], "generator", gpus=1) is other
+    assert choose([full, other], "generator", gpus=2) is None
+    assert not never_fits([full, other], "generator", 2), "a process there may end"
+    assert lack([full, other], "generator", 2) == (
+        "2 workers take generator: 0 full, 0 silent; free GPUs: 0 of 8 on a, 1 of 8 on b, and 2 "
+        "wanted"
+    )
+
+
+def test_more_gpus_than_any_host_has_are_never_waited_for() -> None:
+    assert never_fits([gpu_host("a", 0), gpu_host("b", 4)], "trainer", 5)
+    assert not never_fits([gpu_host("a", 0), gpu_host("b", 4)], "trainer", 4)
+    assert not never_fits([gpu_host("a", 0), gpu_host("old", None)], "trainer", 4), "not told"
+    assert not never_fits([], "trainer", 4), "workers may join"

@@ -178,6 +178,27 @@ def test_devices_are_those_that_are_free_on_the_host() -> None:
     run(scenario())
 
 
+def test_a_worker_gives_each_of_its_devices_once() -> None:
+    async def scenario() -> None:
+        processes = ProcessManager(HEALTH, spares=0, timeout_s=5.0)
+        processes.join(HostWorker("a", "tcp://w:1", gpus=2), FakeHost())  # type: ignore[arg-type]
+
+        async def take(gpus: int) -> ReplicaProcess:
+            return await processes.take("generator", 1, range(gpus), role="generator")
+
+        first, second = await take(1), await take(1)
+        assert (first.gpus, second.gpus) == ((0,), (1,))
+        with pytest.raises(RunError, match="free GPUs: 0 of 2 on a, and 1 wanted"):
+            await take(1)
+        await processes.discard(first)
+        assert (await take(1)).gpus == (0,)
+        with pytest.raises(RunError, match=r"lower roles\.generator\.gpus, or start workers"):
+            await take(3)
+        await processes.stop()
+
+    run(scenario())
+
+
 def test_roles_of_one_machine_share_its_devices_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.pool.process.gpus_here", lambda: 3)
 
