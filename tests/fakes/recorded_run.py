@@ -41,7 +41,8 @@ def rollout(step: int, index: int, **changes: Any) -> RolloutRow:
 
 def answer(number: int, right: float) -> Answer:
     return Answer(
-        id=f"patient_01/{number}", fact=f"what is the sodium of day {number}?", document="patient_01",
+        id=f"patient_01/{number}", fact=f"what is the sodium of day {number}?",
+        document="patient_01",
         document_hash="0f3a", question_hash=f"91b{number}", text="the answer is 41 mmol.",
         answer="41 mmol", expected="41 mmol" if right else "52 mmol", right=right, nll=0.5,
         tokens=5,
