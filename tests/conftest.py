@@ -67,7 +67,7 @@ OF_VLLM = tuple(
     f"tests/mesh/{name}.py"
     for name in (
         "actors/test_in_process", "actors/test_engine_generator", "actors/test_vllm_generator",
-        "actors/test_vllm_replica", "services/test_strategies_run",
+        "actors/test_vllm_plugin", "actors/test_vllm_replica", "services/test_strategies_run",
     )
 )  # fmt: skip
 

@@ -115,10 +115,20 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def hold(self, cartridge: CartridgeId, kv: Tensor) -> None:
         """Keep this rank's heads of [L, 2, H_kv, P, D], on the host."""
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        mine = kv[:, :, kv_heads(kv.shape[2], rank, ranks)]
+        mine = kv[:, :, self.heads()]
         # With one rank the tensor is not copied; several ranks keep their own heads only.
-        self._held[cartridge] = mine.clone() if ranks > 1 else mine
+        self._held[cartridge] = mine.clone() if mine.shape != kv.shape else mine
+
+    def heads(self) -> slice:
+        """Return the key/value heads of the model that this rank holds."""
+        total = self._vllm_config.model_config.get_total_num_kv_heads()
+        return kv_heads(
+            total, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        )
+
+    def tensor(self, part: PromptCartridge) -> Tensor | None:
+        """Return this rank's heads of a cartridge, [L, 2, H, P, D]; None of one that it lost."""
+        return self._held.get((part.name, part.since))
 
     def drop(self, cartridge: CartridgeId) -> None:
         self._held.pop(cartridge, None)
@@ -129,9 +139,7 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
         if cartridge not in self._held:
             return {}, ""
         kv = self._held[cartridge]
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        total = self._vllm_config.model_config.get_total_num_kv_heads()
-        mine = range(total)[kv_heads(total, rank, ranks)]
+        mine = range(self._vllm_config.model_config.get_total_num_kv_heads())[self.heads()]
         digests = self._fingerprints.heads(kv)
         return dict(zip(mine, digests, strict=True)), str(kv.dtype).removeprefix("torch.")
 
@@ -153,9 +161,9 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
         device, model = layers[0][1].kv_cache.device, self._vllm_config.model_config
         for piece in pieces(fill.parts, fill.first, fill.stop):
             part, start = piece.part, piece.start
-            held = self._held.get((part.name, part.since))
+            held = self.tensor(part)
             if held is None:
-                # The engine keeps it until its requests have ended, so this is a worker that lost
+                # Whoever sent the request saw to it that workers have it, so this is one that lost
                 # it. vLLM fails the requests that hold these blocks, and no other.
                 self._failed.update(fill.blocks[: -(-fill.stop // self._block_tokens)])
                 return

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from protocols.errors import DataError
-from registry.formats.cartridge_file import POST_ROPE, CartridgeFile
+from registry.formats.cartridge_file import POST_ROPE, CartridgeFile, Provenance
 
 # Keys of a config.json that say how it was saved and not what the model computes.
 VOLATILE = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
@@ -84,7 +84,12 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def misfits(cartridge: CartridgeFile, base: BaseModelInfo) -> list[str]:
     """Return the reasons why the cartridge cannot be a prefix of the model; empty where it fits."""
-    facts, found = cartridge.facts, []
+    return misfits_of(tuple(cartridge.kv.shape), cartridge.facts, base)
+
+
+def misfits_of(shape: Sequence[int], facts: Provenance, base: BaseModelInfo) -> list[str]:
+    """Return the same for a cartridge of `shape` [L, 2, H_kv, P, D], whose numbers are not read."""
+    found = []
     if facts.keys != POST_ROPE:
         found.append(f"its keys are {facts.keys}, and they are read as post-rope: rotate them")
     if facts.first_position != 0:
@@ -97,15 +102,15 @@ def misfits(cartridge: CartridgeFile, base: BaseModelInfo) -> list[str]:
             f"its keys are rotated by {_shown(facts.rope)}, and the model's by "
             f"{_shown(base.rope)}: train it on this model"
         )
-    shape = tuple(cartridge.kv.shape)
-    if shape != (base.layers, 2, base.kv_heads, cartridge.tokens, base.head_dim):
+    tokens = shape[3]
+    if tuple(shape) != (base.layers, 2, base.kv_heads, tokens, base.head_dim):
         found.append(
             f"a cartridge for this model has the shape [{base.layers}, 2, {base.kv_heads}, P, "
             f"{base.head_dim}]: got {list(shape)}; was it trained for another base?"
         )
-    elif cartridge.tokens + 2 > base.context:
+    elif tokens + 2 > base.context:
         found.append(
-            f"a cartridge of {cartridge.tokens} tokens leaves none of the model's {base.context} "
+            f"a cartridge of {tokens} tokens leaves none of the model's {base.context} "
             "positions for a prompt; train a shorter one"
         )
     elif facts.config_sha256 not in ("", base.config_sha256):
