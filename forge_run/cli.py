@@ -153,15 +153,21 @@ MODELS = {
         _option("--name", "NAME", "what it is called here (default: its own name)"),
         _option("--dtype", None, "of weights read from GGUF (default: float32)",
                 choices=DTYPES[:2], default="float32"),
+        _flag("--if-missing", "do nothing where a model of that name is kept"),
     )),
     "list": Command("the models that are kept", "models:list_models"),
-    "show": Command("a kept model's hash, licence, source and shape", "models:show",
-                    (_option("name", "NAME"),)),
+    "show": Command("a kept model's hash, licence, source and shape", "models:show", (
+        _option("name", "NAME"),
+        _option("--wait", "SECONDS", "until it is kept, at most so long (default: not at all)",
+                type=float, default=0.0),
+    )),
 }  # fmt: skip
 K8S = {
     "render": Command("write the manifests of a mesh, or of a server; applies nothing",
                       "k8s:command", (
         *MESH_AND_SETS,
+        _there("--values", "FILE", "of the cluster: image, namespace, GPUs, storage, model, queue "
+               "(deploy/values.yaml has the defaults)"),
         _option("--out", "DIR", "where they are written (default: deploy/k8s)", type=Path,
                 default=Path("deploy/k8s")),
     )),

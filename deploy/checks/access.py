@@ -8,8 +8,10 @@ from typing import Any
 
 from deploy.checks.commands import RUN_HANDLERS, OurContainer
 from deploy.checks.findings import Manifest, ManifestFault, PodTemplate, pod_templates
+from deploy.checks.quantities import quantity
 from deploy.manifests.mesh import teacher_keys
 from deploy.manifests.objects import DOMAIN, HELLO_PORT, ONE_NODE, WORKER_PORT, dashed
+from deploy.manifests.sizing import GIB, runs_bytes
 from protocols.spec.mesh import RunSpec
 
 API_PORTS = (443, 6443)
@@ -28,6 +30,7 @@ def reachable(
         if each.handler in RUN_HANDLERS and run is not None and run.mesh.hosts.kind == "kubernetes":
             yield from _rights(each, run, manifests)
             yield from _connections(each, run, manifests)
+            yield from _room(each, run, manifests)
     yield from _claims(manifests)
 
 
@@ -158,6 +161,33 @@ def _passes(found: tuple[Mapping[str, Any], str], port: int, peer: PodTemplate |
         elif "namespaceSelector" in each or "ipBlock" in each:
             return True
     return False
+
+
+def _room(
+    each: OurContainer, run: RunSpec, manifests: Sequence[Manifest]
+) -> Iterator[ManifestFault]:
+    """Yield the claim of runs where it holds less than the plan writes."""
+    if each.size is None:
+        return
+    planned = runs_bytes(run.learn, each.size)
+    folder = f"{each.options.get('run_dir') or 'runs'}/"
+    volumes = {v["name"]: v for v in each.pod.spec.get("volumes") or ()}
+    for mount in each.container.get("volumeMounts"):
+        held = volumes.get(mount["name"], {}).get("persistentVolumeClaim")
+        if held is None or not folder.startswith(f"{mount['mountPath'].rstrip('/')}/"):
+            continue
+        for claim in manifests:
+            key = ("PersistentVolumeClaim", held["claimName"], each.pod.owner.namespace)
+            if (claim.kind, claim.name, claim.namespace) == key:
+                asked = claim.spec["resources"]["requests"]["storage"]
+                if (room := quantity(asked)) is not None and room < planned:
+                    yield claim.finding(
+                        "volumes",
+                        ".spec.resources.requests.storage",
+                        f"is {asked}, and the plan's checkpoints and last state are "
+                        f"{-(-planned // GIB)}Gi (forge plan --sizing)",
+                        f"give {-(-planned // GIB)}Gi or more",
+                    )
 
 
 def _claims(manifests: Sequence[Manifest]) -> Iterator[ManifestFault]:

@@ -14,6 +14,8 @@ from deploy.manifests.objects import DOMAIN, GPU
 from protocols.secrets import looks_secret
 
 RULE = "hardening"
+SERVING = (("run",), ("serve",), ("worker",))  # commands that stay, and answer
+ASKS_OUTSIDE = ("teacher-replay", "model")  # external teachers, and the Job that gets the model
 MAY = {  # all that a Role of a mesh may grant
     "pods": {"get", "list", "watch"},
     "monarchmeshes": {"create", "get", "patch", "delete"},
@@ -131,7 +133,7 @@ def _pod(template: PodTemplate) -> Iterator[ManifestFault]:
 
 
 def _container(container: Container) -> Iterator[ManifestFault]:
-    template, spec = container.pod, container.pod.spec
+    spec = container.pod.spec
     context = container.value.get("securityContext") or {}
     path = ".securityContext"
     if context.get("readOnlyRootFilesystem") is not True:
@@ -147,7 +149,7 @@ def _container(container: Container) -> Iterator[ManifestFault]:
         )
     if (context.get("capabilities") or {}).get("drop") != ["ALL"]:
         yield container.finding(RULE, path, "keeps capabilities", "set capabilities: {drop: [ALL]}")
-    asked = template.owner.kind not in ("CronJob",) and not container.is_init
+    asked = container.words[0] == "forge-run" or container.words[1:2] in SERVING
     if "readinessProbe" not in container.value and asked:
         yield container.finding(RULE, "", "has no readinessProbe", "add the server's own")
     command = container.value.get("command")
@@ -230,12 +232,12 @@ def _policy(policy: Manifest) -> Iterator[ManifestFault]:
                 public = ip_network(block["cidr"]).is_global or block["cidr"] == "0.0.0.0/0"
                 ports = {p.get("port") for p in rule.get("ports") or ()}
                 if public and direction == "egress" and (
-                    component != "teacher-replay" or ports != {443}
+                    component not in ASKS_OUTSIDE or ports != {443}
                 ):  # fmt: skip
                     yield policy.finding(
                         RULE,
                         path,
-                        "reaches the public network, which only teachers' 443 may",
+                        "reaches the public network; only teachers and the model's Job may, on 443",
                         "give private blocks",
                     )
                 if public and not set(NOT_PUBLIC) <= set(block.get("except") or ()):

@@ -61,7 +61,8 @@ def _worker(each: OurContainer) -> Iterator[ManifestFault]:
         what = f"--tls is {folder}, which is not there"
         yield container.finding("files", ".volumeMounts", what, "mount the Secret that has it")
     yield from _declared(container, {"the worker": port, "its version endpoint": port + 1})
-    yield from _probes(container, {port + 1: WORKER_PATHS, port: ()})
+    # kubelet has no certificate to show: with TLS it may only see whether the worker listens.
+    yield from _probes(container, {port + 1: () if folder else WORKER_PATHS, port: ()})
     owner = container.pod.owner
     if owner.kind == "MonarchMesh" and owner.spec.get("port", WORKER_PORT) != port:
         yield owner.finding(
@@ -280,6 +281,8 @@ def _pools(
     options = hosts.kubernetes
     scope = Scope(dashed(spec.mesh.name))
     space = (options.namespace if options else None) or scope.namespace
+    if space == "$(POD_NAMESPACE)":  # that of the pod, wherever it is
+        space = owner.namespace
     if owner.namespace and owner.namespace != space:
         yield each.container.finding(
             "pools",
@@ -311,6 +314,15 @@ def _pools(
             )
         if name == "teacher_replay":
             yield from _keys(pool, spec)
+        for container in pool.containers():
+            if container.words and ("--tls" in container.words) != bool(hosts.tls):
+                yield container.finding(
+                    "pools",
+                    ".command",
+                    f"{'talks' if hosts.tls is None else 'lacks'} TLS, and hosts.tls of the run is "
+                    f"{hosts.tls or 'not given'}",
+                    "give both --tls DIR and hosts.tls, or neither",
+                )
         if each.size is not None:
             needed = pod_resources(spec, name, role, each.size).memory * GIB
             yield from _memory(pool, name, needed)

@@ -34,7 +34,7 @@ def device_loads(spec: RunSpec, size: ModelSize) -> tuple[DeviceLoad, ...]:
     for name, role in spec.roles:
         for _ in range(role.replicas * role.procs if role.gpus else 0):
             for device in sorted(range(len(there)), key=lambda d: len(there[d]))[: role.gpus]:
-                there[device].append((name, _process_bytes(spec, name, size)))
+                there[device].append((name, process_bytes(spec, name, size)))
     return tuple(DeviceLoad(d, tuple(processes)) for d, processes in enumerate(there))
 
 
@@ -45,10 +45,11 @@ def with_share(spec: RunSpec, size: ModelSize | None) -> GeneratorSpec:
     on_gpu = generator.backend == "vllm" and spec.mesh.roles.generator.gpus
     if generator.gpu_share is not None or gpus is None or size is None or not on_gpu:
         return generator
-    share = _process_bytes(spec, "generator", size) / (gpus.gb * GB)
+    share = process_bytes(spec, "generator", size) / (gpus.gb * GB)
     return generator.model_copy(update={"gpu_share": min(1.0, share)})
 
 
-def _process_bytes(spec: RunSpec, name: str, size: ModelSize) -> int:
+def process_bytes(spec: RunSpec, name: str, size: ModelSize) -> int:
+    """Return the bytes of one GPU that a process of a role holds, its libraries' included."""
     vllm = name == "generator" and spec.learn.generator.backend == "vllm"
     return role_needs(spec, name, size).held + CONTEXT_BYTES + (VLLM_BYTES if vllm else 0)

@@ -14,48 +14,72 @@ from typing import Any
 import yaml
 
 from deploy.manifests.mesh import MeshFiles, base, provisioning, scaling, scope_of
+from deploy.manifests.model_volume import model_volume
 from deploy.manifests.objects import (
     GPU,
-    IMAGE,
     ONE_NODE,
     POD_MONITOR_API,
     Object,
     Resources,
     Scope,
+    dashed,
     mesh_name,
 )
 from deploy.manifests.server import runs, server
 from deploy.manifests.sizing import ModelSize
+from deploy.manifests.values import fitted, image_of, on_gpu_nodes, require_fit
+from protocols.spec.deployment import DeploymentSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.serving import ServeSpec
 
-H100 = "NVIDIA-H100-80GB-HBM3"  # nvidia.com/gpu.product by NVIDIA's feature discovery
 TEACHERS = 8  # replicas of teacher_replay in overlays/teachers: they wait for providers
 LAPTOP_CPU = "100m"  # requested a pod in overlays/cpu; the limit stays at its threads
 POOL = "MonarchMesh"
 CONTAINER = "/spec/podTemplate/spec/containers/0"
+CLAIM_KIND = "PersistentVolumeClaim"
 JOB_CONTAINER = "/spec/template/spec/containers/0"
+JOB_START = "/spec/template/spec/initContainers/0"
 
 Tree = dict[str, str]
 
 
 def mesh_tree(
-    spec: RunSpec, files: MeshFiles, size: ModelSize, rules: Mapping[str, Any], dashboard: str
+    spec: RunSpec,
+    files: MeshFiles,
+    size: ModelSize,
+    rules: Mapping[str, Any],
+    dashboard: str,
+    values: DeploymentSpec,
 ) -> Tree:
-    """Return base, components and overlays of a training mesh: text by path under deploy/k8s."""
-    parts = base(spec, files, size)
+    """Return base, components and overlays of a training mesh: text by path under deploy/k8s.
+    Raises SpecError where the cluster's `values` do not hold the plan."""
+    require_fit(spec, size, values.gpu)
+    scope = scope_of(spec)
+
+    def fit(objects: Sequence[Object]) -> list[Object]:
+        return fitted(objects, values, scope)
+
+    parts = {name: fit(objects) for name, objects in base(spec, files, size, values).items()}
     tree = _folder("base", parts)
-    watched = monitoring(scope_of(spec), rules, dashboard)
+    watched = fit(monitoring(scope, rules, dashboard))
     tree |= _folder("components/monitoring", {"monitoring.yaml": watched}, kind="Component")
     for name, rights in (("scaling", scaling(spec)), ("provisioning", provisioning(spec))):
-        tree |= _folder(f"components/{name}", {"access.yaml": rights}, kind="Component")
+        tree |= _folder(f"components/{name}", {"access.yaml": fit(rights)}, kind="Component")
     more = ["../../components/scaling"]
     tree |= _folder(
-        "overlays/cpu", {}, base=["../../base"], components=more, patches=cpu_patches(spec)
+        "overlays/cpu",
+        {},
+        base=["../../base"],
+        components=more,
+        patches=cpu_patches(spec, values, parts),
     )
     more = ["../../components/monitoring", *more]
     tree |= _folder(
-        "overlays/gpu", {}, base=["../../base"], components=more, patches=gpu_patches(spec)
+        "overlays/gpu",
+        {},
+        base=["../../base"],
+        components=more,
+        patches=gpu_patches(spec, values, parts),
     )
     if "teacher_replay" in dict(spec.roles):
         more_of_them = _replace("/spec/replicas", TEACHERS)
@@ -81,23 +105,36 @@ def monitoring(scope: Scope, rules: Mapping[str, Any], dashboard: str) -> list[O
     ]
 
 
-def server_tree(spec: ServeSpec, files: MeshFiles, resources: Resources) -> Tree:
-    """Return the server's overlays, with an image for CPUs, or for GPUs where the spec has any."""
-    parts = server(spec, files, resources)
+def server_tree(
+    spec: ServeSpec, files: MeshFiles, resources: Resources, values: DeploymentSpec
+) -> Tree:
+    """Return the server's overlays, with an image for CPUs, or for GPUs where the spec has any.
+    Raises SpecError for a model that no pod would have."""
+    scope = Scope(dashed(spec.name))
+    model = model_volume(spec.model.path, values.model)
+    parts = server(spec, files, resources, model)
+    parts = {name: fitted(objects, values, scope) for name, objects in parts.items()}
     target = "cuda" if resources.gpus else "cpu"
-    image = _replace(f"{JOB_CONTAINER}/image", f"{IMAGE}-{target}")
+    image = _replace(f"{JOB_CONTAINER}/image", image_of(values, target))
     tree = _folder("overlays/serve", parts, patches=[_patch("Deployment", "door", image)])
-    image = _replace("/spec/jobTemplate/spec/template/spec/containers/0/image", f"{IMAGE}-cpu")
+    image = _replace(
+        "/spec/jobTemplate/spec/template/spec/containers/0/image", image_of(values, "cpu")
+    )
     patches = [_patch("CronJob", "cartridges", image)]
-    added = runs(spec, files, resources)
+    added = {
+        name: fitted(objects, values, scope)
+        for name, objects in runs(spec, files, resources, model).items()
+    }
     tree |= _folder("overlays/serve-runs", added, base=["../serve"], patches=patches)
     return _headed(tree, files)
 
 
-def cpu_patches(spec: RunSpec) -> list[Object]:
+def cpu_patches(
+    spec: RunSpec, values: DeploymentSpec, parts: Mapping[str, Sequence[Object]]
+) -> list[Object]:
     """Return patches for a laptop: the CPU image, no GPU, and small CPU requests, so all pods fit.
     Storage is of one node, the only kind that kind and minikube have."""
-    image = f"{IMAGE}-cpu"
+    image = image_of(values, "cpu")
     little = _replace(f"{CONTAINER}/resources/requests/cpu", LAPTOP_CPU)
     ask_none = [
         {"op": "remove", "path": f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}"}
@@ -107,23 +144,20 @@ def cpu_patches(spec: RunSpec) -> list[Object]:
         _replace("/spec/accessModes/0", "ReadWriteOnce"),
         _add("/metadata/annotations", {ONE_NODE: "true"}),
     )
-    little_job = _replace(f"{JOB_CONTAINER}/resources/requests/cpu", LAPTOP_CPU)
     return [
         _patch(POOL, None, _replace(f"{CONTAINER}/image", image), little),
-        _patch("PersistentVolumeClaim", "runs", *one_node),
+        *(_patch("PersistentVolumeClaim", name, *one_node) for name in _named(parts, CLAIM_KIND)),
         *(_patch(POOL, mesh_name(name), *ask_none) for name, role in spec.roles if role.gpus),
-        _patch("Job", "controller", _replace(f"{JOB_CONTAINER}/image", image), little_job),
+        *_job_patches(parts, image, little=LAPTOP_CPU),
     ]
 
 
-def gpu_patches(spec: RunSpec) -> list[Object]:
-    """Return patches for H100-class nodes: a role with the model gets its spec's GPUs, at least
+def gpu_patches(
+    spec: RunSpec, values: DeploymentSpec, parts: Mapping[str, Sequence[Object]]
+) -> list[Object]:
+    """Return patches for nodes with GPUs: a role with the model gets its spec's GPUs, at least
     one."""
-    image = f"{IMAGE}-cuda"
-    on_gpu_nodes = {
-        "nodeSelector": {f"{GPU}.product": H100},
-        "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],
-    }
+    image = image_of(values, "cuda")
     patches = [_patch(POOL, None, _replace(f"{CONTAINER}/image", image))]
     for name, role in spec.roles:
         if name in MODEL_ROLES:
@@ -132,9 +166,31 @@ def gpu_patches(spec: RunSpec) -> list[Object]:
                 _add(f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}", gpus)
                 for kind in ("requests", "limits")
             ]
-            added += [_add(f"/spec/podTemplate/spec/{key}", x) for key, x in on_gpu_nodes.items()]
+            placed = on_gpu_nodes(values.gpu)
+            added += [_add(f"/spec/podTemplate/spec/{key}", x) for key, x in placed.items()]
             patches.append(_patch(POOL, mesh_name(name), *added))
-    return [*patches, _patch("Job", "controller", _replace(f"{JOB_CONTAINER}/image", image))]
+    return [*patches, *_job_patches(parts, image)]
+
+
+def _job_patches(
+    parts: Mapping[str, Sequence[Object]], image: str, little: str | None = None
+) -> list[Object]:
+    """Return a patch for each Job: the image of its containers, and less of the CPU requested."""
+    patches = []
+    for name, job in _named(parts, "Job").items():
+        changes = [_replace(f"{JOB_CONTAINER}/image", image)]
+        if "initContainers" in job["spec"]["template"]["spec"]:
+            changes.append(_replace(f"{JOB_START}/image", image))
+        if little is not None:
+            changes.append(_replace(f"{JOB_CONTAINER}/resources/requests/cpu", little))
+        patches.append(_patch("Job", name, *changes))
+    return patches
+
+
+def _named(parts: Mapping[str, Sequence[Object]], kind: str) -> dict[str, Object]:
+    """Return the objects of a kind by name."""
+    every = [found for objects in parts.values() for found in objects]
+    return {o["metadata"]["name"]: o for o in every if o["kind"] == kind}
 
 
 def text(value: Any) -> str:
@@ -185,7 +241,8 @@ def _folder(
 
 def _headed(tree: Tree, files: MeshFiles) -> Tree:
     sets = "".join(f" --set {value}" for value in files.sets)
-    head = f"# Rendered by: forge k8s render meshes/{files.mesh_name}{sets}\n"
+    values = f" --values {files.values_name}" if files.values_name else ""
+    head = f"# Rendered by: forge k8s render meshes/{files.mesh_name}{sets}{values}\n"
     return {path: head + body for path, body in tree.items()}
 
 

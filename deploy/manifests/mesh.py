@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from posixpath import join, normpath
 
+from deploy.manifests.model_volume import TOKEN as HUB_TOKEN
+from deploy.manifests.model_volume import ModelVolume, filling, model_volume, waiting
 from deploy.manifests.objects import (
     HELLO_PORT,
     HOME,
@@ -31,17 +33,19 @@ from deploy.manifests.objects import (
     tcp,
 )
 from deploy.manifests.sizing import ModelSize, controller_resources, pod_resources
+from deploy.manifests.values import runs_gib
+from protocols.spec.deployment import DeploymentSpec
 from protocols.spec.mesh import RunSpec
 
 CONTROL_PORT = 50051
 METRICS_PORT = 9464
 CONTROL_SECRET = "forge-control"
-CONTROL_KEYS = ("ca.crt", "tls.crt", "tls.key", "token")
+PEM_KEYS = ("ca.crt", "tls.crt", "tls.key")
+CONTROL_KEYS = (*PEM_KEYS, "token")
 TOKEN = "FORGE_CONTROL_TOKEN"
 TEACHERS_SECRET = "forge-teachers"
 PEMS = "/etc/forge/control"
 MESH_SECRET = "forge-mesh"  # of hosts.tls, which is where it is mounted
-MESH_KEYS = ("ca.crt", "tls.crt", "tls.key")
 # Asks the gRPC health service over mutual TLS, with the token.
 HEALTH_CHECK = [
     "python", "-m", "forge_run.commands.health_check", f"localhost:{CONTROL_PORT}",
@@ -56,13 +60,15 @@ NOT_PUBLIC = (*PRIVATE, "100.64.0.0/10", "169.254.0.0/16")
 
 @dataclass(frozen=True)
 class MeshFiles:
-    """Hold a mesh's files: names, texts, and the `--set` overrides it is run with."""
+    """Hold a mesh's files: names, texts, and the `--set` overrides it is run with. `values_name` is
+    the file of the cluster's values, "" for the defaults."""
 
     mesh_name: str
     mesh_text: str
     config_name: str  # relative to the mesh file: "../configs/three_channels.yaml"
     config_text: str
     sets: tuple[str, ...] = ()
+    values_name: str = ""
 
 
 def scope_of(spec: RunSpec) -> Scope:
@@ -70,32 +76,43 @@ def scope_of(spec: RunSpec) -> Scope:
     return Scope(dashed(spec.mesh.name))
 
 
-def base(spec: RunSpec, files: MeshFiles, size: ModelSize) -> dict[str, list[Object]]:
-    """Return every object of the base, by file."""
+def base(
+    spec: RunSpec, files: MeshFiles, size: ModelSize, values: DeploymentSpec
+) -> dict[str, list[Object]]:
+    """Return every object of the base, by file. Raises SpecError for a model that no pod would
+    have, and a claim that the plan does not fit."""
     scope = scope_of(spec)
+    model = model_volume(spec.learn.model.path, values.model)
+    fetched = model if model is not None and model.hub else None
+    runs = f"{runs_gib(spec, size, values)}Gi"
     data = {"mesh.yaml": files.mesh_text, "config.yaml": files.config_text}
     return {
-        "namespace.yaml": [scope.made_namespace(secrets(spec))],
+        "namespace.yaml": [scope.made_namespace(secrets(spec, values))],
         "access.yaml": access(spec),
         "files.yaml": [
             scope.made("v1", "ConfigMap", "mesh", data=data),
-            scope.of("controller").claim("runs", "ReadWriteMany", "20Gi"),
+            scope.of("controller").claim("runs", "ReadWriteMany", runs),
         ],
-        "pools.yaml": [monarch_mesh(spec, name, size) for name, _ in spec.roles],
-        "controller.yaml": [controller(spec, files, size)],
-        "network.yaml": network(spec),
+        **({"model.yaml": filling(fetched, size, scope)} if fetched else {}),
+        "pools.yaml": [monarch_mesh(spec, name, size, model) for name, _ in spec.roles],
+        "controller.yaml": [controller(spec, files, size, model, values.certificates)],
+        "network.yaml": network(spec, fetches=fetched is not None),
         "disruption.yaml": disruption(spec),
     }
 
 
-def secrets(spec: RunSpec) -> dict[str, tuple[str, ...]]:
+def secrets(spec: RunSpec, values: DeploymentSpec) -> dict[str, tuple[str, ...]]:
     """Return the Secrets that the namespace needs, and their keys. None is ever rendered."""
-    keys = teacher_keys(spec)
-    return {
-        CONTROL_SECRET: CONTROL_KEYS,
-        **({MESH_SECRET: MESH_KEYS} if spec.mesh.hosts.tls else {}),
-        **({TEACHERS_SECRET: keys} if keys else {}),
-    }
+    found: dict[str, tuple[str, ...]] = {CONTROL_SECRET: CONTROL_KEYS}
+    if values.certificates is not None:
+        found = {CONTROL_SECRET: ("token",), values.certificates: PEM_KEYS}
+    if spec.mesh.hosts.tls:
+        found[MESH_SECRET] = PEM_KEYS
+    if keys := teacher_keys(spec):
+        found[TEACHERS_SECRET] = keys
+    if values.model.token_secret is not None:
+        found[values.model.token_secret] = (HUB_TOKEN,)
+    return found
 
 
 def teacher_keys(spec: RunSpec) -> tuple[str, ...]:
@@ -148,7 +165,9 @@ def _granted(spec: RunSpec, name: str, rules: Sequence[Object]) -> list[Object]:
     ]
 
 
-def monarch_mesh(spec: RunSpec, name: str, size: ModelSize) -> Object:
+def monarch_mesh(
+    spec: RunSpec, name: str, size: ModelSize, model: ModelVolume | None = None
+) -> Object:
     """Return the pool of a role: each replica is a pod with one Monarch worker."""
     role = getattr(spec.mesh.roles, name)
     scope = scope_of(spec).of(dashed(name))
@@ -170,21 +189,28 @@ def monarch_mesh(spec: RunSpec, name: str, size: ModelSize) -> Object:
             {"name": "OMP_NUM_THREADS", "value": str(role.threads)},
             *(secret_env(key, TEACHERS_SECRET, key) for key in keys),
         ],
-        volumes=[*([_RUNS] if writes else []), *volumes],
-        mounts=[*([_RUNS_MOUNT] if writes else []), *mounts],
+        volumes=[*([_RUNS] if writes else []), *volumes, *(model.volumes() if model else ())],
+        mounts=[*([_RUNS_MOUNT] if writes else []), *mounts, *(model.mounts() if model else ())],
     )
     body = {"replicas": role.replicas, "port": WORKER_PORT, "podTemplate": template}
     return scope.made(MONARCH_API, "MonarchMesh", mesh_name(name), spec=body)
 
 
-def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
-    """Return the Job of one run. Exit code 2, a mistake in the spec, is not retried."""
+def controller(
+    spec: RunSpec,
+    files: MeshFiles,
+    size: ModelSize,
+    model: ModelVolume | None = None,
+    certificates: str | None = None,
+) -> Object:
+    """Return the Job of one run. Exit code 2, a mistake in the spec, is not retried. `certificates`
+    is the Secret of the control plane's; None: the one with its token."""
     scope = scope_of(spec).of("controller")
-    pems = [{"key": key, "path": key} for key in CONTROL_KEYS if key != "token"]
+    pems = [{"key": key, "path": key} for key in PEM_KEYS]
     volumes, mounts = _certificate(spec)
     template = pod(
         "controller",
-        ["forge-run", *_arguments(spec, files)],
+        ["forge-run", *_arguments(spec, files, model)],
         controller_resources(spec, size),
         "forge-controller",
         scope.labels,
@@ -196,14 +222,19 @@ def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
             secret_env(TOKEN, CONTROL_SECRET, "token"),
             # The controller's pod owns the MonarchMeshes that the controller creates.
             _of_pod("POD_NAME", "metadata.name"),
-            *([_of_pod("POD_NAMESPACE", "metadata.namespace")] if spec.mesh.hosts.tls else []),
             _of_pod("POD_UID", "metadata.uid"),
+            # Its own, so that kustomize and others may move all objects to another one.
+            _of_pod("POD_NAMESPACE", "metadata.namespace"),
         ],
         volumes=[
             {"name": "mesh", "configMap": {"name": "mesh"}},
             _RUNS,
-            {"name": "control", "secret": {"secretName": CONTROL_SECRET, "items": pems}},
+            {
+                "name": "control",
+                "secret": {"secretName": certificates or CONTROL_SECRET, "items": pems},
+            },
             *volumes,
+            *(model.volumes() if model else ()),
         ],
         mounts=[
             _file("mesh.yaml", _mesh_path(files)),
@@ -212,9 +243,12 @@ def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
             _RUNS_MOUNT,
             {"name": "control", "mountPath": PEMS, "readOnly": True},
             *mounts,
+            *(model.mounts() if model else ()),
         ],
         api_token=True,
     )
+    if model is not None and model.hub:
+        template["spec"]["initContainers"] = [waiting(model, scope)]
     template["spec"]["restartPolicy"] = "Never"
     given_up = {"containerName": "controller", "operator": "In", "values": [2]}
     lost = {"type": "DisruptionTarget", "status": "True"}
@@ -245,7 +279,7 @@ def _certificate(spec: RunSpec) -> tuple[list[Object], list[Object]]:
     path = spec.mesh.hosts.tls
     if path is None:
         return [], []
-    items = [{"key": key, "path": key} for key in MESH_KEYS]
+    items = [{"key": key, "path": key} for key in PEM_KEYS]
     volume = {"name": "certificate", "secret": {"secretName": MESH_SECRET, "items": items}}
     return [volume], [{"name": "certificate", "mountPath": path, "readOnly": True}]
 
@@ -262,10 +296,11 @@ def _of_pod(variable: str, path: str) -> Object:
     return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _arguments(spec: RunSpec, files: MeshFiles) -> list[str]:
+def _arguments(spec: RunSpec, files: MeshFiles, model: ModelVolume | None) -> list[str]:
     tls = spec.mesh.hosts.tls
     own = (
         "hosts=kubernetes",
+        "hosts.kubernetes.namespace=$(POD_NAMESPACE)",
         f"hosts.tls={tls}" if tls else "hosts.insecure=true",
         f"control.listen=0.0.0.0:{CONTROL_PORT}",
         f"control.tls_ca={PEMS}/ca.crt",
@@ -273,6 +308,7 @@ def _arguments(spec: RunSpec, files: MeshFiles) -> list[str]:
         f"control.tls_key={PEMS}/tls.key",
         f"control.token_env={TOKEN}",
         f"telemetry={{metrics: '0.0.0.0:{METRICS_PORT}', insecure: true}}",
+        *([f"model.path={model.path}"] if model else ()),
     )
     kept = ("--resume", "unfinished", "--run-dir", "/runs")
     return [_mesh_path(files), *kept, *settings(*files.sets, *own)]
@@ -286,9 +322,10 @@ def _file(key: str, path: str) -> Object:
     return {"name": "mesh", "mountPath": path, "subPath": key, "readOnly": True}
 
 
-def network(spec: RunSpec) -> list[Object]:
+def network(spec: RunSpec, *, fetches: bool = False) -> list[Object]:
     """Return policies that deny all traffic, and allow each connection that the mesh needs. Without
-    hosts.tls only these policies protect the mesh's own TCP."""
+    hosts.tls only these policies protect the mesh's own TCP. `fetches`: a Job gets the model from
+    the hub."""
     scope = scope_of(spec)
     mine, here, allow = scope.labels, scope.of("controller").labels, scope.policy
     own: list[Object] = [{"podSelector": {"matchLabels": mine}}]
@@ -305,10 +342,13 @@ def network(spec: RunSpec) -> list[Object]:
         allow("control", here, ingress=[{"from": steering, "ports": tcp(CONTROL_PORT)}]),
         allow("metrics", here, ingress=[{"from": [from_monitoring()], "ports": tcp(METRICS_PORT)}]),
     ]
+    public = {"to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": list(NOT_PUBLIC)}}]}
     if teacher_keys(spec):
-        public = [{"ipBlock": {"cidr": "0.0.0.0/0", "except": list(NOT_PUBLIC)}}]
         asking = scope.of("teacher-replay").labels
-        policies.append(allow("teachers", asking, egress=[{"to": public, "ports": tcp(443)}]))
+        policies.append(allow("teachers", asking, egress=[{**public, "ports": tcp(443)}]))
+    if fetches:
+        filler = scope.of("model").labels
+        policies.append(allow("model", filler, egress=[{**public, "ports": tcp(443)}]))
     return policies
 
 

@@ -6,6 +6,7 @@ Servers share only the cartridge library; pods are added by the depth of their q
 from __future__ import annotations
 
 from deploy.manifests.mesh import MeshFiles
+from deploy.manifests.model_volume import ModelVolume
 from deploy.manifests.objects import (
     HOME,
     Object,
@@ -19,6 +20,7 @@ from deploy.manifests.objects import (
     settings,
     tcp,
 )
+from protocols.errors import SpecError
 from protocols.spec.serving import ServeSpec
 
 HTTP_PORT = 8000
@@ -31,8 +33,16 @@ LEAVE_SECONDS = 5  # after which proxies send an ending server no new requests
 SYNC_EVERY = "*/5 * * * *"
 
 
-def server(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
-    """Return every object, by file. A server's `files` have no config."""
+def server(
+    spec: ServeSpec, files: MeshFiles, resources: Resources, model: ModelVolume | None = None
+) -> dict[str, list[Object]]:
+    """Return every object, by file. A server's `files` have no config. Raises SpecError for a model
+    of the hub: the server reaches no other host."""
+    if model is not None and model.hub:
+        raise SpecError(
+            f"model.path: {model.hub} is a model of the hub, which a server's pods do not reach; "
+            "copy it to a claim, and give model.claim and model.path in --values"
+        )
     scope = Scope(dashed(spec.name), "door")
     mine = scope.labels
     variable = spec.http.key_env or "FORGE_API_KEY"
@@ -47,7 +57,7 @@ def server(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str,
             scope.made("v1", "ConfigMap", "serve", data={"serve.yaml": files.mesh_text}),
             scope.claim("library", "ReadWriteMany", "20Gi"),  # servers may be on many nodes
         ],
-        "door.yaml": [_deployment(spec, files, resources, scope, variable)],
+        "door.yaml": [_deployment(spec, files, resources, scope, variable, model)],
         "service.yaml": [_service(scope)],
         "scaling.yaml": [_autoscaler(spec, scope), scope.budget("door", maxUnavailable=1)],
         "network.yaml": [
@@ -58,13 +68,16 @@ def server(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str,
     }
 
 
-def runs(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
+def runs(
+    spec: ServeSpec, files: MeshFiles, resources: Resources, model: ModelVolume | None = None
+) -> dict[str, list[Object]]:
     """Return the CronJob that adds finished runs' cartridges to the library, one call at a time.
     Its claim must be bound to the volume of the runs, which this namespace only reads."""
     scope = Scope(dashed(spec.name), "cartridges")
     mesh = f"{HOME}/meshes/{files.mesh_name}"
-    sets = settings(*files.sets, "library=/library")
-    volumes, mounts = _files(mesh)
+    at = [f"model.path={model.path}"] if model else []
+    sets = settings(*files.sets, "library=/library", *at)
+    volumes, mounts = _files(mesh, model)
     bound = {"claimName": "runs", "readOnly": True}
     template = pod(
         "cartridges",
@@ -94,17 +107,23 @@ def runs(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, l
 
 
 def _deployment(
-    spec: ServeSpec, files: MeshFiles, resources: Resources, scope: Scope, variable: str
+    spec: ServeSpec,
+    files: MeshFiles,
+    resources: Resources,
+    scope: Scope,
+    variable: str,
+    model: ModelVolume | None,
 ) -> Object:
     mesh = f"{HOME}/meshes/{files.mesh_name}"
     own = (
         f"http.listen=0.0.0.0:{HTTP_PORT}", f"http.key_env={variable}", "library=/library",
         f"http.hosts=[door, door.{scope.namespace}, door.{scope.namespace}.svc, "
         f"door.{scope.namespace}.svc.cluster.local]",
+        *([f"model.path={model.path}"] if model else ()),
     )  # fmt: skip
     # The model and the generators start first, within spawn_timeout_s.
     tries = max(1, round(spec.spawn_timeout_s / 5))
-    volumes, mounts = _files(mesh)
+    volumes, mounts = _files(mesh, model)
     template = pod(
         "door",
         ["forge", "serve", mesh, *settings(*files.sets, *own)],
@@ -135,15 +154,17 @@ def _deployment(
     return scope.made("apps/v1", "Deployment", "door", spec=body)
 
 
-def _files(mesh: str) -> tuple[list[Object], list[Object]]:
-    """Return volumes and mounts of the mesh file and the library."""
+def _files(mesh: str, model: ModelVolume | None) -> tuple[list[Object], list[Object]]:
+    """Return volumes and mounts of the mesh file, the library and the model."""
     volumes: list[Object] = [
         {"name": "serve", "configMap": {"name": "serve"}},
         {"name": "library", "persistentVolumeClaim": {"claimName": "library"}},
+        *(model.volumes() if model else ()),
     ]
     mounts: list[Object] = [
         {"name": "serve", "mountPath": mesh, "subPath": "serve.yaml", "readOnly": True},
         {"name": "library", "mountPath": "/library"},
+        *(model.mounts() if model else ()),
     ]
     return volumes, mounts
 

@@ -257,6 +257,13 @@ def checkpoint_bytes(learn: LearnSpec, size: ModelSize) -> int:
     return trainable_numbers(learn, size) * (STATE_BYTES + hinted) + frozen
 
 
+def runs_bytes(learn: LearnSpec, size: ModelSize) -> int:
+    """Return the most bytes of checkpoints and last state that a run directory holds at a time: the
+    kept ones, each arm's last, and the one being written."""
+    arms = "offline" in learn.evaluate.arms
+    return checkpoint_bytes(learn, size) * (learn.train.keep_checkpoints + 2 + arms)
+
+
 def document_bytes(learn: LearnSpec, size: ModelSize) -> int:
     """Return bytes of the documents' KV that a cache keeps."""
     data, most = learn.data, learn.teacher.max_kv_bytes

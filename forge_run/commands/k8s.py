@@ -15,7 +15,8 @@ from deploy.manifests.mesh import MeshFiles
 from deploy.manifests.sizing import model_size, server_resources
 from forge_run.cli import parsed_elsewhere
 from protocols.files import REPOSITORY
-from protocols.spec.loading import load_serve, load_spec
+from protocols.spec.deployment import DeploymentSpec
+from protocols.spec.loading import load_file, load_serve, load_spec
 from protocols.spec.yaml_source import read_yaml
 
 MONITORING = REPOSITORY / "deploy" / "monitoring"
@@ -37,9 +38,9 @@ def check_command(*, paths: Sequence[str]) -> int:
     return 1 if count else 0
 
 
-def command(*, mesh: str, sets: Sequence[str], out: Path) -> int:
+def command(*, mesh: str, sets: Sequence[str], values: Path | None, out: Path) -> int:
     """Write the manifests under `out` and print their paths. Raises SpecError."""
-    for name, text in render(mesh, sets).items():
+    for name, text in render(mesh, sets, values).items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -47,14 +48,17 @@ def command(*, mesh: str, sets: Sequence[str], out: Path) -> int:
     return 0
 
 
-def render(mesh: str, sets: Sequence[str] = ()) -> Tree:
-    """Return the manifests of a mesh, or of a server's `meshes/serve.yaml`: texts by path."""
+def render(mesh: str, sets: Sequence[str] = (), values: Path | None = None) -> Tree:
+    """Return the manifests of a mesh, or of a server's `meshes/serve.yaml`, for a cluster of the
+    values in a file: texts by path. Raises SpecError for what the cluster would not hold."""
+    given = DeploymentSpec() if values is None else load_file(DeploymentSpec, values)
+    name = "" if values is None else values.name
     if "config" in read_yaml(Path(mesh), mesh).values:
-        return _mesh(mesh, sets)
-    return _server(mesh, sets)
+        return _mesh(mesh, sets, given, name)
+    return _server(mesh, sets, given, name)
 
 
-def _mesh(mesh: str, sets: Sequence[str]) -> Tree:
+def _mesh(mesh: str, sets: Sequence[str], values: DeploymentSpec, values_name: str) -> Tree:
     spec = load_spec(mesh, sets=(*sets, PODS)).spec  # refuse now what cannot run in pods
     config = Path(spec.mesh.config)
     files = MeshFiles(
@@ -63,15 +67,16 @@ def _mesh(mesh: str, sets: Sequence[str]) -> Tree:
         config_name=os.path.relpath(config, Path(mesh).absolute().parent),
         config_text=config.read_text(encoding="utf-8"),
         sets=tuple(sets),
+        values_name=values_name,
     )
     rules: Mapping[str, Any] = yaml.safe_load((MONITORING / "rules.yml").read_bytes())
     dashboard = (MONITORING / "dashboard.json").read_text(encoding="utf-8")
-    return mesh_tree(spec, files, model_size(spec.learn.model), rules, dashboard)
+    return mesh_tree(spec, files, model_size(spec.learn.model), rules, dashboard, values)
 
 
-def _server(mesh: str, sets: Sequence[str]) -> Tree:
+def _server(mesh: str, sets: Sequence[str], values: DeploymentSpec, values_name: str) -> Tree:
     spec = load_serve(mesh, sets=sets).spec
     text = Path(mesh).read_text(encoding="utf-8")
-    files = MeshFiles(Path(mesh).name, text, "", "", tuple(sets))
+    files = MeshFiles(Path(mesh).name, text, "", "", tuple(sets), values_name)
     resources = server_resources(spec, model_size(spec.model), CARTRIDGE_TOKENS)
-    return server_tree(spec, files, resources)
+    return server_tree(spec, files, resources, values)

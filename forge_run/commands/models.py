@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 from forge_run.commands import note
 from forge_run.formatting import TableSection, facts
-from protocols.home import models_folder
+from protocols.home import model_names, models_folder
 from protocols.spec.model_shape import model_shape
 from protocols.spec.sections import ModelSpec
 from registry.base_models.kept import Dtype, add_model, kept_model, kept_models
 
+POLL_SECONDS = 2.0  # between two looks for a model that another process adds
 
-def add(*, source: str, name: str | None, dtype: Dtype) -> int:
+
+def add(*, source: str, name: str | None, dtype: Dtype, if_missing: bool) -> int:
     """Keep a model and say how to name it. Raises DataError."""
+    if if_missing and name is not None and name in model_names():
+        print(f"{name} is kept already: {models_folder() / name}")
+        return 0
     note(f"adding {source}: read, converted and hashed, a minute or two")
     kept = add_model(source, name, dtype)
     print(f"{kept.name}: {kept.bytes:,} bytes of weights, {kept.licence}, {kept.sha256[:12]}")
@@ -32,8 +38,12 @@ def list_models() -> list[TableSection]:
     return [TableSection(str(models_folder()), heads, rows)]
 
 
-def show(*, name: str) -> list[TableSection]:
-    """Return a kept model's facts and shape. Raises DataError for an unknown name."""
+def show(*, name: str, wait: float) -> list[TableSection]:
+    """Return a kept model's facts and shape, once it is kept, within `wait` seconds. Raises
+    DataError for an unknown name."""
+    end = time.monotonic() + wait
+    while name not in model_names() and time.monotonic() < end:
+        time.sleep(min(POLL_SECONDS, wait))
     kept, folder = kept_model(name), models_folder() / name
     shape = model_shape(ModelSpec(path=str(folder)))
     held = {**asdict(kept), "directory": folder, **(shape.model_dump() if shape else {})}

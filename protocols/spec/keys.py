@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY
 from protocols.secrets import MARK, looks_secret
+from protocols.spec.deployment import DeploymentSpec
 from protocols.spec.experiments import EvalSpec, SweepSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MeshSpec
@@ -79,7 +80,13 @@ SWEEP_FILE = SpecFile(SweepSpec, "a sweep", "configs/sweep_*.yaml", "run it with
 EVAL_FILE = SpecFile(
     EvalSpec, "an evaluation", "configs/eval.yaml", "use it with forge eval RUN --spec {}"
 )
-FILES = (MESH_FILE, CONFIG_FILE, SERVER_FILE, SWEEP_FILE, EVAL_FILE)
+DEPLOYMENT_FILE = SpecFile(
+    DeploymentSpec,
+    "a deployment",
+    "deploy/values.yaml",
+    "render with forge k8s render MESH.yaml --values {}",
+)
+FILES = (MESH_FILE, CONFIG_FILE, SERVER_FILE, SWEEP_FILE, EVAL_FILE, DEPLOYMENT_FILE)
 
 
 @dataclass(frozen=True)

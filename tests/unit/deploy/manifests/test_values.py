@@ -1,0 +1,248 @@
+"""A cluster's values: what they change, what does not fit and is refused with its figure, and where
+pods get the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.checks.check import check_objects
+from deploy.checks.findings import Manifest
+from deploy.checks.kustomize import build, targets
+from deploy.checks.schemas import definitions
+from deploy.manifests.model_volume import ModelVolume, model_volume
+from forge_run.cli import forge, parsed_elsewhere
+from forge_run.commands.k8s import render
+from protocols.errors import DataError, SpecError
+from protocols.spec.deployment import DeploymentSpec, ModelSourceSpec
+from protocols.spec.loading import load_file
+
+REPOSITORY = Path(__file__).parents[4]
+SMALL = str(REPOSITORY / "meshes" / "longhealth.yaml")
+LARGE = str(REPOSITORY / "meshes" / "longhealth_3b.yaml")
+SERVE = str(REPOSITORY / "meshes" / "serve.yaml")
+QUEUE = "kueue.x-k8s.io/queue-name"
+DIGEST = f"sha256:{'0f' * 32}"
+
+
+def values(folder: Path, **given: Any) -> Path:
+    path = folder / "values.yaml"
+    path.write_text(yaml.safe_dump(given), encoding="utf-8")
+    return path
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    return {o["metadata"]["name"]: o for o in objects if o["kind"] == kind}
+
+
+def pods(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    found = {}
+    for value in objects:
+        spec = value.get("spec") or {}
+        spec = spec.get("jobTemplate", {}).get("spec", spec)
+        template = spec.get("podTemplate") or spec.get("template")
+        if isinstance(template, dict):
+            found[value["metadata"]["name"]] = template["spec"]
+    return found
+
+
+def findings(tree: dict[str, str], target: str) -> list[str]:
+    manifests = [Manifest(value) for value in build(tree, target)]
+    return [str(fault) for fault in check_objects(manifests, definitions(), parsed_elsewhere)[0]]
+
+
+def test_the_shipped_values_are_the_defaults() -> None:
+    assert load_file(DeploymentSpec, REPOSITORY / "deploy" / "values.yaml") == DeploymentSpec()
+
+
+def test_every_value_is_in_the_manifests_and_they_are_sound(tmp_path: Path) -> None:
+    given = values(
+        tmp_path,
+        namespace="team-a",
+        image={"repository": "reg.example.com:5000/team/forge", "tag": "1.2", "pull_secret": "reg"},
+        gpu={"product": "NVIDIA-L4", "gb": 24, "node_labels": {"pool": "spot"},
+             "tolerations": [{"key": "spot", "operator": "Equal", "value": "yes", "effect": None}]},
+        storage={"class_name": "nfs", "runs_gib": 50},
+        queue="research",
+        certificates="control-tls",
+    )  # fmt: skip
+    tree = render(SMALL, values=given)
+    objects = build(tree, "overlays/gpu")
+    assert {o["metadata"].get("namespace", "team-a") for o in objects} == {"team-a"}
+    (space,) = of_kind(objects, "Namespace").values()
+    assert (space["metadata"]["name"], space["metadata"]["annotations"]) == (
+        "team-a",
+        {"cartridge-forge/secrets": "forge-control: token; control-tls: ca.crt tls.crt tls.key"},
+    )
+    for pod in pods(objects).values():
+        assert pod["containers"][0]["image"] == "reg.example.com:5000/team/forge:1.2-cuda"
+        assert pod["imagePullSecrets"] == [{"name": "reg"}]
+    trainer = pods(objects)["trainer"]
+    assert trainer["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L4", "pool": "spot"}
+    assert trainer["tolerations"] == [{"key": "spot", "operator": "Equal", "value": "yes"}]
+    claim = of_kind(objects, "PersistentVolumeClaim")["runs"]["spec"]
+    assert claim["storageClassName"] == "nfs"
+    assert claim["resources"]["requests"]["storage"] == "50Gi"
+    queued = {
+        o["kind"] for o in objects if o["metadata"].get("labels", {}).get(QUEUE) == "research"
+    }
+    assert queued == {"MonarchMesh", "Job"}
+    volumes = {v["name"]: v for v in pods(objects)["controller"]["volumes"]}
+    assert volumes["control"]["secret"]["secretName"] == "control-tls"
+    assert tree["base/pools.yaml"].startswith(
+        "# Rendered by: forge k8s render meshes/longhealth.yaml --values values.yaml\n"
+    )
+    for target in targets(tree):
+        assert findings(tree, target) == []
+
+
+def test_a_digest_is_one_image_for_all_overlays(tmp_path: Path) -> None:
+    tree = render(SMALL, values=values(tmp_path, image={"digest": DIGEST}))
+    for overlay in ("cpu", "gpu"):
+        found = pods(build(tree, f"overlays/{overlay}"))
+        assert {p["containers"][0]["image"] for p in found.values()} == {
+            f"cartridge-forge@{DIGEST}"
+        }
+        assert findings(tree, f"overlays/{overlay}") == []
+
+
+def test_kustomize_may_move_all_objects_to_another_namespace() -> None:
+    tree = render(SMALL)
+    top = {"resources": ["../cpu"], "namespace": "team-b"}
+    tree["overlays/top/kustomization.yaml"] = yaml.safe_dump(top)
+    assert findings(tree, "overlays/top") == []
+    pod = pods(build(tree, "overlays/top"))["controller"]["containers"][0]
+    assert "hosts.kubernetes.namespace=$(POD_NAMESPACE)" in pod["command"]
+    (own,) = (v for v in pod["env"] if v["name"] == "POD_NAMESPACE")
+    assert own["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.namespace"}}
+
+
+def test_a_model_of_the_hub_is_fetched_once_and_read_by_all() -> None:
+    tree = render(LARGE)
+    for target in targets(tree):
+        assert findings(tree, target) == []
+    objects = build(tree, "overlays/gpu")
+    # 2.5 times 6.43 GB of weights, in GiB.
+    claims = of_kind(objects, "PersistentVolumeClaim")
+    assert claims["model"]["spec"]["resources"]["requests"]["storage"] == "15Gi"
+    # 20 x 2048 tokens x 57,344 numbers x 12 B = 28.2 GB: 2 kept, the last of an arm, the one being
+    # written, and the last state.
+    assert claims["runs"]["spec"]["resources"]["requests"]["storage"] == "132Gi"
+    found = pods(objects)
+    words = found["model"]["containers"][0]["command"][2:]
+    name = "llama-3.2-3b-instruct"
+    assert words == [
+        "forge", "models", "add", "meta-llama/Llama-3.2-3B-Instruct", "--name", name,
+        "--if-missing",
+    ]  # fmt: skip
+    writers = {
+        pod
+        for pod, spec in found.items()
+        for mount in spec["containers"][0]["volumeMounts"]
+        if mount["name"] == "model" and not mount.get("readOnly")
+    }
+    assert writers == {"model"}
+    readers = {"controller", "generator", "docteacher", "trainer"}
+    assert {p for p, s in found.items() if any(v["name"] == "model" for v in s["volumes"])} == {
+        *readers, "model",
+    }  # fmt: skip
+    command = found["controller"]["containers"][0]["command"]
+    assert f"model.path=/models/models/{name}" in command
+    (wait,) = found["controller"]["initContainers"]
+    assert wait["command"][2:] == ["forge", "models", "show", name, "--wait", "7200"]
+    assert wait["image"] == "cartridge-forge:0.1.0-cuda"
+    policy = of_kind(objects, "NetworkPolicy")["model"]["spec"]
+    assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "model"
+    assert [p["port"] for p in policy["egress"][0]["ports"]] == [443]
+
+
+def test_a_model_in_a_claim_of_the_users_is_only_read(tmp_path: Path) -> None:
+    given = values(tmp_path, model={"claim": "weights", "path": "llama/3b"})
+    tree = render(LARGE, values=given)
+    assert "base/model.yaml" not in tree
+    found = pods(build(tree, "overlays/gpu"))
+    assert {"name": "model", "persistentVolumeClaim": {"claimName": "weights"}} in (
+        found["trainer"]["volumes"]
+    )
+    assert "model.path=/models/llama/3b" in found["controller"]["containers"][0]["command"]
+    served = render(SERVE, values=given)
+    door = pods(build(served, "overlays/serve"))["door"]["containers"][0]
+    assert {"name": "model", "mountPath": "/models", "readOnly": True} in door["volumeMounts"]
+    assert "model.path=/models/llama/3b" in door["command"]
+
+
+def test_where_a_model_is_found() -> None:
+    none = ModelSourceSpec()
+    assert model_volume(str(REPOSITORY / "models" / "clinic-reader"), none) is None
+    assert model_volume("Org/Some Model", none) == ModelVolume(
+        "model", "/models/models/some-model", "Org/Some Model"
+    )
+    with pytest.raises(
+        SpecError, match=r"/somewhere/m is on this machine alone.*give model\.claim"
+    ):
+        model_volume("/somewhere/m", none)
+    with pytest.raises(SpecError, match=r"which a server's pods do not reach; copy it to a claim"):
+        render(SERVE, ("model.path=Org/M", "model.shape={layers: 1, hidden: 8, heads: 1, "
+                       "kv_heads: 1, head_dim: 8, intermediate: 8, vocab: 8}"))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        # 62.2 GB of the trainer's items (test_sizing) and 0.63 GB of CUDA's.
+        ({"gpu": {"gb": 40}}, r"than its 40 GB: trainer 62\.8 GB; give a larger class in --values"),
+        (
+            {"storage": {"runs_gib": 100}},
+            r"storage\.runs_gib: must be >= 132, which the plan writes",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_figure(
+    given: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SpecError, match=said):
+        render(LARGE, values=values(tmp_path, **given))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"image": {"tag": "latest"}}, "image.tag"),
+        ({"image": {"digest": "sha256:1"}}, "must be sha256: and 64 hexadecimal digits"),
+        ({"image": {"tags": "1"}}, "tags"),
+        ({"namespace": "Team A"}, "namespace"),
+        ({"model": {"claim": "w"}}, "must be given with model.claim"),
+        ({"model": {"claim": "w", "path": "/x"}}, "must be a folder in the claim"),
+        ({"gpu": {"gb": 0}}, "gpu.gb"),
+        ({"gpu": {"tolerations": [{"key": "a", "value": "b"}]}}, "operator Equal"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_line(
+    given: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = values(tmp_path, **given)
+    words = ["k8s", "render", SMALL, "--values", str(path), "--out", str(tmp_path / "out")]
+    assert forge(words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert f"{path}:" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_kept_model_is_not_fetched_again_and_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORGE_HOME", str(tmp_path))
+    reader = str(REPOSITORY / "models" / "clinic-reader")
+    assert forge(["models", "add", reader, "--name", "reader", "--if-missing"]) == 0
+    assert "name it anywhere as model.path: reader" in capsys.readouterr().out
+    # An id of the hub, which no test reaches: it is not asked.
+    assert forge(["models", "add", "Org/Reader", "--name", "reader", "--if-missing"]) == 0
+    folder = tmp_path / "models" / "reader"
+    assert capsys.readouterr().out == f"reader is kept already: {folder}\n"
+    assert forge(["models", "show", "reader", "--wait", "3600"]) == 0
+    assert str(folder) in capsys.readouterr().out
+    assert forge(["models", "show", "other"]) == DataError.exit_code
