@@ -28,7 +28,7 @@ from deploy.manifests.objects import (
 from deploy.manifests.server import runs, server
 from deploy.manifests.sizing import ModelSize
 from deploy.manifests.values import fitted, image_of, on_gpu_nodes, require_fit
-from protocols.spec.deployment import DeploymentSpec
+from protocols.spec.hosts import DeploymentSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.serving import ServeSpec
 

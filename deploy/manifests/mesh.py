@@ -34,7 +34,7 @@ from deploy.manifests.objects import (
 )
 from deploy.manifests.sizing import ModelSize, controller_resources, pod_resources
 from deploy.manifests.values import runs_gib
-from protocols.spec.deployment import DeploymentSpec
+from protocols.spec.hosts import DeploymentSpec
 from protocols.spec.mesh import RunSpec
 
 CONTROL_PORT = 50051

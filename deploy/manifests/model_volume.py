@@ -14,7 +14,7 @@ from deploy.manifests.objects import Object, Resources, Scope, pod, secret_env
 from deploy.manifests.sizing import GIB, ModelSize
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY
-from protocols.spec.deployment import ModelSourceSpec
+from protocols.spec.hosts import ModelSourceSpec
 
 MOUNT = "/models"
 CLAIM = "model"

@@ -9,7 +9,7 @@ from deploy.manifests.devices import GB, process_bytes
 from deploy.manifests.objects import GPU, IMAGE, Object, Scope
 from deploy.manifests.sizing import GIB, ModelSize, runs_bytes
 from protocols.errors import SpecError
-from protocols.spec.deployment import DeploymentSpec, GpuClassSpec
+from protocols.spec.hosts import DeploymentSpec, GpuClassSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 
 QUEUE = "kueue.x-k8s.io/queue-name"

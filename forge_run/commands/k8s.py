@@ -15,7 +15,7 @@ from deploy.manifests.mesh import MeshFiles
 from deploy.manifests.sizing import model_size, server_resources
 from forge_run.cli import parsed_elsewhere
 from protocols.files import REPOSITORY
-from protocols.spec.deployment import DeploymentSpec
+from protocols.spec.hosts import DeploymentSpec
 from protocols.spec.loading import load_file, load_serve, load_spec
 from protocols.spec.yaml_source import read_yaml
 

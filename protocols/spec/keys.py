@@ -23,8 +23,8 @@ from pydantic.fields import FieldInfo
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY
 from protocols.secrets import MARK, looks_secret
-from protocols.spec.deployment import DeploymentSpec
 from protocols.spec.experiments import EvalSpec, SweepSpec
+from protocols.spec.hosts import DeploymentSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MeshSpec
 from protocols.spec.serving import ServeSpec

@@ -17,7 +17,7 @@ from deploy.manifests.model_volume import ModelVolume, model_volume
 from forge_run.cli import forge, parsed_elsewhere
 from forge_run.commands.k8s import render
 from protocols.errors import DataError, SpecError
-from protocols.spec.deployment import DeploymentSpec, ModelSourceSpec
+from protocols.spec.hosts import DeploymentSpec, ModelSourceSpec
 from protocols.spec.loading import load_file
 
 REPOSITORY = Path(__file__).parents[4]
