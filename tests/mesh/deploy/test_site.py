@@ -57,7 +57,15 @@ def test_the_site_builds_and_its_pages_fetch_nothing_from_outside(tmp_path: Path
 
 
 def test_dead_links_and_an_unlisted_page_end_the_build(tmp_path: Path) -> None:
-    for name in ("mkdocs.yml", "SECURITY.md", "CHANGELOG.md", "deploy", "docs"):
+    for name in (
+        "mkdocs.yml",
+        "SECURITY.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "CODE_OF_CONDUCT.md",
+        "deploy",
+        "docs",
+    ):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
     mistakes = ["no/such.md", "../no_such_file.py", "glossary.md#no-such-heading"]

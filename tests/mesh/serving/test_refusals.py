@@ -19,7 +19,6 @@ from serving_setup import (
         ({"tools": [{"type": "function"}]}, "tools", "tools are not served"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "is not served"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "leave it out, or send 0"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "text alone"),
         ({"temprature": 1}, "temprature", "is no field of this request"),
         ({"temperature": 3}, "temperature", "less than or equal to 2"),
         ({"temperature": "hot"}, "temperature", "valid number"),

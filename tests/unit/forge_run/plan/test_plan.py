@@ -337,10 +337,14 @@ def test_refills_bound_what_a_step_samples() -> None:
 STUDY = "{questions: 7, min_chunk: 40, max_chunk: 40, question_tokens: 10, answer_tokens: 30"
 
 
-def test_self_study_of_longhealth_is_planned_by_kind_and_rounds(tmp_path: Path) -> None:
+def test_self_study_of_longhealth_is_planned_by_kind_and_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two charts x 7 conversations of passages of about 40 tokens, of 5 kinds in turn: two of each
     but the last three, with one. Three rounds: A writes 14 x 3 x 10 tokens, and reads each passage
     and seed (90) three times, with 0, 1 and 2 earlier rounds of 40 tokens."""
+    # A hub that does not answer is asked five times.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = tmp_path / "benchmark.json"
     path.write_text(json.dumps(generate_clinic(3, 2, 12, 3)))
     sets = ("data.source=longhealth", f"data.path={path}", "data.patients=2", "data.facts=null",

@@ -110,7 +110,7 @@ BAD_FILES = [
     (M, "plane: torchstore", "plane: torchstore\nlr: 0.1",
      f"unknown key lr at {M}:6 (lr); did you mean train.lr? "
      "known here: name, config, hosts, plane, roles, gpus, spares, health, watchdog, control, "
-     "telemetry, call_timeout_s, spawn_timeout_s"),
+     "telemetry, records, call_timeout_s, spawn_timeout_s"),
     (M, "plane: torchstore", "plane: torchstore\nname: other",
      f"the text must be valid YAML: key name is given twice, first on line 1 at {M}:6; "
      "remove one"),
@@ -246,7 +246,7 @@ BAD_OVERRIDES = [
     ("threads=3",
      "unknown key threads at --set threads=3; did you mean roles.generator.threads? known: name, "
      "config, hosts, plane, roles, gpus, spares, health, watchdog, control, telemetry, "
-     "call_timeout_s, spawn_timeout_s, model, data, cartridge, "
+     "records, call_timeout_s, spawn_timeout_s, model, data, cartridge, "
      "rollout, generator, teacher, loss, objective, episodes, rsa, replay, documents, "
      "self_study, train, evaluate"),
     ("generator.block_tokens=40",
