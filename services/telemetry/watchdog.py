@@ -1,7 +1,7 @@
 """Detect a stalled run, report which requests wait for which replicas, and write stack dumps.
 
 run directory/stacks/20260726T101530.120Z/
-├── controller.txt
+├── controller.txt       this process's own threads and tasks
 └── generator[0].txt     py-spy's dump of that process, or the reason for none and the remedy
 """
 
@@ -12,7 +12,9 @@ import os
 import shutil
 import socket
 import sys
+import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -184,16 +186,16 @@ async def write_stacks(pids: Mapping[str, int], directory: Path, timeout_s: floa
     """Write the Python stacks of local processes to `directory`/stacks/<time>/<name>.txt, and
     return that folder, or None where none could be written.
 
-    `pids` maps a name ("generator[0]", "controller") to its process on this host. All are read
-    concurrently, within `timeout_s` and a second. No process is paused, so a stopped or busy one
-    can be read as well. Never raises for failures of a process, the disk or permissions: a file
-    without stacks holds the reason and the remedy.
+    `pids` maps a name ("generator[0]", "controller") to its process on this host. Others than this
+    one are read by py-spy concurrently, within `timeout_s` and a second. No process is paused, so
+    a stopped or busy one can be read as well. Never raises for failures of a process, the disk or
+    permissions: a file without stacks holds the reason and the remedy.
     """
     spy = find_py_spy()
     folder = directory / "stacks" / f"{f'{datetime.now(UTC):%Y%m%dT%H%M%S.%f}'[:-3]}Z"
 
     async def write(name: str, pid: int) -> bool:
-        stacks = await _dump(spy, pid, timeout_s)
+        stacks = own_stacks() if pid == os.getpid() else await _dump(spy, pid, timeout_s)
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{name}.txt").write_text(stacks, encoding="utf-8")
@@ -202,6 +204,24 @@ async def write_stacks(pids: Mapping[str, int], directory: Path, timeout_s: floa
 
     written = await asyncio.gather(*(write(name, pid) for name, pid in pids.items()))
     return folder if any(written) else None
+
+
+def own_stacks() -> str:
+    """Return the stacks of this process's threads and of the running loop's tasks, outermost first.
+
+    py-spy, which reads without a pause, may miss the very thread that starts it, and no tool from
+    outside sees what a task waits for.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = [f"Process {os.getpid()}\n"]
+    for ident, frame in sys._current_frames().items():
+        lines += [f"Thread {ident} ({names.get(ident, 'not of Python')})\n"]
+        lines += traceback.format_stack(frame)
+    for task in asyncio.all_tasks():
+        lines += [f"Task {task.get_name()}\n"]
+        for frame in task.get_stack():
+            lines += traceback.format_list(traceback.extract_stack(frame, 1))
+    return "".join(lines)
 
 
 def find_py_spy() -> str | None:

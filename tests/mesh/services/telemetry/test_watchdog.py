@@ -169,8 +169,8 @@ def test_a_py_spy_that_hangs_is_ended_in_time(
 ) -> None:
     pids = tmp_path / "pids"
     fake_py_spy(tmp_path, monkeypatch, f"#!/bin/sh\necho $$ >> {pids}\nexec sleep 6000\n")
-    text = written({f"generator[{i}]": os.getpid() for i in range(4)}, tmp_path, 1.0)
-    fault = f"py-spy did not read process {os.getpid()} within 1 s\n"
+    text = written({f"generator[{i}]": os.getppid() for i in range(4)}, tmp_path, 1.0)
+    fault = f"py-spy did not read process {os.getppid()} within 1 s\n"
     assert text == {f"generator[{i}]": fault for i in range(4)}
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 4
@@ -206,7 +206,7 @@ def test_a_replica_shows_where_its_endpoint_hangs(
         async with asyncio.timeout(60):
             while not hangs.exists():  # noqa: ASYNC110  # of another process there is no event
                 await asyncio.sleep(0.02)
-        folder = await write_stacks({"generator[0]": pid, "controller": os.getpid()}, tmp_path, 20)
+        folder = await write_stacks({"generator[0]": pid}, tmp_path, SECONDS)
         os.kill(pid, signal.SIGKILL)
         return folder
 
@@ -214,8 +214,31 @@ def test_a_replica_shows_where_its_endpoint_hangs(
     assert folder is not None
     replica = (folder / "generator[0].txt").read_text()
     assert re.search(r"waiting_in_an_endpoint \(.*test_watchdog.py:\d+\)", replica)
-    controller = (folder / "controller.txt").read_text()
-    assert "    test_a_replica_shows_where_its_endpoint_hangs (" in controller
+
+
+async def waits_for_a_future(reached: asyncio.Event) -> None:
+    reached.set()
+    await asyncio.get_running_loop().create_future()
+
+
+def test_the_controller_shows_its_threads_and_what_its_tasks_wait_for(tmp_path: Path) -> None:
+    async def scenario() -> Path | None:
+        reached = asyncio.Event()
+        task = asyncio.create_task(waits_for_a_future(reached), name="publish")
+        await reached.wait()
+        folder = await write_stacks({"controller": os.getpid()}, tmp_path, SECONDS)
+        task.cancel()
+        return folder
+
+    folder = asyncio.run(scenario())
+    assert folder is not None
+    text = (folder / "controller.txt").read_text()
+    assert text.startswith(f"Process {os.getpid()}\nThread ")
+    here = test_the_controller_shows_its_threads_and_what_its_tasks_wait_for.__name__
+    assert re.search(rf", in {here}$", text, re.MULTILINE)
+    assert re.search(
+        r"^Task publish\n  File .*, in waits_for_a_future\n    await", text, re.MULTILINE
+    )
 
 
 def test_a_stall_is_told_once_and_again_after_progress() -> None:
@@ -369,7 +392,7 @@ def test_stacks_that_change_while_they_are_read_are_read_again(
         f"[ $(wc -l < {tries}) -gt 3 ] && echo 'Thread 1' && exit 0\n"
         "echo 'Error: Failed to get stack traces' >&2; exit 1\n",
     )  # fmt: skip
-    assert written({"trainer[0]": os.getpid()}, tmp_path) == {"trainer[0]": "Thread 1\n"}
+    assert written({"trainer[0]": os.getppid()}, tmp_path) == {"trainer[0]": "Thread 1\n"}
     assert tries.read_text().split() == ["x"] * 4
 
 
@@ -377,7 +400,7 @@ def test_a_py_spy_that_cannot_run_is_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spy = fake_py_spy(tmp_path, monkeypatch, "#!/nowhere/sh\n")
-    (fault,) = written({"trainer[0]": os.getpid()}, tmp_path).values()
+    (fault,) = written({"trainer[0]": os.getppid()}, tmp_path).values()
     assert fault.startswith(f"{spy} could not be run: ")
 
 
