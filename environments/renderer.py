@@ -57,8 +57,15 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._documents = documents
         self._heads: dict[str | None, tuple[int, ...]] = {}
-        # The last whole conversation, as text and ids: a group's members share their opening.
+        self._parts: dict[str | None, str | None] = {}  # a head's text, where it can be cut off
+        # The last opening, as text and ids: a group's members share it.
         self._newest: tuple[str, tuple[int, ...]] = ("", ())
+        # Between such tokens text is tokenized by itself, whatever stands before or after.
+        self._marks = tuple(
+            token.content
+            for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
+            if token.special and not (token.lstrip or token.normalized or token.single_word)
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of a response, without special tokens."""
@@ -90,20 +97,39 @@ class ChatRenderer:
         tools: Sequence[AgentTool] = (),
     ) -> tuple[int, ...]:
         """Return the ids of a conversation after its head, up to the generation prompt's end."""
-        head = self.head(document)
         text = self._text(document, messages, tools)
         if text != self._newest[0]:
-            self._newest = (text, self._ids(document, messages, tools))
-        whole = self._newest[1]
+            self._newest = (text, self._after_head(document, text, bool(tools)))
+        return self._newest[1]
+
+    def _after_head(self, document: str | None, text: str, has_tools: bool) -> tuple[int, ...]:
+        """Return the ids of a conversation's text after its head.
+
+        The head, which holds the document, is tokenized in the first call alone, where the template
+        begins what follows with a special token and the first call's ids come out the same.
+        """
+        stood = self._parts.get(document)
+        if stood is not None and text.startswith(stood) and self._marked(text[len(stood) :]):
+            return self._tokenise(text[len(stood) :])
+        head, whole = self.head(document), self._tokenise(text)
         if whole[: len(head)] != head:
             remedy = "Use a template whose system block does not depend on what follows"
-            if tools:
+            if has_tools:
                 remedy += ", or tell the agent of its tools in its first message"
             raise DataError(
                 f"the chat template does not keep the document {document} as a prefix of the "
                 f"conversation; a cartridge cannot stand in for it. {remedy}"
             )
-        return whole[len(head) :]
+        rest = whole[len(head) :]
+        if document not in self._parts:
+            start = self._text(document, (), generation=False) if document is not None else ""
+            after = text[len(start) :]
+            apart = text.startswith(start) and self._marked(after) and self._tokenise(after) == rest
+            self._parts[document] = start if apart else None
+        return rest
+
+    def _marked(self, text: str) -> bool:
+        return text.startswith(self._marks)
 
     def context(
         self, document: str | None, opening: Observation, turns: Sequence[Turn]
@@ -186,7 +212,7 @@ class ChatRenderer:
         tools: Sequence[AgentTool] = (),
         generation: bool = True,
     ) -> tuple[int, ...]:
-        return tuple(self._render(document, messages, tools, generation, tokenize=True))
+        return self._tokenise(self._text(document, messages, tools, generation))
 
     def _text(
         self,
@@ -195,17 +221,6 @@ class ChatRenderer:
         tools: Sequence[AgentTool] = (),
         generation: bool = True,
     ) -> str:
-        text: str = self._render(document, messages, tools, generation, tokenize=False)
-        return text
-
-    def _render(
-        self,
-        document: str | None,
-        messages: Sequence[AgentMessage],
-        tools: Sequence[AgentTool],
-        generation: bool,
-        tokenize: bool,
-    ) -> Any:
         if document is not None and document not in self._documents:
             raise DataError(
                 f"a task reads {document}, which is none of the run's documents: "
@@ -213,13 +228,13 @@ class ChatRenderer:
             )
         system = [] if document is None else [AgentMessage("system", self._documents[document])]
         try:
-            return self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 [{"role": m.role, "content": m.content} for m in (*system, *messages)],
                 tools=[_schema(tool) for tool in tools] or None,
-                tokenize=tokenize,
+                tokenize=False,
                 add_generation_prompt=generation,
-                return_dict=False,
             )
+            return text
         except TemplateError as error:
             roles = ", ".join(m.role for m in (*system, *messages))
             raise DataError(

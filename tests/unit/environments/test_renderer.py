@@ -1,5 +1,6 @@
 """Contexts in exact tokens: what was sampled stays as it is, under every kind of template."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -42,6 +43,46 @@ def test_head_and_opening_join_to_the_whole_conversation(name: str) -> None:
     )  # fmt: skip
     assert len(talk.head(None)) == 1
     assert [*talk.head(None), *talk.opening(None, (QUESTION,))] == bare
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_document_is_tokenized_once_and_the_ids_stay_those_of_the_whole(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk, words = conversation(name), tokenizer(name)
+    questions = [AgentMessage("user", f"what is the {w}?") for w in ("surgeon", "diet", "ward")]
+    wholes = [
+        words.apply_chat_template(
+            [{"role": m.role, "content": m.content} for m in (AgentMessage("system", HANDBOOK), q)],
+            add_generation_prompt=True, return_dict=False,
+        )
+        for q in questions
+    ]  # fmt: skip
+    read: list[str] = []
+    tokenise = talk._tokenise
+    monkeypatch.setattr(talk, "_tokenise", lambda text: read.append(text) or tokenise(text))
+    found = [[*talk.head("desk_01"), *talk.opening("desk_01", (q,))] for q in questions]
+    assert found == wholes
+    # The head, the first conversation whole, and what follows its head; then what follows alone.
+    assert [HANDBOOK in text for text in read] == [True, True, False, False, False]
+
+
+def test_without_a_special_token_after_the_head_the_whole_is_read_each_time() -> None:
+    """This tokenizer puts a space before a text that it reads by itself, which stands in no whole
+    conversation."""
+    words = copy.deepcopy(tokenizer())
+    words.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ eos_token }}{% endif %}"
+    )
+    document = "the chart says sodium."
+    talk = ChatRenderer(words, {"desk_01": document})
+    for question in ("what is it?", "is it high?"):
+        whole = words(f"<|bos|>{document}{question}<|end|>", add_special_tokens=False).input_ids
+        alone = words(f"{question}<|end|>", add_special_tokens=False).input_ids
+        assert whole[-len(alone) :] != alone
+        opening = talk.opening("desk_01", (AgentMessage("user", question),))
+        assert [*talk.head("desk_01"), *opening] == whole
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,10 +294,13 @@ class Characters:
 
     def apply_chat_template(
         self, messages: list[dict[str, str]], add_generation_prompt: bool, **_: Any
-    ) -> list[int]:
+    ) -> str:
         head = f"^{len(messages)}" if self.counts else "^"
         body = "".join(f"[{m['role'][0]}]{m['content']}" for m in messages)
-        return [ord(c) for c in head + body + ("[a]" if add_generation_prompt else "")]
+        return head + body + ("[a]" if add_generation_prompt else "")
+
+    def __call__(self, text: str, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=[ord(c) for c in text])
 
 
 def hand_made() -> list[Patient]:
