@@ -26,16 +26,14 @@ UNSERVED = {
     "best_of": "ask for n responses, or a strategy in forge.strategy",
     "echo": "the prompt is not said again; leave it out",
     "frequency_penalty": "leave it out, or send 0",
-    "function_call": "tools are not served; leave it out",
-    "functions": "tools are not served; leave it out",
+    "function_call": "send tool_choice in its place",
+    "functions": "send tools in its place",
     "ignore_eos": "a response ends at its end token; leave it out",
     "logit_bias": "leave it out",
     "modalities": "text alone is served",
     "presence_penalty": "leave it out, or send 0",
     "reasoning_effort": "name a strategy in forge.strategy instead",
     "suffix": "a response stands at the end; leave it out",
-    "tool_choice": "tools are not served; leave it out",
-    "tools": "tools are not served; leave it out",
 }
 TYPES = ("str", "int", "float", "bool", "none")  # added by pydantic to the `loc` of a union
 

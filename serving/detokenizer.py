@@ -20,25 +20,27 @@ from protocols.wire.openai_chat import FinishReason
 class StopFilter:
     """Pass text on up to the first stop string, independent of how the text is cut into pieces. The
     stop string that is completed first counts; of two that end at one place, the longer one. `cut`
-    is where it begins, None until one was found; `sent` is the number of characters passed on."""
+    is where it begins, None until one was found, and `stop` the string itself; `sent` is the number
+    of characters passed on."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
         self.sent = 0
         self.cut: int | None = None
+        self.stop: str | None = None
 
     def feed(self, text: str) -> str:
         """Return the text that may be sent now."""
         if self.cut is not None:
             return ""
         held = self._held + text
-        found = [(at + len(s), at) for s in self._stops if (at := held.find(s)) >= 0]
+        found = [(at + len(s), at, s) for s in self._stops if (at := held.find(s)) >= 0]
         if found:
-            _, at = min(found)
+            _, at, self.stop = min(found)
             self.cut, self._held = self.sent + at, ""
             return self._send(held[:at])
-        keep = max((_beginning(held, s) for s in self._stops), default=0)
+        keep = max((longest_beginning(held, s) for s in self._stops), default=0)
         self._held = held[len(held) - keep :]
         return self._send(held[: len(held) - keep])
 
@@ -52,7 +54,7 @@ class StopFilter:
         return text
 
 
-def _beginning(text: str, stop: str) -> int:
+def longest_beginning(text: str, stop: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next(
         (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-n:])), 0
@@ -70,12 +72,25 @@ class TokenRecord:
 
 
 @dataclass(frozen=True)
+class CallPiece:
+    """Hold what is new of the call `index` of a response: its id and name, then its arguments."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
 class TextPiece:
-    """Hold the text to send next and its tokens; the last piece has `finish_reason`."""
+    """Hold the text to send next, its tokens, and what is new of calls; the last piece has
+    `finish_reason`, and `stop` where a stop string ended the text."""
 
     text: str
     tokens: tuple[TokenRecord, ...]
     finish_reason: FinishReason | None = None
+    calls: tuple[CallPiece, ...] = ()
+    stop: str | None = None
 
 
 class Detokenizer:
@@ -112,10 +127,11 @@ class Detokenizer:
         )  # fmt: skip
         text, tokens = (rest := self.feed(chunk)).text, rest.tokens
         if self._filter.cut is not None:
-            return TextPiece(text, tokens, "stop")
+            return TextPiece(text, tokens, "stop", stop=self._filter.stop)
         text += self._filter.feed(self._text.rest()) + self._filter.flush()
         if self._filter.cut is not None:
-            return TextPiece(text, tokens + self._sent_tokens(), "stop")
+            more = tokens + self._sent_tokens()
+            return TextPiece(text, more, "stop", stop=self._filter.stop)
         tokens += tuple(t for t in self._pending if t.id not in self._end_ids)
         return TextPiece(text, tokens, "length" if completion.finish_reason == "length" else "stop")
 

@@ -44,6 +44,7 @@ from serving.middleware import end
 from serving.request import ServingRequest, StrategyRequest, requests_of
 from serving.request_parsing import RequestParser
 from serving.resident_cartridges import ResidentCartridges
+from serving.structured.call_reading import CalledTools, CallReader, with_calls
 
 Body = TypeVar("Body")
 Parse = Callable[[RequestParser, Body], ServingRequest]
@@ -204,6 +205,7 @@ class AnswerContext:
         calls = requests_of(request, self._prefix)
         index = {call.id: i for i, call in enumerate(calls)}
         texts = [Detokenizer(config.texts.decode, request.stops, config.end_ids) for _ in calls]
+        called = self._call_readers()
         queue: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         begun, first = time.monotonic(), True
         on_tokens = queue.put_nowait if request.stream else None
@@ -221,7 +223,9 @@ class AnswerContext:
                 first = False
             choice = index[chunk.request_id]
             piece = texts[choice].feed(chunk)
-            if piece.text or piece.tokens:
+            if called:
+                piece = with_calls(called[choice], piece)
+            if piece.text or piece.tokens or piece.calls:
                 yield choice, piece
         with handler.api_errors():
             self.completions = work.result()
@@ -240,7 +244,22 @@ class AnswerContext:
         last = [text.finish(c) for text, c in zip(texts, self.completions, strict=True)]
         self._count(request.prompt_tokens, sum(len(c.token_ids) for c in self.completions))
         for choice, piece in enumerate(last):
-            yield choice, piece
+            yield choice, with_calls(called[choice], piece) if called else piece
+        handler.metrics.called(sum(reader.whole for reader in called))
+
+    def _call_readers(self) -> list[CallReader]:
+        """Return a reader of calls for each response, none where no tools are offered."""
+        request, offer = self.request, self.request.tools
+        if offer is None:
+            return []
+        names = frozenset(tool.name for tool in offer.tools)
+        serial = request.id.rpartition("-")[2].rpartition("_")[2]
+
+        def reader(choice: int) -> CallReader:
+            new_id = f"call_{serial}_{choice}_{{}}".format
+            return offer.form.read(CalledTools(names, offer.most, new_id))
+
+        return [reader(choice) for choice in range(request.responses)]
 
     async def _by_strategy(
         self, strategy: StrategyRequest

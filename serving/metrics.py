@@ -36,6 +36,7 @@ class ServingMetrics:
         self._routed = counter(
             "forge_serve_routed", "Requests for auto, by the cartridge chosen.", ["cartridge"]
         )
+        self._calls = counter("forge_serve_tool_calls", "Calls of tools in responses.")
         gauges = (
             ("forge_serve_pending", "Responses that were let in and have not ended.", pending),
             ("forge_serve_queue_depth", "Calls of generators under way.", decoding),
@@ -56,6 +57,9 @@ class ServingMetrics:
 
     def routed(self, cartridge: str) -> None:
         self._routed.labels(cartridge).inc()
+
+    def called(self, calls: int) -> None:
+        self._calls.inc(calls)
 
     def disconnected(self) -> None:
         self._disconnects.inc()

@@ -12,6 +12,7 @@ from protocols.teacher_replay import AgentMessage
 from protocols.types import GenerateRequest, PrefixRef, Sampling, StopCondition
 from registry.store import CartridgeVersion
 from serving.routing import RoutedChoice
+from serving.structured.tools import ToolOffer
 from serving.tokenization import TokenizedPrompt
 
 
@@ -31,7 +32,7 @@ class ServingRequest:
     """Ask for `n` responses to each prompt. With `top_logprobs` None no log-probabilities are
     returned. `entries` are the cartridges in the order of their composition, empty for the bare
     model; `routed` tells how the router chose the only one. With a strategy, which reads
-    `messages`, there is one prompt and one response."""
+    `messages`, there is one prompt and one response. `tools` are those that responses may call."""
 
     id: str
     model: str
@@ -47,6 +48,7 @@ class ServingRequest:
     messages: tuple[AgentMessage, ...] = ()
     strategy: StrategyRequest | None = None
     grammar: ResponseGrammar | None = None
+    tools: ToolOffer | None = None
 
     @property
     def responses(self) -> int:
@@ -64,7 +66,10 @@ class ServingRequest:
 
 def requests_of(request: ServingRequest, prefix: PrefixRef) -> list[GenerateRequest]:
     """Return one request for each response, ordered by prompt."""
-    until = StopCondition(strings=request.stops) if request.stops else None
+    offer = request.tools
+    after_one = (offer.form.end,) if offer and offer.most and offer.form.end else ()
+    strings = (*request.stops, *after_one)
+    until = StopCondition(strings=strings) if strings else None
     return [
         GenerateRequest(
             id=f"{request.id}/{p * request.n + i}",

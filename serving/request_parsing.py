@@ -9,6 +9,7 @@ from typing import cast
 
 from learning.decoding.grammar import Grammars
 from protocols.errors import DataError
+from protocols.grammar import ResponseGrammar
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from protocols.wire.openai_chat import ChatRequest, CompletionRequest, ForgeOptions, SamplingFields
@@ -20,6 +21,7 @@ from serving.errors import ApiError, bad_request, refusing
 from serving.request import ServingRequest, StrategyRequest, drawn_seed
 from serving.routing import CartridgeRouter, RoutedChoice
 from serving.structured.grammars import grammar_of
+from serving.structured.tools import ToolOffer, messages_of, offer_of
 from serving.tokasaurus import (
     CartridgeChatRequest,
     CartridgeCompletionRequest,
@@ -193,11 +195,20 @@ class RequestParser:
                 "max_tokens and max_completion_tokens are one limit and differ; give one",
                 "max_tokens",
             )
-        messages = tuple(AgentMessage(m.speaker, m.text) for m in body.messages)
-        prompt = self._texts.chat(messages, bool(entries))
+        offer = offer_of(body, self._texts.calls, self._grammars)
+        grammar = grammar_of(body, self._grammars)
+        if offer is not None and grammar is not None:
+            raise bad_request(
+                "response_format and structured_outputs leave no room for calls of tools; give "
+                'tool_choice: "none", or leave one out',
+                "tools",
+            )
+        messages = messages_of(body.messages, self._texts.calls)
+        prompt = self._texts.chat(messages, bool(entries), offer.tools if offer else ())
         return self._parsed(
             "chatcmpl", body, entries, (prompt,), next(iter(both), None),
             (body.top_logprobs or 0) if body.logprobs else None, messages,
+            offer.grammar if offer else grammar, offer,
         )  # fmt: skip
 
     def _completion(self, body: CompletionRequest, entries: Entries) -> ServingRequest:
@@ -208,7 +219,8 @@ class RequestParser:
             raise self._too_many()
         read = tuple(self._texts.prompt(p, bool(entries), "prompt") for p in prompts)
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-        return self._parsed("cmpl", body, entries, read, most, body.logprobs)
+        grammar = grammar_of(body, self._grammars)
+        return self._parsed("cmpl", body, entries, read, most, body.logprobs, grammar=grammar)
 
     def _parsed(
         self,
@@ -219,6 +231,8 @@ class RequestParser:
         most: int | None,
         top_logprobs: int | None,
         messages: tuple[AgentMessage, ...] = (),
+        grammar: ResponseGrammar | None = None,
+        offer: ToolOffer | None = None,
     ) -> ServingRequest:
         n = body.n or 1
         if len(prompts) * n > self._limits.max_choices:
@@ -245,7 +259,8 @@ class RequestParser:
             stream=bool(body.stream),
             entries=entries,
             messages=messages,
-            grammar=grammar_of(body, self._grammars),
+            grammar=grammar,
+            tools=offer,
         )
 
     def _room(
@@ -287,6 +302,7 @@ class RequestParser:
             ("stop", bool(request.stops)),
             ("top_k", request.sampling.top_k > 0),
             ("logprobs", request.top_logprobs is not None),
+            ("tools", request.tools is not None),
             ("response_format", request.grammar is not None),
         ):
             if given:

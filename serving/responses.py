@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from protocols.wire.openai_chat import (
@@ -21,7 +22,8 @@ from protocols.wire.openai_chat import (
     TokenUsage,
     TopLogprob,
 )
-from serving.detokenizer import TextPiece, TokenRecord
+from protocols.wire.openai_tools import AnsweredCall, AnsweredFunction
+from serving.detokenizer import CallPiece, TextPiece, TokenRecord
 
 LEAST = -9999.0  # for a token of probability 0: JSON has no infinity
 
@@ -29,7 +31,14 @@ LEAST = -9999.0  # for a token of probability 0: JSON has no infinity
 def joined(pieces: Sequence[TextPiece]) -> TextPiece:
     """Return the pieces of one response as one piece."""
     tokens = tuple(t for p in pieces for t in p.tokens)
-    return TextPiece("".join(p.text for p in pieces), tokens, pieces[-1].finish_reason)
+    calls: dict[int, CallPiece] = {}
+    for new in (call for p in pieces for call in p.calls):
+        call = calls.setdefault(new.index, new)
+        if call is not new:
+            calls[new.index] = replace(call, arguments=call.arguments + new.arguments)
+    return replace(
+        pieces[-1], text="".join(p.text for p in pieces), tokens=tokens, calls=tuple(calls.values())
+    )
 
 
 class CompletionWire:
@@ -95,7 +104,7 @@ class ChatWire(CompletionWire):
         choices = [
             ChatChoice(
                 index=i,
-                message=AnswerMessage(role="assistant", content=piece.text, refusal=None),
+                message=_message(piece),
                 logprobs=self._logprobs(piece),
                 finish_reason=piece.finish_reason or "stop",
             )
@@ -111,9 +120,11 @@ class ChatWire(CompletionWire):
 
     def chunks(self, choice: int, piece: TextPiece, forge: ForgeExtension) -> list[dict[str, Any]]:
         found = []
-        if piece.text or piece.tokens:
+        if piece.text or (piece.tokens and self._top is not None):
             delta = AnswerMessage(content=piece.text)
             found.append(self._chunk(choice, delta, self._logprobs(piece)))
+        for call in piece.calls:
+            found.append(self._chunk(choice, AnswerMessage(tool_calls=[_call_delta(call)])))
         if piece.finish_reason is not None:
             ended = self._chunk(choice, AnswerMessage(), reason=piece.finish_reason)
             found.append(ended | {"forge": forge.plain()})
@@ -148,3 +159,25 @@ class ChatWire(CompletionWire):
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text, data = self._token(token)
         return {"token": text, "logprob": max(logprob, LEAST), "bytes": data}
+
+
+def _message(piece: TextPiece) -> AnswerMessage:
+    """Return the message of a whole response; one of calls alone has no content."""
+    content = None if piece.calls and not piece.text else piece.text
+    if not piece.calls:
+        return AnswerMessage(role="assistant", content=content, refusal=None)
+    calls = [
+        AnsweredCall(
+            id=call.id, type="function",
+            function=AnsweredFunction(name=call.name, arguments=call.arguments),
+        )
+        for call in piece.calls
+    ]  # fmt: skip
+    return AnswerMessage(role="assistant", content=content, refusal=None, tool_calls=calls)
+
+
+def _call_delta(call: CallPiece) -> AnsweredCall:
+    if call.name:
+        function = AnsweredFunction(name=call.name, arguments=call.arguments)
+        return AnsweredCall(index=call.index, id=call.id, type="function", function=function)
+    return AnsweredCall(index=call.index, function=AnsweredFunction(arguments=call.arguments))

@@ -26,7 +26,8 @@ from typing import Literal
 from pydantic import Field
 
 from protocols.types import Completion
-from protocols.wire.openai_chat import MAX_COMPOSED, ChatRequest, CompletionRequest, RequestPart
+from protocols.wire.openai_chat import MAX_COMPOSED, ChatRequest, CompletionRequest
+from protocols.wire.parts import RequestPart
 
 
 class CartridgeSource(RequestPart):

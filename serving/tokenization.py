@@ -7,13 +7,17 @@ so nothing is put before a prompt.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from environments.renderer import NO_DOCUMENT, ChatRenderer
-from protocols.teacher_replay import AgentMessage
+from protocols.errors import DataError
+from protocols.spec.serving import CallFormatName
+from protocols.teacher_replay import AgentMessage, AgentTool
 from serving.errors import bad_request, refusing
+from serving.structured.call_formats import FORMATS, HERMES, format_of
 
 STAND_IN = "cartridge"  # rendered and cut off: a placeholder for the cartridge's document
 
@@ -30,7 +34,8 @@ class Tokenization:
     """Wrap one model's tokenizer. Methods raise ApiError for invalid text or ids. The time to
     tokenise grows with the length of the text: call those methods in a thread."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, tool_calls: CallFormatName | None = None) -> None:
+        """Take the form of the model's calls from its chat template, or as `tool_calls` says."""
         self.tokenizer = tokenizer
         self._conversation = ChatRenderer(tokenizer, {STAND_IN: "x"})
         self._special = frozenset(tokenizer.all_special_ids)
@@ -39,18 +44,47 @@ class Tokenization:
         self.vocabulary = len(tokenizer)
         self.first = self._conversation.head(None)
         self._conversation.head(STAND_IN)  # fill its cache before threads use it
+        own = format_of(tokenizer)
+        self.calls = FORMATS[tool_calls] if tool_calls else own or HERMES
+        # Whether the template tells tools, in the form that calls are read in, by `cartridge`.
+        self._tells = {of: own is self.calls and self._template_tells(of) for of in (False, True)}
 
     @property
     def documents(self) -> dict[str, tuple[int, ...]]:
         """Return the document for requests without a cartridge: the first token alone."""
         return {NO_DOCUMENT: self.first}
 
-    def chat(self, messages: Sequence[AgentMessage], cartridge: bool) -> TokenizedPrompt:
+    def chat(
+        self,
+        messages: Sequence[AgentMessage],
+        cartridge: bool,
+        tools: Sequence[AgentTool] = (),
+    ) -> TokenizedPrompt:
+        """Render a chat and tokenise it. Tools are told by the model's chat template. Where it
+        tells none, or tells them in the system block that a cartridge stands for, they are told
+        before the text of the first message."""
         for i, message in enumerate(messages):
             _check_text(message.content, f"messages[{i}].content")
+        for i, tool in enumerate(tools):
+            said = json.dumps([tool.description, dict(tool.parameters)], ensure_ascii=False)
+            _check_text(said, f"tools[{i}].function")
+        if tools and not self._tells[cartridge]:
+            if told := self.calls.tell(tools):
+                first = replace(messages[0], content=f"{told}\n\n{messages[0].content}")
+                messages = (first, *messages[1:])
+            tools = ()
         with refusing(400, "messages"):
-            ids = self._conversation.opening(STAND_IN if cartridge else None, messages)
+            ids = self._conversation.opening(STAND_IN if cartridge else None, messages, tools)
         return self._prompt(ids, cartridge, "messages")
+
+    def _template_tells(self, cartridge: bool) -> bool:
+        """Return whether the chat template tells tools, behind the head of a cartridge."""
+        tool, user = AgentTool("told_of_tools", "", {}), (AgentMessage("user", "x"),)
+        try:
+            ids = self._conversation.opening(STAND_IN if cartridge else None, user, (tool,))
+        except DataError:
+            return False
+        return tool.name in self.decode(ids)
 
     def prompt(self, prompt: str | Sequence[int], cartridge: bool, param: str) -> TokenizedPrompt:
         """Tokenise a text prompt, or take a prompt of ids unchanged."""

@@ -164,7 +164,7 @@ class ServeProcess:
         spec = self.spec
         with self._signals():
             tokenizer = await asyncio.to_thread(load_tokenizer, spec.model.path)
-            texts = Tokenization(tokenizer)
+            texts = Tokenization(tokenizer, spec.tool_calls)
             end_ids = ids_of_the_end(Path(spec.model.path), tokenizer)
             await asyncio.to_thread(self._ready)
             service, pool = await open_generators(

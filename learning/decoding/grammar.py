@@ -148,7 +148,7 @@ def _source(grammar: ResponseGrammar) -> str:
         raise DataError(f"it is no JSON: {error}") from error
     if not isinstance(schema, dict):
         raise DataError(f"a schema is an object: got {grammar.text[:80]}")
-    if _depth(schema) > MAX_GRAMMAR_DEPTH:
+    if json_depth(schema) > MAX_GRAMMAR_DEPTH:
         raise DataError(
             f"its parts are more than {MAX_GRAMMAR_DEPTH} deep inside each other; flatten it, or "
             "name parts in $defs"
@@ -156,7 +156,7 @@ def _source(grammar: ResponseGrammar) -> str:
     return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
 
 
-def _depth(value: Any) -> int:
+def json_depth(value: Any) -> int:
     """Return how deep lists and objects are inside each other, without recursion."""
     deepest, waiting = 0, [(value, 1)]
     while waiting:

@@ -15,6 +15,7 @@ from protocols.spec.services import LOOPBACK, HealthSpec, host_and_port
 
 Right = Literal["inference", "admin", "metrics"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
+CallFormatName = Literal["hermes", "llama3_json", "desk"]
 
 
 class ServeRolesSpec(SpecSection):
@@ -146,6 +147,11 @@ class ServeSpec(SpecSection):
         default=ServeRolesSpec(), description="replicas and threads of every role"
     )
     http: HttpSpec = Field(default=HttpSpec(), description="the door")
+    tool_calls: CallFormatName | None = Field(
+        default=None,
+        description="form in which the model writes calls of tools; null: that of its chat "
+        "template, else hermes. desk: the sentences of the clinic desk's clerk",
+    )
     held_cartridges: int = Field(
         default=16, ge=1, description="cartridge versions that the generators keep in memory"
     )

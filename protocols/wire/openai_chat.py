@@ -11,21 +11,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from protocols.teacher_replay import AgentTool, Role
+from protocols.wire.openai_tools import (
+    AnsweredCall,
+    HarnessCall,
+    OfferedTool,
+    SentCalls,
+    ServedTools,
+    ToolChoice,
+    agent_tools,
+)
+from protocols.wire.parts import MAX_IDS, MAX_ITEMS, RequestPart, ResponsePart
 
 MAX_SEED = 2**63 - 1
 MAX_COMPOSED = 8  # cartridges before one prompt
-# A body's lists end at their first fault and at these lengths: its check holds every other request
-# up, and without them 5 MB of wrong token ids are checked for 18 s.
-MAX_IDS = 2**17
-MAX_ITEMS = 4096
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_IDS)]
 CartridgeText = Annotated[str, Field(max_length=128)]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 # Chats of any client
@@ -36,23 +42,13 @@ class HarnessText(BaseModel):
     text: str
 
 
-class CalledFunction(BaseModel):
-    name: str
-    arguments: str = Field(description="JSON as text")
-
-
-class HarnessCall(BaseModel):
-    id: str
-    function: CalledFunction
-
-
 class HarnessMessage(BaseModel):
     """Read a message; its content is text, or parts of text, which are joined. An assistant's
     message may hold calls and no text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Sequence[HarnessText] | None = None
-    tool_calls: list[HarnessCall] | None = None
+    tool_calls: Sequence[HarnessCall] | None = None
 
     @property
     def text(self) -> str:
@@ -63,16 +59,6 @@ class HarnessMessage(BaseModel):
     def speaker(self) -> Role:
         """Return the role for chat templates: "developer" becomes "system"."""
         return "system" if self.role == "developer" else self.role
-
-
-class OfferedFunction(BaseModel):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class OfferedTool(BaseModel):
-    function: OfferedFunction
 
 
 class StreamOptions(BaseModel):
@@ -87,17 +73,10 @@ class HarnessRequest(BaseModel):
 
     @property
     def offered(self) -> tuple[AgentTool, ...]:
-        functions = [tool.function for tool in self.tools or ()]
-        return tuple(AgentTool(f.name, f.description or "", f.parameters or {}) for f in functions)
+        return agent_tools(self.tools or ())
 
 
 # Requests to the server
-
-
-class RequestPart(BaseModel):
-    """Serve as the base of every part of a request: no unknown fields, no silent conversions."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class TextPart(HarnessText, RequestPart): ...
@@ -113,8 +92,8 @@ class ChatMessage(HarnessMessage, RequestPart):
     annotations: list[Any] | None = Field(None, max_length=0)
     audio: None = None
     function_call: None = None
-    tool_calls: list[Any] | None = Field(None, max_length=0)
-    tool_call_id: str | None = None
+    tool_calls: SentCalls | None = Field(None, description="an assistant's calls of tools")
+    tool_call_id: str | None = Field(None, max_length=256, description="of a tool's message")
 
 
 class ServedStreamOptions(StreamOptions, RequestPart):
@@ -205,10 +184,14 @@ class ChatRequest(SamplingFields):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     response_format: ResponseFormat | None = None
+    tools: ServedTools | None = Field(None, description="functions that may be called")
+    tool_choice: ToolChoice | None = Field(
+        None, description="auto, the default: the model decides; required, or a tool: it must call"
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="whether a response may hold several calls; default true"
+    )
     # Not served: neutral values only.
-    tools: list[Any] | None = Field(None, max_length=0)
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = Field(None, max_length=1)
 
 
@@ -229,13 +212,6 @@ class CompletionRequest(SamplingFields):
 
 
 # Responses of the server
-
-
-class ResponsePart(BaseModel):
-    """Serve as the base of every part of a response: fields that were not set are left out."""
-
-    def plain(self) -> dict[str, Any]:
-        return self.model_dump(exclude_unset=True)
 
 
 class TokenUsage(ResponsePart):
@@ -326,8 +302,9 @@ class AnswerMessage(ResponsePart):
     """Hold the message of a choice, or the delta of a chunk's choice."""
 
     role: Literal["assistant"] = "assistant"
-    content: str = ""
+    content: str | None = Field(default="", description="null for a message of calls alone")
     refusal: None = None
+    tool_calls: list[AnsweredCall] | None = None
 
 
 class ChatChoice(ResponsePart):
