@@ -46,25 +46,26 @@ CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
 
 
 @cache
-def model() -> Any:
-    return load_model(str(READER))
+def model(home: Path = READER) -> Any:
+    return load_model(str(home))
 
 
 class InProcess:
-    """A backend over one engine's thread. `pause` slows every step down, seconds; `cancelled`
-    counts the calls that were."""
+    """A backend over one engine's thread, of the model in `home`. `pause` slows every step down,
+    seconds; `cancelled` counts the calls that were."""
 
-    def __init__(self, pause: float = 0.0, ends: frozenset[int] = END) -> None:
-        self._ends = ends
+    def __init__(self, pause: float = 0.0, ends: frozenset[int] = END, home: Path = READER) -> None:
+        self._ends, self._home = ends, home
         self.pause, self.cancelled, self.calls, self.active = pause, 0, 0, 0
         self.loaded: list[tuple[int, str]] = []
         self._engine = EngineThread(self._build, 2**30, "finish")
         self._engine.started.result(60)
 
     def _build(self) -> Engine:
-        cache = DocumentKVCache(partial(document_kv, model()), {"none": (1,)}, 2**20)
-        known = Grammars(partial(tokenizer_of, str(READER)), self._ends)
-        engine = TorchEngine(model(), cache.get, self._ends, text_of(str(READER)), known)
+        home, loaded = str(self._home), model(self._home)
+        cache = DocumentKVCache(partial(document_kv, loaded), {"none": (1,)}, 2**20)
+        known = Grammars(partial(tokenizer_of, home), self._ends)
+        engine = TorchEngine(loaded, cache.get, self._ends, text_of(home), known)
         step = engine.step
 
         def slowly() -> Iterator[tuple[str, TokenChunk | Completion]]:
@@ -199,10 +200,14 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    directory: Path, pause: float = 0.0, ends: frozenset[int] = END, **more: Any
+    directory: Path,
+    pause: float = 0.0,
+    ends: frozenset[int] = END,
+    home: Path = READER,
+    **more: Any,
 ) -> Iterator[Served]:
     """A door over an engine of its own, reached over TCP; `ends` end its responses."""
-    backend = InProcess(pause, ends)
+    backend = InProcess(pause, ends, home)
     house = new_house(directory, backend, **more)
     started: list[Server] = []
     listening = socket.socket()
