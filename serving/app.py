@@ -20,22 +20,32 @@ from serving.routes.admin import admin_routes
 from serving.routes.generation import routes
 from serving.routes.models import model_routes
 
-# Fields of OpenAI's API that are not served, with the remedy for each.
+# Fields of these APIs that are not served, with the remedy for each.
 UNSERVED = {
     "audio": "text alone is served",
+    "background": "a response is waited for; leave it out",
     "best_of": "ask for n responses, or a strategy in forge.strategy",
+    "conversation": "no conversation is kept; send the whole of it as input",
     "echo": "the prompt is not said again; leave it out",
     "frequency_penalty": "leave it out, or send 0",
     "function_call": "send tool_choice in its place",
     "functions": "send tools in its place",
     "ignore_eos": "a response ends at its end token; leave it out",
+    "include": "leave it out",
     "logit_bias": "leave it out",
+    "max_tool_calls": "send parallel_tool_calls: false for one call",
     "modalities": "text alone is served",
     "presence_penalty": "leave it out, or send 0",
+    "previous_response_id": "no response is kept; send the whole conversation as input",
+    "reasoning": "name a strategy in forge.strategy instead",
     "reasoning_effort": "name a strategy in forge.strategy instead",
+    "store": "nothing is kept; leave it out, or send false",
     "suffix": "a response stands at the end; leave it out",
+    "thinking": "name a strategy in forge.strategy instead",
+    "truncation": "nothing is cut; leave it out, and shorten the input",
 }
-TYPES = ("str", "int", "float", "bool", "none")  # added by pydantic to the `loc` of a union
+# Added by pydantic to the `loc` of a union, beside names of classes, which begin with a capital.
+TYPES = ("str", "int", "float", "bool", "none")
 
 
 @dataclass(frozen=True)
@@ -76,23 +86,26 @@ def create_server(config: ServerConfig) -> Server:
 
 async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
-        return error.response
+        return error.response(request.url.path)
     assert isinstance(error, HTTPException)
     unknown = error.status_code == 404
     why = "there is no such route; see /openapi.json" if unknown else str(error.detail)
-    return ApiError(error.status_code, why).response
+    return ApiError(error.status_code, why).response(request.url.path)
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    # For a union, report the type whose validation got furthest: its `loc` is the longest.
+    # For a union, report the type whose validation got furthest: its `loc` is the longest, or, of
+    # equal ones, the type fits and its value is wrong.
     faults = error.errors()
     mine = [f for f in faults if f["loc"][:2] == faults[0]["loc"][:2]]
-    return _of_body(max(mine, key=lambda f: len(f["loc"]))).response
+    fault = max(mine, key=lambda f: (len(f["loc"]), not f["type"].endswith("_type")))
+    return _of_body(fault).response(request.url.path)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return ApiError(500, "an error of the server's own", code="internal_error").response
+    why = ApiError(500, "an error of the server's own", code="internal_error")
+    return why.response(request.url.path)
 
 
 def _of_body(fault: dict[str, Any]) -> ApiError:
@@ -100,7 +113,8 @@ def _of_body(fault: dict[str, Any]) -> ApiError:
     names = [
         part
         for part in fault["loc"][1:]
-        if isinstance(part, int) or (part.isidentifier() and part not in TYPES)
+        if isinstance(part, int)
+        or (part.isidentifier() and not part[0].isupper() and part not in TYPES)
     ]
     kind, message = fault["type"], fault["msg"]
     if kind == "json_invalid":

@@ -35,6 +35,12 @@ KINDS = {
     429: "rate_limit_error",
 }
 
+RESPONSES_PATH = "/v1/responses"
+MESSAGES_PATH = "/v1/messages"  # Anthropic's API
+MESSAGES_KINDS = {
+    413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
 
 class ErrorBody(BaseModel):
     """What went wrong, in OpenAI's fields."""
@@ -69,16 +75,17 @@ class ApiError(HTTPException):
         super().__init__(status, message, headers)
         self.param, self.code, self.retry_after = param, code, retry_after
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """Return the body of the reply: an `ErrorAnswer` as plain data."""
-        kind = KINDS.get(self.status_code, "service_error")
+    def body(self, path: str) -> dict[str, Any]:
+        """Return the body of the reply of a route: an `ErrorAnswer` as plain data. That of
+        Anthropic's has its words for the type, and a type of its own."""
+        foreign = path == MESSAGES_PATH
+        kind = (MESSAGES_KINDS if foreign else {}).get(self.status_code)
+        kind = kind or KINDS.get(self.status_code, "service_error")
         fields = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
-        return {"error": fields}
+        return {"type": "error", "error": fields} if foreign else {"error": fields}
 
-    @property
-    def response(self) -> Response:
-        return AsciiJSON(self.body, self.status_code, self.headers)
+    def response(self, path: str) -> Response:
+        return AsciiJSON(self.body(path), self.status_code, self.headers)
 
 
 class AsciiJSON(JSONResponse):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -253,7 +254,7 @@ class AnswerContext:
         if offer is None:
             return []
         names = frozenset(tool.name for tool in offer.tools)
-        serial = request.id.rpartition("-")[2].rpartition("_")[2]
+        serial = re.split("[-_]", request.id)[-1]
 
         def reader(choice: int) -> CallReader:
             new_id = f"call_{serial}_{choice}_{{}}".format

@@ -19,12 +19,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocols.spec.serving import HttpSpec
 from serving.access.connections import UPLOAD_SECONDS, UPLOADS
-from serving.errors import ApiError, plain_json
+from serving.errors import MESSAGES_PATH, RESPONSES_PATH, ApiError, plain_json
 from serving.metrics import ServingMetrics
 
 T = TypeVar("T")
 
 CLIENT_LEFT = 499  # the status in metrics of a request whose client disconnected
+NAMED = (RESPONSES_PATH, MESSAGES_PATH)  # routes whose events are named
 WAITING = ServerSentEvent(comment="waiting", sep="\n")
 log = logging.getLogger("forge.serve")
 AppStatus.disable_automatic_graceful_drain()  # streams get `http.drain_s` seconds to end
@@ -75,7 +76,7 @@ class BodyLimitMiddleware:
         too_large = ApiError(413, why, code="body_too_large")
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > most:
-            return await too_large.response(scope, receive, send)
+            return await too_large.response(scope["path"])(scope, receive, send)
         read, whole = 0, False
 
         async def limited() -> Message:
@@ -129,8 +130,9 @@ async def _left(receive: Receive) -> None:
 
 
 class EventStream(EventSourceResponse):
-    """Send events until `[DONE]`, an error event, or the client's disconnect. A comment is sent
-    every `keep_alive_s` seconds. `close` is awaited however the stream ends, after `longest_s`
+    """Send events until `[DONE]`, an error event, or the client's disconnect. The events of a route
+    that names them have a type, which is their name, and no `[DONE]`. A comment is sent every
+    `keep_alive_s` seconds. `close` is awaited however the stream ends, after `longest_s`
     seconds at the latest."""
 
     def __init__(
@@ -141,7 +143,9 @@ class EventStream(EventSourceResponse):
         keep_alive_s: float,
         longest_s: float,
         headers: Mapping[str, str],
+        path: str,
     ) -> None:
+        self._path = path
         super().__init__(
             self._encoded(events), headers=headers, ping=keep_alive_s,
             ping_message_factory=lambda: WAITING,
@@ -163,16 +167,20 @@ class EventStream(EventSourceResponse):
         try:
             async with contextlib.aclosing(events):
                 async for event in events:
-                    yield _event(event)
-            last = b"data: [DONE]\n\n"
+                    yield self._event(event)
+            last = b"" if self._path in NAMED else b"data: [DONE]\n\n"
         except ApiError as error:
-            last = _event(error.body)
+            last = self._failed(error)
         except Exception:
             log.exception("a stream failed")
-            last = _event(ApiError(500, "an error of the server's own").body)
+            last = self._failed(ApiError(500, "an error of the server's own"))
         yield last
         self._whole = True
 
+    def _failed(self, error: ApiError) -> bytes:
+        body = error.body(self._path)
+        return self._event({"type": "error", **body} if self._path in NAMED else body)
 
-def _event(content: Any) -> bytes:
-    return b"data: " + plain_json(content) + b"\n\n"
+    def _event(self, content: dict[str, Any]) -> bytes:
+        name = f"event: {content['type']}\n" if self._path in NAMED else ""
+        return name.encode() + b"data: " + plain_json(content) + b"\n\n"

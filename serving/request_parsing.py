@@ -12,21 +12,25 @@ from protocols.errors import DataError
 from protocols.grammar import ResponseGrammar
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
+from protocols.wire.anthropic_messages import MessagesRequest
 from protocols.wire.openai_chat import ChatRequest, CompletionRequest, ForgeOptions, SamplingFields
+from protocols.wire.openai_responses import ResponsesRequest
 from registry.names import AUTO, CartridgeName, ModelName, parse_cartridge, parse_model
 from registry.store import CartridgeVersion
 from serving.access.keys import Caller
+from serving.apis import messages_api, responses_api
+from serving.apis.tokasaurus import (
+    CartridgeChatRequest,
+    CartridgeCompletionRequest,
+    CartridgeSource,
+)
+from serving.apis.translation import ChatFields, renaming
 from serving.backend import ServerConfig
 from serving.errors import ApiError, bad_request, refusing
 from serving.request import ServingRequest, StrategyRequest, drawn_seed
 from serving.routing import CartridgeRouter, RoutedChoice
 from serving.structured.grammars import grammar_of
 from serving.structured.tools import ToolOffer, messages_of, offer_of
-from serving.tokasaurus import (
-    CartridgeChatRequest,
-    CartridgeCompletionRequest,
-    CartridgeSource,
-)
 from serving.tokenization import TokenizedPrompt
 
 DEFAULT_TOKENS = 16  # of a completion, OpenAI's default
@@ -78,6 +82,18 @@ class RequestParser:
     def cartridge_completion(self, body: CartridgeCompletionRequest) -> ServingRequest:
         entries, routed = self._sourced(body.cartridges, _question(body))
         return replace(self._completion(body, entries), routed=routed)
+
+    def responses(self, body: ResponsesRequest) -> ServingRequest:
+        return self._translated("resp", responses_api.chat_of(body), body.stream)
+
+    def messages(self, body: MessagesRequest) -> ServingRequest:
+        return self._translated("msg", messages_api.chat_of(body), body.stream)
+
+    def _translated(self, kind: str, chat: ChatFields, stream: bool | None) -> ServingRequest:
+        """Parse another API's request as the chat that it is."""
+        with renaming(chat.places):
+            request = self.chat(chat.chat(stream))
+        return replace(request, id=f"{kind}_{request.id.rpartition('-')[2]}")
 
     def name_of(self, text: str) -> ModelName:
         """Return the parsed name of a model that is served. Raises ApiError 404."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from protocols.wire.openai_chat import (
     AnswerMessage,
@@ -41,6 +41,28 @@ def joined(pieces: Sequence[TextPiece]) -> TextPiece:
     )
 
 
+class Replies(Protocol):
+    """Write the replies to one request, as a whole or as a stream's events."""
+
+    def whole(
+        self, pieces: Sequence[TextPiece], usage: TokenUsage, forge: ForgeExtension, **more: Any
+    ) -> dict[str, Any]:
+        """Return the reply to a request whose choices are `pieces`."""
+        ...
+
+    def opening(self, choices: int, usage: TokenUsage) -> list[dict[str, Any]]:
+        """Return the events before the first piece; `usage` has what was read."""
+        ...
+
+    def chunks(self, choice: int, piece: TextPiece, forge: ForgeExtension) -> list[dict[str, Any]]:
+        """Return the events of a piece of a choice."""
+        ...
+
+    def closing(self, usage: TokenUsage, forge: ForgeExtension) -> list[dict[str, Any]]:
+        """Return the events after the last piece."""
+        ...
+
+
 class CompletionWire:
     """Write the replies to one completion request. `head` has id, created and model; in a stream
     with usage also `usage`, null except in the last chunk. `token` returns a token's text and
@@ -57,7 +79,7 @@ class CompletionWire:
         choices = [self._choice(i, piece) for i, piece in enumerate(pieces)]
         return self._plain(choices, usage=usage, forge=forge, **more)
 
-    def opening(self, choices: int) -> list[dict[str, Any]]:
+    def opening(self, choices: int, usage: TokenUsage) -> list[dict[str, Any]]:
         return []
 
     def chunks(self, choice: int, piece: TextPiece, forge: ForgeExtension) -> list[dict[str, Any]]:
@@ -65,9 +87,9 @@ class CompletionWire:
         ended = {} if piece.finish_reason is None else {"forge": forge}
         return [self._plain([self._choice(choice, piece)], **ended)]
 
-    def closing(self, usage: TokenUsage) -> dict[str, Any]:
+    def closing(self, usage: TokenUsage, forge: ForgeExtension) -> list[dict[str, Any]]:
         """Return the chunk without choices that ends a stream with include_usage."""
-        return self._plain([], usage=usage)
+        return [self._plain([], usage=usage)] if "usage" in self._head else []
 
     def _plain(self, choices: list[CompletionChoice], **more: Any) -> dict[str, Any]:
         fields = {**self._head, **more}
@@ -113,7 +135,7 @@ class ChatWire(CompletionWire):
         more |= {**self._head, "usage": usage, "forge": forge}
         return ChatCompletion(object="chat.completion", choices=choices, **more).plain()
 
-    def opening(self, choices: int) -> list[dict[str, Any]]:
+    def opening(self, choices: int, usage: TokenUsage) -> list[dict[str, Any]]:
         """Return the first chunk of each choice, which has the role."""
         first = AnswerMessage(role="assistant", content="")
         return [self._chunk(i, first) for i in range(choices)]
@@ -130,9 +152,10 @@ class ChatWire(CompletionWire):
             found.append(ended | {"forge": forge.plain()})
         return found
 
-    def closing(self, usage: TokenUsage) -> dict[str, Any]:
+    def closing(self, usage: TokenUsage, forge: ForgeExtension) -> list[dict[str, Any]]:
         head = {**self._head, "usage": usage}
-        return ChatChunk(object="chat.completion.chunk", choices=[], **head).plain()
+        last = ChatChunk(object="chat.completion.chunk", choices=[], **head).plain()
+        return [last] if "usage" in self._head else []
 
     def _chunk(
         self,

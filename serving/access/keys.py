@@ -106,7 +106,9 @@ class ApiKeyMiddleware:
     def _caller(self, scope: Scope) -> Caller | None:
         if not self._callers:
             return self._anyone
-        given = dict(scope["headers"]).get(b"authorization", b"")
+        headers = dict(scope["headers"])
+        # Anthropic's clients send the key in a header of its own.
+        given = headers.get(b"authorization") or b"bearer " + headers.get(b"x-api-key", b"")
         scheme, _, key = given.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         right = [caller for own, caller in self._callers if hmac.compare_digest(digest, own)]
@@ -174,7 +176,7 @@ async def refuse(
         )  # fmt: skip
     except ApiError as error:
         refusal = error
-    await refusal.response(scope, receive, send)
+    await refusal.response(scope["path"])(scope, receive, send)
 
 
 def peer_of(scope: Scope) -> str | None:

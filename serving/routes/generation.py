@@ -1,17 +1,19 @@
-"""Define the routes that generate: two OpenAI endpoints and two Tokasaurus endpoints.
+"""Define the routes that generate: three of OpenAI, one of Anthropic, two of Tokasaurus.
 
 body -> RequestHandler.begin -> pieces -> one reply, or chunks
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from starlette.types import Scope
 
+from protocols.wire.anthropic_messages import MessagesReply, MessagesRequest
 from protocols.wire.openai_chat import (
     ChatCompletion,
     ChatRequest,
@@ -20,21 +22,25 @@ from protocols.wire.openai_chat import (
     TextCompletion,
     usage,
 )
-from serving.detokenizer import TextPiece
-from serving.errors import AsciiJSON, ErrorAnswer
-from serving.handler import AnswerContext, Parse, RequestHandler
-from serving.middleware import EventStream, while_connected
-from serving.request_parsing import RequestParser
-from serving.responses import ChatWire, CompletionWire, joined
-from serving.tokasaurus import (
+from protocols.wire.openai_responses import ResponsesReply, ResponsesRequest
+from serving.apis.messages_api import MessagesWire
+from serving.apis.responses_api import ResponsesWire
+from serving.apis.tokasaurus import (
     CartridgeChatRequest,
     CartridgeCompletionRequest,
     CartridgeFields,
     fingerprint,
 )
+from serving.detokenizer import TextPiece
+from serving.errors import MESSAGES_PATH, RESPONSES_PATH, AsciiJSON, ErrorAnswer
+from serving.handler import AnswerContext, Parse, RequestHandler
+from serving.middleware import EventStream, while_connected
+from serving.request_parsing import RequestParser
+from serving.responses import ChatWire, CompletionWire, Replies, joined
 
-Body = TypeVar("Body", bound=SamplingFields)
-Wire = type[CompletionWire]
+Body = TypeVar("Body", bound=SamplingFields | ResponsesRequest | MessagesRequest)
+# Of the reply's head, the text and bytes of tokens, and the request's top_logprobs.
+Wire = Callable[[dict[str, Any], Callable[[int], tuple[str, list[int]]], int | None], Replies]
 GRACE_SECONDS = 5.0  # beyond the deadline, for clients that read slowly
 STATUSES = (400, 401, 403, 404, 408, 413, 421, 429, 503, 504)
 REFUSALS: dict[int | str, dict[str, Any]] = {s: {"model": ErrorAnswer} for s in STATUSES}
@@ -58,8 +64,9 @@ async def answer(
     events = _events(handler, answering, body, wire)
     longest_s = http.deadline_s + GRACE_SECONDS
     return EventStream(
-        events, answering.close, metrics, http.keep_alive_s, longest_s, answering.headers
-    )
+        events, answering.close, metrics, http.keep_alive_s, longest_s, answering.headers,
+        request.url.path,
+    )  # fmt: skip
 
 
 async def _whole(
@@ -87,21 +94,21 @@ async def _whole(
 
 
 async def _events(
-    handler: RequestHandler, answering: AnswerContext, body: SamplingFields, wire: Wire
+    handler: RequestHandler, answering: AnswerContext, body: Body, wire: Wire
 ) -> AsyncGenerator[dict[str, Any], None]:
-    head, request, options = _head(answering), answering.request, body.stream_options
-    with_usage = options is not None and options.include_usage
-    if with_usage:
+    head, request = _head(answering), answering.request
+    options = body.stream_options if isinstance(body, SamplingFields) else None
+    if options is not None and options.include_usage:
         head["usage"] = None
     replies = wire(head, handler.config.texts.token, request.top_logprobs)
-    for chunk in replies.opening(request.responses):
+    for chunk in replies.opening(request.responses, answering.usage):
         yield chunk
     async with aclosing(answering.pieces()) as pieces:
         async for choice, piece in pieces:
             for chunk in replies.chunks(choice, piece, answering.forge):
                 yield chunk
-    if with_usage:
-        yield replies.closing(answering.usage)
+    for chunk in replies.closing(answering.usage, answering.forge):
+        yield chunk
 
 
 def _head(answering: AnswerContext) -> dict[str, Any]:
@@ -130,6 +137,24 @@ def routes(handler: RequestHandler) -> APIRouter:
     )
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await answer(handler, request, body, parser.completion, CompletionWire)
+
+    @router.post(
+        RESPONSES_PATH,
+        response_model=ResponsesReply,
+        responses={200: {"content": STREAM}},
+        summary="OpenAI's Responses API, in its basic form: text and functions",
+    )
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        return await answer(handler, request, body, parser.responses, partial(ResponsesWire, body))
+
+    @router.post(
+        MESSAGES_PATH,
+        response_model=MessagesReply,
+        responses={200: {"content": STREAM}},
+        summary="Anthropic's Messages API, in its basic form: text and tools",
+    )
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        return await answer(handler, request, body, parser.messages, MessagesWire)
 
     @router.post(
         "/custom/cartridge/chat/completions",

@@ -222,7 +222,7 @@ def test_curl(live: Live) -> None:
 
 
 def test_a_client_of_tokasaurus(live: Live) -> None:
-    """What its public clients send and read: serving/tokasaurus.py says which."""
+    """What its public clients send and read: serving/apis/tokasaurus.py says which."""
 
     async def ask(route: str, **body: Any) -> Any:
         async with httpx2.AsyncClient(base_url=live.url) as http:

@@ -70,6 +70,43 @@ def test_both_engines_give_the_same_structured_answers(both: dict[str, OpenAI]) 
     assert len(set(said["vllm"])) > 2
 
 
+def test_both_engines_call_the_same_tools(both: dict[str, OpenAI]) -> None:
+    """Required, streamed, and beside text that may call: token for token alike."""
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": name, "parameters": VISIT, "strict": True}}
+        for name in ("visit", "leave")
+    ]
+    said: dict[str, list[Any]] = {}
+    for name, client in both.items():
+        said[name] = []
+        for choice in ("required", "auto", {"type": "function", "function": {"name": "leave"}}):
+            asked: Any = {"model": MODEL, "messages": CHAT, "max_tokens": 120, "seed": 6}
+            asked |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+            (whole,) = client.chat.completions.create(**asked).choices
+            with client.chat.completions.stream(**asked) as stream:
+                (streamed,) = stream.get_final_completion().choices
+            calls = [
+                [(c.function.name, c.function.arguments) for c in one.message.tool_calls or ()]
+                for one in (whole, streamed)
+            ]
+            assert calls[0] == calls[1]
+            assert (whole.message.content or "") == (streamed.message.content or "")
+            assert streamed.finish_reason == whole.finish_reason
+            if choice != "auto":
+                assert whole.finish_reason == "tool_calls"
+                ((_, arguments),) = calls[0]
+                jsonschema.validate(json.loads(arguments), VISIT)
+            said[name].append((whole.message.content, calls[0]))
+        reply = client.responses.create(
+            model=MODEL, input="Who?", max_output_tokens=120, extra_body={"seed": 6},
+            tools=[{"type": "function", "name": "visit", "parameters": VISIT, "strict": True}],
+            tool_choice="required", parallel_tool_calls=False,
+        )  # fmt: skip
+        said[name].append([item.arguments for item in reply.output])  # type: ignore[union-attr]
+    assert said["embedded"] == said["vllm"]
+    assert said["vllm"][2][1][0][0] == "leave"
+
+
 @pytest.mark.parametrize("name", ["embedded", "vllm"])
 def test_expressions_choices_and_what_grows_too_costly(both: dict[str, OpenAI], name: str) -> None:
     def say(seed: int, **wanted: Any) -> str:

@@ -100,7 +100,8 @@ def test_the_desks_sentence() -> None:
 
 QWEN = (
     "{{ bos_token }}{%- if tools %}<|system|>{% if messages[0].role == 'system' %}"
-    "{{ messages[0].content }}{% endif %}# Tools <tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools><|end|>"
+    "{{ messages[0].content }}{% endif %}"
+    "# Tools <tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools><|end|>"
     "{%- elif messages[0].role == 'system' %}<|system|>{{ messages[0].content }}<|end|>{% endif %}"
     "{%- for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}"
     '{%- for c in m.tool_calls or [] %}\n<tool_call>\n{"name": "{{ c.function.name }}", '

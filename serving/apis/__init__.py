@@ -1,0 +1,1 @@
+"""Other APIs of the server, translated to and from chats."""
