@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -24,7 +24,7 @@ from serving.request import ServingRequest, StrategyRequest
 from serving.tokenization import STAND_IN, Tokenization
 from strategies.answers.extract import FORMS, Form
 from strategies.catalog import STRATEGIES, parse, run
-from strategies.problem import StrategyCost, StrategyResult
+from strategies.problem import Judge, StrategyCost, StrategyResult
 from strategies.samplers.token_sampler import TokenSampler
 
 T = TypeVar("T")
@@ -34,10 +34,11 @@ THREADS = 32  # strategies at a time; others wait
 
 
 class CatalogueStrategies:
-    """Run every strategy of `strategies.catalog`."""
+    """Run every strategy of `strategies.catalog`. `judge` serves the scorer process_reward, in the
+    server's event loop."""
 
-    def __init__(self, backend: Backend, texts: Tokenization) -> None:
-        self._backend, self._texts = backend, texts
+    def __init__(self, backend: Backend, texts: Tokenization, judge: Judge | None = None) -> None:
+        self._backend, self._texts, self._judge = backend, texts, judge
         self._threads = ThreadPoolExecutor(THREADS, "strategy")
 
     def names(self) -> list[str]:
@@ -53,7 +54,13 @@ class CatalogueStrategies:
                 "backtracks for ever would hold a generator up; leave out "
                 f"{', '.join(sorted(PATTERNS & set(detector)))}, or run the strategy from Python"
             )
-        return parse(strategy.name, strategy.options).cost()
+        parsed = parse(strategy.name, strategy.options)
+        if getattr(parsed, "scorer", None) == "process_reward" and self._judge is None:
+            raise DataError(
+                "forge.options.scorer: process_reward is not configured here; take another scorer, "
+                "or set process_reward where the server is configured"
+            )
+        return parsed.cost()
 
     async def run(self, request: ServingRequest, prefix: PrefixRef) -> StrategyResult:
         """Return the result, which is the same for the same seed. Cancelling this ends its
@@ -66,6 +73,13 @@ class CatalogueStrategies:
             named = [replace(r, id=f"{request.id}/{call}/{r.id}") for r in requests]
             work = asyncio.run_coroutine_threadsafe(self._backend.generate(named), here)
             return await asyncio.wrap_future(work)
+
+        judge = self._judge
+
+        async def judged(texts: Sequence[str]) -> Sequence[float]:
+            assert judge is not None
+            scoring = asyncio.run_coroutine_threadsafe(_awaited(judge(texts)), here)
+            return await asyncio.wrap_future(scoring)
 
         conversation = ChatRenderer(self._texts.tokenizer, {STAND_IN: "x"})
         document = STAND_IN if request.entries else None
@@ -80,8 +94,13 @@ class CatalogueStrategies:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             budget=wanted.budget,
+            judge=None if judge is None else judged,
         )
         return await _apart(self._threads, solving)
+
+
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work
 
 
 async def _apart(threads: ThreadPoolExecutor, work: Coroutine[Any, Any, T]) -> T:

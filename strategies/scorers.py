@@ -89,8 +89,9 @@ def scorer(name: ScorerName, question: StrategyProblem) -> Scorer:
         judge = question.judge
         if judge is None:
             raise DataError(
-                "scorer process_reward: got no judge; give the strategy one (run's `judge`: a "
-                "sampler that says + or -, or a function from texts to probabilities)"
+                "scorer process_reward: got no judge; configure process_reward in the server's or "
+                "the frontier's file, or in Python give run a `judge`: a sampler that says + or -, "
+                "or a function from texts to probabilities"
             )
 
         async def judged(paths: Sequence[StepPath]) -> list[float]:

@@ -2,6 +2,7 @@
 
 vote_of_teacher   returns one teacher's vote on one state, always, within the deadline
 hint_of_teacher   returns one teacher's hint for a failed turn, or why there is none
+probability_of_teacher   returns how sure one teacher is that a solution's last step is right
 ask_teachers      applies the gate, then asks as many teachers as needed, cheapest first
 """
 
@@ -16,7 +17,13 @@ from dataclasses import dataclass
 
 from protocols.errors import RunError
 from protocols.spec.teacher_replay import ReplaySpec, ReplayTeacherSpec
-from protocols.teacher_replay import PanelVerdict, ReplayState, TeacherVote
+from protocols.teacher_replay import (
+    AgentMessage,
+    PanelVerdict,
+    ReplayState,
+    TeacherVote,
+    TextAction,
+)
 from teachers.actions import dense
 from teachers.budget import (
     ANSWERED,
@@ -42,8 +49,10 @@ from teachers.prompts import (
     call_key,
     read_answer,
     read_hint,
+    read_probability,
     render,
     render_hint,
+    render_judgement,
     state_hash,
 )
 from teachers.voting import decide, next_to_ask, worth_asking
@@ -132,6 +141,24 @@ async def hint_of_teacher(
         return "", "refused" if settled.refused else settled.outcome
     hint = read_hint(settled.raw)
     return hint, "" if hint else "unparseable: no hint"
+
+
+async def probability_of_teacher(
+    desk: TeacherPanel, teacher: ReplayTeacherSpec, text: str, deadline: float
+) -> tuple[float | None, str]:
+    """Return (the probability that the last step of a text is right, "") from one teacher by
+    `deadline` (monotonic seconds), or (None, why). The ledger is used as for a vote."""
+    state = ReplayState("judge", 0, (AgentMessage("user", text),), (), TextAction(""))
+    question = TeacherQuestion(
+        render_judgement(text), state, lambda raw: read_probability(raw) is not None
+    )
+    settled, why = await _settled(desk, teacher, question, deadline)
+    if settled is None:
+        return None, why
+    if settled.outcome != ANSWERED or settled.refused:
+        return None, "refused" if settled.refused else settled.outcome
+    found = read_probability(settled.raw)
+    return found, "" if found is not None else "unparseable: no probability"
 
 
 async def _settled(

@@ -56,7 +56,7 @@ def command(
     rows, version, answers = asyncio.run(_measure(spec, directory, chosen, show))
     record = {
         "version": version,
-        **chosen.model_dump(mode="json", exclude={"arms"}),
+        **chosen.model_dump(mode="json", exclude={"arms"}, exclude_none=True),
         "arms": [row.as_dict() for row in rows],
     }
     write_atomically(directory.path / FRONTIER, json.dumps(record, indent=1) + "\n")
@@ -79,6 +79,7 @@ async def _measure(
     # Imported here: a bad spec is refused before torch is imported.
     from learning.model.loading import load_tokenizer
     from registry.formats.run_checkpoint import chosen_checkpoint, read_cartridges
+    from strategies.judges.opening import opened_judge
     from strategies.samplers.token_sampler import TokenSampler
     from training.recipes.longhealth_prompts import open_prompts
 
@@ -86,7 +87,10 @@ async def _measure(
     version, cartridges = read_cartridges(chosen_checkpoint(directory.path))
     tasks = open_prompts(learn, load_tokenizer(learn.model.path))
     numbered = dict(enumerate(sorted(cartridges.items())))
-    async with cartridge_pool(spec, tasks.documents, tasks.end_ids, numbered) as backend:
+    async with (
+        opened_judge(chosen.process_reward, f"frontier/{directory.id}") as judge,
+        cartridge_pool(spec, tasks.documents, tasks.end_ids, numbered) as backend,
+    ):
         versions = {name: number for number, (name, _) in numbered.items()}
         samplers = {}
         for context, document in tasks.layout.documents.items():
@@ -103,6 +107,6 @@ async def _measure(
 
         rows = await compare(
             chosen, tasks.exams, samplers.__getitem__,
-            lambda row: show("  ".join(cells(row))), keep,
+            lambda row: show("  ".join(cells(row))), keep, judge,
         )  # fmt: skip
     return rows, version, answers

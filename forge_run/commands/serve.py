@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 STOP_SECONDS = 8.0
 END_SECONDS = 3.0
+NO_SECRET = "is not in the environment, and the API key is read from it"
 EVERYTHING = "key_env"  # the name of that key in the audit log
 
 
@@ -124,12 +125,19 @@ def _faults(spec: ServeSpec) -> Iterator[Fault]:
         yield gpus, role.gpus, "cannot run, a model lies on one", "use 1"
     elif spec.generator.backend == "torch" and role.gpus and not gpus_here():
         yield gpus, role.gpus, NO_GPU, "use 0, or a torch built for CUDA"
-    why = "is not in the environment, and the API key is read from it"
+    judge = spec.process_reward and spec.process_reward.judge
+    for secret in judge.teacher.secrets if judge else ():
+        if not secret_text(secret):
+            yield "process_reward.judge.teacher.key_env", secret, NO_SECRET, "export it"
+    reward = spec.process_reward and spec.process_reward.model
+    if reward and not (Path(reward.path) / "config.json").is_file():
+        why = "has no config.json"
+        yield "process_reward.model.path", reward.path, why, "give a model's directory"
     if spec.http.key_env and not secret_text(spec.http.key_env):
-        yield "http.key_env", spec.http.key_env, why, "export it, or set http.key_env to null"
+        yield "http.key_env", spec.http.key_env, NO_SECRET, "export it, or set http.key_env to null"
     for name, key in spec.http.keys.items():
         if not secret_text(key.env):
-            yield f"http.keys.{name}.env", key.env, why, "export it, or remove the key"
+            yield f"http.keys.{name}.env", key.env, NO_SECRET, "export it, or remove the key"
 
 
 def api_keys(http: HttpSpec) -> tuple[ApiKey, ...]:
@@ -160,6 +168,7 @@ class ServeProcess:
         from learning.model.loading import load_tokenizer
         from services.mesh import open_generators
         from serving.tokenization import Tokenization
+        from strategies.judges.opening import opened_judge
 
         spec = self.spec
         with self._signals():
@@ -175,14 +184,17 @@ class ServeProcess:
             try:
                 if await self._first(service.ready()):
                     service.keep_spares()
-                    await self._serve(service, pool, texts, end_ids)
+                    async with opened_judge(spec.process_reward, f"serve/{spec.name}") as judge:
+                        await self._serve(service, pool, texts, end_ids, judge)
             finally:
                 try:
                     await asyncio.wait_for(service.stop(), STOP_SECONDS)
                 except TimeoutError:
                     self.cut_off = True
 
-    async def _serve(self, service: Any, pool: Any, texts: Any, end_ids: frozenset[int]) -> None:
+    async def _serve(
+        self, service: Any, pool: Any, texts: Any, end_ids: frozenset[int], judge: Any
+    ) -> None:
         import uvicorn
 
         from registry.formats.base_model import read_base
@@ -202,7 +214,7 @@ class ServeProcess:
             ServerConfig(
                 model=spec.name, backend=backend, texts=texts,
                 library=CartridgeStore(Path(spec.library), base),
-                strategies=CatalogueStrategies(backend, texts),
+                strategies=CatalogueStrategies(backend, texts, judge),
                 limits=RequestLimits(spec.max_tokens, context, http.max_choices), end_ids=end_ids,
                 http=http, held_cartridges=spec.held_cartridges,
                 api_keys=api_keys(http),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from protocols.spec.base import AsTuple, SpecSection, broken, repeated
+from protocols.spec.teacher_replay import ProcessRewardSpec
 
 Sets = dict[str, Any]  # dotted key of the mesh or the config -> value
 
@@ -56,6 +57,9 @@ class FrontierSpec(SpecSection):
     max_tokens: int = Field(default=32, ge=1, description="most tokens of one response")
     temperature: float = Field(default=1.0, gt=0, description="of every sample")
     seed: int = Field(default=0, ge=0, description="seed of every draw")
+    process_reward: ProcessRewardSpec | None = Field(
+        default=None, description="what arms with the scorer process_reward ask; null: none"
+    )
     arms: Annotated[tuple[FrontierArm, ...], AsTuple] = Field(
         min_length=1, description="what is compared; the first is what the others are held against"
     )

@@ -31,6 +31,7 @@ from protocols.spec.errors import (
     unknown_key,
     unknown_override,
 )
+from protocols.spec.experiments import FrontierSpec
 from protocols.spec.keys import (
     FILES,
     MESH_FILE,
@@ -99,6 +100,9 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
     return LoadedSpec(spec, mesh_document.places, document.places)
 
 
+REWARD_PATHS = ("process_reward.model.path", "process_reward.judge.ledger")
+
+
 @dataclass(frozen=True)
 class LoadedServeSpec:
     """Hold a server's resolved spec and where each of its keys was written."""
@@ -128,7 +132,8 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
     if home == REPOSITORY / "meshes" and not (REPOSITORY / "pyproject.toml").is_file():
         # An installed package holds nothing of a user's: the library is where the runs are.
         spec = spec.model_copy(update={"library": str(Path.cwd() / "library")})
-    spec = _with_local_paths(spec, document.places, "model.path", "library", "http.audit")
+    local = ("model.path", "library", "http.audit", *REWARD_PATHS)
+    spec = _with_local_paths(spec, document.places, *local)
     return LoadedServeSpec(spec, document.places)
 
 
@@ -140,6 +145,8 @@ def load_file(model: type[Model], path: Path) -> Model:
     spec = _checked(model, document, faults)
     if spec is None:
         raise combined(faults)
+    if model is FrontierSpec:
+        return _with_local_paths(spec, document.places, *REWARD_PATHS)
     return spec
 
 
@@ -296,7 +303,7 @@ def _with_local_paths(spec: Model, places: Mapping[Key, SourceLocation], *keys: 
         *parents, leaf = key = tuple(dotted_key.split("."))
         sections: list[Any] = [spec]
         for name in parents:
-            sections.append(getattr(sections[-1], name))
+            sections.append(getattr(sections[-1], name, None))
         section = sections.pop()
         if section is None or (path := getattr(section, leaf)) is None:
             continue

@@ -12,6 +12,7 @@ from protocols.spec.base import AsTuple, SpecSection, broken
 from protocols.spec.mesh import RoleSpec
 from protocols.spec.sections import GeneratorSpec, ModelSpec
 from protocols.spec.services import LOOPBACK, HealthSpec, host_and_port
+from protocols.spec.teacher_replay import ProcessRewardSpec
 
 Right = Literal["inference", "admin", "metrics"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
@@ -151,6 +152,9 @@ class ServeSpec(SpecSection):
         default=None,
         description="form in which the model writes calls of tools; null: that of its chat "
         "template, else hermes. desk: the sentences of the clinic desk's clerk",
+    )
+    process_reward: ProcessRewardSpec | None = Field(
+        default=None, description="what strategies with the scorer process_reward ask; null: none"
     )
     held_cartridges: int = Field(
         default=16, ge=1, description="cartridge versions that the generators keep in memory"

@@ -15,11 +15,12 @@ from statistics import fmean
 from typing import Any
 
 from environments.clinic.prompts import parse_answer
+from protocols.errors import DataError
 from protocols.records.intervals import mean_interval, wilson_interval
 from protocols.spec.experiments import FrontierArm, FrontierSpec
 from protocols.teacher_replay import AgentMessage
 from strategies.catalog import Strategy, parse, run
-from strategies.problem import StrategyResult
+from strategies.problem import Judge, StrategyResult
 from strategies.samplers.sampler import Sampler
 from training.recipes.longhealth_prompts import LongHealthQuestion
 
@@ -58,20 +59,26 @@ async def compare(
     sampler_of: Callable[[str], Sampler],
     show: Callable[[ArmRow], None] = lambda row: None,
     keep: Callable[[ArmRow, Sequence[StrategyResult]], None] = lambda row, results: None,
+    judge: Judge | None = None,
 ) -> list[ArmRow]:
     """Return a row for every arm, in order. `sampler_of(document)` samples over its prefix; `keep`
-    gets every arm's results, question by question.
+    gets every arm's results, question by question; `judge` serves the scorer process_reward.
 
     Raises DataError for an unknown strategy or option, before anything is sampled.
     """
     strategies = [parse(arm.strategy, arm.options) for arm in spec.arms]
+    if judge is None and any(getattr(s, "scorer", "") == "process_reward" for s in strategies):
+        raise DataError(
+            "an arm has the scorer process_reward, and nothing is configured for it; add "
+            "process_reward to the file of the arms"
+        )
     chosen = exams[: spec.questions]
     rows: list[ArmRow] = []
     first: list[bool] | None = None
     for arm, strategy in zip(spec.arms, strategies, strict=True):
         begun, places = time.perf_counter(), asyncio.Semaphore(AT_ONCE)
         results = await asyncio.gather(
-            *(_solve(strategy, arm, spec, exam, sampler_of, places) for exam in chosen)
+            *(_solve(strategy, arm, spec, exam, sampler_of, places, judge) for exam in chosen)
         )
         seconds = time.perf_counter() - begun
         letters = [parse_answer(r.text, e.question) for e, r in zip(chosen, results, strict=True)]
@@ -93,6 +100,7 @@ async def _solve(
     exam: LongHealthQuestion,
     sampler_of: Callable[[str], Sampler],
     places: asyncio.Semaphore,
+    judge: Judge | None,
 ) -> StrategyResult:
     async with places:
         return await run(
@@ -106,6 +114,7 @@ async def _solve(
             budget=arm.budget,
             # Draws depend on the question alone, so arms share their common samples.
             name=exam.question.id,
+            judge=judge,
         )
 
 
