@@ -2,6 +2,7 @@
 
     push    create_repo, then one commit: cartridge.safetensors and manifest.json
     pull    the repository's list, then the files of whichever format they are, verified
+    update  pull, unless the newest version is of that commit
 
 The client reads HF_ENDPOINT and HF_TOKEN. A pull takes one commit, named by its hash, and reads its
 files as any others: a pickle by the restricted loader alone.
@@ -9,8 +10,9 @@ files as any others: a pickle by the restricted loader alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,7 +24,21 @@ from protocols.errors import DataError
 from registry.formats import forge, peft, tokasaurus
 from registry.formats.convert import read
 from registry.importing import add_cartridge
+from registry.names import CartridgeName
 from registry.store import CartridgeStore, CartridgeVersion
+
+
+class HubError(DataError):
+    """Report that the hub refuses, or is not reached."""
+
+
+@dataclass(frozen=True)
+class PullLimits:
+    """Bound a pull: bytes of all its files, and whether a pickle is read, by the restricted
+    loader."""
+
+    most_bytes: int | None = None
+    pickles: bool = True
 
 
 def push(
@@ -45,16 +61,36 @@ def push(
     return str(commit.commit_url)
 
 
+def update(
+    library: CartridgeStore, repo: str, name: str, limits: PullLimits, api: HfApi
+) -> CartridgeVersion:
+    """Return the newest version of `name` after a pull, which is left out where that version is of
+    the repository's newest commit. Raises DataError."""
+    versions = library.versions(name)
+    if versions:
+        newest = library.get(CartridgeName(name, max(versions)))
+        with asking(api, repo):
+            commit = api.model_info(repo).sha
+        source = newest.manifest.source
+        if (source.get("hub"), source.get("revision")) == (repo, commit):
+            return newest
+    return pull(library, repo, name, api=api, limits=limits)
+
+
 def pull(
     library: CartridgeStore, repo: str, name: str, *, revision: str | None = None,
-    api: HfApi | None = None,
+    api: HfApi | None = None, limits: PullLimits = PullLimits(),
 ) -> CartridgeVersion:  # fmt: skip
     """Add a repository's cartridge as the next version of `name`. Raises DataError."""
     hub = api or HfApi()
     with TemporaryDirectory(prefix="forge-pull-") as made:
         with asking(hub, repo):
-            info = hub.model_info(repo, revision=revision)
-            wanted = _wanted([file.rfilename for file in info.siblings or ()], repo)
+            bounded = limits.most_bytes is not None
+            info = hub.model_info(repo, revision=revision, files_metadata=bounded)
+        sizes = {file.rfilename: file.size for file in info.siblings or ()}
+        wanted = _wanted(list(sizes), repo)
+        _check_limits({file: sizes[file] for file in wanted}, limits, repo)
+        with asking(hub, repo):
             for file in wanted:
                 hub.hf_hub_download(repo, file, revision=info.sha, local_dir=made)
         here = Path(made)
@@ -79,21 +115,36 @@ def _wanted(files: list[str], repo: str) -> list[str]:
     )
 
 
+def _check_limits(sizes: Mapping[str, int | None], limits: PullLimits, repo: str) -> None:
+    pickles = [file for file in sizes if file.endswith(".pt")]
+    if pickles and not limits.pickles:
+        raise DataError(
+            f"{repo} holds a pickle, {pickles[0]}, and none is taken here; convert it to "
+            "safetensors: forge convert"
+        )
+    if limits.most_bytes is None:
+        return
+    known = [size for size in sizes.values() if size is not None]
+    if len(known) < len(sizes) or sum(known) > limits.most_bytes:
+        told = f"{sum(known):,} bytes" if len(known) == len(sizes) else "an unknown size"
+        raise DataError(f"the cartridge in {repo} has {told}, and {limits.most_bytes:,} are taken")
+
+
 @contextmanager
 def asking(hub: HfApi, repo: str) -> Iterator[None]:
     """Turn what the hub refuses in this block into a DataError with the remedy."""
     try:
         yield
     except HFValidationError as error:
-        raise DataError(
+        raise HubError(
             f"{repo!r} is no repository of the hub ({error}); write OWNER/NAME"
         ) from error
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         needs = "; set HF_TOKEN to one that may" if status in (401, 403) else ""
-        raise DataError(f"the hub refuses {repo}: {_first(error)}{needs}") from error
+        raise HubError(f"the hub refuses {repo}: {_first(error)}{needs}") from error
     except (httpx2.HTTPError, OSError, RuntimeError) as error:
-        raise DataError(
+        raise HubError(
             f"the hub at {hub.endpoint} does not do it for {repo}: {_first(error)}; is it reached "
             "from here (HF_ENDPOINT)?"
         ) from error

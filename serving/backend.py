@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from protocols.spec.serving import HttpSpec
+from protocols.spec.serving import HttpSpec, HubSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 from registry.store import CartridgeStore
 from serving.access.keys import ApiKey
@@ -89,3 +89,5 @@ class ServerConfig:
     held_cartridges: int = 16
     api_keys: tuple[ApiKey, ...] = ()
     draining: Callable[[], bool] = lambda: False
+    hub: HubSpec | None = None
+    hub_token: str | None = field(default=None, repr=False)

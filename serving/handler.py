@@ -37,6 +37,8 @@ from protocols.wire.openai_chat import (
 from serving.access.admission import Admission, RequestCost, TokenReservation
 from serving.access.audit import AuditLog
 from serving.access.keys import CALLER, Caller, peer_of
+from serving.apis.hub import HubCartridges
+from serving.apis.tokasaurus import CartridgeFields
 from serving.backend import ServerConfig
 from serving.detokenizer import Detokenizer, TextPiece
 from serving.errors import ApiError
@@ -65,12 +67,14 @@ class RequestHandler:
         self.audit = AuditLog(http.audit, http.audit_text)
         self.metrics = ServingMetrics(lambda: self.admission.pending, config.backend.depth)
         self.cartridges = ResidentCartridges(config.backend, config.held_cartridges)
+        self.hub = HubCartridges(config.hub, config.hub_token, config.library)
         # One thread: a tokenizer is not thread-safe, and its work must not hold the event loop up.
         self._parsing = ThreadPoolExecutor(1, "parsing")
 
     async def close(self) -> None:
         await self.cartridges.close()
         self._parsing.shutdown(wait=False, cancel_futures=True)
+        self.hub.close()
         self.audit.close()
 
     def parser(self, caller: Caller) -> RequestParser:
@@ -86,6 +90,9 @@ class RequestHandler:
         loop, caller = asyncio.get_running_loop(), scope[CALLER]
         async with AsyncExitStack() as held:
             held.enter_context(caller.quota.let_in())
+            if isinstance(body, CartridgeFields):
+                noted = partial(self._note_pull, caller, scope)
+                await self.hub.fetch(body.cartridges or (), caller, noted)
             parsing = partial(parse, self.parser(caller), body)
             request = await loop.run_in_executor(self._parsing, parsing)
             deadline = loop.time() + self.config.http.deadline_s
@@ -130,6 +137,10 @@ class RequestHandler:
             strategy=request.strategy and request.strategy.name,
             prompt_tokens=request.prompt_tokens, **facts,
         )  # fmt: skip
+
+    def _note_pull(self, caller: Caller, scope: Scope, name: str, repository: str) -> None:
+        facts: dict[str, Any] = {"action": "pull", "cartridges": [name], "hub": repository}
+        self.audit.write("changed", caller.name, peer_of(scope), **facts)
 
     @contextlib.contextmanager
     def api_errors(self, param: str | None = None) -> Iterator[None]:

@@ -19,6 +19,7 @@ from registry.names import AUTO, CartridgeName, ModelName, parse_cartridge, pars
 from registry.store import CartridgeVersion
 from serving.access.keys import Caller
 from serving.apis import messages_api, responses_api
+from serving.apis.hub import library_name
 from serving.apis.tokasaurus import (
     CartridgeChatRequest,
     CartridgeCompletionRequest,
@@ -48,7 +49,7 @@ class RequestParser:
         self._grammars = grammars
         self.model, self._limits = config.model, config.limits
         self._texts, self._library = config.texts, config.library
-        self._strategies, self._caller = config.strategies, caller
+        self._strategies, self._caller, self._hub = config.strategies, caller, config.hub
         self.router = CartridgeRouter(config.library, caller.may_use)
 
     def chat(self, body: ChatRequest) -> ServingRequest:
@@ -185,19 +186,11 @@ class RequestParser:
     def _sourced(
         self, cartridges: Sequence[CartridgeSource] | None, question: str | None
     ) -> tuple[Entries, RoutedChoice | None]:
-        for source in cartridges or ():
-            if source.source != "local":
-                raise bad_request(
-                    f"cartridges are taken from this server's own library, not from "
-                    f"{source.source}; add the cartridge to the library and name it with "
-                    '"source": "local"',
-                    "cartridges",
-                    "unsupported_source",
-                )
-        if [source.id for source in cartridges or ()] == [AUTO]:
+        names = [library_name(source, self._hub) for source in cartridges or ()]
+        if names == [AUTO]:
             return self._routed(question)
         with refusing(400, "cartridges", "cartridge_not_found"):
-            entries = tuple(self._library.by_path(source.id) for source in cartridges or ())
+            entries = tuple(map(self._library.by_path, names))
         for entry in entries:
             self._caller.check(entry.manifest.name)
         return entries, None

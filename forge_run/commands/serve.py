@@ -29,7 +29,7 @@ from forge_run.preflight import NO_GPU, Fault, located, vllm_faults
 from protocols.secrets import secret_text
 from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.loading import LoadedServeSpec, load_serve
-from protocols.spec.serving import RIGHTS, ApiKeySpec, HttpSpec, ServeSpec
+from protocols.spec.serving import RIGHTS, ApiKeySpec, HttpSpec, HubSpec, ServeSpec
 from services.forkserver.client import fork_server
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 STOP_SECONDS = 8.0
 END_SECONDS = 3.0
-NO_SECRET = "is not in the environment, and the API key is read from it"
+NO_SECRET = "is not in the environment, and the server reads it there"
 EVERYTHING = "key_env"  # the name of that key in the audit log
 
 
@@ -133,6 +133,8 @@ def _faults(spec: ServeSpec) -> Iterator[Fault]:
     if reward and not (Path(reward.path) / "config.json").is_file():
         why = "has no config.json"
         yield "process_reward.model.path", reward.path, why, "give a model's directory"
+    if spec.hub and spec.hub.token_env and not secret_text(spec.hub.token_env):
+        yield "hub.token_env", spec.hub.token_env, NO_SECRET, "export it, or set it to null"
     if spec.http.key_env and not secret_text(spec.http.key_env):
         yield "http.key_env", spec.http.key_env, NO_SECRET, "export it, or set http.key_env to null"
     for name, key in spec.http.keys.items():
@@ -148,6 +150,11 @@ def api_keys(http: HttpSpec) -> tuple[ApiKey, ...]:
     if http.key_env:
         specs[EVERYTHING] = ApiKeySpec(env=http.key_env, rights=RIGHTS)
     return tuple(ApiKey.of(name, key, secret_text(key.env)) for name, key in specs.items())
+
+
+def hub_token(hub: HubSpec | None) -> str | None:
+    """Return the token that cartridges are fetched with, None for none."""
+    return secret_text(hub.token_env) if hub and hub.token_env else None
 
 
 class ServeProcess:
@@ -218,7 +225,8 @@ class ServeProcess:
                 limits=RequestLimits(spec.max_tokens, context, http.max_choices), end_ids=end_ids,
                 http=http, held_cartridges=spec.held_cartridges,
                 api_keys=api_keys(http),
-                draining=self._signalled.is_set,
+                draining=self._signalled.is_set, hub=spec.hub,
+                hub_token=hub_token(spec.hub),
             )
         )  # fmt: skip
         self._web = LimitedServer(

@@ -12,7 +12,7 @@ from protocols.spec.base import AsTuple, SpecSection, broken
 from protocols.spec.mesh import RoleSpec
 from protocols.spec.sections import GeneratorSpec, ModelSpec
 from protocols.spec.services import LOOPBACK, HealthSpec, host_and_port
-from protocols.spec.teacher_replay import ProcessRewardSpec
+from protocols.spec.teacher_replay import ProcessRewardSpec, open_url
 
 Right = Literal["inference", "admin", "metrics"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
@@ -132,6 +132,47 @@ class HttpSpec(SpecSection):
         return value
 
 
+class HubSpec(SpecSection):
+    """Configure which cartridges of a hub requests may have fetched, `source: huggingface` of
+    Tokasaurus' routes. No other repository is asked for, whatever a request names."""
+
+    repositories: dict[str, str] = Field(
+        min_length=1, description="OWNER/NAME of the hub -> the cartridge's name in the library"
+    )
+    endpoint: str | None = Field(
+        default=None, description="URL of the hub, or of a mirror; null: $HF_ENDPOINT, or the hub's"
+    )
+    token_env: SecretName | None = Field(
+        default=None, description="environment variable, or file:PATH, with a token; null: none"
+    )
+    max_bytes: int = Field(default=1024**3, ge=1, description="most bytes of a cartridge's files")
+    pickles: bool = Field(
+        default=False, description="also read .pt files, by the loader that runs no code"
+    )
+    timeout_s: float = Field(default=60.0, gt=0, description="seconds that a request waits for it")
+
+    @field_validator("repositories")
+    @classmethod
+    def _are_named(cls, value: dict[str, str]) -> dict[str, str]:
+        for repository, name in value.items():
+            if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", repository):
+                raise broken("must have repositories of the form OWNER/NAME", "rename it")
+            if name == "auto" or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
+                raise broken(
+                    f"must give {repository} a cartridge's name: letters, digits and _ . -, a "
+                    "letter or digit first, and not auto",
+                    "rename it",
+                )
+        return value
+
+    @field_validator("endpoint")
+    @classmethod
+    def _holds_no_secret(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        return open_url(value, "https://huggingface.co", "give a token by token_env")
+
+
 class ServeSpec(SpecSection):
     """Configure a server with its generators, `meshes/serve.yaml`."""
 
@@ -152,6 +193,9 @@ class ServeSpec(SpecSection):
         default=None,
         description="form in which the model writes calls of tools; null: that of its chat "
         "template, else hermes. desk: the sentences of the clinic desk's clerk",
+    )
+    hub: HubSpec | None = Field(
+        default=None, description="cartridges that requests may have fetched; null: none"
     )
     process_reward: ProcessRewardSpec | None = Field(
         default=None, description="what strategies with the scorer process_reward ask; null: none"

@@ -34,7 +34,8 @@ class CartridgeSource(RequestPart):
     id: str = Field(min_length=1, max_length=1024, description="a name of the library, or its path")
     source: Literal["wandb", "local", "huggingface"] = "wandb"
     force_redownload: bool = Field(
-        default=False, description="nothing is downloaded: the newest version is always taken"
+        default=False,
+        description="of huggingface: look for a newer commit; others are always the newest version",
     )
 
 

@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         found = repo.at(rest[1] if rest else "main") if repo is not None else None
         if found is None:
             return self._missing()
-        siblings = [{"rfilename": path} for path in found[1]]
+        siblings = [{"rfilename": path, "size": len(data)} for path, data in found[1].items()]
         return self._json(200, {"id": f"{owner}/{name}", "sha": found[0], "siblings": siblings})
 
     def _create(self, asked: dict[str, Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +139,27 @@ def test_a_pattern_of_a_client_s_is_refused(client: OpenAI) -> None:
     options = {"detector": {"step_patterns": ["(a+)+b"]}}
     with pytest.raises(openai.BadRequestError, match="not taken over the wire"):
         ask(client, "best_of_n", options=options)
+
+
+def test_a_judge_scores_the_steps_in_the_servers_loop(client: OpenAI, tmp_path: Path) -> None:
+    """The shortest text is liked best; a server without a judge says what it lacks."""
+    options = {"candidates": 4, "max_steps": 1, "scorer": "process_reward"}
+    with pytest.raises(openai.BadRequestError, match="set process_reward where"):
+        ask(client, "best_of_n", options=options)
+    texts: list[str] = []
+    loops = set()
+
+    async def judge(given: Sequence[str]) -> list[float]:
+        loops.add(asyncio.get_running_loop())
+        texts.extend(given)
+        return [1 / len(text) for text in given]
+
+    with serving(tmp_path, strategies=partial(CatalogueStrategies, judge=judge)) as one:
+        add_cartridge(one.house.library, "p1", seed=1)
+        with OpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0) as other:
+            answer = ask(other, "best_of_n", options=options)
+    assert len(loops) == 1
+    assert all(text.startswith(QUESTION) for text in texts)
+    said = (answer.choices[0].message.content or "").strip()
+    first = [text.removeprefix(QUESTION).strip() for text in texts[:4]]
+    assert said.startswith(min(first, key=len))
