@@ -7,16 +7,19 @@ import shutil
 import sys
 from pathlib import Path
 
+from reward_setup import reward_model
 from small_run import Finished, run_to_end
 
 ARMS = """\
 questions: 6
 max_tokens: 20
+process_reward: {model: {path: prm, separator: "\\n"}}
 arms:
   - {strategy: chain_of_thought}
   - {strategy: self_consistency, options: {samples: 4}}
   - {strategy: best_of_n, options: {candidates: 2}}
   - {strategy: deepconf, options: {traces: 4, window: 4, keep_fraction: 0.5}}
+  - {strategy: best_of_n, options: {candidates: 2, scorer: process_reward}}
 """
 CODE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
 
@@ -25,6 +28,7 @@ def test_strategies_are_compared_and_the_report_tells(finished: Finished, tmp_pa
     run = tmp_path / "run"
     shutil.copytree(finished.path, run)  # the run's own tests count its files
     (tmp_path / "arms.yaml").write_text(ARMS)
+    reward_model(tmp_path / "prm", reads=2048)
     words = [
         sys.executable,
         "-c",
@@ -42,7 +46,7 @@ def test_strategies_are_compared_and_the_report_tells(finished: Finished, tmp_pa
     assert "self_consistency samples=4" in process.stdout
     assert "self_consistency samples=4" in (run / "report.html").read_text()
     rows = told[0]["arms"]
-    assert [row["n"] for row in rows] == [6] * 4
+    assert [row["n"] for row in rows] == [6] * 5
     assert [row["calls"] for row in rows[:2]] == [1, 1]
     assert rows[0]["tokens"] < rows[1]["tokens"] <= 4 * 20
     # The same seed gives the same answers, whatever they were batched with.

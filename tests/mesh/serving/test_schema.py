@@ -22,6 +22,8 @@ from serving.errors import ErrorAnswer
 ROUTES = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
     "/custom/cartridge/chat/completions",
     "/custom/cartridge/completions",
 )
@@ -37,6 +39,11 @@ ANYTHING = st.recursive(
 PLAIN = {"model": MODEL, "max_tokens": 1}
 
 CHAT = {**PLAIN, "messages": [{"role": "user", "content": "x"}]}
+RIGHT = {
+    "/v1/messages": CHAT,
+    "/v1/responses": {"model": MODEL, "input": "x", "max_output_tokens": 1},
+}
+FEW = {"/v1/responses": {"max_output_tokens": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +59,9 @@ def drawn(schema: dict[str, Any], parts: dict[str, Any]) -> st.SearchStrategy[An
     """Values of a JSON schema, as far as this application's own schemas go."""
     if "$ref" in schema:
         return drawn(parts[schema["$ref"].rpartition("/")[2]], parts)
-    if "anyOf" in schema:
-        return st.one_of([drawn(s, parts) for s in schema["anyOf"]])
+    if "anyOf" in schema or "oneOf" in schema:
+        either = schema.get("anyOf", []) + schema.get("oneOf", [])
+        return st.one_of([drawn(s, parts) for s in either])
     if "const" in schema:
         return st.just(schema["const"])
     if "enum" in schema:
@@ -90,8 +98,10 @@ def bodies(door: Server, route: str) -> st.SearchStrategy[bytes]:
     content = schema["paths"][route]["post"]["requestBody"]["content"]
     body = drawn(content["application/json"]["schema"], parts)
     known = st.sampled_from([MODEL, f"{MODEL}:twice", f"{MODEL}+p1"])
-    named = st.builds(lambda b, m: {**b, "model": m, "max_tokens": 2}, body, known)
-    right = st.just(CHAT if "chat" in route else {**PLAIN, "prompt": "x"})
+    named = st.builds(
+        lambda b, m: {**b, "model": m, **FEW.get(route, {"max_tokens": 2})}, body, known
+    )
+    right = st.just(RIGHT.get(route, CHAT if "chat" in route else {**PLAIN, "prompt": "x"}))
     field = st.sampled_from(sorted({k for p in parts.values() for k in p.get("properties", {})}))
     spoilt = st.builds(lambda b, k, v: {**b, k: v}, named | right, field, ANYTHING)
     plain = st.one_of(right, named, spoilt, body, ANYTHING)

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 from openai import OpenAI
+from reward_setup import reward_model
 from served import serve_command
 from vllm_replica import require_vllm
 
@@ -33,7 +34,9 @@ VISIT = {
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, OpenAI]]:
     """A client of each engine's server."""
+    prm = reward_model(tmp_path_factory.mktemp("prm"), reads=512)
     one = ["roles.generator.replicas=1", "spares=0"]
+    one += [f"process_reward.model.path={prm}", 'process_reward.model.separator="\\n"']
     vllm = ["generator.backend=vllm", "generator.kv_gib=0.25"]
     with (
         serve_command(tmp_path_factory.mktemp("embedded"), *one) as (_, embedded, _),
@@ -124,3 +127,17 @@ def test_expressions_choices_and_what_grows_too_costly(both: dict[str, OpenAI], 
     with pytest.raises(Exception, match="ask for something simpler"):
         say(1, json=costly)
     assert re.fullmatch("x{3}", say(1, regex="x{3}")), "the engine is well"
+
+
+def test_a_reward_model_chooses_the_same_steps_on_both(both: dict[str, OpenAI]) -> None:
+    options = {"candidates": 3, "max_steps": 2, "scorer": "process_reward"}
+    said = {}
+    for name, client in both.items():
+        answer: Any = client.chat.completions.create(
+            model=MODEL, messages=CHAT, max_tokens=12, seed=3,
+            extra_body={"forge": {"strategy": "best_of_n", "options": options}},
+        )  # fmt: skip
+        said[name] = (answer.choices[0].message.content, answer.forge["strategy"]["details"])
+        (done,) = said[name][1]["finished"]
+        assert 0 < done["score"] < 1
+    assert said["embedded"] == said["vllm"]

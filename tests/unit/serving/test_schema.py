@@ -16,6 +16,8 @@ from serving.backend import RequestLimits
 ROUTES = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
     "/custom/cartridge/chat/completions",
     "/custom/cartridge/completions",
 )
