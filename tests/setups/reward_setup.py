@@ -26,7 +26,8 @@ WORDS = {"good": 0, "bad": 1, "other": 2, "\n": 3, "<s>": 4}
 def reward_model(
     directory: Path, kind: Any = LlamaForTokenClassification, labels: int = 2, reads: int = 64
 ) -> Path:
-    """Write such a model, which `reads` so many tokens; of a sequence classifier the score is that of the last token."""
+    """Write such a model, which `reads` so many tokens; of a sequence classifier the score is that
+    of the last token."""
     config = LlamaConfig(
         vocab_size=5, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
         num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=reads,
