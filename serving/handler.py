@@ -250,7 +250,7 @@ class AnswerContext:
                     400,
                     f"what the response must match cannot be followed: {completion.ended_by}; ask "
                     "for something simpler",
-                    param="response_format",
+                    param="tools" if request.tools else "response_format",
                     code="grammar_too_costly",
                 )
         last = [text.finish(c) for text, c in zip(texts, self.completions, strict=True)]

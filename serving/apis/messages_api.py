@@ -25,7 +25,7 @@ from protocols.wire.anthropic_messages import (
 from protocols.wire.openai_chat import ForgeExtension, TokenUsage
 from serving.apis.translation import ChatFields
 from serving.detokenizer import CallPiece, TextPiece
-from serving.errors import bad_request
+from serving.errors import bad_request, plain_json
 
 Event = dict[str, Any]
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -119,6 +119,16 @@ def _add(chat: ChatFields, message: SentMessage, place: str) -> None:
         chat.add("user", "".join(said), place)
 
 
+def _input(said: str) -> dict[str, Any]:
+    """Return a call's arguments; {} for text that is no JSON object, as where a call was cut."""
+    try:
+        found = json.loads(said)
+        plain_json(found)  # numbers that JSON has no text for: NaN, 1e999
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _text(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
@@ -188,15 +198,12 @@ class MessagesWire:
         return events
 
     def _end(self) -> list[Event]:
-        """End the block that grows, if there is one. Of a call that was cut the input is {}."""
+        """End the block that grows, if there is one."""
         if not self._open:
             return []
         self._open = False
         if self._blocks[-1]["type"] == "tool_use":
-            try:
-                self._blocks[-1]["input"] = json.loads(self._said)
-            except (ValueError, RecursionError):
-                self._blocks[-1]["input"] = {}
+            self._blocks[-1]["input"] = _input(self._said)
         return [self._event("content_block_stop")]
 
     def _reply(self, usage: TokenUsage, forge: ForgeExtension | None) -> dict[str, Any]:

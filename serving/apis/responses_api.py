@@ -25,6 +25,7 @@ from protocols.wire.openai_responses import (
 )
 from serving.apis.translation import ChatFields
 from serving.detokenizer import CallPiece, TextPiece
+from serving.errors import bad_request, plain_json
 
 Event = dict[str, Any]
 RENAMED = {
@@ -35,7 +36,11 @@ RENAMED = {
 
 
 def chat_of(body: ResponsesRequest) -> ChatFields:
-    """Return the chat that a request is."""
+    """Return the chat that a request is. Raises ApiError 400 for what a reply cannot repeat."""
+    try:
+        plain_json(body.model_dump(exclude={"input"}))
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"the reply cannot repeat the request: {error}", None) from error
     chosen: Any = body.tool_choice
     if isinstance(chosen, ResponsesNamedTool):
         chosen = {"type": "function", "function": {"name": chosen.name}}

@@ -105,11 +105,16 @@ def _desk_fault(tool: AgentTool) -> str:
     own = _DESK.get(tool.name)
     if own is None:
         return f"this model calls {', '.join(_DESK)} alone (tool_calls: desk)"
-    named = sorted(tool.parameters.get("properties", {}))
+    named = sorted(_properties(tool))
     if named != sorted(own.parameters["properties"]):
         wanted = ", ".join(sorted(own.parameters["properties"]))
         return f"this model's {tool.name} has the arguments {wanted}"
     return ""
+
+
+def _properties(tool: AgentTool) -> Mapping[str, Any]:
+    found = tool.parameters.get("properties")
+    return found if isinstance(found, dict) else {}
 
 
 def _write_desk(name: str, arguments: str) -> str:
@@ -126,7 +131,7 @@ def _follow_desk(tools: Sequence[AgentTool], several: bool) -> ResponseGrammar:
 
 
 def _desk_sentence(tool: AgentTool) -> str:
-    properties = tool.parameters.get("properties", {})
+    properties = _properties(tool)
     marks = {name: f"\0{name}\0" for name in _DESK[tool.name].parameters["properties"]}
     parts = call_text(ToolAction(tool.name, marks)).split("\0")
     # The clerk's first word follows a blank, as its tokenizer writes one before every text.

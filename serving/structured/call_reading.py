@@ -271,7 +271,11 @@ class SentenceCalls:
 
 def _loaded(text: str) -> object:
     try:
-        loaded: object = json.loads(text)
+        loaded: object = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return None
     return loaded
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")

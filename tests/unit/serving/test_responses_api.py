@@ -161,10 +161,11 @@ def test_a_text_matches_its_schema(client: OpenAI) -> None:
         ),
         ({"max_output_tokens": 10**6}, "max_output_tokens", "lower max_output_tokens"),
         ({"stop": ["a"]}, "stop", "no field"),
+        ({"metadata": {"a": float("nan")}}, None, "cannot repeat"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_its_place(
-    served: Served, more: dict[str, Any], param: str, why: str
+    served: Served, more: dict[str, Any], param: str | None, why: str
 ) -> None:
     body = {"model": MODEL, "input": "who?", "max_output_tokens": 9, **more}
     status, at, message = refused(served, "/v1/responses", body)
