@@ -7,8 +7,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from reward_setup import reward_model
 from small_run import Finished, run_to_end
+from strategy_setup import reward_model
 
 ARMS = """\
 questions: 6

@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 from openai import OpenAI
-from reward_setup import reward_model
 from served import serve_command
+from strategy_setup import reward_model
 from vllm_replica import require_vllm
 
 require_vllm()

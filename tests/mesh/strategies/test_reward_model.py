@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from reward_setup import probability, reward_model
 from scripted_sampler import Scripted, words
+from strategy_setup import probability, reward_model
 
 from protocols.errors import SpecError
 from protocols.spec.teacher_replay import ProcessRewardSpec, RewardModelSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_setup import by_hand, probability, reward_model
+from strategy_setup import by_hand, probability, reward_model
 from transformers import LlamaForSequenceClassification
 
 from protocols.errors import DataError
