@@ -37,12 +37,18 @@ def server(
     spec: ServeSpec, files: MeshFiles, resources: Resources, model: ModelVolume | None = None
 ) -> dict[str, list[Object]]:
     """Return every object, by file. A server's `files` have no config. Raises SpecError for a model
-    of the hub: the server reaches no other host."""
+    of the hub, cartridges of one, and a process reward: the server reaches no other host."""
     if model is not None and model.hub:
         raise SpecError(
             f"model.path: {model.hub} is a model of the hub, which a server's pods do not reach; "
             "copy it to a claim, and give model.claim and model.path in --values"
         )
+    for key, given in (("hub", spec.hub), ("process_reward", spec.process_reward)):
+        if given is not None:
+            raise SpecError(
+                f"{key}: a server's pods reach no other host, and mount no other model than "
+                "model.path; set it to null here"
+            )
     scope = Scope(dashed(spec.name), "door")
     mine = scope.labels
     variable = spec.http.key_env or "FORGE_API_KEY"

@@ -187,6 +187,9 @@ def test_where_a_model_is_found() -> None:
     with pytest.raises(SpecError, match=r"which a server's pods do not reach; copy it to a claim"):
         render(SERVE, ("model.path=Org/M", "model.shape={layers: 1, hidden: 8, heads: 1, "
                        "kv_heads: 1, head_dim: 8, intermediate: 8, vocab: 8}"))  # fmt: skip
+    for beyond in ("hub.repositories={me/ward: ward}", "process_reward.model.path=prm"):
+        with pytest.raises(SpecError, match=r"a server's pods reach no other host"):
+            render(SERVE, (beyond,))
 
 
 @pytest.mark.parametrize(
