@@ -216,7 +216,8 @@ class AnswerContext:
         handler, config, request = self._handler, self._handler.config, self.request
         calls = requests_of(request, self._prefix)
         index = {call.id: i for i, call in enumerate(calls)}
-        texts = [Detokenizer(config.texts.decode, request.stops, config.end_ids) for _ in calls]
+        decode = config.texts.decode_calls if request.tools else config.texts.decode
+        texts = [Detokenizer(decode, request.stops, config.end_ids) for _ in calls]
         called = self._call_readers()
         queue: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         begun, first = time.monotonic(), True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from environments.renderer import NO_DOCUMENT, ChatRenderer
@@ -17,7 +18,7 @@ from protocols.errors import DataError
 from protocols.spec.serving import CallFormatName
 from protocols.teacher_replay import AgentMessage, AgentTool
 from serving.errors import bad_request, refusing
-from serving.structured.call_formats import FORMATS, HERMES, format_of
+from serving.structured.call_formats import FORMATS, HERMES, HERMES_MARKS, format_of
 
 STAND_IN = "cartridge"  # rendered and cut off: a placeholder for the cartridge's document
 
@@ -39,6 +40,9 @@ class Tokenization:
         self.tokenizer = tokenizer
         self._conversation = ChatRenderer(tokenizer, {STAND_IN: "x"})
         self._special = frozenset(tokenizer.all_special_ids)
+        marks = [mark.strip() for mark in HERMES_MARKS]
+        named = zip(tokenizer.convert_tokens_to_ids(marks), marks, strict=True)
+        self._marks = {token: mark for token, mark in named if token in self._special}
         byte_level = any(name.startswith("Ġ") for name in tokenizer.get_vocab())
         self._byte_of = _bytes_of_characters() if byte_level else {}
         self.vocabulary = len(tokenizer)
@@ -113,6 +117,16 @@ class Tokenization:
         """Return the text of ids, without special tokens."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def decode_calls(self, ids: Sequence[int]) -> str:
+        """Return the text of ids with the marks of calls, which are special tokens of some
+        models."""
+        if self._marks.keys().isdisjoint(ids):
+            return self.decode(ids)
+        runs = groupby(ids, lambda i: self._marks.get(i))
+        return "".join(
+            mark * len(list(run)) if mark else self.decode(list(run)) for mark, run in runs
+        )
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
         """Return a token's text and its bytes. For part of a character the text is U+FFFD."""

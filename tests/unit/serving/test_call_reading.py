@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -166,3 +167,17 @@ def test_earlier_calls_are_written_as_the_template_writes_them() -> None:
         '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
     )
     assert written(DESK, "", [("read", '{"note": 17}')]) == "read note 17."
+
+
+def test_marks_that_are_special_tokens_are_read() -> None:
+    tokenizer = load_tokenizer(str(READER))
+    marks = ["<tool_call>", "</tool_call>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    one = Tokenization(tokenizer)
+    text = f"so <tool_call>{F}</tool_call>"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert set(tokenizer.convert_tokens_to_ids(marks)) < set(ids)
+    assert "tool_call" not in one.decode(ids)
+    (call,) = read(HERMES, [one.decode_calls(ids)]).calls
+    assert (call.name, json.loads(call.arguments)) == ("f", json.loads(ARGUMENTS))
+    assert one.decode_calls(ids[:1]) == one.decode(ids[:1])
