@@ -41,9 +41,9 @@ class Tokenization:
         self._conversation = ChatRenderer(tokenizer, {STAND_IN: "x"})
         self._special = frozenset(tokenizer.all_special_ids)
         marks = [mark.strip() for mark in HERMES_MARKS]
-        named = zip(tokenizer.convert_tokens_to_ids(marks), marks, strict=True)
-        self._marks = {token: mark for token, mark in named if token in self._special}
-        byte_level = any(name.startswith("Ġ") for name in tokenizer.get_vocab())
+        known = tokenizer.get_vocab()
+        self._marks = {known[m]: m for m in marks if known.get(m) in self._special}
+        byte_level = any(name.startswith("Ġ") for name in known)
         self._byte_of = _bytes_of_characters() if byte_level else {}
         self.vocabulary = len(tokenizer)
         self.first = self._conversation.head(None)
