@@ -43,10 +43,10 @@ def server(
             f"model.path: {model.hub} is a model of the hub, which a server's pods do not reach; "
             "copy it to a claim, and give model.claim and model.path in --values"
         )
-    for key, given in (("hub", spec.hub), ("process_reward", spec.process_reward)):
+    for section, given in (("hub", spec.hub), ("process_reward", spec.process_reward)):
         if given is not None:
             raise SpecError(
-                f"{key}: a server's pods reach no other host, and mount no other model than "
+                f"{section}: a server's pods reach no other host, and mount no other model than "
                 "model.path; set it to null here"
             )
     scope = Scope(dashed(spec.name), "door")
