@@ -1,13 +1,14 @@
-"""Write report.html: the sections of every run, and those of some runs, in reading order.
+"""Tell the results of a run: the sections of every run, and those of some runs, in reading order.
 
-The page depends only on the files of the run directory, so the same files give the same bytes. It
-can be written at any time, also for a run that failed or is still running.
+They depend only on the files of the run directory, so the same files give the same bytes. They can
+be made at any time, also for a run that failed or is still running.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,9 @@ from forge_run.report.gold import gold
 from forge_run.report.plots import LINES, PAINT, Curves, Plot, as_percent, by_arm, curve, share_axes
 from forge_run.report.rsa import aggregation
 from forge_run.report.start import start
-from forge_run.report.template import Block, Row, render, shortened
+from forge_run.report.template import Block, Row, shortened
 from forge_run.report.votes import teachers
-from protocols.files import iter_rows, write_atomically
+from protocols.files import iter_rows
 from protocols.records.run_files import ARMS, PHASES, TRAINED_ARMS
 from services.run_directory import RunDirectory, outcome
 
@@ -57,15 +58,24 @@ AGREEMENT = (
 ROUTED = "Routed is on_policy over the cartridge that the router chooses by the question's words"
 
 
-def write_report(run_path: Path) -> Path:
-    """Write `report.html` into the run directory and return its path."""
+@dataclass(frozen=True)
+class RunSections:
+    """Hold what the page of a run's results shows, as `forge_run.report.template.render` does."""
+
+    name: str
+    header: list[Block]
+    sections: dict[str, list[Block]]
+
+
+def sections_of(run_path: Path) -> RunSections:
+    """Return the results of a run directory, in sections; one without blocks is left out."""
     run = RunDirectory(run_path)
     metrics, events = list(iter_rows(run.metrics)), list(iter_rows(run.events))
     results = run.read_results() or {}
     arms = results.get("arms") or {}
     seen = MonitorCounts()
     samples = _samples(seen.watch(iter_rows(run.episodes)))
-    sections = {
+    sections: dict[str, list[Block]] = {
         "Arms": _arms(arms, _note(arms, seen)),
         "Start": start(run.start),
         "Right answers": gold(results.get("gold"), iter_rows(run.answers)),
@@ -86,8 +96,8 @@ def write_report(run_path: Path) -> Path:
     }  # fmt: skip
     whole = run.path.resolve()
     name = f"{whole.parent.name} / {whole.name}"
-    write_atomically(run.report, render(name, _header(results, events), sections))
-    return run.report
+    shown = {title: blocks for title, blocks in sections.items() if blocks}
+    return RunSections(name, _header(results, events), shown)
 
 
 def phase_means(events: Iterable[Mapping[str, Any]]) -> Means:

@@ -13,6 +13,7 @@ from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from forge_run.report.palette import COLOURS, PLOT_STYLE
 from protocols.records.run_files import TRAINED_ARMS
 
 if TYPE_CHECKING:
@@ -26,26 +27,6 @@ Curves = dict[str, list[tuple[int, float]]]  # arm -> its points
 
 LINES = dict(zip(TRAINED_ARMS, ("-", "--"), strict=True))  # where colour is not the arm
 
-COLOURS = {  # (light mode, dark mode)
-    "ink": ("#1d2126", "#e6e3dd"), "soft": ("#5a636e", "#a0a8b1"), "line": ("#dcd8cf", "#343a40"),
-    # arms
-    "none": ("#8a7f78", "#9c948e"), "document": ("#3b5bab", "#8fabf0"),
-    "untrained": ("#866a9b", "#bba2d0"), "offline": ("#b45309", "#f0a35e"),
-    "on_policy": ("#0f766e", "#4fc3b4"),
-    # phases of a step
-    "rollout": ("#2f4a63", "#a9c6df"), "score": ("#5b7f9f", "#7199bd"),
-    "train": ("#8fb2cc", "#4a7093"), "publish": ("#bcd0dd", "#365570"),
-    "orchestration": ("#c2410c", "#f2895c"),
-    # channels, kinds of error and strategies, in turn
-    "hue1": ("#3b5bab", "#8fabf0"), "hue2": ("#0f766e", "#4fc3b4"), "hue3": ("#b45309", "#f0a35e"),
-    "hue4": ("#866a9b", "#bba2d0"), "hue5": ("#be3455", "#f08aa0"), "hue6": ("#5f7a1f", "#b3cc6a"),
-    "page": ("#faf9f6", "#15181b"),
-}  # fmt: skip
-LIGHT, DARK = (";".join(f"--{name}:{both[i]}" for name, both in COLOURS.items()) for i in (0, 1))
-STYLE = (
-    f":root{{color-scheme:light dark;{LIGHT}}}\n"
-    f"@media(prefers-color-scheme:dark){{:root{{{DARK}}}}}"
-)
 HUES = tuple(name for name in COLOURS if name.startswith("hue"))
 MARKERS = "osD^v<>P"
 
@@ -82,7 +63,7 @@ class Plot:
     @property
     def alone(self) -> str:
         """Return an SVG that stands alone, in light or dark colours as the viewer prefers."""
-        return self._svg(self.title, f"<style>{STYLE}</style>") + "\n"
+        return self._svg(self.title, f"<style>{PLOT_STYLE}</style>") + "\n"
 
     def _svg(self, label: str, style: str = "") -> str:
         """Return SVG without prolog, metadata, matplotlib's style or a fixed size."""
@@ -102,12 +83,20 @@ class Plot:
         box, inside = whole.groups()
         inside = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", inside, flags=re.S)
         inside = re.sub(r'<g id="[^"]*"', "<g", inside)  # ids like axes_1 would repeat
+        # A page's policy allows no style on an element; SVG has an attribute for each property.
+        inside = re.sub(r' style="([^"]*)"', _as_attributes, inside)
         for name, colour in PAINT.items():
             inside = inside.replace(colour, f"var(--{name})")
         return (
             '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
             f'role="img" aria-label="{escape(label)}" {box}>{style}{inside}'
         )
+
+
+def _as_attributes(style: re.Match[str]) -> str:
+    """Return ' fill="none" stroke-width="0.5"' for 'fill: none; stroke-width: 0.5'."""
+    pairs = (part.split(":", 1) for part in style[1].split(";") if part.strip())
+    return "".join(f' {name.strip()}="{value.strip()}"' for name, value in pairs)
 
 
 def hue(index: int) -> str:

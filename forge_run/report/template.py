@@ -1,4 +1,4 @@
-"""Render pages from plain data: a section is a list of blocks for report.html.j2.
+"""Render pages from plain data: a section is a list of blocks for blocks.html.j2.
 
 A block is (kind, content). The template escapes every text, because models wrote many of them.
 
@@ -15,33 +15,63 @@ A block is (kind, content). The template escapes every text, because models wrot
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from forge_run.report.plots import STYLE
+from forge_run.report.palette import PAGE_STYLE
 
 Block = tuple[str, Any]
 Row = dict[str, Any]
 
 LONGEST = 1200  # characters of a rollout's text
+TEMPLATES = Path(__file__).parent
+
+
+def environment(*folders: Path) -> Environment:
+    """Return the templates of these folders and of this one."""
+    return Environment(
+        loader=FileSystemLoader([*folders, TEMPLATES]),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+
 
 # Compiled on import, which a run does before its end.
-PAGE = Environment(
-    loader=FileSystemLoader(Path(__file__).parent),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=StrictUndefined,
-).get_template("report.html.j2")
+ALONE = environment().get_template("alone.html.j2")
 
 
-def render(name: str, header: Sequence[Block], sections: Mapping[str, Sequence[Block]]) -> str:
-    """Return a whole page: its name, the header below it, and each section that has blocks."""
-    shown = {title: blocks for title, blocks in sections.items() if blocks}
-    return PAGE.render(name=name, header=header, sections=shown, style=STYLE)
+def render(
+    name: str,
+    header: Sequence[Block],
+    sections: Mapping[str, Sequence[Block]],
+    *,
+    run: str = "",
+    script: str = "",
+    kept: str = "",
+) -> str:
+    """Return a page that needs no other file: its name, the header below it, and each section.
+    With a `script`, which may read `kept` (JSON without a "<") from the element of that
+    id, it shows the pages of a `run` in their place."""
+    policy = f"default-src 'none'; style-src {_allowed(PAGE_STYLE)}; base-uri 'none'; "
+    policy += "form-action 'none'"
+    policy += f"; script-src {_allowed(script)}" if script else ""
+    return ALONE.render(
+        name=name, header=header, sections=sections, style=PAGE_STYLE, policy=policy,
+        run=run, script=script, kept=kept,
+    )  # fmt: skip
+
+
+def _allowed(text: str) -> str:
+    """Return what a content policy names an inline script or style by: its hash."""
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
 
 
 def shortened(text: str) -> str:

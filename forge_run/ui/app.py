@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -18,6 +17,8 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from forge_run.report.page import sections_of
+from forge_run.report.template import environment
 from forge_run.ui import (
     asking,
     cartridges_page,
@@ -26,6 +27,7 @@ from forge_run.ui import (
     rollouts_page,
     run_page,
 )
+from forge_run.ui.export import EXPORTED_PAGES, MOST_EVENTS, PAGE_ROWS
 from forge_run.ui.live import LiveRun
 from forge_run.ui.row_index import filter_of
 from forge_run.ui.run_view import RunView
@@ -35,22 +37,11 @@ from protocols.errors import ControlError, DataError, ForgeError
 HERE = Path(__file__).parent
 LOOK_SECONDS = 1.0  # between two looks at the files of an open page
 STREAMS = 32  # open pages; each is a stream
-PAGE_ROWS = 25
-MOST_EVENTS = 200
 BODY_BYTES = 64 * 1024
-RUN_PAGES = {
-    "run": "Run", "rollouts": "Rollouts", "cartridges": "Cartridges", "mesh": "Mesh",
-    "compare": "Compare", "ask": "Ask",
-}  # fmt: skip
+RUN_PAGES = {**EXPORTED_PAGES, "compare": "Compare", "ask": "Ask"}
 PAGES = {"runs": "Runs", **RUN_PAGES}
 
-TEMPLATE = Environment(
-    loader=FileSystemLoader(HERE / "templates"),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=StrictUndefined,
-).get_template("page.html.j2")
+TEMPLATE = environment(HERE / "templates").get_template("page.html.j2")
 
 
 class RunPages:
@@ -94,12 +85,16 @@ class RunPages:
     async def _page(self, request: Request) -> Response:
         name = request.url.path.strip("/")
         key = request.query_params.get("run", "")
+        results = None
         if name in RUN_PAGES:
-            await run_in_threadpool(self._runs.view, key)  # or say at once that there is none
+            view = await run_in_threadpool(self._runs.view, key)  # or say at once that there is none
+            if name == "results":
+                results = await run_in_threadpool(sections_of, view.run.path)
         tabs = [(page, title, page == name) for page, title in RUN_PAGES.items()] if key else []
         html = TEMPLATE.render(
-            name=name, title=PAGES[name], run=key, tabs=tabs, single=self._runs.single
-        )
+            name=name, title=PAGES[name], run=key, tabs=tabs, single=self._runs.single,
+            results=results,
+        )  # fmt: skip
         return HTMLResponse(html)
 
     # -- data -------------------------------------------------------------------------------------

@@ -25,6 +25,13 @@ def listing(view: RunView, source: str, wanted: RowFilter, skip: int, count: int
     }  # fmt: skip
 
 
+def listed(view: RunView, source: str, number: int) -> dict[str, Any]:
+    """Return one row as a list shows it, with its verdict. Raises DataError."""
+    index = view.index(_known(source))
+    shown = _short(view, source, number, index.row(number))
+    return {**shown, "reward": shown.get("reward"), "verdict": index.verdict(number)}
+
+
 def details(view: RunView, source: str, number: int) -> dict[str, Any]:
     """Return one row whole, and the other rows of the same question: over the versions of the
     cartridge, or of answers by every arm. Raises DataError for a row that is not there."""

@@ -85,6 +85,9 @@ class RowIndex:
         """Return the sampled tokens of all rows."""
         return sum(self._tokens)
 
+    def __len__(self) -> int:
+        return len(self._at)
+
     def refresh(self) -> None:
         """Index what was added to the file."""
         with self._lock:
@@ -119,8 +122,17 @@ class RowIndex:
         newest to the oldest. Raises DataError."""
         with self._lock:
             numbers = self._matching(RowFilter(like=number))
-            places = np.linspace(0, len(numbers) - 1, min(count, len(numbers))).round().astype(int)
-            return RowPage(len(numbers), [(n, self._read(n)) for n in map(int, numbers[places])])
+            shown = numbers[_spread(len(numbers), count)]
+            return RowPage(len(numbers), [(n, self._read(n)) for n in map(int, shown)])
+
+    def spread_over(self, count: int) -> list[int]:
+        """Return the numbers of at most `count` rows, spread evenly from the newest to the oldest."""
+        return [len(self) - 1 - int(place) for place in _spread(len(self), count)]
+
+    def verdict(self, number: int) -> float | None:
+        """Return the verdict of a row, None where it is not known."""
+        found = self._verdict[number]
+        return None if math.isnan(found) else found
 
     def row(self, number: int) -> dict[str, Any]:
         """Return one row. Raises DataError where there is none of this number."""
@@ -187,6 +199,11 @@ class RowIndex:
                 f"{self.file.path.name} has no row {number}: it has {len(self._at)}; load the page "
                 "again"
             )
+
+
+def _spread(among: int, count: int) -> Any:
+    """Return at most `count` of the places 0 to `among` - 1, the first and the last among them."""
+    return np.linspace(0, among - 1, min(count, among)).round().astype(int)
 
 
 def number_of(text: str) -> int:

@@ -25,13 +25,14 @@ VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
 class Page(HTMLParser):
-    """Every tag with its attributes, the text outside of them, and that text line by line without
-    the plots; fails on tags left open."""
+    """Every tag with its attributes, the text outside of them and of scripts, and that text line by
+    line without the plots; fails on tags left open."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
+        self.scripts: list[str] = []
         self.lines = [""]
         self.open: list[str] = []
         self.feed(html)
@@ -54,6 +55,9 @@ class Page(HTMLParser):
             self.lines.append("")
 
     def handle_data(self, data: str) -> None:
+        if "script" in self.open:
+            self.scripts.append(data)
+            return
         self.text += data
         if not {"svg", "style", "title"} & set(self.open):
             self.lines[-1] += data.strip("\n")

@@ -1,8 +1,7 @@
 // The page to ask a cartridge: without it, with it and with the document, side by side.
 
-import { ask, card, count, follow, guarded, h, run, send, showOutcome } from "/static/page.js";
+import { ask, card, count, follow, guarded, h, main, run, send, showOutcome } from "/static/page.js";
 
-const main = document.getElementById("main");
 const NAMES = { none: "without the document", cartridge: "with the cartridge", document: "with the whole document" };
 const answers = h("div.page", { "aria-live": "polite" });
 

@@ -1,8 +1,7 @@
 // The page of cartridges: sizes, norms by layer, and how far two versions are apart.
 
-import { ask, bytes, card, count, follow, guarded, h, number, run, showOutcome, table } from "/static/page.js";
+import { ask, bytes, card, count, exported, follow, guarded, h, main, number, run, showOutcome, table } from "/static/page.js";
 
-const main = document.getElementById("main");
 const shownPlace = h("div.page"), diffPlace = h("div.page");
 let checkpoint = "";
 
@@ -31,7 +30,7 @@ async function show() {
         ["cartridge", "layers x 2 x heads x tokens x size", "tokens", "size", "document's KV", "compression", "saved in each request"], rows),
       h("p.soft", {}, saved ? `Of documents of ${number(saved, 1)} tokens on average; sizes in the model's dtype.` : "Compression is known once the run has results; sizes in the model's dtype.")),
     ...found.cartridges.map(norms));
-  difference(found);
+  if (!exported) difference(found);
 }
 
 function norms(one) {

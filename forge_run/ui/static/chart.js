@@ -64,7 +64,7 @@ export class Chart {
       series: [{ label: "step" }, ...this.series.map((one) => ({
         label: one.label, stroke: colour(one.colour), width: one.width ?? 1.6, dash: one.dash,
         fill: one.fill ? colour(one.colour) : undefined, points: { show: one.points ?? false, size: 5 },
-        spanGaps: true, value: (_, value) => this.format(value),
+        spanGaps: true, class: one.hidden ? "no-legend" : undefined, value: (_, value) => this.format(value),
       }))],
     }, this.columns, this.place);
   }

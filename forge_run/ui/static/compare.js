@@ -1,9 +1,8 @@
 // The page that compares runs: curves overlaid, settings that differ, paired differences.
 
-import { ask, card, guarded, h, number, percent, run, table } from "/static/page.js";
+import { ask, card, guarded, h, main, number, percent, remember, run, table } from "/static/page.js";
 import { Chart, trailing } from "/static/chart.js";
 
-const main = document.getElementById("main");
 const HUES = ["hue1", "hue3", "hue2", "hue5", "hue4", "hue6", "ink", "soft"];
 const DASHES = [undefined, [8, 4], [2, 3], [12, 4, 2, 4]];
 const WINDOW = 9;
@@ -35,7 +34,7 @@ function differences(found) {
 
 async function show() {
   const keys = [...chosen];
-  history.replaceState(null, "", `?${new URLSearchParams(keys.map((key) => ["run", key]))}`);
+  remember(keys.map((key) => ["run", key]));
   if (!keys.length) { place.replaceChildren(card("Compare", h("p", {}, "Choose runs above."))); return; }
   const wanted = keys.map((key) => ["run", key]);
   const found = await ask("compare", wanted);

@@ -1,8 +1,7 @@
 // The page of the mesh: roles, replicas, restarts, hosts and stacks.
 
-import { ask, bytes, card, clock, count, duration, follow, guarded, h, oneAtATime, run, showOutcome, table } from "/static/page.js";
+import { ask, bytes, card, clock, count, duration, follow, guarded, h, main, oneAtATime, run, showOutcome, table } from "/static/page.js";
 
-const main = document.getElementById("main");
 const rolesPlace = h("div"), replicasPlace = h("div"), changesPlace = h("div"), stacksPlace = h("div");
 
 function replicas(pools) {

@@ -1,6 +1,10 @@
 // What every page uses: elements, requests, the stream of changes, and texts of numbers.
 
+import { answered, exported, marks } from "/static/exported.js";
+
 export const run = document.body.dataset.run;
+export const main = document.getElementById("main");
+export { exported };
 
 /** Make an element: h("p.soft", {title: "x"}, "text", child). Texts are never read as markup. */
 export function h(kind, attributes = {}, ...children) {
@@ -30,6 +34,7 @@ export function table(caption, heads, rows) {
 
 /** Ask for data. `query` is an object, or pairs where a name stands more than once. */
 export async function ask(name, query = {}) {
+  if (exported) return answered(name, query);
   const pairs = Array.isArray(query) ? query : Object.entries(query);
   const given = pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined);
   const reply = await fetch(`/api/${name}?${new URLSearchParams(given)}`);
@@ -51,6 +56,11 @@ async function read(reply) {
   throw new Error(why || `the server answered ${reply.status}`);
 }
 
+/** Show in the address what a page is asked for, so that it can be loaded again. */
+export function remember(query) {
+  if (!exported) history.replaceState(null, "", `?${new URLSearchParams(query)}`);
+}
+
 export function notice(text) {
   const place = document.getElementById("notice");
   place.textContent = text;
@@ -69,6 +79,7 @@ export async function guarded(work) {
 
 /** Call `changed(marks)` now and whenever a file of the run changed. A hidden page asks nothing. */
 export function follow(changed) {
+  if (exported) { guarded(() => changed(marks)); return; }
   let stream = null;
   const open = () => {
     if (stream || document.hidden) return;

@@ -1,9 +1,8 @@
 // The page of rollouts: filters, pages of rows, and one row token by token.
 
-import { ask, card, count, follow, guarded, h, number, oneAtATime, percent, run, showOutcome } from "/static/page.js";
+import { ask, card, count, exported, follow, guarded, h, main, number, oneAtATime, percent, remember, run, showOutcome } from "/static/page.js";
 import { heading, shown } from "/static/rollout.js";
 
-const main = document.getElementById("main");
 const PAGE = 25;
 const FILTERS = ["source", "arm", "step", "document", "kind", "verdict", "least", "most", "skip"];
 const SOURCES = { rollouts: "training responses", answers: "held-out answers", episodes: "episodes" };
@@ -32,7 +31,7 @@ function set(changed) {
   Object.assign(query, { skip: "" }, changed);
   if ("source" in changed) for (const name of FILTERS.slice(1)) query[name] = "";
   const kept = Object.entries(query).filter(([, value]) => value !== "");
-  history.replaceState(null, "", `?${new URLSearchParams([["run", run], ...kept])}`);
+  remember([["run", run], ...kept]);
   drawn = "";
   guarded(list);
 }
@@ -54,7 +53,7 @@ function drawFilters(choices) {
 const list = oneAtATime(async () => {
   const found = await ask("rollouts", { run, ...query });
   drawFilters(found.choices);
-  summary.textContent = `${count(found.total)} ${SOURCES[query.source]} match; ${count(found.tokens)} sampled tokens in all`;
+  summary.textContent = `${count(found.total)} ${SOURCES[query.source]} match; ${count(found.tokens)} sampled tokens in all${exported ? `; of ${count(found.all)} rows a sample is kept in this file` : ""}`;
   rows.replaceChildren(...found.rows.map((row) => h("li", {}, entry(row))));
   const skip = found.skip, button = (text, to, off) => h("button", { type: "button", disabled: off, onclick: () => set({ skip: String(to) }) }, text);
   pager.replaceChildren(button("Newer", Math.max(0, skip - PAGE), skip === 0), button("Older", skip + PAGE, skip + PAGE >= found.total),

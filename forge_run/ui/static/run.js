@@ -1,9 +1,8 @@
 // The page of a run: stages, held-out accuracy, KL, channels, seconds by phase, events, and buttons.
 
-import { ask, card, clock, count, duration, follow, guarded, h, interval, notice, number, oneAtATime, percent, run, send, showOutcome, table } from "/static/page.js";
+import { ask, card, clock, count, duration, follow, guarded, h, interval, main, notice, number, oneAtATime, percent, run, send, showOutcome, table } from "/static/page.js";
 import { Chart, trailing } from "/static/chart.js";
 
-const main = document.getElementById("main");
 const STACKED = ["publish", "train", "score", "rollout"];
 const HUES = ["hue1", "hue2", "hue3", "hue4", "hue5", "hue6"];
 const SMOOTH = 9;

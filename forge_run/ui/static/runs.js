@@ -1,8 +1,7 @@
 // The list of runs.
 
-import { ask, duration, guarded, h, interval, number, percent, table, card } from "/static/page.js";
+import { ask, card, duration, guarded, h, interval, main, number, percent, table } from "/static/page.js";
 
-const main = document.getElementById("main");
 
 async function show() {
   const runs = await ask("runs");

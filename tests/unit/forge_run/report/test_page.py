@@ -1,5 +1,7 @@
 """The report: right numbers, nothing from outside, nothing unescaped, the same bytes each time."""
 
+import base64
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -9,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 from report_setup import HOSTILE, START, Page, make_run, rollout, svgs
 
-from forge_run.report.page import phase_means, write_report
+from forge_run.report.page import phase_means
+from forge_run.ui.export import script, write_report
 from services.run_directory import RunDirectory
 
 
@@ -23,6 +26,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 @pytest.fixture(scope="module")
 def html(run: RunDirectory) -> str:
     return run.report.read_text(encoding="utf-8")
+
+
+def own_scripts_alone(html: str) -> bool:
+    """Two scripts of its own: what is kept as JSON, in which a "<" is escaped, and the code."""
+    kept, code = Page(html).scripts
+    return html.count("<script") == 2 and "<" not in kept and code == script()
 
 
 def test_the_plots_are_labelled_and_follow_the_page(html: str) -> None:
@@ -88,31 +97,36 @@ def test_ids_are_unique_and_every_reference_lands(html: str) -> None:
     page = Page(html)
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
-    used = set(re.findall(r'href="#([^"]+)"', html)) | set(re.findall(r"url\(#([^)]+)\)", html))
+    used = {(attrs.get("href") or "#")[1:] for _, attrs in page.tags if attrs.get("href")} | set(re.findall(r"url\(#([^)]+)\)", html))
     assert used <= set(ids)
 
 
 def test_nothing_is_asked_of_the_network(html: str) -> None:
     page = Page(html)
-    assert {tag for tag, _ in page.tags} & {"script", "img", "link", "iframe", "object"} == set()
+    assert {tag for tag, _ in page.tags} & {"img", "link", "iframe", "object"} == set()
     for tag, attrs in page.tags:
         assert "src" not in attrs
         for name in ("href", "xlink:href"):
             assert (attrs.get(name) or "#").startswith("#"), (tag, attrs)
     assert "@import" not in html
-    assert re.findall(r"url\((?!#)", html) == []
-    assert "default-src 'none'" in html
+    assert re.findall(r"url\((?!#)", html.partition("<script")[0]) == []
+    (policy,) = [attrs["content"] for _, attrs in page.tags if "content" in attrs
+                 and "default-src 'none'" in str(attrs["content"])]  # fmt: skip
+    own = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    assert f"script-src 'sha256-{own}'" in str(policy)
+    assert "unsafe" not in str(policy)
+    assert not any("style" in attrs for _, attrs in page.tags)  # the policy forbids them
 
 
 def test_what_a_model_wrote_is_text_and_never_markup(html: str) -> None:
-    assert "<script" not in html
+    assert own_scripts_alone(html)
     assert "<img" not in html
     assert f"on_policy answer 1.0 {HOSTILE}" in Page(html).text
     assert f"name: {HOSTILE}" in Page(html).text
 
 
 def test_samples_are_of_the_first_and_the_last_step(html: str) -> None:
-    found = re.findall(r"(on_policy|offline) answer (\d\.\d)", html)
+    found = re.findall(r"(on_policy|offline) answer (\d\.\d)", Page(html).text)
     assert found == [
         (name, number)
         for name in ("on_policy", "offline")
@@ -122,7 +136,7 @@ def test_samples_are_of_the_first_and_the_last_step(html: str) -> None:
 
 def test_it_reads_on_a_phone_and_in_the_dark(html: str) -> None:
     assert 'content="width=device-width, initial-scale=1"' in html
-    assert "prefers-color-scheme:dark" in html
+    assert "prefers-color-scheme: dark" in html
     assert '<html lang="en">' in html
 
 
@@ -153,7 +167,7 @@ def test_a_failed_run_says_why(tmp_path: Path) -> None:
     page = Page(html)
     assert f"error: StaleTokenError: {HOSTILE}" in page.text
     assert ("p", {"class": "status failed"}) in page.tags
-    assert "<script" not in html
+    assert own_scripts_alone(html)
     assert len(svgs(html)) == 2  # no probe, so no accuracy plot
 
 
