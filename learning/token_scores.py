@@ -1,13 +1,19 @@
-"""Keep doc_kl of every token that a step trains, for whoever looks at the run."""
+"""Keep doc_kl of every token that a step trains, and what the teacher held likeliest there, for
+whoever looks at the run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from learning.losses.channel import LossTerm, MicroBatch
 from learning.losses.doc_kl import DocKL
 from learning.model.distributed import ProcessGroup
-from protocols.records.token_scores import encoded
+from learning.scoring import TeacherDistribution, top_k
+from protocols.records.token_scores import TOP, Likely, SampleScores, encoded, encoded_top
+
+CHUNK_VALUES = 2**22  # of the teacher's logits that are sorted at a time
 
 
 class TokenScores:
@@ -15,7 +21,7 @@ class TokenScores:
     the first is kept, which is the score of the version that sampled it."""
 
     def __init__(self) -> None:
-        self._found: dict[str, str] = {}
+        self._found: dict[str, SampleScores] = {}
 
     def add(self, terms: Mapping[str, LossTerm], micro: MicroBatch) -> None:
         """Add the terms of a micro-batch."""
@@ -23,19 +29,45 @@ class TokenScores:
         if term is None:
             return
         losses, begin = term.losses.detach().float().tolist(), 0
-        for index, tokens in micro.tokens[DocKL.name].items:
+        own = micro.tokens[DocKL.name]
+        likely = _likeliest(micro.batch.scores["doc_teacher"].rows(own.own))
+        for index, tokens in own.items:
             sample = micro.batch.doc[index]
             values: list[float | None] = [None] * len(sample.response_ids)
-            for place, value in zip(tokens, losses[begin : begin + len(tokens)], strict=True):
+            of = slice(begin, begin + len(tokens))
+            for place, value in zip(tokens, losses[of], strict=True):
                 values[place] = value
             begin += len(tokens)
             if sample.id not in self._found:
-                self._found[sample.id] = encoded(values)
+                self._found[sample.id] = SampleScores(
+                    kl=encoded(values), top=encoded_top(likely[of])
+                )
 
-    def of_all(self, ranks: ProcessGroup) -> dict[str, str]:
+    def of_all(self, ranks: ProcessGroup) -> dict[str, SampleScores]:
         """Return the scores of all ranks' samples by id, as token_scores.jsonl holds them."""
         return {
-            id: text
+            id: scores
             for told in ranks.gather({"scores": self._found})
-            for id, text in told["scores"].items()
+            for id, scores in told["scores"].items()
         }
+
+
+def _likeliest(teacher: TeacherDistribution) -> list[Likely]:
+    """Return the teacher's TOP likeliest tokens at each token, or as many as it told."""
+    found: list[Likely] = []
+    width = 1 if teacher.logits is None else teacher.logits.shape[-1]
+    chunk = max(1, CHUNK_VALUES // width)
+    for begin in range(0, teacher.tokens, chunk):
+        indices, logprobs = _top(teacher.rows(slice(begin, begin + chunk)))
+        for tokens, values in zip(indices.tolist(), logprobs.tolist(), strict=True):
+            found.append(list(zip(tokens, values, strict=True)))
+    return found
+
+
+def _top(teacher: TeacherDistribution) -> tuple[Tensor, Tensor]:
+    if teacher.logits is not None:
+        return top_k(teacher.logits, TOP)
+    assert teacher.indices is not None
+    assert teacher.logprobs is not None
+    logprobs, places = teacher.logprobs.float().topk(min(TOP, teacher.logprobs.shape[-1]))
+    return teacher.indices.gather(-1, places), logprobs

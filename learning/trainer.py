@@ -31,6 +31,7 @@ from learning.token_scores import TokenScores
 from learning.trainer_state import TrainerState
 from learning.updates import run_updates
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
+from protocols.records.token_scores import SampleScores
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import PreferencePair, TrainBatch
@@ -72,7 +73,7 @@ class CartridgeTrainer:
         self._channels = active_channels(self._objective, loss)
         self._gap_bounds = gap_bounds
         self._keep_token_scores = keep_token_scores
-        self.token_scores: Mapping[str, str] = {}
+        self.token_scores: Mapping[str, SampleScores] = {}
         self._ranks = ranks
         self.bank = bank
         for name in bank.names:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protocols.grammar import ResponseGrammar
+from protocols.records.token_scores import SampleScores
 
 CARTRIDGE = "cartridge/"  # the names of prefixes that are trained cartridges begin with it
 SEPARATOR = "\n"  # between the names of several prefixes; in no document's name
@@ -333,7 +334,7 @@ class TrainStepOutput(TimedReply):
     of the cartridges that had a loss: {"patient_01": {"lr": 0.02, "grad_norm": 0.3, "step": 12,
     "tokens": 212}}, with `step` the number of the cartridge's own step. `lr` is the largest of
     theirs, and `grad_norm` that of all of them together. `token_scores` is doc_kl at every token of
-    a sample, by its id (`protocols.records.token_scores`), empty where it is not asked for or was
+    a sample and the teacher's likeliest tokens there, by its id (`protocols.records.token_scores`), empty where it is not asked for or was
     lost with a trainer.
     """
 
@@ -347,7 +348,7 @@ class TrainStepOutput(TimedReply):
     cosines: Mapping[str, float] = field(default_factory=dict)
     sampler_gap: Mapping[str, float] = field(default_factory=dict)
     cartridges: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    token_scores: Mapping[str, str] = field(default_factory=dict)
+    token_scores: Mapping[str, SampleScores] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

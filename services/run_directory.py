@@ -7,7 +7,7 @@ kill.
         ├── spec.yaml        the resolved spec                         written once
         ├── metrics.jsonl    one row per step, decided by the seed     appended
         ├── rollouts.jsonl   one row per sampled response              appended
-        ├── token_scores.jsonl  doc_kl of every trained token         appended
+        ├── token_scores.jsonl  scores of every trained token         appended
         ├── episodes.jsonl   one row per episode, where there are any  appended
         ├── answers.jsonl    every arm's evaluation answers            appended
         ├── votes.jsonl      teacher votes on the run's states         appended
@@ -62,7 +62,7 @@ from protocols.records.run_files import (
     RolloutRow,
     RunResults,
 )
-from protocols.records.token_scores import TokenScoreRow
+from protocols.records.token_scores import SampleScores, TokenScoreRow
 from protocols.reserve import FULL, hold_room
 from protocols.reserve import NAME as RESERVE
 from protocols.secrets import redacted_row
@@ -183,11 +183,11 @@ class RunDirectory:
         append_rows(self.rollouts, [_record(row) for row in rows], create=False)
 
     def append_token_scores(
-        self, arm: str, step: int, scores: Mapping[str, str], most_bytes: int
+        self, arm: str, step: int, scores: Mapping[str, SampleScores], most_bytes: int
     ) -> bool:
         """Append the scores of one step's samples, by their ids. Returns False, and writes nothing,
         where the file would exceed `most_bytes`."""
-        rows = [TokenScoreRow(arm=arm, step=step, id=id, kl=kl) for id, kl in scores.items()]
+        rows = [TokenScoreRow(arm=arm, step=step, id=id, **of) for id, of in scores.items()]
         had = self.token_scores.stat().st_size if self.token_scores.exists() else 0
         if had + len(json_lines(rows)) > most_bytes:
             return False

@@ -20,6 +20,7 @@ from protocols.records.run_files import (
     MetricRow,
     RunOutcome,
 )
+from protocols.records.token_scores import SampleScores
 from protocols.spec.mesh import RunSpec
 from registry.terms import write_terms
 from services.clients import GeneratorClient, TrainerClient
@@ -262,7 +263,7 @@ class TrainingRun:
         )  # fmt: skip
         await self._checkpoint_due(steps)
 
-    def _keep_token_scores(self, arm: str, step: int, scores: Mapping[str, str]) -> None:
+    def _keep_token_scores(self, arm: str, step: int, scores: Mapping[str, SampleScores]) -> None:
         """Record the scores of a step's tokens, until their file has its size."""
         most = self._spec.mesh.records.token_scores_mib
         if not scores or self._scores_full:

@@ -87,7 +87,9 @@ class RunPages:
         key = request.query_params.get("run", "")
         results = None
         if name in RUN_PAGES:
-            view = await run_in_threadpool(self._runs.view, key)  # or say at once that there is none
+            view = await run_in_threadpool(
+                self._runs.view, key
+            )  # or say at once that there is none
             if name == "results":
                 results = await run_in_threadpool(sections_of, view.run.path)
         tabs = [(page, title, page == name) for page, title in RUN_PAGES.items()] if key else []

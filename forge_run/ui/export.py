@@ -1,9 +1,9 @@
 """Write report.html: the pages of forge ui about one run, in one file that asks for nothing.
 
-    report.html = results as HTML, readable without scripts
-                  + the other pages' modules as one script
-                  + what a server would answer them, as JSON: all of it but the rows of rollouts and
-                    the cartridges, of which it is a sample and the last checkpoint's
+report.html = results as HTML, readable without scripts
+              + the other pages' modules as one script
+              + what a server would answer them, as JSON: all of it but the rows of rollouts and
+                the cartridges, of which it is a sample and the last checkpoint's
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def script() -> str:
 def _module(name: str) -> str:
     """Return the body of a function that does what a module does and returns what it exports."""
     source = (STATIC / f"{name}.js").read_text(encoding="utf-8")
-    names = _EXPORT.findall(source) + [n for one in _LISTED.findall(source) for n in one.split(", ")]
+    names = _EXPORT.findall(source) + [
+        n for one in _LISTED.findall(source) for n in one.split(", ")
+    ]
     source = _LISTED.sub("", _IMPORT.sub(r'const \1 = need("\2");', source))
     source = re.sub(r"^export ", "", source, flags=re.MULTILINE)
     return f"{source}return {{ {', '.join(names)} }};\n"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from forge_run.ui.row_index import RowFilter
-from forge_run.ui.run_view import SOURCES, RunView
+from forge_run.ui.row_index import RowFilter, RowIndex
+from forge_run.ui.run_view import SOURCES, RunView, ScoredTokens
 from protocols.errors import DataError
 
 SHORT = 400  # characters of a text in a list
@@ -39,9 +40,18 @@ def details(view: RunView, source: str, number: int) -> dict[str, Any]:
     row = index.row(number)
     same = index.spread(number, SAME)
     others = [_short(view, source, n, other) for n, other in same.rows]
+    if source == "answers":
+        row = {**row, "teacher": _teachers_answer(index, number)}
     whole = {"rollouts": _rollout, "episodes": _episode}
     shown = whole[source](view, row) if source in whole else row
     return {"number": number, "row": shown, "same": others, "same_total": same.total}
+
+
+def _teachers_answer(index: RowIndex, number: int) -> dict[str, Any] | None:
+    """Return the answer to the same question of the arm that reads the document, None where it is
+    that row or there is none."""
+    (first, *_) = index.page(RowFilter(arm="document", like=number), 0, 1).rows or [(number, {})]
+    return None if first[0] == number else first[1]
 
 
 def _known(source: str) -> str:
@@ -57,7 +67,8 @@ def _short(view: RunView, source: str, number: int, row: Mapping[str, Any]) -> d
         return short | {
             "document": row["document"], "kind": row["kind"], "tokens": len(row["response_ids"]),
             "versions": _span(row["versions"]), "prompt": _cut(view.text(row["prompt_ids"])),
-            "text": _cut(row["text"]), "kl": _mean(view.scores().of(row)),
+            "text": _cut(row["text"]),
+            "kl": _mean(view.scores(row["arm"], row["step"], row["id"])),
         }  # fmt: skip
     if source == "answers":
         return short | {
@@ -79,47 +90,85 @@ def _short(view: RunView, source: str, number: int, row: Mapping[str, Any]) -> d
 
 
 def _rollout(view: RunView, row: Mapping[str, Any]) -> dict[str, Any]:
-    pieces = view.pieces(row["response_ids"])
+    scores = view.scores(row["arm"], row["step"], row["id"])
     return {
         **{key: row[key] for key in ("arm", "step", "id", "document", "kind", "text")},
         **{key: row.get(key) for key in ("cartridge", "contexts", "composed", "sampling")},
         "finish_reason": row["finish_reason"],
         "prompt": view.text(row["prompt_ids"]),
         "prompt_tokens": len(row["prompt_ids"]),
-        "pieces": pieces or [f"[{token}]" for token in row["response_ids"]],
+        **_tokens(view, row["response_ids"], scores, 0),
         "logprobs": row["sampler_logprobs"],
         "versions": row["versions"],
-        "kl": view.scores().of(row),
     }
 
 
 def _episode(view: RunView, row: Mapping[str, Any]) -> dict[str, Any]:
     turns = []
-    for turn in row["turns"]:
-        ids = row["branches"][turn["branch"]][turn["start"] : turn["stop"]]
+    id = row["task"]["id"]
+    first: dict[int, int] = {}  # of each branch, where what is trained begins
+    for number, turn in enumerate(row["turns"]):
+        branch, start, stop = turn["branch"], turn["start"], turn["stop"]
+        begin = first.setdefault(branch, start)
+        # As `environments.training_signals` names samples.
+        sample = f"{id}/branch{branch}" if branch else id
+        scores = view.scores(row["arm"], row["step"], sample)
         turns.append(
             {
-                "text": turn["text"], "pieces": view.pieces(ids) or [f"[{i}]" for i in ids],
+                "text": turn["text"],
+                **_tokens(view, row["branches"][branch][start:stop], scores, start - begin),
                 "logprobs": turn["sampler_logprobs"], "versions": turn["versions"],
-                "branch": turn["branch"], "hint": turn.get("hint"), "no_hint": turn.get("no_hint"),
+                "branch": branch, "hint": turn.get("hint"), "no_hint": turn.get("no_hint"),
                 "messages": turn["observation"]["messages"],
                 "error_kind": turn["observation"]["error_kind"],
                 "expected": turn["observation"]["expected"],
+                "verdict": _verdict(view.verdict(id, number)),
             }
         )  # fmt: skip
     return {
         **{key: row[key] for key in ("arm", "step", "reward", "error_kind", "flags", "group")},
-        "document": row["task"]["document"], "id": row["task"]["id"],
+        "document": row["task"]["document"], "id": id,
         "opening": row["opening"]["messages"], "turns": turns,
     }  # fmt: skip
+
+
+def _tokens(
+    view: RunView, ids: Sequence[int], scores: ScoredTokens | None, begin: int
+) -> dict[str, Any]:
+    """Return the texts of tokens, their scores, and what the teacher held likeliest at each: texts
+    with probabilities. They are the tokens from `begin` on of a sample."""
+    found: dict[str, Any] = {
+        "pieces": view.pieces(ids) or [f"[{token}]" for token in ids], "kl": None, "teacher": None,
+    }  # fmt: skip
+    if scores is not None:
+        of = slice(begin, begin + len(ids))
+        found["kl"] = scores.kl[of]
+        if any(scores.top[of]):
+            found["teacher"] = [
+                None if likely is None
+                else [(view.text([token]) or f"[{token}]", math.exp(p)) for token, p in likely]
+                for likely in scores.top[of]
+            ]  # fmt: skip
+    return found
+
+
+def _verdict(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    kept = ("reason", "chosen", "rejected", "asked_because")
+    votes = [
+        {"teacher": vote["teacher"], "said": vote["canonical"], "error": vote["error"]}
+        for vote in row["votes"]
+    ]
+    return {**{key: row.get(key) for key in kept}, "votes": votes}
 
 
 def _span(versions: list[int]) -> list[int]:
     return [min(versions), max(versions)] if versions else []
 
 
-def _mean(scores: Sequence[float | None] | None) -> float | None:
-    known = [score for score in scores or () if score is not None]
+def _mean(scores: ScoredTokens | None) -> float | None:
+    known = [kl for kl in (scores.kl if scores else ()) if kl is not None]
     return fmean(known) if known else None
 
 

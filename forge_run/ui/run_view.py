@@ -5,20 +5,31 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from forge_run.ui.keyed_rows import KeyedRows
 from forge_run.ui.row_index import RowFacts, RowIndex
-from forge_run.ui.score_index import ScoreIndex
 from forge_run.ui.tail import FollowedRows
 from learning.decoding.stopping import TokenText
 from protocols.errors import ForgeError
+from protocols.records.token_scores import Likely, decoded, decoded_top
 from protocols.spec.loading import load_resolved
 from protocols.spec.mesh import RunSpec
 from services.run_directory import RunDirectory
 
 SOURCES = ("rollouts", "answers", "episodes")
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Hold what is known of a response's tokens: doc_kl in nats, and what the teacher held likeliest
+    with its log-probabilities; None for a token without a loss."""
+
+    kl: list[float | None]
+    top: list[Likely | None]
 
 
 class RunView:
@@ -34,7 +45,10 @@ class RunView:
             "answers": RowIndex(run.answers, answer_facts),
             "episodes": RowIndex(run.episodes, episode_facts),
         }
-        self._scores = ScoreIndex(run.token_scores)
+        self._scores = KeyedRows(
+            run.token_scores, lambda row: f"{row.get('arm')}/{row.get('step')}/{row.get('id')}"
+        )
+        self._verdicts = KeyedRows(run.votes, _verdict_key)
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
@@ -48,10 +62,17 @@ class RunView:
         index.refresh()
         return index
 
-    def scores(self) -> ScoreIndex:
-        """Return the index of the tokens' scores, up to date."""
-        self._scores.refresh()
-        return self._scores
+    def scores(self, arm: str, step: int, id: str) -> ScoredTokens | None:
+        """Return the scores of a sample's response, None where nothing was recorded of it."""
+        found = self._scores.find(f"{arm}/{step}/{id}")
+        if found is None:
+            return None
+        kl = decoded(found["kl"])
+        return ScoredTokens(kl, decoded_top(found.get("top", ""), kl))
+
+    def verdict(self, episode: str, turn: int) -> dict[str, Any] | None:
+        """Return what the teachers' votes came to at a turn, None where they were not asked."""
+        return self._verdicts.find(f"{episode} {turn}")
 
     def marks(self) -> dict[str, Any]:
         """Return a mark of each file, equal while it is: the cost of a page that is only open."""
@@ -101,6 +122,10 @@ class RunView:
         if pieces:
             pieces[-1] += text.rest()
         return pieces
+
+
+def _verdict_key(row: Mapping[str, Any]) -> str | None:
+    return f"{row['trace_id']} {row['turn']}" if row.get("record") == "verdict" else None
 
 
 def rollout_facts(row: Mapping[str, Any]) -> RowFacts:

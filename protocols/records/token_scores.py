@@ -1,32 +1,46 @@
-"""Define the rows of a run's token_scores.jsonl: doc_kl at every trained token, in a byte each.
+"""Define the rows of a run's token_scores.jsonl: doc_kl at every trained token, in a byte each, and
+what the teacher held likeliest there, in five bytes for each of TOP tokens.
 
-    {"arm": "on_policy", "step": 12, "id": "on_policy/12/0", "kl": "AACzQP8="}
+    {"arm": "on_policy", "step": 12, "id": "on_policy/12/0", "kl": "AACzQP8=", "top": "BQAAAAo..."}
 
-`kl` is base64. A byte of 0 is at most LEAST nats, 1 to 254 are spaced evenly in the logarithm from
-LEAST to MOST, so that a value is off by 3% at most; 255 is a token that bears no loss.
+Both are base64. A byte of 0 is at most LEAST nats, 1 to 254 are spaced evenly in the logarithm from
+LEAST to MOST, so that a value is off by 3% at most; 255 is a token that bears no loss. `top` has,
+for each token that bears a loss, the teacher's likeliest tokens in order: four bytes of the token,
+the least first, and -log p as such a byte. It is "" where the teacher was not asked.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from typing import TypedDict
 
 LEAST = 1e-5  # nats
 MOST = 50.0
 NONE = 255
+TOP = 3  # tokens of the teacher's
 _STEPS = 254
 _SCALE = _STEPS / math.log(MOST / LEAST)
+_ENTRY = struct.Struct("<IB")
+
+Likely = list[tuple[int, float]]  # tokens with their log-probability, the likeliest first
 
 
-class TokenScoreRow(TypedDict):
-    """Hold a row: the scores of the response tokens of one sample of a step."""
+class SampleScores(TypedDict):
+    """Hold the scores of the response tokens of one sample, as text."""
+
+    kl: str
+    top: str
+
+
+class TokenScoreRow(SampleScores):
+    """Hold a row: the scores of one sample of a step."""
 
     arm: str
     step: int
     id: str
-    kl: str
 
 
 def encoded(values: Sequence[float | None]) -> str:
@@ -38,6 +52,30 @@ def decoded(text: str) -> list[float | None]:
     """Return the values of `encoded`, 0 for those of at most LEAST. Raises ValueError for a text
     that is no base64."""
     return [_value(byte) for byte in base64.b64decode(text, validate=True)]
+
+
+def encoded_top(tokens: Sequence[Likely]) -> str:
+    """Return the teacher's likeliest tokens at each token with a score, as text. All have as many."""
+    packed = (_ENTRY.pack(token, _byte(-p)) for likely in tokens for token, p in likely)
+    return base64.b64encode(b"".join(packed)).decode()
+
+
+def decoded_top(text: str, scores: Sequence[float | None]) -> list[Likely | None]:
+    """Return the values of `encoded_top` at each of the `scores`, None for a token without one.
+    Raises ValueError for a text that is not of as many tokens."""
+    scored = sum(score is not None for score in scores)
+    data = base64.b64decode(text, validate=True)
+    each = len(data) // (scored * _ENTRY.size) if scored else 0
+    if not each or len(data) != scored * each * _ENTRY.size:
+        if data:
+            raise ValueError(f"{len(data)} bytes are not the likeliest of {scored} tokens")
+        return [None] * len(scores)
+    entries: Iterator[tuple[int, int]] = _ENTRY.iter_unpack(data)
+    likely = ([next(entries) for _ in range(each)] for _ in range(scored))
+    return [
+        None if score is None else [(token, -(_value(byte) or 0.0)) for token, byte in next(likely)]
+        for score in scores
+    ]
 
 
 def _byte(value: float | None) -> int:

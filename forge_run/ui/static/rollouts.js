@@ -8,7 +8,6 @@ const FILTERS = ["source", "arm", "step", "document", "kind", "verdict", "least"
 const SOURCES = { rollouts: "training responses", answers: "held-out answers", episodes: "episodes" };
 
 const query = Object.fromEntries(FILTERS.map((name) => [name, new URLSearchParams(location.search).get(name) ?? ""]));
-query.source ||= "rollouts";
 
 const filters = h("form.filters", { onsubmit: (event) => event.preventDefault(), role: "search", "aria-label": "Filters" });
 const rows = h("ol.rows"), pager = h("div.pager"), summary = h("p.soft", { role: "status" });
@@ -88,5 +87,7 @@ main.replaceChildren(card("Rollouts", filters, summary, rows, pager), detail);
 follow(async (marks) => {
   showOutcome(marks.running ? "running" : "ended");
   const now = String([marks.rollouts, marks.answers, marks.episodes]);
+  // The first that has rows: a run on episodes alone samples no other responses.
+  query.source ||= Object.keys(SOURCES).find((name) => marks[name]) ?? "rollouts";
   if (now !== sizes) { sizes = now; await list(); }
 });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from learning.losses.objective import active_channels
 from learning.scoring import TeacherDistribution, score
 from learning.step import train_step
 from learning.trainer import CartridgeTrainer
-from protocols.records.token_scores import decoded
+from protocols.records.token_scores import TOP, decoded, decoded_top
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch, completions
@@ -216,7 +217,7 @@ def scores_of(twin: Twin, updates: int) -> tuple[dict[str, list[float | None]], 
         scores={**given.scores, "doc_teacher": teacher},
     )
     result = trainer.step_on(batch, 0)
-    return {id: decoded(text) for id, text in trainer.token_scores.items()}, result
+    return {id: decoded(of["kl"]) for id, of in trainer.token_scores.items()}, result
 
 
 def test_the_tokens_scores_add_up_to_the_step_s_kl(llama: Twin) -> None:
@@ -226,6 +227,24 @@ def test_the_tokens_scores_add_up_to_the_step_s_kl(llama: Twin) -> None:
     assert told > 0.01
     assert told / 5 == pytest.approx(result.kl, rel=0.031)
     assert scores_of(llama, 2)[0] == scores  # of the first of two updates
+
+
+def test_the_teacher_s_likeliest_tokens_are_kept_in_order(llama: Twin) -> None:
+    bank = first_tokens({n: llama.kv[n] for n in "ab"}, 8, 1)
+    trainer = CartridgeTrainer(llama.model, bank, TRAIN, objective=ALL, keep_token_scores=True)
+    trainer.begin("all", 5)
+    batch = scene(llama, trainer.bank, 0)
+    trainer.step_on(batch, 0)
+    logits = batch.scores["doc_teacher"].logits
+    assert logits is not None
+    probabilities, tokens = logits.double().softmax(-1).topk(TOP)
+    found = []
+    for sample in batch.doc:
+        of = trainer.token_scores[sample.id]
+        found += [likely for likely in decoded_top(of["top"], decoded(of["kl"])) if likely]
+    assert [[token for token, _ in likely] for likely in found] == tokens.tolist()
+    for likely, expected in zip(found, probabilities.tolist(), strict=True):
+        assert [p for _, p in likely] == pytest.approx([math.log(p) for p in expected], rel=0.031)
 
 
 def test_the_tokens_scores_are_kept_where_they_are_asked_for(llama: Twin) -> None:

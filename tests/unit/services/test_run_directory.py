@@ -17,6 +17,7 @@ from protocols.errors import CheckpointError, RunError
 from protocols.files import iter_rows, read_rows
 from protocols.records.answers import Answer, AnswerRow, to_row
 from protocols.records.run_files import MetricRow, RolloutRow, RunResults
+from protocols.records.token_scores import SampleScores
 from services.run_directory import RunDirectory, outcome, storage_error
 
 START = datetime(2026, 7, 26, 10, 15, 30, 120_000, tzinfo=UTC)
@@ -334,10 +335,11 @@ def test_scores_of_tokens_end_at_their_size_and_are_cut_with_their_steps(
     run: RunDirectory,
 ) -> None:
     fill(run)
-    line = len('{"arm": "on_policy", "step": 1, "id": "a", "kl": "AP8="}\n')
+    line = len('{"arm": "on_policy", "step": 1, "id": "a", "kl": "AP8=", "top": ""}\n')
+    scores = SampleScores(kl="AP8=", top="")
     for step in (1, 2):
-        assert run.append_token_scores("on_policy", step, {"a": "AP8="}, 2 * line)
-    assert not run.append_token_scores("on_policy", 3, {"a": "AP8="}, 2 * line)
+        assert run.append_token_scores("on_policy", step, {"a": scores}, 2 * line)
+    assert not run.append_token_scores("on_policy", 3, {"a": scores}, 2 * line)
     assert positions(run.token_scores) == [("on_policy", 1), ("on_policy", 2)]
     assert run.truncate_after("on_policy", 1)["token_scores.jsonl"] == 1
     assert positions(run.token_scores) == [("on_policy", 1)]
@@ -345,10 +347,10 @@ def test_scores_of_tokens_end_at_their_size_and_are_cut_with_their_steps(
 
 def test_damaged_scores_of_tokens_are_removed_and_doubt_nothing(run: RunDirectory) -> None:
     fill(run)
-    run.append_token_scores("on_policy", 1, {"a": "AA=="}, 1000)
+    run.append_token_scores("on_policy", 1, {"a": SampleScores(kl="AA==", top="")}, 1000)
     with run.token_scores.open("ab") as file:
         file.write(b"damaged\n")
-    run.append_token_scores("on_policy", 2, {"a": "AA=="}, 1000)
+    run.append_token_scores("on_policy", 2, {"a": SampleScores(kl="AA==", top="")}, 1000)
     assert run.heal() == (None, ["token_scores.jsonl: removed damaged lines (2)"])
     assert positions(run.token_scores) == [("on_policy", 1), ("on_policy", 2)]
 

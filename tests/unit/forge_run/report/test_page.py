@@ -97,7 +97,9 @@ def test_ids_are_unique_and_every_reference_lands(html: str) -> None:
     page = Page(html)
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
-    used = {(attrs.get("href") or "#")[1:] for _, attrs in page.tags if attrs.get("href")} | set(re.findall(r"url\(#([^)]+)\)", html))
+    used = {(attrs.get("href") or "#")[1:] for _, attrs in page.tags if attrs.get("href")} | set(
+        re.findall(r"url\(#([^)]+)\)", html)
+    )
     assert used <= set(ids)
 
 

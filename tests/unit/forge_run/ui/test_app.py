@@ -4,6 +4,7 @@ there."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from forge_run.ui.access import PageAccess
 from forge_run.ui.app import RunPages
 from forge_run.ui.served_runs import ServedRuns
 from protocols.errors import DataError
-from protocols.records.token_scores import encoded
+from protocols.records.token_scores import SampleScores, encoded, encoded_top
 from services.control.endpoints import Endpoints, write_endpoints
 from services.run_directory import RunDirectory
 
@@ -124,9 +125,15 @@ def test_a_rollout_token_by_token_and_the_same_question_at_other_versions(
 
 def test_the_scores_of_a_rollouts_tokens(client: TestClient, run: RunDirectory) -> None:
     scores = [0.0, None, 50.0, None, None, None, None]
-    run.append_token_scores("on_policy", 2, {"on_policy/2/0": encoded(scores)}, 10_000)
+    likely = [[(334, math.log(0.75)), (2, math.log(0.25))], [(369, 0.0), (2, -50.0)]]
+    told = SampleScores(kl=encoded(scores), top=encoded_top(likely))
+    run.append_token_scores("on_policy", 2, {"on_policy/2/0": told}, 10_000)
     row = asked(client, "rollout", run=key(run), number=2)["row"]
     assert row["kl"] == [0.0, None, pytest.approx(50.0), *[None] * 4]
+    assert row["teacher"] == [
+        [[" chart", pytest.approx(0.75, rel=0.01)], ["<|end|>", pytest.approx(0.25, rel=0.05)]],
+        None, [[" says", 1.0], ["<|end|>", pytest.approx(0.0, abs=1e-9)]], *[None] * 4,
+    ]  # fmt: skip
     other, scored = asked(client, "rollouts", run=key(run))["rows"][:2]
     assert (other["kl"], scored["kl"]) == (None, pytest.approx(25.0))
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from forge_run.ui.keyed_rows import KeyedRows
 from forge_run.ui.row_index import RowFacts, RowFilter, RowIndex, filter_of
-from forge_run.ui.score_index import ScoreIndex
 from forge_run.ui.tail import FollowedRows, GrowingFile
 from protocols.errors import DataError
 
@@ -158,13 +158,21 @@ def test_filters_come_from_the_query() -> None:
         filter_of({"step": "twelve"})
 
 
-def test_scores_are_found_by_arm_step_and_id(tmp_path: Path) -> None:
-    path = tmp_path / "token_scores.jsonl"
-    write(path, {"arm": "on_policy", "step": 1, "id": "a", "kl": "AP8="})  # bytes 0 and 255
-    index = ScoreIndex(path)
+def test_rows_are_found_by_key_and_the_last_of_two_wins(tmp_path: Path) -> None:
+    path = tmp_path / "votes.jsonl"
+    rows = KeyedRows(path, lambda row: row.get("id"))
+    assert rows.find("a") is None
+    write(path, {"id": "a", "kl": 1}, {"kl": 2}, {"id": "b", "kl": 3})
+    assert rows.find("a") == {"id": "a", "kl": 1}
+    write(path, {"id": "a", "kl": 4})
+    assert (rows.find("a"), rows.find("b")) == ({"id": "a", "kl": 4}, {"id": "b", "kl": 3})
+    assert rows.find("") is None
+
+
+def test_rows_spread_over_a_file(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", *({"step": step} for step in range(10)))
+    index = RowIndex(tmp_path / "rows.jsonl", facts)
     index.refresh()
-    assert index.of({"arm": "on_policy", "step": 1, "id": "a"}) == [0.0, None]
-    assert index.of({"arm": "on_policy", "step": 2, "id": "a"}) is None
-    write(path, {"arm": "on_policy", "step": 2, "id": "a", "kl": "AA=="})
-    index.refresh()
-    assert index.of({"arm": "on_policy", "step": 2, "id": "a"}) == [0.0]
+    assert index.spread_over(4) == [9, 6, 3, 0]
+    assert index.spread_over(50) == list(range(9, -1, -1))
+    assert RowIndex(tmp_path / "none.jsonl", facts).spread_over(4) == []

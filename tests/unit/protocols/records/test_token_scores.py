@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.records.token_scores import LEAST, MOST, decoded, encoded
+from protocols.records.token_scores import LEAST, MOST, decoded, decoded_top, encoded, encoded_top
 
 
 def test_known_values_are_these_bytes() -> None:
@@ -31,3 +31,13 @@ def test_what_was_written_is_read() -> None:
 def test_a_value_is_off_by_three_percent_at_most(value: float) -> None:
     (read,) = decoded(encoded([value]))
     assert read == pytest.approx(value, rel=0.0309)
+
+
+def test_likely_tokens_are_five_bytes_each() -> None:
+    # -log p of 0 is byte 0, and of sqrt(1e-5 * 50) byte 127.
+    text = encoded_top([[(258, 0.0), (7, -0.02236068)]])
+    assert base64.b64decode(text) == bytes([2, 1, 0, 0, 0, 7, 0, 0, 0, 127])
+    assert decoded_top(text, [None, 0.5]) == [None, [(258, 0.0), (7, pytest.approx(-0.02236068))]]
+    assert decoded_top("", [None, 0.5]) == [None, None]
+    with pytest.raises(ValueError, match="10 bytes are not the likeliest of 3 tokens"):
+        decoded_top(text, [0.5, 0.5, 0.5])
