@@ -334,7 +334,8 @@ class TrainStepOutput(TimedReply):
     of the cartridges that had a loss: {"patient_01": {"lr": 0.02, "grad_norm": 0.3, "step": 12,
     "tokens": 212}}, with `step` the number of the cartridge's own step. `lr` is the largest of
     theirs, and `grad_norm` that of all of them together. `token_scores` is doc_kl at every token of
-    a sample and the teacher's likeliest tokens there, by its id (`protocols.records.token_scores`), empty where it is not asked for or was
+    a sample and the teacher's likeliest tokens there, by its id
+    (`protocols.records.token_scores`), empty where it is not asked for or was
     lost with a trainer.
     """
 

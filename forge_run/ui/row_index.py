@@ -126,7 +126,7 @@ class RowIndex:
             return RowPage(len(numbers), [(n, self._read(n)) for n in map(int, shown)])
 
     def spread_over(self, count: int) -> list[int]:
-        """Return the numbers of at most `count` rows, spread evenly from the newest to the oldest."""
+        """Return the numbers of at most `count` rows, spread evenly, the newest first."""
         return [len(self) - 1 - int(place) for place in _spread(len(self), count)]
 
     def verdict(self, number: int) -> float | None:

@@ -25,8 +25,8 @@ SOURCES = ("rollouts", "answers", "episodes")
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """Hold what is known of a response's tokens: doc_kl in nats, and what the teacher held likeliest
-    with its log-probabilities; None for a token without a loss."""
+    """Hold what is known of a response's tokens: doc_kl in nats, and the teacher's likeliest tokens
+    with their log-probabilities; None for a token without a loss."""
 
     kl: list[float | None]
     top: list[Likely | None]

@@ -55,7 +55,7 @@ def decoded(text: str) -> list[float | None]:
 
 
 def encoded_top(tokens: Sequence[Likely]) -> str:
-    """Return the teacher's likeliest tokens at each token with a score, as text. All have as many."""
+    """Return the teacher's likeliest at each token with a score, as text; as many at each."""
     packed = (_ENTRY.pack(token, _byte(-p)) for likely in tokens for token, p in likely)
     return base64.b64encode(b"".join(packed)).decode()
 

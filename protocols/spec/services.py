@@ -144,7 +144,9 @@ class RecordsSpec(SpecSection):
     """Configure what a run records only for those who look at it."""
 
     token_scores: bool = Field(
-        default=True, description="write doc_kl of every trained token to token_scores.jsonl"
+        default=True,
+        description="write doc_kl of every trained token, and the teacher's likeliest tokens there, "
+        "to token_scores.jsonl",
     )
     token_scores_mib: int = Field(
         default=64, ge=1, description="size at which token_scores.jsonl ends, MiB"
