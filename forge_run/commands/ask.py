@@ -23,6 +23,7 @@ from typing import Any
 
 from documents.retrieval import Bm25Router, Choice
 from forge_run.commands import note
+from forge_run.run_documents import document_of
 from protocols.errors import DataError, RunError, SpecError
 from protocols.home import model_names, models_folder
 from protocols.secrets import secret_text
@@ -269,29 +270,16 @@ def _print_sides(found: Sequence[ArmAnswer], as_json: bool) -> None:
 
 
 def _document_of(asked: AskedCartridge) -> str:
-    """Return the text that a cartridge replaces, read again as its run read it. Raises DataError
-    where that run or its documents are not there any more, or are others."""
-    from learning.model.loading import load_tokenizer
-    from training.recipes.longhealth_prompts import open_prompts
-    from training.recipes.study_material import read_material
-
+    """Return the text that a cartridge replaces. Raises DataError where its run or that run's
+    documents are not there any more, or are others."""
     here = Path(asked.run)
     found = [here] if here.is_absolute() else sorted(Path("runs").glob(f"*/{asked.run}"))
-    remedy = "--beside reads the document of a run; name it by --run RUN"
     if not asked.run or not found or not (found[0] / "spec.yaml").is_file():
-        raise DataError(f"the run of {asked.shown} is not under runs: {remedy}")
-    learn = load_resolved(found[0] / "spec.yaml").learn
-    if learn.self_study is None:
-        if learn.data.source != "clinic" or learn.rsa is not None:
-            raise DataError(f"the run of {asked.shown} has no self-study of documents: {remedy}")
-        # Its charts are drawn from the seed, so that they cannot have changed.
-        prompts = open_prompts(learn, load_tokenizer(learn.model.path))
-        return "\n\n".join(prompts.texts[c] for c in prompts.layout.contexts[asked.name])
-    parts, _ = read_material(learn, load_tokenizer(learn.model.path))
-    read = json.loads((found[0] / "documents.json").read_bytes())["documents"]
-    if json.loads(json.dumps(parts.as_dict()["documents"])) != read:
-        raise DataError(f"the documents of {found[0]} have changed since; bring them back")
-    return "\n\n".join(parts.texts[context] for context in parts.layout.contexts[asked.name])
+        raise DataError(
+            f"the run of {asked.shown} is not under runs: --beside reads the document of a run; "
+            "name it by --run RUN"
+        )
+    return document_of(found[0], asked.name)
 
 
 def _by_server(

@@ -24,6 +24,7 @@ from forge_run.ui import (
     cartridges_page,
     compare_page,
     mesh_page,
+    recall,
     rollouts_page,
     run_page,
 )
@@ -59,7 +60,7 @@ class RunPages:
             "steps": self._steps, "events": self._events, "rollouts": self._rollouts,
             "rollout": self._rollout, "cartridges": self._cartridges, "diff": self._diff,
             "mesh": self._mesh, "stacks": self._stacks, "compare": self._compare,
-            "paired": self._paired,
+            "paired": self._paired, "recall": self._recall,
         }  # fmt: skip
         return Starlette(
             routes=[
@@ -138,6 +139,9 @@ class RunPages:
     def _cartridges(self, request: Request) -> Any:
         chosen = request.query_params.get("checkpoint", "")
         return cartridges_page.cartridges(self._view(request), chosen)
+
+    def _recall(self, request: Request) -> Any:
+        return recall.recalled(self._view(request), request.query_params.get("name", ""))
 
     def _diff(self, request: Request) -> Any:
         name, a, b = (request.query_params.get(key, "") for key in ("name", "a", "b"))

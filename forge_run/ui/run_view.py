@@ -112,6 +112,10 @@ class RunView:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
+    def token_count(self, text: str) -> int | None:
+        """Return how many tokens a text has, None without the tokenizer."""
+        return None if self._tokenizer is None else len(self._tokenizer.encode(text).ids)
+
     def pieces(self, ids: Sequence[int]) -> list[str] | None:
         """Return the text of each token; of one that ends inside a character, nothing. None without
         the tokenizer."""

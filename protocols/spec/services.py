@@ -145,7 +145,7 @@ class RecordsSpec(SpecSection):
 
     token_scores: bool = Field(
         default=True,
-        description="write doc_kl of every trained token, and the teacher's likeliest tokens there, "
+        description="write doc_kl of every trained token, and the likeliest of the teacher, "
         "to token_scores.jsonl",
     )
     token_scores_mib: int = Field(

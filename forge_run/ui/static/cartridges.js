@@ -2,7 +2,7 @@
 
 import { ask, bytes, card, count, exported, follow, guarded, h, main, number, run, showOutcome, table } from "/static/page.js";
 
-const shownPlace = h("div.page"), diffPlace = h("div.page");
+const shownPlace = h("div.page"), recallPlace = h("div.page"), diffPlace = h("div.page");
 let checkpoint = "";
 
 function pick(label, values, chosen, changed) {
@@ -30,7 +30,7 @@ async function show() {
         ["cartridge", "layers x 2 x heads x tokens x size", "tokens", "size", "document's KV", "compression", "saved in each request"], rows),
       h("p.soft", {}, saved ? `Of documents of ${number(saved, 1)} tokens on average; sizes in the model's dtype.` : "Compression is known once the run has results; sizes in the model's dtype.")),
     ...found.cartridges.map(norms));
-  if (!exported) difference(found);
+  if (!exported) { recall(found); difference(found); }
 }
 
 function norms(one) {
@@ -40,6 +40,36 @@ function norms(one) {
     `Of ${one.name}: version ${one.source.version}, ${one.source.arm}, step ${one.source.step}`,
     ["layer", "keys", "", "largest key", "values", "", "largest value"],
     one.layers.map((layer, i) => [String(i), number(layer.keys, 4), bar(layer.keys), number(layer.largest_key, 3), number(layer.values, 4), bar(layer.values), number(layer.largest_value, 3)])));
+}
+
+const SHADES = 5;
+
+/** A document's passages, coloured by the share of right answers about each. */
+function passages(found) {
+  const shade = (one) => `.recall${Math.round((one.right / one.asked) * SHADES)}`;
+  const told = (one) => `${number(one.right, one.right % 1 ? 2 : 0)} of ${one.asked} right`;
+  const lines = Map.groupBy(found.passages, (one) => one.line);
+  return [h("div.document.scroll", { tabindex: "0", role: "group", "aria-label": "The document" }, ...[...lines.values()].map((line) => h("p", {},
+    ...line.flatMap((one) => [one.asked ? h(`mark.recall${shade(one)}`, { title: told(one) }, one.text, h("small", {}, ` ${told(one)}`)) : h("span.soft", {}, one.text), " "])))),
+  h("p.soft", {}, "Marked: the passages that held-out questions ask about, ",
+    ...Array.from({ length: SHADES + 1 }, (_, i) => [h(`mark.recall.recall${i}`, {}, `${(100 * i) / SHADES}%`), " "]).flat(),
+    " right with the cartridge. A question is about the passage with its right answer and most of its words.",
+    found.cut ? " The document is longer than what is shown." : "")];
+}
+
+function recall(found) {
+  const out = h("div", { "aria-live": "polite" });
+  const [label, name] = pick("cartridge", found.cartridges.map((one) => one.name), found.cartridges[0].name, () => {});
+  const submit = (event) => {
+    event.preventDefault();
+    out.replaceChildren(h("p", { role: "status" }, "The document is read as the run read it; this takes some seconds."));
+    return guarded(async () => {
+      const told = await ask("recall", { run, name: name.value });
+      const size = told.tokens ? [h("p", {}, `${count(told.tokens)} tokens of text, for which ${count(found.cartridges.find((one) => one.name === name.value).tokens)} stand.`)] : [];
+      out.replaceChildren(...(told.why_not ? [h("p", {}, told.why_not)] : []), ...(told.passages.length ? [...size, ...passages(told)] : []));
+    });
+  };
+  recallPlace.replaceChildren(card("What it recalls", h("form.filters", { onsubmit: submit }, label, h("button", {}, "Read its document")), out));
 }
 
 function difference(found) {
@@ -61,7 +91,7 @@ function difference(found) {
 }
 
 let before = "";
-main.replaceChildren(shownPlace, diffPlace);
+main.replaceChildren(shownPlace, recallPlace, diffPlace);
 follow(async (marks) => {
   showOutcome(marks.running ? "running" : "ended");
   const now = String([marks.checkpoints, marks.ended]);
