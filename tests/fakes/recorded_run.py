@@ -94,7 +94,8 @@ def finish(run: RunDirectory) -> None:
 EPISODE: dict[str, Any] = {
     "schema": 1, "record": "episode", "arm": "on_policy", "step": 1, "group": "desk/1/0",
     "task": {"id": "desk/1/0", "document": "desk_01", "arguments": {"seed": 3}},
-    "opening": {"messages": [{"role": "user", "content": "who is the surgeon?"}]},
+    "opening": {"messages": [{"role": "user", "content": "who is the surgeon?"}],
+                "error_kind": "", "error": "", "expected": None},
     "reward": 1.0, "error_kind": "", "flags": [], "sampling": {},
     "branches": [[*PROMPT, *SAID]],
     "turns": [
@@ -102,6 +103,6 @@ EPISODE: dict[str, Any] = {
          "text": "the chart says radiologist lakeside.", "finish_reason": "stop",
          "hint": "look at the handbook", "no_hint": "",
          "observation": {"messages": [{"role": "tool", "content": "done"}], "error_kind": "",
-                         "expected": "lakeside"}},
+                         "error": "", "expected": "lakeside"}},
     ],
 }  # fmt: skip

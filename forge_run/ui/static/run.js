@@ -163,24 +163,29 @@ function buttons(found) {
   place.dataset.paused = String(paused);
   const act = (action, more = {}) => guarded(async () => notice((await send("steer", { run, action, ...more })).told));
   const button = (text, does) => h("button", { type: "button", onclick: does }, text);
-  const scale = () => {
-    const dialog = document.getElementById("scale") ?? scaling(act, found.status.pools);
-    dialog.showModal();
-  };
+  const scale = () => (document.getElementById("scale") ?? scaling(act, found.status.pools)).showModal();
   place.replaceChildren(paused ? button("Resume", () => act("resume")) : button("Pause", () => act("pause")),
     button("Checkpoint", () => act("checkpoint")), button("Scale…", scale),
-    button("Stop", () => { if (confirm("End the run after this step, with a checkpoint?")) act("stop"); }));
+    button("Stop", () => stopping(act).showModal()));
+}
+
+function dialog(id, label, parts, submit) {
+  const element = h("dialog", { id, "aria-label": label }, h("form", { method: "dialog", onsubmit: submit }, ...parts,
+    h("button", { type: "button", onclick: () => element.close() }, "Cancel")));
+  document.body.append(element);
+  return element;
+}
+
+function stopping(act) {
+  return document.getElementById("stop") ?? dialog("stop", "End the run", [
+    h("p", {}, "The run ends after the step in progress, with a checkpoint."), h("button.main", {}, "End the run")], () => { act("stop"); });
 }
 
 function scaling(act, pools) {
   const role = h("select", { id: "scale-role" }, ...pools.map((pool) => h("option", { value: pool.role }, `${pool.role} (${pool.target} now)`)));
   const replicas = h("input", { id: "scale-replicas", type: "number", min: "1", value: "2", required: true });
-  const dialog = h("dialog", { id: "scale", "aria-label": "Scale a role" }, h("form", { method: "dialog", onsubmit: () => {
-    act("scale", { role: role.value, replicas: Number(replicas.value) });
-  } }, h("label", { for: "scale-role" }, "role ", role), h("label", { for: "scale-replicas" }, "replicas ", replicas),
-  h("button", {}, "Scale"), h("button", { type: "button", onclick: () => dialog.close() }, "Cancel")));
-  document.body.append(dialog);
-  return dialog;
+  return dialog("scale", "Scale a role", [h("label", { for: "scale-role" }, "role ", role), h("label", { for: "scale-replicas" }, "replicas ", replicas),
+    h("button.main", {}, "Scale")], () => { act("scale", { role: role.value, replicas: Number(replicas.value) }); });
 }
 
 const refresh = oneAtATime(async () => {
