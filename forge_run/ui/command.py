@@ -6,11 +6,7 @@ import logging
 import secrets
 from pathlib import Path
 
-import uvicorn
-
 from forge_run.listening import listen
-from forge_run.ui.access import PageAccess
-from forge_run.ui.app import RunPages
 from forge_run.ui.served_runs import ServedRuns
 from protocols.errors import SpecError
 from protocols.secrets import read_secret
@@ -31,6 +27,12 @@ def command(
     if token_env is not None:
         token = read_secret("--token-env", token_env, "the token of the pages").get_secret_value()
     listening = listen(address, "--listen")
+    # These take most of a second, and a mistake is answered without them.
+    import uvicorn
+
+    from forge_run.ui.access import PageAccess
+    from forge_run.ui.app import RunPages
+
     host, port = address.rpartition(":")[0], listening.getsockname()[1]
     app = PageAccess(
         RunPages(runs).application(), token, host.strip("[]"), secure=tls_cert is not None

@@ -24,8 +24,8 @@ MOST_CHARACTERS = 200_000  # of a document that is shown
 
 
 def recalled(view: RunView, cartridge: str) -> dict[str, Any]:
-    """Return the passages of a cartridge's document with how many questions about each were answered,
-    and how many right; `why_not` tells why nothing is known."""
+    """Return the passages of a cartridge's document, with how many questions about each were
+    answered, and how many right; `why_not` tells why nothing is known."""
     try:
         text = document_of(view.run.path, cartridge)
     except (ForgeError, OSError) as error:

@@ -21,8 +21,9 @@ SHAPES = {
 }
 # What a page shows once its data is there.
 SHOWN = {
-    "runs": "table a", "run": ".uplot canvas", "results": ".section table", "rollouts": "button.row",
-    "cartridges": "meter", "mesh": "table", "compare": ".uplot canvas", "ask": "form button",
+    "runs": "table a", "run": ".uplot canvas", "results": ".section table",
+    "rollouts": "button.row", "cartridges": "meter", "mesh": "table",
+    "compare": ".uplot canvas", "ask": "form button",
 }  # fmt: skip
 SERIOUS = ("serious", "critical")
 # Elements that a keyboard must reach, and whether each was the focus of a key.
@@ -83,9 +84,7 @@ def check(page: Any, axe: str, where: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_as_it_is_shown(
-    browser: Any, axe: str, pages: Pages, name: str, shape: str
-) -> None:
+def test_a_page_as_it_is_shown(browser: Any, axe: str, pages: Pages, name: str, shape: str) -> None:
     for run in (pages.ended, pages.live):
         address = pages.url(name, run)
         with opened(browser, shape, address) as page:
@@ -126,7 +125,7 @@ def test_a_row_opens_by_a_key_and_tells_the_teacher_s_choice(
             "token",
         ]  # fmt: skip
         title = heats.nth(1).get_attribute("title")
-        assert "the teacher held likeliest \" chart\" 90.3%" in title
+        assert 'the teacher held likeliest " chart" 90.3%' in title
         assert "version 1" in title
         page.locator("summary").first.click()
         check(page, axe, f"a row, {shape}")

@@ -1,6 +1,6 @@
 """How much faster episodes train that run ahead, where the environment is slow by chance.
 
-    python -m benchmarks.ahead [--steps 14] [--median 0.2] [--sigma 1.0] [--staleness 2] [--quick]
+    python -m benchmarks.simulation.ahead [--steps 14] [--median 0.2] [--sigma 1.0] [--quick]
 
 A server of the clinic desk holds every reply back for a lognormal time. The same run trains over it
 in strict mode and with rollouts ahead; both in turn, on this machine. Steps while rollouts build up
@@ -32,7 +32,7 @@ SETS = ("objective.beta=0", "replay=null", "objective.alpha=0", "objective.w_doc
 
 def slow(app: ASGIApp, median: float, sigma: float) -> ASGIApp:
     """Return the application with every WebSocket reply late by a lognormal time (seconds)."""
-    draws = random.Random("benchmarks.ahead")
+    draws = random.Random("benchmarks.simulation.ahead")
 
     async def late(scope: Scope, receive: Receive, send: Send) -> None:
         async def wait_and_send(message: Message) -> None:

@@ -1,0 +1,1 @@
+"""What a person waits for: answers of the command line, and pages of a run."""
