@@ -194,9 +194,12 @@ class RunPages:
         return EventSourceResponse(marks(), send_timeout=30)
 
     def marks(self, key: str) -> dict[str, Any]:
-        """Return a mark of each file of a run, equal while it is, and whether the run goes on."""
+        """Return a mark of each file of a run, equal while it is, whether the run goes on, and how
+        it ended."""
         view = self._runs.view(key)
-        return {**view.marks(), "running": self._of(view).running}
+        running = self._of(view).running
+        marks = view.marks()
+        return {**marks, "running": running, "outcome": "running" if running else view.outcome()}
 
     async def _steer(self, request: Request) -> Response:
         asked = await _body(request, run=str, action=str)

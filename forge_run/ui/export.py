@@ -94,7 +94,7 @@ def _kept(view: RunView) -> dict[str, Any]:
             "steps": run_page.steps(view, 0, 0), "events": run_page.happenings(view, MOST_EVENTS),
             "mesh": {**mesh_page.mesh(view, None), "stacks": []}, "cartridges": _cartridges(view),
         },
-        "marks": {**view.marks(), "running": False},
+        "marks": {**view.marks(), "running": False, "outcome": view.outcome()},
         "rollouts": {}, "rollout": {}, "page": PAGE_ROWS,
     }  # fmt: skip
     for source in SOURCES:

@@ -18,7 +18,7 @@ from protocols.errors import ForgeError
 from protocols.records.token_scores import Likely, decoded, decoded_top
 from protocols.spec.loading import load_resolved
 from protocols.spec.mesh import RunSpec
-from services.run_directory import RunDirectory
+from services.run_directory import RunDirectory, outcome
 
 SOURCES = ("rollouts", "answers", "episodes")
 
@@ -88,6 +88,10 @@ class RunView:
             "metrics": self.metrics.mark, "events": self.events.mark, **sizes,
             "checkpoints": kept, "ended": self.run.results.exists(),
         }  # fmt: skip
+
+    def outcome(self) -> str:
+        """Return how the run ended, by its events: of one that goes on, nothing of meaning."""
+        return outcome(self.events.rows)
 
     @cached_property
     def spec(self) -> RunSpec | None:

@@ -39,5 +39,5 @@ async function form() {
     h("p.soft", {}, `Of ${found.shown}, greedily. While the run goes on it shares this machine's processors with it.`)), answers);
 }
 
-follow((marks) => showOutcome(marks.running ? "running" : "ended"));
+follow((marks) => showOutcome(marks.outcome));
 guarded(form);

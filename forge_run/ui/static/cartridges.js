@@ -93,7 +93,7 @@ function difference(found) {
 let before = "";
 main.replaceChildren(shownPlace, recallPlace, diffPlace);
 follow(async (marks) => {
-  showOutcome(marks.running ? "running" : "ended");
+  showOutcome(marks.outcome);
   const now = String([marks.checkpoints, marks.ended]);
   if (now !== before) { before = now; await show(); }
 });

@@ -41,7 +41,7 @@ let running = false;
 main.replaceChildren(rolesPlace, replicasPlace, stacksPlace, changesPlace);
 follow(async (marks) => {
   running = marks.running;
-  showOutcome(running ? "running" : "ended");
+  showOutcome(marks.outcome);
   await show();
 });
 setInterval(() => { if (running && !document.hidden) guarded(show); }, 3000);

@@ -4,7 +4,7 @@ import { follow, h, main, showOutcome } from "/static/page.js";
 
 let first = null;
 follow((marks) => {
-  showOutcome(marks.running ? "running" : "ended");
+  showOutcome(marks.outcome);
   const now = JSON.stringify([marks.metrics, marks.ended]);
   first ??= now;
   if (now === first || document.getElementById("again")) return;

@@ -5,7 +5,7 @@ import { heading, shown } from "/static/rollout.js";
 
 const PAGE = 25;
 const FILTERS = ["source", "arm", "step", "document", "kind", "verdict", "least", "most", "skip"];
-const SOURCES = { rollouts: "training responses", answers: "held-out answers", episodes: "episodes" };
+const SOURCES = { rollouts: "training responses", episodes: "episodes", answers: "held-out answers" };
 
 const query = Object.fromEntries(FILTERS.map((name) => [name, new URLSearchParams(location.search).get(name) ?? ""]));
 
@@ -85,7 +85,7 @@ async function open(number_) {
 let sizes = "";
 main.replaceChildren(card("Rollouts", filters, summary, rows, pager), detail);
 follow(async (marks) => {
-  showOutcome(marks.running ? "running" : "ended");
+  showOutcome(marks.outcome);
   const now = String([marks.rollouts, marks.answers, marks.episodes]);
   // The first that has rows: a run on episodes alone samples no other responses.
   query.source ||= Object.keys(SOURCES).find((name) => marks[name]) ?? "rollouts";
