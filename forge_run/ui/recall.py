@@ -3,7 +3,7 @@
 document -> passages                   lines, cut into sentences
 question -> the passage it is about    the one that shares most of its words, and first of those
                                        with the right answer's words one after another
-passage  -> asked, right               over the answers of the arm on policy
+passage  -> asked, right               over the greedy answers of the arm on policy
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def recalled(view: RunView, cartridge: str) -> dict[str, Any]:
 
 def _answers(view: RunView, cartridge: str) -> list[Mapping[str, Any]]:
     rows = (row for row in iter_rows(view.run.answers) if row.get("cartridge") == cartridge)
-    return [row for row in rows if row["arm"] == "on_policy"]
+    return [row for row in rows if row["arm"] == "on_policy" and not row["sampled"]]
 
 
 def split_passages(text: str) -> list[tuple[int, str]]:

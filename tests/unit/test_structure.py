@@ -75,3 +75,9 @@ def test_few_files_name_one_channel() -> None:
     for channel in ("sdpo", "replay_dpo"):
         files = [p for p in SOURCES if channel in p.read_text().lower()]
         assert len(files) <= 8, [str(p.relative_to(ROOT)) for p in files]
+
+
+def test_the_pictures_of_the_documentation_are_small() -> None:
+    pictures = sorted((ROOT / "docs").rglob("*.png"))
+    assert len(pictures) >= 4
+    assert {p.name: p.stat().st_size for p in pictures if p.stat().st_size >= 200_000} == {}

@@ -1,6 +1,6 @@
 // The page of cartridges: sizes, norms by layer, and how far two versions are apart.
 
-import { ask, bytes, card, count, exported, follow, guarded, h, main, number, run, showOutcome, table } from "/static/page.js";
+import { ask, bytes, card, count, exported, follow, guarded, h, main, number, run, showOutcome, table, times } from "/static/page.js";
 
 const shownPlace = h("div.page"), recallPlace = h("div.page"), diffPlace = h("div.page");
 let checkpoint = "";
@@ -21,7 +21,7 @@ async function show() {
   const rows = found.cartridges.map((one) => {
     const ratio = saved ? saved / one.tokens : null;
     return [one.name, one.shape.join(" x "), `${one.tokens}, ${one.frozen} frozen`, bytes(one.bytes),
-      ratio ? bytes(one.bytes * ratio) : "-", ratio ? `${ratio.toFixed(1)}x` : "-",
+      ratio ? bytes(one.bytes * ratio) : "-", ratio ? times(ratio) : "-",
       ratio ? `${count(Math.round(saved - one.tokens))} tokens, ${bytes(one.bytes * (ratio - 1))}` : "-"];
   });
   shownPlace.replaceChildren(

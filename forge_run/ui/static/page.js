@@ -115,6 +115,12 @@ export const number = (value, digits = 3) =>
   value === null || value === undefined || Number.isNaN(value) ? "-"
     : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : value.toFixed(digits);
 
+/** A compression as Python's format has it elsewhere: 8.25 is 8.2x, a tie to the even digit. */
+export function times(ratio) {
+  const tenths = Math.round(ratio * 10);
+  return `${((ratio * 10) % 1 === 0.5 && tenths % 2 ? tenths - 1 : tenths) / 10}x`.replace(/^(\d+)x$/, "$1.0x");
+}
+
 export const count = (value) => (value === null || value === undefined ? "-" : value.toLocaleString("en"));
 
 export const interval = (ci95) => (ci95 ? `${percent(ci95[0])} to ${percent(ci95[1])}` : "");

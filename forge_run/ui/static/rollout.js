@@ -58,14 +58,14 @@ function values(row) {
   return h("details", {}, h("summary", {}, "Every token's numbers"), h("div.scroll", { tabindex: "0", role: "group", "aria-label": "Tokens" },
     h("table", {}, h("thead", {}, h("tr", {}, ...["token", "-log p", "KL", "version", ...(row.teacher ? ["the teacher's likeliest"] : [])].map((head) => h("th", { scope: "col" }, head)))),
       h("tbody", {}, ...row.pieces.map((piece, i) => h("tr", {}, h("th", { scope: "row" }, JSON.stringify(piece)), h("td", {}, number(row.logprobs[i] === undefined ? null : -row.logprobs[i])),
-        h("td", {}, number(row.kl?.[i])), h("td", {}, String(row.versions[i] ?? "-")),
+        h("td", {}, number(row.kl?.[i])), h("td", {}, row.versions[i] < 0 ? "teacher" : String(row.versions[i] ?? "-")),
         row.teacher ? h("td", {}, row.teacher[i] ? likely(row.teacher[i]) : "-") : null))))));
 }
 
 function response(row) {
   return [h("p", {}, ...heading({ ...row, versions: row.versions.length ? [Math.min(...row.versions), Math.max(...row.versions)] : [] })),
     h("h3", {}, "Prompt"), h("p.talk", {}, row.prompt ?? `${row.prompt_tokens} tokens; the model's tokenizer is not on this machine`),
-    h("h3", {}, "Student"), tokens(row.pieces, row), legend(row.kl), ...teachers(row), values(row),
+    h("h3", {}, row.versions[0] < 0 ? "Answer, written by the teacher" : "Student"), tokens(row.pieces, row), legend(row.kl), ...teachers(row), values(row),
     facts([["id", row.id], ["ended by", row.finish_reason], ["trains", row.cartridge], ["teacher reads", (row.contexts ?? []).join(", ")],
       ["composed with", (row.composed ?? []).join(", ")], ["sampling", Object.entries(row.sampling ?? {}).map(([k, v]) => `${k} ${v}`).join(", ")]])];
 }

@@ -11,7 +11,7 @@ const query = Object.fromEntries(FILTERS.map((name) => [name, new URLSearchParam
 
 const filters = h("form.filters", { onsubmit: (event) => event.preventDefault(), role: "search", "aria-label": "Filters" });
 const rows = h("ol.rows"), pager = h("div.pager"), summary = h("p.soft", { role: "status" });
-const detail = h("div", { tabindex: "-1", "aria-live": "polite" });
+const detail = h("div.page", { tabindex: "-1", "aria-live": "polite" });
 
 function choose(name, title, values, names = {}) {
   const select = h("select", { onchange: () => set({ [name]: select.value }) },

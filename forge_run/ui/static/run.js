@@ -1,6 +1,6 @@
 // The page of a run: stages, held-out accuracy, KL, channels, seconds by phase, events, and buttons.
 
-import { ask, card, clock, count, duration, follow, guarded, h, interval, main, notice, number, oneAtATime, percent, run, send, showOutcome, table } from "/static/page.js";
+import { ask, card, clock, count, duration, follow, guarded, h, interval, main, notice, number, oneAtATime, percent, run, send, showOutcome, table, times } from "/static/page.js";
 import { Chart, trailing } from "/static/chart.js";
 
 const STACKED = ["publish", "train", "score", "rollout"];
@@ -71,7 +71,7 @@ function tiles(found) {
       percent(shown?.accuracy), interval(shown?.ci95),
       ["document", "none"].filter((a) => arms[a]).map((a) => `${a === "none" ? "no" : "whole"} document ${percent(arms[a].accuracy)}`).join(", ")),
     tile("KL to the teacher, nats a token", number(last?.kl), first && first.kl !== null ? `started at ${number(first.kl)}` : null),
-    tile("Compression", size.ratio ? `${size.ratio.toFixed(1)}x` : `${size.cartridge_tokens ?? "-"} tokens`,
+    tile("Compression", size.ratio ? times(size.ratio) : `${size.cartridge_tokens ?? "-"} tokens`,
       size.ratio ? `${Math.round(size.document_tokens)} document tokens to ${size.cartridge_tokens}` : "of each cartridge"),
     tile("Trained tokens", count(tokens), held.curves.stride > 1 ? `of every ${held.curves.stride}th step` : `${count(stale)} of an older version`,
       pools.length ? `${pools.reduce((n, pool) => n + pool.replicas.length, 0)} replicas` : null),
