@@ -47,6 +47,27 @@ class TimedGenerate(Protocol):
     ) -> Awaitable[tuple[list[Completion], float]]: ...
 
 
+def counted(generate: TimedGenerate, told: Callable[[int, int], None]) -> TimedGenerate:
+    """Return the same, which calls `told` at each reply with the number of completions that have
+    come, and of all that were asked for."""
+
+    async def counting(
+        requests: Sequence[GenerateRequest], replied: Replied = None, /
+    ) -> tuple[list[Completion], float]:
+        done = 0
+
+        def came(completions: Sequence[Completion]) -> None:
+            nonlocal done
+            done += len(completions)
+            told(done, len(requests))
+            if replied is not None:
+                replied(completions)
+
+        return await generate(requests, came)
+
+    return counting
+
+
 @dataclass(frozen=True)
 class StudyPrompt:
     """Hold a prompt about `document`, ready to be sampled.

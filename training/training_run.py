@@ -41,7 +41,7 @@ from training.loop import (
     RunState,
 )
 from training.recipes.base import Recipe, own_cartridge
-from training.rollouts import Rollout, StepRecord, is_offline
+from training.rollouts import Rollout, StepRecord, counted, is_offline
 from training.routing import RememberedAnswers, RoutedQuestions
 from training.run_results import run_results
 from training.teacher_scoring import TeacherScoring, score_key, train_scored
@@ -314,15 +314,19 @@ class TrainingRun:
 
         again = "routed" in self._learn.evaluate.arms and arm in ("on_policy", "routed")
         routes = {"on_policy": self._routing.own, "routed": self._routing.chosen}
+        generate = self._answers if again else self._generator.generate
         begun = time.perf_counter()
         measured = await self._course.measure(
             arm, prefix, version, most=most, sampled=sampled,
-            generate=self._answers if again else self._generator.generate,
+            generate=generate if most is not None else counted(generate, self._answers_came),
             keep=keep if most is None else None,  # not those of validation
             route=routes.get(arm, own_cartridge),
         )  # fmt: skip
         self._left.answered(measured["n"], time.perf_counter() - begun, all_of_them=most is None)
         return measured
+
+    def _answers_came(self, done: int, whole: int) -> None:
+        self._show(phase=f"{done} of {whole} answers")
 
     # -- checkpoints and results ----------------------------------------------------------------
 

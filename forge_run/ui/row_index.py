@@ -134,6 +134,31 @@ class RowIndex:
         found = self._verdict[number]
         return None if math.isnan(found) else found
 
+    def by_document(self, kind: str) -> dict[str, dict[str, tuple[int, float]]]:
+        """Return by document and arm how many rows of a kind have a verdict, and their mean."""
+        with self._lock:
+            wanted = self._names["kind"].get(kind)
+            if wanted is None:
+                return {}
+            verdict = np.frombuffer(self._verdict, dtype=np.float64)
+            kept = np.frombuffer(self._columns["kind"], dtype=np.int32) == wanted
+            kept &= ~np.isnan(verdict)
+            arms = list(self._names["arm"])
+            pair = np.frombuffer(self._columns["document"], dtype=np.int32) * len(arms)
+            pair = pair + np.frombuffer(self._columns["arm"], dtype=np.int32)
+            size = len(arms) * len(self._names["document"])
+            n = np.bincount(pair[kept], minlength=size).reshape(-1, len(arms))
+            sums = np.bincount(pair[kept], verdict[kept], minlength=size).reshape(-1, len(arms))
+            return {
+                document: {
+                    arm: (int(n[i, j]), float(sums[i, j] / n[i, j]))
+                    for j, arm in enumerate(arms)
+                    if n[i, j]
+                }
+                for i, document in enumerate(self._names["document"])
+                if n[i].any()
+            }
+
     def row(self, number: int) -> dict[str, Any]:
         """Return one row. Raises DataError where there is none of this number."""
         with self._lock:

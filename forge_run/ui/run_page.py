@@ -15,6 +15,7 @@ from protocols.records.intervals import wilson_interval
 from services.run_directory import outcome
 
 FIRST_ROWS = 2000  # of a curve at first; of more, every k-th
+MOST_DOCUMENTS = 200  # of the table by document
 NOISE = ("step", "publish")  # events that the curves show
 
 
@@ -35,7 +36,8 @@ def overview(view: RunView, status: Mapping[str, Any] | None) -> dict[str, Any]:
         "status": status, "arms": {**arms, **results.get("arms", {})},
         "compression": results.get("compression"), "policy": results.get("policy"),
         "gold": results.get("gold"), "wall_seconds": results.get("wall_seconds"),
-        "stages": [], "seconds_left": None, "usable_in": None, "settings": {},
+        "documents": _by_document(view), "stages": [], "seconds_left": None, "usable_in": None,
+        "settings": {},
     }  # fmt: skip
     failed = [e for e in events if e["event"] == "failed"]
     if told == "failed" and failed:
@@ -63,6 +65,12 @@ def overview(view: RunView, status: Mapping[str, Any] | None) -> dict[str, Any]:
         "roles": [name for name, _ in spec.roles],
     }  # fmt: skip
     return found
+
+
+def _by_document(view: RunView) -> list[dict[str, Any]]:
+    """Return each document's greedy answers by arm, as (number, share of right ones)."""
+    found = view.index("answers").by_document("greedy")
+    return [{"document": name, "arms": found[name]} for name in sorted(found)[:MOST_DOCUMENTS]]
 
 
 def curves(view: RunView, generation: int, after: int) -> dict[str, Any]:

@@ -65,10 +65,10 @@ class RunStatus:
     0.21, "score": 0.1}, seconds_left=190.0)`
 
     `stage` is a phrase for people ("evaluating document"), `phase` the part of the step now in
-    progress, `phase_seconds` the mean seconds of each phase so far. `step` is the last finished
-    step of `arm` (0 before the first) out of `steps`, `reward` the mean of its episodes, if it has
-    any. `accuracy` is the arm's last measured, `seconds_left` that of the whole run. None means:
-    not known yet.
+    progress, of an evaluation "24 of 48 answers", `phase_seconds` the mean seconds of each phase so
+    far. `step` is the last finished step of `arm` (0 before the first) out of `steps`, `reward` the
+    mean of its episodes, if it has any. `accuracy` is the arm's last measured, `seconds_left` that
+    of the whole run. None means: not known yet.
     """
 
     stage: str = "starting"

@@ -8,7 +8,7 @@ const HUES = ["hue1", "hue2", "hue3", "hue4", "hue5", "hue6"];
 const SMOOTH = 9;
 
 const held = { curves: { generation: 0, next: 0, rows: [] }, steps: { generation: 0, next: 0, rows: [] } };
-const stagesPlace = h("div"), tilesPlace = h("div.tiles"), armsPlace = h("div"), eventsPlace = h("div");
+const stagesPlace = h("div"), tilesPlace = h("div.tiles"), armsPlace = h("div"), documentsPlace = h("div"), eventsPlace = h("div");
 const channelsPlace = h("div.grid");
 const seen = {};  // marks of what is shown
 let channelCharts = null, marks = null;
@@ -36,7 +36,8 @@ const reward = new Chart("Reward of episodes", `The line is the mean of ${SMOOTH
 
 function stages(found) {
   const shown = found.stages.map((stage) => {
-    const steps = stage.steps ? ` ${stage.done}/${stage.steps}` : "";
+    const answers = stage.state === "now" && /answers$/.test(found.status?.phase ?? "") ? `, ${found.status.phase}` : "";
+    const steps = stage.steps ? ` ${stage.done}/${stage.steps}` : answers;
     const took = stage.state === "done" ? duration(stage.seconds) : stage.left === null ? "not known yet" : `${duration(stage.left)} left`;
     const element = h("li.stage", { "data-state": stage.state, title: `${stage.name}${steps}: ${stage.state}, ${took}` },
       h("span", {}, `${stage.name}${steps}`), h("small", {}, `${stage.state}, ${took}`));
@@ -83,6 +84,13 @@ function arms(found) {
     found.gold?.arms?.[name] ? number(found.gold.arms[name].nll) : "-"]);
   armsPlace.replaceChildren(...(rows.length
     ? [card("Arms", table("Accuracy on held-out questions", ["arm", "accuracy", "95%", "questions", "NLL of the right answer"], rows))] : []));
+}
+
+function documents(found) {
+  const names = Object.keys(found.arms).filter((arm) => found.documents.some((one) => one.arms[arm]));
+  const cell = (of) => (of ? `${percent(of[1], 0)} of ${of[0]}` : "-");
+  documentsPlace.replaceChildren(...(found.documents.length > 1
+    ? [card("Documents", table("Right answers on held-out questions, by document", ["document", ...names], found.documents.map((one) => [one.document, ...names.map((arm) => cell(one.arms[arm]))])))] : []));
 }
 
 function draw(found) {
@@ -199,12 +207,13 @@ const refresh = oneAtATime(async () => {
   stages(found);
   tiles(found);
   arms(found);
+  documents(found);
   draw(found);
   buttons(found);
 });
 
 main.replaceChildren(stagesPlace, tilesPlace, h("div.grid", {}, kl.element, accuracy.element, phases.element, speed.element, reward.element),
-  channelsPlace, armsPlace, eventsPlace);
+  channelsPlace, armsPlace, documentsPlace, eventsPlace);
 follow(async (found) => {
   marks = found;
   await refresh();

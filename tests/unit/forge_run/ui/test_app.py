@@ -7,6 +7,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from forge_run.ui.access import PageAccess
 from forge_run.ui.app import RunPages
 from forge_run.ui.served_runs import ServedRuns
 from protocols.errors import DataError
+from protocols.files import REPOSITORY
 from protocols.records.token_scores import SampleScores, encoded, encoded_top
 from services.control.endpoints import Endpoints, write_endpoints
 from services.run_directory import RunDirectory
@@ -149,6 +152,14 @@ def test_held_out_answers_by_verdict(client: TestClient, run: RunDirectory) -> N
     assert [one["arm"] for one in found["same"]] == ["none", "on_policy"]
 
 
+def test_right_answers_by_document_and_arm(client: TestClient, run: RunDirectory) -> None:
+    assert asked(client, "overview", run=key(run))["documents"] == []
+    finish(run)
+    (only,) = asked(client, "overview", run=key(run))["documents"]
+    # Both of 2 right on policy, and 1 of 2 without the document.
+    assert only == {"document": "patient_01", "arms": {"on_policy": [2, 1.0], "none": [2, 0.5]}}
+
+
 def test_an_episode_turn_by_turn(client: TestClient, run: RunDirectory) -> None:
     run.append_episodes([EPISODE, {**EPISODE, "reward": None, "error_kind": "context_full"}])
     right = asked(client, "rollouts", run=key(run), source="episodes", least=0.5)
@@ -167,6 +178,17 @@ def test_marks_tell_which_files_grew(run: RunDirectory) -> None:
     assert pages.marks(run.id) == first
     train(run, 3)
     assert pages.marks(run.id)["metrics"] == [0, 3]
+
+
+def test_a_server_of_pages_imports_no_torch() -> None:
+    code = (
+        "import sys, forge_run.ui.app; print([m for m in ('torch', 'monarch') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
+        cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert done.stdout == "[]\n"
 
 
 def test_a_page_of_one_run(run: RunDirectory) -> None:
