@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tutorial_pages import TUTORIALS, blocks, follow
+from tutorial_pages import ROOT, TUTORIALS, blocks, follow
 
 PAGE = """
 # A page
@@ -60,3 +60,10 @@ def test_every_command_block_of_a_tutorial_is_one_that_is_run() -> None:
             assert block.language in ("sh", "text") or block.title, f"{page.name}: {block.text}"
             for line in block.commands(short=False) if block.language == "sh" else []:
                 assert shlex.split(line)
+
+
+def test_a_newcomer_reads_few_words_before_the_first_command_and_its_accuracy() -> None:
+    """Everything above README's first figure, `make run` included, which prints the accuracy."""
+    start = (ROOT / "README.md").read_text(encoding="utf-8").partition("```")[0]
+    assert "    make run " in start
+    assert len(start.split()) <= 120
