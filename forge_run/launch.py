@@ -118,7 +118,7 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
 
 def _tell_results(directory: RunDirectory, console: Console) -> None:
     """Write the report and print the results, as far as the run's files allow."""
-    from forge_run.ui.export import write_report
+    from forge_run.pages.export import write_report
 
     try:
         write_report(directory.path)
@@ -231,7 +231,7 @@ def _drive(
             if caught.first and asked is None:
                 asked = time.monotonic()
                 _answer(controller.ask_to_stop.call_one(), STATUS_TIMEOUT, lost)
-                import_module("forge_run.ui.export")  # 1 to 2 s, while the step ends
+                import_module("forge_run.pages.export")  # 1 to 2 s, while the step ends
             late = asked is not None and time.monotonic() - asked > STOP_SECONDS
             if late or caught.count > 1:
                 display.line("stopping at once; the last checkpoint stands")

@@ -11,7 +11,8 @@ from learning.losses.channel import LossTerm, MicroBatch
 from learning.losses.doc_kl import DocKL
 from learning.model.distributed import ProcessGroup
 from learning.scoring import TeacherDistribution, top_k
-from protocols.records.token_scores import TOP, Likely, SampleScores, encoded, encoded_top
+from protocols.records.token_scores import TOP, Likely, encoded, encoded_top
+from protocols.types import SampleScores
 
 CHUNK_VALUES = 2**22  # of the teacher's logits that are sorted at a time
 

@@ -31,11 +31,10 @@ from learning.token_scores import TokenScores
 from learning.trainer_state import TrainerState
 from learning.updates import run_updates
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
-from protocols.records.token_scores import SampleScores
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import PreferencePair, TrainBatch
-from protocols.types import Sample, TrainStepOutput
+from protocols.types import Sample, SampleScores, TrainStepOutput
 
 
 class CartridgeTrainer:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from protocols.grammar import ResponseGrammar
-from protocols.records.token_scores import SampleScores
 
 CARTRIDGE = "cartridge/"  # the names of prefixes that are trained cartridges begin with it
 SEPARATOR = "\n"  # between the names of several prefixes; in no document's name
@@ -314,6 +314,14 @@ class ScoreOutput(TimedReply):
     tokens: int = 0
     documents: CacheStats = field(default_factory=CacheStats)
     served: Mapping[str, str] = field(default_factory=dict)
+
+
+class SampleScores(TypedDict):
+    """Hold the scores of the response tokens of one sample, as text
+    (`protocols.records.token_scores`)."""
+
+    kl: str
+    top: str
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,11 @@ from protocols.records.run_files import (
     RolloutRow,
     RunResults,
 )
-from protocols.records.token_scores import SampleScores, TokenScoreRow
+from protocols.records.token_scores import TokenScoreRow
 from protocols.reserve import FULL, hold_room
 from protocols.reserve import NAME as RESERVE
 from protocols.secrets import redacted_row
+from protocols.types import SampleScores
 from registry.terms import TERMS
 
 Position = tuple[int, int]  # index of a trained arm, and its step

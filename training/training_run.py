@@ -20,8 +20,8 @@ from protocols.records.run_files import (
     MetricRow,
     RunOutcome,
 )
-from protocols.records.token_scores import SampleScores
 from protocols.spec.mesh import RunSpec
+from protocols.types import SampleScores
 from registry.terms import write_terms
 from services.clients import GeneratorClient, TrainerClient
 from services.control.commands import StopRequested

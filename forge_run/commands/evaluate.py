@@ -65,7 +65,7 @@ def command(
     write_atomically(home / "eval.md", markdown(found))
     write_page(home, found)
     if len(runs) == 1 and home == runs[0].resolve():
-        from forge_run.ui.export import write_report
+        from forge_run.pages.export import write_report
 
         write_report(home)
     show(f"written: {shown_path(home / EVALUATION)}, eval.md, eval.html")

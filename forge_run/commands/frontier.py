@@ -61,7 +61,7 @@ def command(
     }
     write_atomically(directory.path / FRONTIER, json.dumps(record, indent=1) + "\n")
     write_atomically(directory.path / FRONTIER_ANSWERS, json_lines(answers))
-    from forge_run.ui.export import write_report
+    from forge_run.pages.export import write_report
 
     write_report(directory.path)
     return (section(rows, version),)

@@ -17,21 +17,15 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from forge_run.pages import cartridges_page, mesh_page, recall, rollouts_page, run_page
+from forge_run.pages.export import EXPORTED_PAGES, MOST_EVENTS, PAGE_ROWS
+from forge_run.pages.row_index import filter_of
+from forge_run.pages.run_view import RunView
 from forge_run.report.page import sections_of
+from forge_run.report.palette import STATIC
 from forge_run.report.template import environment
-from forge_run.ui import (
-    asking,
-    cartridges_page,
-    compare_page,
-    mesh_page,
-    recall,
-    rollouts_page,
-    run_page,
-)
-from forge_run.ui.export import EXPORTED_PAGES, MOST_EVENTS, PAGE_ROWS
+from forge_run.ui import asking, compare_page
 from forge_run.ui.live import LiveRun
-from forge_run.ui.row_index import filter_of
-from forge_run.ui.run_view import RunView
 from forge_run.ui.served_runs import ServedRuns
 from protocols.errors import ControlError, DataError, ForgeError
 
@@ -70,7 +64,7 @@ class RunPages:
                 Route("/api/changes", self._changes),
                 Route("/api/steer", self._steer, methods=["POST"]),
                 Route("/api/ask", self._ask, methods=["POST"]),
-                Mount("/static", StaticFiles(directory=HERE / "static")),
+                Mount("/static", StaticFiles(directory=STATIC)),
             ],
             exception_handlers={ForgeError: _refused},
         )

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from forge_run.commands.compare import flat_settings, read_source
-from forge_run.ui.run_page import curves
-from forge_run.ui.run_view import RunView
+from forge_run.pages.run_page import curves
+from forge_run.pages.run_view import RunView
 from protocols.errors import DataError, ForgeError
 
 MOST_RUNS = 8

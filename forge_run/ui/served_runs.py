@@ -7,7 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from forge_run.commands.runs import RunSummary, summary_of
-from forge_run.ui.run_view import RunView
+from forge_run.pages.run_view import RunView
 from protocols.errors import ControlError, DataError
 from services.control.endpoints import find_run
 from services.run_directory import LATEST

@@ -15,7 +15,8 @@ import base64
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from typing import TypedDict
+
+from protocols.types import SampleScores
 
 LEAST = 1e-5  # nats
 MOST = 50.0
@@ -26,13 +27,6 @@ _SCALE = _STEPS / math.log(MOST / LEAST)
 _ENTRY = struct.Struct("<IB")
 
 Likely = list[tuple[int, float]]  # tokens with their log-probability, the likeliest first
-
-
-class SampleScores(TypedDict):
-    """Hold the scores of the response tokens of one sample, as text."""
-
-    kl: str
-    top: str
 
 
 class TokenScoreRow(SampleScores):

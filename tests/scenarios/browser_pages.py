@@ -25,7 +25,8 @@ from forge_run.ui.access import PageAccess
 from forge_run.ui.app import RunPages
 from forge_run.ui.served_runs import ServedRuns
 from learning.checkpoint import write_checkpoint
-from protocols.records.token_scores import SampleScores, encoded, encoded_top
+from protocols.records.token_scores import encoded, encoded_top
+from protocols.types import SampleScores
 from services.control.endpoints import Endpoints, write_endpoints
 from services.run_directory import RunDirectory
 

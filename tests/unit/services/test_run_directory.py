@@ -17,7 +17,7 @@ from protocols.errors import CheckpointError, RunError
 from protocols.files import iter_rows, read_rows
 from protocols.records.answers import Answer, AnswerRow, to_row
 from protocols.records.run_files import MetricRow, RolloutRow, RunResults
-from protocols.records.token_scores import SampleScores
+from protocols.types import SampleScores
 from services.run_directory import RunDirectory, outcome, storage_error
 
 START = datetime(2026, 7, 26, 10, 15, 30, 120_000, tzinfo=UTC)

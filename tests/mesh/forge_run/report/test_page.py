@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from report_setup import Page, make_run
 
-from forge_run.ui.export import write_report
+from forge_run.pages.export import write_report
 from services.run_directory import RunDirectory
 
 
@@ -46,7 +46,7 @@ def test_the_same_files_give_the_same_bytes(run: RunDirectory, tmp_path: Path) -
     # Another process, another place, another hash seed.
     copy = tmp_path / "longhealth" / run.id
     shutil.copytree(run.path, copy, ignore=shutil.ignore_patterns("report.html"))
-    code = "import sys; from pathlib import Path; from forge_run.ui.export import write_report; "
+    code = "import sys; from pathlib import Path; from forge_run.pages.export import write_report; "
     subprocess.run(
         [sys.executable, "-c", code + "write_report(Path(sys.argv[1]))", str(copy)],
         check=True,

@@ -25,8 +25,8 @@ from report_setup import (
 )
 
 from environments.episode_files import to_row as episode_row
+from forge_run.pages.export import write_report
 from forge_run.report.frontier import best
-from forge_run.ui.export import write_report
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.records.run_files import MetricRow
 from protocols.teacher_replay import (

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 from report_setup import HOSTILE, START, Page, make_run, rollout, svgs
 
+from forge_run.pages.export import script, write_report
 from forge_run.report.page import phase_means
-from forge_run.ui.export import script, write_report
 from services.run_directory import RunDirectory
 
 

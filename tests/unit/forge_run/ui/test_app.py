@@ -18,6 +18,7 @@ from fake_run_control import Served, served
 from recorded_run import EPISODE, finish, recorded_run, train
 from starlette.testclient import TestClient
 
+from forge_run.report.palette import STATIC
 from forge_run.ui import app as ui_app
 from forge_run.ui import asking
 from forge_run.ui.access import PageAccess
@@ -25,7 +26,8 @@ from forge_run.ui.app import RunPages
 from forge_run.ui.served_runs import ServedRuns
 from protocols.errors import DataError
 from protocols.files import REPOSITORY
-from protocols.records.token_scores import SampleScores, encoded, encoded_top
+from protocols.records.token_scores import encoded, encoded_top
+from protocols.types import SampleScores
 from services.control.endpoints import Endpoints, write_endpoints
 from services.run_directory import RunDirectory
 
@@ -90,7 +92,7 @@ def test_curves_and_steps_are_asked_for_from_where_they_ended(
 def test_long_curves_are_thinned_but_for_validations(
     client: TestClient, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forge_run.ui.run_page.FIRST_ROWS", 2)
+    monkeypatch.setattr("forge_run.pages.run_page.FIRST_ROWS", 2)
     train(run, 3)
     train(run, 4, accuracy=0.5)
     curves = asked(client, "curves", run=key(run))
@@ -210,8 +212,7 @@ def test_pages_have_no_script_of_their_own_and_fetch_nothing_from_outside(
         assert not re.search(r"<script(?![^>]*\bsrc=)|\bon\w+=|\bstyle=", page.text)
         for path in re.findall(r'(?:src|href)="(/static[^"]*)"', page.text):
             assert client.get(path).status_code == 200, path
-    static = Path(ui_app.__file__).parent / "static"
-    for file in static.glob("*.*s"):
+    for file in STATIC.glob("*.*s"):
         assert not re.search(r"https?://|innerHTML|eval\(", file.read_text()), file.name
 
 

@@ -13,11 +13,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from forge_run.pages import cartridges_page, mesh_page, rollouts_page, run_page
+from forge_run.pages.run_view import SOURCES, RunView
 from forge_run.report.page import sections_of
 from forge_run.report.palette import STATIC
 from forge_run.report.template import render
-from forge_run.ui import cartridges_page, mesh_page, rollouts_page, run_page
-from forge_run.ui.run_view import SOURCES, RunView
 from protocols.errors import ForgeError
 from protocols.files import write_atomically
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from forge_run.ui.run_view import RunView
-from forge_run.ui.tail import FollowedRows
-from forge_run.ui.timeline import stages
+from forge_run.pages.run_view import RunView
+from forge_run.pages.tail import FollowedRows
+from forge_run.pages.timeline import stages
 from protocols.errors import DataError
 from protocols.records.intervals import wilson_interval
 from services.run_directory import outcome

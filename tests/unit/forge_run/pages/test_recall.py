@@ -7,8 +7,8 @@ from pathlib import Path
 
 from recorded_run import answer, recorded_run
 
-from forge_run.ui.recall import recalled, split_passages, tallied
-from forge_run.ui.run_view import RunView
+from forge_run.pages.recall import recalled, split_passages, tallied
+from forge_run.pages.run_view import RunView
 from protocols.records.answers import to_row
 
 TEXT = "The dose is 41 mg daily.\nShe has a cough. The pulse is 41 beats.\n\nNothing else."

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from forge_run.ui.row_index import RowFilter, RowIndex
-from forge_run.ui.run_view import SOURCES, RunView, ScoredTokens
+from forge_run.pages.row_index import RowFilter, RowIndex
+from forge_run.pages.run_view import SOURCES, RunView, ScoredTokens
 from protocols.errors import DataError
 
 SHORT = 400  # characters of a text in a list

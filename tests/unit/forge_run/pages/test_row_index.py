@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from forge_run.ui.keyed_rows import KeyedRows
-from forge_run.ui.row_index import RowFacts, RowFilter, RowIndex, filter_of
-from forge_run.ui.tail import FollowedRows, GrowingFile
+from forge_run.pages.keyed_rows import KeyedRows
+from forge_run.pages.row_index import RowFacts, RowFilter, RowIndex, filter_of
+from forge_run.pages.tail import FollowedRows, GrowingFile
 from protocols.errors import DataError
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from recorded_run import at, finish, recorded_run, train
 
-from forge_run.ui.run_page import overview, probe_interval
-from forge_run.ui.run_view import RunView
-from forge_run.ui.timeline import RunStage, stages
+from forge_run.pages.run_page import overview, probe_interval
+from forge_run.pages.run_view import RunView
+from forge_run.pages.timeline import RunStage, stages
 from protocols.spec.loading import load_resolved
 from services.run_directory import RunDirectory
 

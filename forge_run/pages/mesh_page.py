@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from forge_run.ui.run_view import RunView
+from forge_run.pages.run_view import RunView
 from protocols.errors import DataError
 
 MOST_CHANGES = 100

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_run.ui.tail import GrowingFile, parsed
+from forge_run.pages.tail import GrowingFile, parsed
 from protocols.errors import DataError
 
 PAGE_ROWS = 100  # most of one page

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from documents.retrieval import terms_of
+from forge_run.pages.run_view import RunView
 from forge_run.run_documents import document_of
-from forge_run.ui.run_view import RunView
 from protocols.errors import ForgeError
 from protocols.files import iter_rows
 

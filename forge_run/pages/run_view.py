@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from forge_run.ui.keyed_rows import KeyedRows
-from forge_run.ui.row_index import RowFacts, RowIndex
-from forge_run.ui.tail import FollowedRows
+from forge_run.pages.keyed_rows import KeyedRows
+from forge_run.pages.row_index import RowFacts, RowIndex
+from forge_run.pages.tail import FollowedRows
 from learning.decoding.stopping import TokenText
 from protocols.errors import ForgeError
 from protocols.records.token_scores import Likely, decoded, decoded_top

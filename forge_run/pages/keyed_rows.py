@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_run.ui.row_index import number_of
-from forge_run.ui.tail import GrowingFile, parsed
+from forge_run.pages.row_index import number_of
+from forge_run.pages.tail import GrowingFile, parsed
 
 
 class KeyedRows:

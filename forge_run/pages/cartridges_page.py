@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from forge_run.ui.run_view import RunView
+from forge_run.pages.run_view import RunView
 from protocols.errors import DataError
 
 

@@ -1,0 +1,1 @@
+"""Tell what pages of a run show, and write them into one file."""
