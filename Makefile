@@ -13,16 +13,18 @@ VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(subst ==,-,$(VERIFIERS))
 MATERIAL := mkdocs-material==9.8.1
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed-$(subst ==,-,$(MATERIAL))
+HELM := helm-python-sdk==0.2.2
+HELM_FOLDER := $(VENV)/helm
 PIP_OPTIONS ?=
 PINNED := -c constraints.txt
 BENCH ?=
 BASE ?= 9fc9f6f
 MINUTES ?= 24
 REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanation/test_time_compute.md
-HELPERS := tests:tests/fakes:tests/setups:tests/scenarios
+HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-prometheus run run-real run-vllm serve test test-fast test-all bench-against \
+.PHONY: help install install-vllm install-verifiers install-prometheus install-helm run run-real run-vllm serve test test-fast test-all bench-against \
         lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean \
         install-docs docs reference
 
@@ -99,6 +101,10 @@ install-prometheus: | $(BIN)/python ## add Prometheus to .venv, where there is a
 	    apt-get -qq $$private update && apt-get -qq $$private download prometheus; }; } && \
 	  dpkg-deb -x prometheus_*.deb . && rm -rf apt prometheus_*.deb; }
 
+# Helm 4's own engine, as a shared library: beside the environment, for the tests of the chart alone.
+install-helm: | $(BIN)/python ## add Helm to .venv, for the tests of `forge k8s chart`
+	@test -d $(HELM_FOLDER) || $(BIN)/python -m pip install -q $(PIP_OPTIONS) --no-deps --target $(HELM_FOLDER) $(HELM)
+
 serve: install ## serve the tiny reader with the library's cartridges, on 127.0.0.1:8000
 	$(BIN)/forge serve meshes/serve.yaml
 
@@ -120,14 +126,14 @@ run-vllm: install-vllm ## the main job, sampled by vLLM
 # Three tiers by directory. A run's roles take turns, so that of two cores one is often idle: two
 # files of tests side by side (tests/conftest.py says what stays together).
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
-SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 FORGE_REQUIRE_DOCS=1 \
+SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 FORGE_REQUIRE_DOCS=1 FORGE_REQUIRE_HELM=1 \
   FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
   $(PYTEST) --no-loadscope-reorder
 
 test-fast: install ## tests/unit: no mesh of processes, under a minute
 	$(PYTEST) tests/unit
 
-test: install-vllm install-verifiers install-prometheus install-docs ## tests/unit and tests/mesh: the test suite
+test: install-vllm install-verifiers install-prometheus install-helm install-docs ## tests/unit and tests/mesh: the test suite
 	$(PYTEST) tests/unit
 	$(SLOW_PYTEST) tests/mesh
 
