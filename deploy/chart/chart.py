@@ -23,7 +23,7 @@ from deploy.manifests.mesh import CONTROL_KEYS, CONTROL_SECRET, PEM_KEYS
 from deploy.manifests.model_volume import MOUNT, TOKEN
 from deploy.manifests.objects import DOMAIN, GPU, IMAGE, SECRETS, Object
 from deploy.manifests.sizing import GIB, ModelSize, runs_bytes
-from deploy.manifests.values import QUEUE
+from deploy.manifests.values import KEDA_API, QUEUE
 from protocols.spec.hosts import DeploymentSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 
@@ -62,7 +62,7 @@ def chart_tree(tree: Tree, name: str, version: str, least: Needs, told: str) -> 
         "type": "application",
         "version": version,
         "appVersion": version,
-        "kubeVersion": ">=1.29.0-0",
+        "kubeVersion": ">=1.30.0-0",
     }
     values = {"overlay": first, **defaults}
     head = f"# Written by: {told}\n"
@@ -127,6 +127,7 @@ def _facts(overlays: Mapping[str, Sequence[Object]], least: Needs) -> Object:
         "pemKeys": " ".join(PEM_KEYS),
         "queueKey": QUEUE,
         "productKey": f"{GPU}.product",
+        "kedaApi": KEDA_API,
         "hubToken": TOKEN,
         "modelMount": MOUNT,
         "plannedRuns": bool(least.runs_gib),

@@ -35,6 +35,7 @@ EVERYTHING: dict[str, Any] = {
     },
     "storage": {"class_name": "nfs", "runs_gib": 900},
     "queue": "research",
+    "keda": "http://prometheus.monitoring:9090",
     "certificates": "control-tls",
 }
 CLAIM = {"gpu": {"gb": 180}, "model": {"claim": "ours", "path": "llama/3b"}}
