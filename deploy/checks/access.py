@@ -19,6 +19,8 @@ DNS_PORT = 53
 # The calls of services.hosts.kubernetes_client: to attach to pods, and to make them.
 ATTACH = {"pods": {"get", "list", "watch"}}
 PROVISION = {"monarchmeshes": {"create", "get", "patch", "delete"}}
+# Kinds of autoscalers, with the field of the most pods.
+MOST = {"HorizontalPodAutoscaler": "maxReplicas", "ScaledObject": "maxReplicaCount"}
 
 
 def reachable(
@@ -231,8 +233,8 @@ def _most(template: PodTemplate, manifests: Sequence[Manifest]) -> int:
     """Return the most pods of a template: an autoscaler may make more."""
     owner = template.owner
     for found in manifests:
-        if found.kind == "HorizontalPodAutoscaler" and found.namespace == owner.namespace:
-            target = found.spec.get("scaleTargetRef") or {}
-            if (target.get("kind"), target.get("name")) == (owner.kind, owner.name):
-                return max(template.count, int(found.spec.get("maxReplicas") or 1))
+        if found.kind in MOST and found.namespace == owner.namespace:
+            target = {"kind": "Deployment", **(found.spec.get("scaleTargetRef") or {})}
+            if (target["kind"], target.get("name")) == (owner.kind, owner.name):
+                return max(template.count, int(found.spec.get(MOST[found.kind]) or 1))
     return template.count

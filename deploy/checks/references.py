@@ -2,7 +2,7 @@
 
 RoleBinding -> Role, ServiceAccount     pod -> ServiceAccount, ConfigMap, PVC, Secret
 selector -> some pod's labels           Service, PodMonitor, NetworkPolicy -> a port of that pod
-HorizontalPodAutoscaler -> its target
+HorizontalPodAutoscaler, ScaledObject -> its target
 
 Only objects of Cartridge Forge are held to this (`deploy.checks.findings.ours`): of other trees, a
 part may well come from elsewhere. A Secret is looked for where a namespace's annotation lists them.
@@ -26,6 +26,7 @@ from deploy.manifests.objects import DOMAIN, SECRETS, Object
 RULE = "references"
 MANAGED = "forge-k8s"
 ALWAYS_THERE = {("ServiceAccount", "default"), ("ConfigMap", "kube-root-ca.crt")}
+AUTOSCALERS = ("HorizontalPodAutoscaler", "ScaledObject")
 SELECTORS = ("Service", "PodDisruptionBudget", "PodMonitor")
 Keys = Mapping[str, Sequence[str]] | None  # of each Secret; None where nothing lists them
 
@@ -41,8 +42,8 @@ def dangling(manifests: Sequence[Manifest]) -> Iterator[ManifestFault]:
         yield from _pod(template, manifests, there, keys)
     for found in manifests:
         yield from _selecting(found, pods)
-        if found.kind == "HorizontalPodAutoscaler":
-            target = found.spec["scaleTargetRef"]
+        if found.kind in AUTOSCALERS:
+            target = {"kind": "Deployment", **found.spec["scaleTargetRef"]}
             if (target["kind"], target["name"]) not in there:
                 yield _missing(found, ".spec.scaleTargetRef", target["kind"], target["name"])
         if found.kind == "PodMonitor":

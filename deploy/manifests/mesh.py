@@ -32,6 +32,7 @@ from deploy.manifests.objects import (
     settings,
     tcp,
 )
+from deploy.manifests.placement import apart, together
 from deploy.manifests.sizing import ModelSize, controller_resources, pod_resources
 from deploy.manifests.values import runs_gib
 from protocols.spec.hosts import DeploymentSpec
@@ -192,6 +193,7 @@ def monarch_mesh(
         volumes=[*([_RUNS] if writes else []), *volumes, *(model.volumes() if model else ())],
         mounts=[*([_RUNS_MOUNT] if writes else []), *mounts, *(model.mounts() if model else ())],
     )
+    template["spec"] |= together(scope_of(spec)) | apart(scope)
     body = {"replicas": role.replicas, "port": WORKER_PORT, "podTemplate": template}
     return scope.made(MONARCH_API, "MonarchMesh", mesh_name(name), spec=body)
 
@@ -249,7 +251,7 @@ def controller(
     )
     if model is not None and model.hub:
         template["spec"]["initContainers"] = [waiting(model, scope)]
-    template["spec"]["restartPolicy"] = "Never"
+    template["spec"] |= {"restartPolicy": "Never", **together(scope_of(spec))}
     given_up = {"containerName": "controller", "operator": "In", "values": [2]}
     lost = {"type": "DisruptionTarget", "status": "True"}
     rules = [

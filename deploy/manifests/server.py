@@ -94,8 +94,8 @@ def runs(
         scope.labels,
         ports={},
         probes={},
-        volumes=[*volumes, {"name": "runs", "persistentVolumeClaim": bound}],
-        mounts=[*mounts, {"name": "runs", "mountPath": "/runs", "readOnly": True}],
+        volumes=[{"name": "runs", "persistentVolumeClaim": bound}, *volumes],
+        mounts=[{"name": "runs", "mountPath": "/runs", "readOnly": True}, *mounts],
     )
     template["spec"]["restartPolicy"] = "Never"
     body = {

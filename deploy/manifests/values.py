@@ -13,6 +13,7 @@ from protocols.spec.hosts import DeploymentSpec, GpuClassSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 
 QUEUE = "kueue.x-k8s.io/queue-name"
+KEDA_API = "keda.sh/v1alpha1"
 LEAST_RUNS_GIB = 20  # rows, traces and reports beside the checkpoints
 
 
@@ -33,6 +34,8 @@ def fitted(parts: Sequence[Object], values: DeploymentSpec, scope: Scope) -> lis
             spec["storageClassName"] = values.storage.class_name
         if found["kind"] in ("MonarchMesh", "Job") and values.queue is not None:
             found["metadata"]["labels"][QUEUE] = values.queue
+        if found["kind"] == "HorizontalPodAutoscaler" and values.keda is not None:
+            _scale_by_keda(found, values.keda)
         for pod in _pod_specs(spec):
             if values.image.pull_secret is not None:
                 pod["imagePullSecrets"] = [{"name": values.image.pull_secret}]
@@ -40,6 +43,26 @@ def fitted(parts: Sequence[Object], values: DeploymentSpec, scope: Scope) -> lis
                 if container["image"] == IMAGE:
                     container["image"] = image_of(values)
     return list(parts)
+
+
+def _scale_by_keda(scaler: Object, prometheus: str) -> None:
+    """Turn an autoscaler into KEDA's, by the same metric: KEDA makes the autoscaler, and asks
+    Prometheus itself, so that no adapter of custom metrics is needed."""
+    spec, space = scaler["spec"], scaler["metadata"]["namespace"]
+    (metric,) = (m["pods"] for m in spec["metrics"])
+    trigger = {
+        "serverAddress": prometheus,
+        "query": f'sum({metric["metric"]["name"]}{{namespace="{space}"}})',
+        "threshold": metric["target"]["averageValue"],
+    }
+    scaler["apiVersion"], scaler["kind"] = KEDA_API, "ScaledObject"
+    scaler["spec"] = {
+        "scaleTargetRef": spec["scaleTargetRef"],
+        "minReplicaCount": spec["minReplicas"],
+        "maxReplicaCount": spec["maxReplicas"],
+        "triggers": [{"type": "prometheus", "metadata": trigger}],
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": spec["behavior"]}},
+    }
 
 
 def _move(found: Object, old: str, new: str | None) -> None:

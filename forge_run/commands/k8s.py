@@ -1,21 +1,25 @@
-"""Write the Kubernetes manifests of a mesh or of a server, and check manifests: `forge k8s`."""
+"""Write the Kubernetes manifests or the Helm chart of a mesh or of a server, and check manifests:
+`forge k8s`."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from deploy.chart.chart import Needs, chart_tree, needs
 from deploy.checks.check import check
 from deploy.manifests.kustomization import Tree, mesh_tree, server_tree
 from deploy.manifests.mesh import MeshFiles
+from deploy.manifests.objects import IMAGE, dashed, settings
 from deploy.manifests.sizing import model_size, server_resources
 from forge_run.cli import parsed_elsewhere
 from protocols.files import REPOSITORY
-from protocols.spec.hosts import DeploymentSpec
+from protocols.spec.hosts import DeploymentSpec, GpuClassSpec
 from protocols.spec.loading import load_file, load_serve, load_spec
 from protocols.spec.yaml_source import read_yaml
 
@@ -40,12 +44,22 @@ def check_command(*, paths: Sequence[str]) -> int:
 
 def command(*, mesh: str, sets: Sequence[str], values: Path | None, out: Path) -> int:
     """Write the manifests under `out` and print their paths. Raises SpecError."""
-    for name, text in render(mesh, sets, values).items():
+    _write(render(mesh, sets, values), out)
+    return 0
+
+
+def chart_command(*, mesh: str, sets: Sequence[str], out: Path) -> int:
+    """Write a Helm chart under `out` and print the paths. Raises SpecError."""
+    _write(chart(mesh, sets), out)
+    return 0
+
+
+def _write(tree: Tree, out: Path) -> None:
+    for name, text in tree.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(path)
-    return 0
 
 
 def render(mesh: str, sets: Sequence[str] = (), values: Path | None = None) -> Tree:
@@ -53,9 +67,29 @@ def render(mesh: str, sets: Sequence[str] = (), values: Path | None = None) -> T
     values in a file: texts by path. Raises SpecError for what the cluster would not hold."""
     given = DeploymentSpec() if values is None else load_file(DeploymentSpec, values)
     name = "" if values is None else values.name
-    if "config" in read_yaml(Path(mesh), mesh).values:
+    if _is_mesh(mesh):
         return _mesh(mesh, sets, given, name)
     return _server(mesh, sets, given, name)
+
+
+def chart(mesh: str, sets: Sequence[str] = ()) -> Tree:
+    """Return the Helm chart of a mesh or of a server, for every cluster: texts by path. Raises
+    SpecError for a model that no pod would have."""
+    # The chart's schema holds the least memory of a GPU, against the values that Helm is given.
+    any_gpu = DeploymentSpec(gpu=GpuClassSpec(gb=sys.float_info.max))
+    least = Needs()
+    if _is_mesh(mesh):
+        tree = _mesh(mesh, sets, any_gpu, "")
+        spec = load_spec(mesh, sets=(*sets, PODS)).spec
+        least, name = needs(spec, model_size(spec.learn.model)), spec.mesh.name
+    else:
+        tree, name = _server(mesh, sets, any_gpu, ""), load_serve(mesh, sets=sets).spec.name
+    told = " ".join(["forge k8s chart", f"meshes/{Path(mesh).name}", *settings(*sets)])
+    return chart_tree(tree, f"forge-{dashed(name)}", IMAGE.rpartition(":")[2], least, told)
+
+
+def _is_mesh(mesh: str) -> bool:
+    return "config" in read_yaml(Path(mesh), mesh).values
 
 
 def _mesh(mesh: str, sets: Sequence[str], values: DeploymentSpec, values_name: str) -> Tree:

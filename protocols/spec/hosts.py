@@ -266,6 +266,12 @@ class DeploymentSpec(SpecSection):
     queue: str | None = Field(
         default=None, description="Kueue's queue for MonarchMeshes and Jobs; null: none"
     )
+    keda: str | None = Field(
+        default=None,
+        pattern=r"^https?://",
+        description="address of the Prometheus by which KEDA adds servers, such as "
+        "http://prometheus.monitoring:9090; null: a HorizontalPodAutoscaler does",
+    )
     certificates: str | None = Field(
         default=None,
         description="Secret with ca.crt, tls.crt and tls.key of the control plane, such as "

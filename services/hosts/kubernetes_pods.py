@@ -24,6 +24,8 @@ REMEDIES = {
     "ImagePullBackOff": "push the image to where the nodes find it, or correct its name",
     "InvalidImageName": "correct the image's name",
     "CreateContainerConfigError": "make the Secret or ConfigMap that it names",
+    "NodeLost": "if its node does not come back, delete the Node, or the pod with --force: no "
+    "other is made before that",
     "CrashLoopBackOff": "read `kubectl logs -n {space} {pod} --previous`",
 }
 
@@ -100,7 +102,10 @@ def _why(
 ) -> tuple[str, str]:
     """Return (reason, message) of a pod that is not ready."""
     if leaving:
-        return "Terminating", ""
+        # Of a silent node the pod stays, since nobody tells that its container has ended.
+        left = conditions.get("DisruptionTarget", {})
+        lost = left.get("reason") == "DeletionByTaintManager"
+        return ("NodeLost", left.get("message", "")) if lost else ("Terminating", "")
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
         return scheduled.get("reason", "Unschedulable"), scheduled.get("message", "")

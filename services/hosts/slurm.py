@@ -7,9 +7,10 @@ JSON SlurmJob reads). The nodes must reach this host by its name and see the sam
 run the same Python, so all versions are equal. Nodes are taken whole, because a worker listens on
 the same port of each. The job's output is in `<runs of the mesh>/slurm/`.
 
-Slurm ends the job at its time limit, for a job with priority, or when a node fails. The run then
-ends with a checkpoint, and `--resume` continues it with a new job. If this process is killed (kill
--9), nothing cancels the job before its time limit.
+Slurm ends the job at its time limit, for a job with priority, or when its first node fails, where
+its script runs. The run then ends with a checkpoint, and `--resume` continues it with a new job.
+When another node fails, the job goes on with those that are left (--no-kill). If this process is
+killed (kill -9), nothing cancels the job before its time limit.
 """
 
 from __future__ import annotations
@@ -143,14 +144,19 @@ class SlurmHosts:
         for room in ("slurm", "job"):
             logging.getLogger(f"monarch._src.job.{room}").setLevel(logging.ERROR)
         slurm = self._spec
-        link = ",".join(f"{key}={value}" for key, value in LINK_ENVIRONMENT.items())
+        exported = {
+            **LINK_ENVIRONMENT,
+            "SLURM_NO_KILL": "set",
+        }  # of srun, as --no-kill is of sbatch
+        link = ",".join(f"{key}={value}" for key, value in exported.items())
         chosen = get_global_config()["default_transport"]
         job = SlurmJob(
             # One mesh per node: a mesh with a dead host neither spawns nor shuts down.
             meshes={f"host{i}": 1 for i in range(slurm.nodes)},
             python_exe=sys.executable,
-            # After a requeue, its workers would wait for a run that has ended.
-            slurm_args=(f"--export=ALL,{link}", "--no-requeue", *slurm.args),
+            # After a requeue, its workers would wait for a run that has ended. Without
+            # --no-kill a node that fails, of any role, would end the job.
+            slurm_args=(f"--export=ALL,{link}", "--no-requeue", "--no-kill", *slurm.args),
             monarch_port=PORT,
             job_name=self._name,
             time_limit=slurm.time_limit,

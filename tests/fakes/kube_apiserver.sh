@@ -5,11 +5,13 @@
 #   tests/fakes/kube_apiserver.sh COMMAND [ARGUMENT...]
 #
 # The command finds admin.yaml and controller.yaml, two kubeconfigs, in $FORGE_KUBE_APISERVER. The
-# second is of the account that the manifests give the controller. All of it is gone at the end.
+# second is of the account that the manifests give the controller, in the namespace $FORGE_KUBE_SPACE.
+# With $FORGE_KUBE_CONTROLLERS set, kube-controller-manager runs too, and gives up a silent node after
+# ten seconds. All of it is gone at the end.
 set -euo pipefail
 
 missing=()
-for tool in etcd kube-apiserver openssl; do
+for tool in etcd kube-apiserver openssl ${FORGE_KUBE_CONTROLLERS:+kube-controller-manager}; do
   command -v "$tool" >/dev/null || missing+=("$tool")
 done
 if ((${#missing[@]})); then
@@ -21,7 +23,8 @@ fi
 dir=$(mktemp -d)
 pids=()
 cleanup() {
-  ((${#pids[@]})) && kill "${pids[@]}" 2>/dev/null && wait "${pids[@]}" 2>/dev/null
+  # At once: a server whose store has gone takes a minute to end by itself.
+  ((${#pids[@]})) && kill -KILL "${pids[@]}" 2>/dev/null && wait "${pids[@]}" 2>/dev/null
   rm -rf "$dir"
 }
 trap cleanup EXIT
@@ -38,7 +41,7 @@ cd "$dir"
   openssl genrsa -out accounts.key 2048
 } >openssl.log 2>&1
 
-space=forge-three-channels
+space=${FORGE_KUBE_SPACE:-forge-three-channels}
 admin=$(openssl rand -hex 16) controller=$(openssl rand -hex 16)
 umask 077
 cat >tokens.csv <<END
@@ -66,10 +69,11 @@ etcd --data-dir etcd --listen-client-urls "http://127.0.0.1:$store" \
   --advertise-client-urls "http://127.0.0.1:$store" --listen-peer-urls "http://127.0.0.1:$peer" \
   >etcd.log 2>&1 &
 pids+=($!)
-kube-apiserver --etcd-servers "http://127.0.0.1:$store" --bind-address 127.0.0.1 \
+kube-apiserver --etcd-servers "http://127.0.0.1:$store" --bind-address 127.0.0.1 --advertise-address 127.0.0.1 \
   --secure-port "$port" --tls-cert-file tls.crt --tls-private-key-file tls.key --cert-dir certs \
   --authorization-mode RBAC --token-auth-file tokens.csv --service-cluster-ip-range 10.0.0.0/24 \
   --service-account-key-file accounts.key --service-account-signing-key-file accounts.key \
+  --default-not-ready-toleration-seconds 2 --default-unreachable-toleration-seconds 2 \
   --service-account-issuer https://kubernetes.default.svc >kube-apiserver.log 2>&1 &
 pids+=($!)
 
@@ -84,6 +88,13 @@ if [[ -z ${ready:-} ]]; then
   echo "the API server did not become ready:" >&2
   tail -n 20 etcd.log kube-apiserver.log >&2
   exit 4
+fi
+if [[ -n ${FORGE_KUBE_CONTROLLERS:-} ]]; then
+  kube-controller-manager --kubeconfig admin.yaml --leader-elect=false --cert-dir certs \
+    --bind-address 127.0.0.1 --use-service-account-credentials=false --root-ca-file ca.crt \
+    --service-account-private-key-file accounts.key --node-monitor-period 1s \
+    --node-monitor-grace-period 10s >kube-controller-manager.log 2>&1 &
+  pids+=($!)
 fi
 
 cd - >/dev/null

@@ -12,6 +12,7 @@ import itertools
 import json
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,22 @@ class Admin:
         self._server, self._token = cluster["server"], config["users"][0]["user"]["token"]
         self._space = space
 
-    def call(self, method: str, path: str, body: Object | None = None) -> Object | None:
+    def call(
+        self, method: str, path: str, body: Object | None = None, *, again: bool = True
+    ) -> Object | None:
+        """The answer; `again` asks anew when the server says that it is too early."""
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        answer = self._pool.request(
-            method,
-            self._server + path.format(space=self._space),
-            body=None if body is None else json.dumps(body),
-            headers={"Authorization": f"Bearer {self._token}", "Content-Type": kind},
-        )
+        while True:
+            answer = self._pool.request(
+                method,
+                self._server + path.format(space=self._space),
+                body=None if body is None else json.dumps(body),
+                headers={"Authorization": f"Bearer {self._token}", "Content-Type": kind},
+            )
+            # A kind that was just made has no storage yet.
+            if answer.status != 429 or not again:
+                break
+            time.sleep(0.1)
         if answer.status in (404, 409):  # gone, or there already: a loop comes by again
             return None
         assert answer.status < 300, (method, path, answer.status, answer.data)

@@ -7,7 +7,6 @@ the server; its pods are objects alone, which tests/fakes/operator_loop.py plays
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from applying import KINDS, PATHS, structural
 from kubernetes_scenarios import BASE, CONTROLLER, SCENARIOS, SPACE, Cluster, component
 from operator_loop import MESHES, Admin, OperatorLoop
 
@@ -22,19 +22,6 @@ from deploy.checks.schemas import definitions
 
 Object = dict[str, Any]
 
-PATHS = {
-    "Namespace": "/api/v1/namespaces",
-    "ServiceAccount": "/api/v1/namespaces/{space}/serviceaccounts",
-    "ConfigMap": "/api/v1/namespaces/{space}/configmaps",
-    "PersistentVolumeClaim": "/api/v1/namespaces/{space}/persistentvolumeclaims",
-    "Role": "/apis/rbac.authorization.k8s.io/v1/namespaces/{space}/roles",
-    "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/namespaces/{space}/rolebindings",
-    "Job": "/apis/batch/v1/namespaces/{space}/jobs",
-    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{space}/networkpolicies",
-    "PodDisruptionBudget": "/apis/policy/v1/namespaces/{space}/poddisruptionbudgets",
-    "MonarchMesh": MESHES,
-}
-KINDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
 
 
@@ -115,24 +102,3 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def structural(kind: Object) -> Object:
-    """The definition as an API server takes it: what is not told of is kept, not refused."""
-    found = copy.deepcopy(kind)
-    for version in found["spec"]["versions"]:
-        whole = version["schema"]["openAPIV3Schema"]
-        _opened(whole)
-        whole["properties"]["metadata"] = {"type": "object"}  # is the server's own
-    return found
-
-
-def _opened(schema: Object) -> None:
-    closed = schema.pop("additionalProperties", None) is False
-    if schema.get("type") == "array":
-        schema.setdefault("items", {"type": "object"})
-        _opened(schema["items"])
-    if schema.get("type") == "object" and not closed:
-        schema["x-kubernetes-preserve-unknown-fields"] = True
-    for inner in schema.get("properties", {}).values():
-        _opened(inner)

@@ -75,7 +75,7 @@ def test_what_is_asked_for_and_a_job_that_waits_too_long(slurm: Cluster, tmp_pat
     assert asked == {
         "nodes": "3", "ntasks-per-node": "1", "partition": "gpu", "account": "forge",
         "time": "01:30:00", "gpus-per-node": "8", "qos": "high", "exclusive": "",
-        "export": f"ALL,{link}", "no-requeue": "",
+        "export": f"ALL,{link},SLURM_NO_KILL=set", "no-requeue": "", "no-kill": "",
         "output": f"{logs}/slurm_%j_{name}.out", "error": f"{logs}/slurm_%j_{name}.err",
     }  # fmt: skip
     assert f"srun {sys.executable} -c " in slurm.script

@@ -132,6 +132,6 @@ def test_the_check_tells_target_check_and_object() -> None:
 def test_definitions_say_where_they_come_from() -> None:
     kinds = Path(check.__file__).parents[2] / "deploy" / "checks" / "kinds"
     found = sorted(kinds.glob("*.yaml"))
-    assert len(found) == 3
+    assert len(found) == 4
     for path in found:
         assert path.read_text(encoding="utf-8").startswith("# "), path

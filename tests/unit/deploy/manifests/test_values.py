@@ -249,3 +249,47 @@ def test_a_kept_model_is_not_fetched_again_and_is_waited_for(
     assert forge(["models", "show", "reader", "--wait", "3600"]) == 0
     assert str(folder) in capsys.readouterr().out
     assert forge(["models", "show", "other"]) == DataError.exit_code
+
+
+def test_keda_scales_servers_by_the_metric_that_the_autoscaler_would(tmp_path: Path) -> None:
+    given = values(tmp_path, namespace="team-a", keda="http://prometheus.monitoring:9090")
+    tree = render(SERVE, values=given)
+    (scaled,) = of_kind(build(tree, "overlays/serve"), "ScaledObject").values()
+    assert scaled["spec"]["scaleTargetRef"]["name"] == "door"
+    assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == (1, 4)
+    assert scaled["spec"]["triggers"] == [
+        {
+            "type": "prometheus",
+            "metadata": {
+                "serverAddress": "http://prometheus.monitoring:9090",
+                "query": 'sum(forge_serve_queue_depth{namespace="team-a"})',
+                "threshold": "64",  # half of 2 generators of 64
+            },
+        }
+    ]
+    assert of_kind(build(tree, "overlays/serve"), "HorizontalPodAutoscaler") == {}
+    for target in targets(tree):
+        assert findings(tree, target) == []
+    scaled["spec"]["scaleTargetRef"]["name"] = "doors"
+    objects = [Manifest(o) for o in build(tree, "overlays/serve") if o["kind"] != "ScaledObject"]
+    found = check_objects([*objects, Manifest(scaled)], definitions(), parsed_elsewhere)[0]
+    assert [fault.rule for fault in found] == ["references"]
+
+
+def test_pods_of_a_role_are_wished_apart_and_those_of_the_mesh_together() -> None:
+    found = pods(build(render(SMALL), "overlays/gpu"))
+    instance = {"app.kubernetes.io/part-of": "cartridge-forge",
+                "app.kubernetes.io/instance": "longhealth"}  # fmt: skip
+    (spread,) = found["generator"]["topologySpreadConstraints"]
+    assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == (
+        "kubernetes.io/hostname",
+        "ScheduleAnyway",
+    )
+    own = {**instance, "app.kubernetes.io/component": "generator"}
+    assert spread["labelSelector"]["matchLabels"] == own
+    for name in ("generator", "docteacher", "trainer", "controller"):
+        affinity = found[name]["affinity"]["podAffinity"]
+        (wish,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert wish["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
+        assert wish["podAffinityTerm"]["labelSelector"]["matchLabels"] == instance
+    assert "topologySpreadConstraints" not in found["controller"]

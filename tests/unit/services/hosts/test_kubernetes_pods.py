@@ -1,6 +1,6 @@
 """What is read out of a pod as the API has it."""
 
-from services.hosts.kubernetes_pods import Pod, address, attachable, pod_of, workers
+from services.hosts.kubernetes_pods import Pod, address, attachable, missing, pod_of, workers
 
 
 def test_ipv6_is_bracketed() -> None:
@@ -30,3 +30,26 @@ def test_a_pod_that_kubelet_has_not_seen() -> None:
 def test_with_tls_a_pod_goes_by_the_name_of_its_address() -> None:
     assert address("10.0.0.7", "forge-x") == "tls://10-0-0-7.forge-x.pod:26600"
     assert address("fd00::7", "forge-x") == "tls://fd00--7.forge-x.pod:26600"
+
+
+def test_a_pod_of_a_node_that_is_silent_says_what_to_do() -> None:
+    """Its StatefulSet makes no other while it is there, and nobody tells that it has ended."""
+    said = "Taint manager: deleting due to NoExecute taint"
+    left = {"type": "DisruptionTarget", "reason": "DeletionByTaintManager", "message": said}
+    raw = {
+        "metadata": {
+            "name": "generator-0",
+            "labels": {"app.kubernetes.io/component": "generator"},
+            "deletionTimestamp": "2026-01-01T00:00:00Z",
+        },
+        "status": {"phase": "Running", "podIP": "10.0.0.7", "conditions": [left]},
+    }
+    pod = pod_of(raw)
+    assert (pod.reason, pod.message, pod.runs) == ("NodeLost", said, False)
+    (line,) = missing([pod], {"generator": 1}, "forge-x")
+    assert line == (
+        f"generator-0: NodeLost: {said}; if its node does not come back, delete the Node, or the "
+        "pod with --force: no other is made before that"
+    )
+    left["reason"] = "EvictionByEvictionAPI"
+    assert pod_of(raw).reason == "Terminating"
