@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ def create_server(config: ServerConfig) -> Server:
     return Server(MetricsMiddleware(app, handler.metrics), api, handler)
 
 
-def _refused(audit: AuditLog) -> Callable[[Request, Exception], Awaitable[Response]]:
+def _refused(audit: AuditLog) -> Callable[[Request, Exception], Coroutine[Any, Any, Response]]:
     """Return what answers an error of a route, once a right that is missing is in the audit log."""
 
     async def answer(request: Request, error: Exception) -> Response:

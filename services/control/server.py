@@ -46,7 +46,7 @@ WAITING = frozenset({
     f"/{CONTROL}/Events", f"/{CONTROL}/Checkpoint", f"/{health.SERVICE_NAME}/Watch",
     f"/{reflection.SERVICE_NAME}/ServerReflectionInfo",
 })  # fmt: skip
-# Of connections that are open, and seconds for one to begin to speak: each takes a descriptor of the
+# Connections that are open, and seconds for one to begin to speak: each takes a descriptor of the
 # controller, which could write no more of the run without one.
 MOST_CONNECTIONS = 128
 HELLO_SECONDS = 5

@@ -20,7 +20,11 @@ from services.tls.certificates import certificates
 from services.tls.identity import read_identity
 from services.tls.listener import MOST_CONNECTIONS
 
-SENT = {"nothing": b"", "half a request": b"GET /metrics HTTP/1.1\r\nx-never: ", "noise": b"\xff" * 9}
+SENT = {
+    "nothing": b"",
+    "half a request": b"GET /metrics HTTP/1.1\r\nx-never: ",
+    "noise": b"\xff" * 9,
+}
 
 
 @pytest.fixture
