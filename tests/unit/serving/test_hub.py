@@ -65,7 +65,7 @@ def test_a_listed_repository_is_fetched_once_and_again_when_it_changed(
     with serving(tmp_path, hub=spec(hub)) as one:
         status, used = outcome(one, asked())
         assert (status, used["name"], used["version"]) == (200, "ward", 1)
-        source = one.house.library.get(CartridgeName("ward")).manifest.source
+        source = one.house.library.get(one.house.library.named("ward")).manifest.source
         assert (source["hub"], source["revision"]) == ("me/ward", commit)
         hub.asked.clear()
         assert outcome(one, asked())[1]["version"] == 1
