@@ -391,8 +391,9 @@ def _main(parser: argparse.ArgumentParser, command: Command, argv: Sequence[str]
         if isinstance(found, int):
             return found
         from forge_run.formatting import render
+        from protocols.secrets import redacted
 
-        sys.stdout.write(render(found, terminal=sys.stdout.isatty()))
+        sys.stdout.write(redacted(render(found, terminal=sys.stdout.isatty())))
         return 0
     except ForgeError as error:
         from protocols.secrets import redacted

@@ -28,7 +28,7 @@ from rich.console import Console
 from forge_run.console import ConsoleDisplay, print_results
 from forge_run.links import prepare_links
 from forge_run.resuming import open_directory
-from protocols.errors import CheckpointError, ForgeError, RunError
+from protocols.errors import ForgeError, RunError
 from protocols.secrets import LOCAL_KEY
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.services import HealthSpec
@@ -125,8 +125,10 @@ def _tell_results(directory: RunDirectory, console: Console) -> None:
         results = directory.read_results()
         if results is not None:
             print_results(console, results, directory.path)
-    except (OSError, CheckpointError) as unusable:
+    except (OSError, ForgeError) as unusable:
         print(f"the report was not written: {unusable}", file=sys.stderr)
+    except Exception as odd:  # rows that no version wrote, say: the run's own end is told first
+        print(f"the report was not written: {odd!r}", file=sys.stderr)
 
 
 def _forks(spec: RunSpec) -> AbstractContextManager[Callable[[], None]]:

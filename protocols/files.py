@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -121,24 +121,32 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return list(iter_rows(path))
 
 
-def salvage(path: Path) -> tuple[list[dict[str, Any]], list[int], bool]:
+def salvage(
+    path: Path, is_row: Callable[[dict[str, Any]], bool] = bool
+) -> tuple[list[dict[str, Any]], list[int], bool]:
     """Return the whole rows of a JSON-lines file, the numbers of its damaged lines from 1, and
-    whether there is a torn last line besides. A missing file has none of them."""
+    whether there is a torn last line besides. `is_row` says whether an object is a row of this
+    file. A missing file has none of them."""
+
+    def read(line: bytes) -> dict[str, Any] | None:
+        found = _object(line)
+        return found if found is not None and is_row(found) else None
+
     rows: list[dict[str, Any]] = []
     damaged = []
     *lines, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
     for number, line in enumerate(lines, start=1):
-        row = _object(line)
+        row = read(line)
         damaged += [number] if row is None else []
         rows += [] if row is None else [row]
-    row = _object(last)  # whole, but for its newline
+    row = read(last)  # whole, but for its newline
     return [*rows, *([] if row is None else [row])], damaged, bool(last) and row is None
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
-    except ValueError:  # torn JSON, or a character cut in two
+    except (ValueError, RecursionError):  # torn JSON, or a character cut in two
         return None
     return found if isinstance(found, dict) else None
 

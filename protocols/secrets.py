@@ -43,6 +43,14 @@ PROXY = re.compile(r"(http|https|all)_proxy", re.IGNORECASE)  # may hold a user 
 # Names that look like a secret's and are none: paths, sizes and switches.
 HARMLESS = re.compile(r"\w*_TLS_KEY|HF_HUB_DISABLE_\w+")
 
+# What is a secret by its own form: keys of well-known makers, headers, passwords in addresses (but
+# no ports, as in tcp://name:26600@tcp://0.0.0.0:26600).
+TELLING = re.compile(
+    r"\b(?:sk|pk|rk|hf|gh[opsu]|github_pat|glpat|xox[abprs]|AKIA|AIza|eyJ)[-_A-Za-z0-9.]{16,}"
+    r"|(?<=Bearer )\S{8,}|(?<=Basic )\S{8,}"
+)
+IN_ADDRESS = re.compile(r"(://[^/\s:@'\"]*:)(?!\d+@)[^/\s@'\"]+(?=@)")
+
 _read: set[str] = set()  # every secret that this process has read, for `redacted`
 
 
@@ -117,13 +125,18 @@ def confined(environment: Mapping[str, str], needed: Collection[str] = ()) -> di
 
 
 def redacted(text: str) -> str:
-    """Return the text with every secret replaced that this process has read, or has in an
-    environment variable that looks like one by its name."""
+    """Return the text with every secret replaced that this process has read, has in an environment
+    variable that looks like one by its name, or that looks like one itself."""
     named = (value for name, value in os.environ.items() if looks_secret(name))
     for secret in sorted({*_read, *named}, key=len, reverse=True):
         if len(secret) >= SHORTEST:  # a shorter one is in ordinary words
             text = text.replace(secret, REDACTED)
-    return text
+    return IN_ADDRESS.sub(rf"\1{REDACTED}", TELLING.sub(REDACTED, text))
+
+
+def has_password(text: str) -> bool:
+    """Return whether an address in the text has a password."""
+    return bool(IN_ADDRESS.search(text))
 
 
 def looks_secret(name: str) -> bool:

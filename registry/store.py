@@ -138,18 +138,17 @@ class CartridgeStore:
     def entries(self, name: str) -> list[CartridgeVersion]:
         return [self._entry(name, version) for version in self.versions(name)]
 
-    def by_path(self, text: str) -> CartridgeVersion:
-        """Return a cartridge by name, or by the path of a version in the store, never outside."""
+    def named(self, text: str) -> CartridgeName:
+        """Return the name that a name, or the path of a version in the store and never outside,
+        stands for; looks nothing up."""
         try:
-            named = parse_cartridge(text)
+            return parse_cartridge(text)
         except ValueError:
             path = Path(os.path.normpath(self.directory / text))
-        else:
-            return self.get(named)
         inside = path.is_relative_to(self.directory)
         parts = path.relative_to(self.directory).parts if inside else ()
         if parts[2:] in ((), (FILE,)) and len(parts) >= 2 and re.fullmatch(VERSION, parts[1]):
-            return self.get(CartridgeName(parts[0], int(parts[1])))
+            return CartridgeName(parts[0], int(parts[1]))
         raise DataError(
             "a local cartridge is named NAME or NAME@VERSION, or by its path in the library, "
             "NAME/VERSION; add it to the library first: forge cartridges add, or POST "

@@ -232,11 +232,14 @@ class RunDirectory:
         write_atomically(self.results, json.dumps(results, indent=2, allow_nan=False) + "\n")
 
     def read_results(self) -> dict[str, Any] | None:
-        """Return the results, or None while there are none."""
+        """Return the results, or None while there are none that can be read."""
         if not self.results.is_file():
             return None
-        loaded: dict[str, Any] = json.loads(self.results.read_bytes())
-        return loaded
+        try:
+            loaded = json.loads(self.results.read_bytes())
+        except (ValueError, RecursionError):  # damaged: the run goes on, and writes them again
+            return None
+        return loaded if isinstance(loaded, dict) else None
 
     def heal(self) -> tuple[Position | None, list[str]]:
         """Remove torn and damaged lines before a resumed run appends; all whole rows stay.
@@ -249,13 +252,13 @@ class RunDirectory:
         told = []
         of_steps = (self.metrics, self.rollouts, self.episodes, self.votes)
         for file in (self.events, *of_steps, self.token_scores, self.answers):
-            if not file.exists():
+            if not file.is_file():
                 if file not in (self.events, self.metrics, self.rollouts):
                     continue
                 file.touch()
                 told.append(f"{file.name} was missing and has no rows now")
                 whole = (0, 0) if file in of_steps else whole
-            rows, damaged, torn = salvage(file)
+            rows, damaged, torn = salvage(file, _is_event if file == self.events else _is_of_arm)
             if not damaged and not torn:
                 continue
             write_atomically(file, json_lines(rows))
@@ -314,6 +317,16 @@ def outcome(events: Iterable[Mapping[str, Any]]) -> str:
 
 def _record(row: MetricRow | RolloutRow) -> dict[str, Any]:
     return {name: value for name, value in vars(row).items() if value != {} and value != ()}
+
+
+def _is_of_arm(row: Mapping[str, Any]) -> bool:
+    """Return whether a row tells which arm it is of, and of those with steps which step."""
+    arm, step = row.get("arm"), row.get("step", 0)
+    return isinstance(arm, str) and bool(arm) and type(step) is int
+
+
+def _is_event(row: Mapping[str, Any]) -> bool:
+    return isinstance(row.get("event"), str) and isinstance(row.get("time"), str)
 
 
 def _position(arm: str, step: int) -> Position:

@@ -170,3 +170,4 @@ def _write(file: int, record: LeaseRecord) -> None:
     # Of a fixed length: a beat takes no new room of a full disk, and leaves nothing of the last.
     text = json.dumps(asdict(record)).ljust(511) + "\n"
     os.pwrite(file, text.encode(), 0)
+    os.ftruncate(file, len(text))  # after something else of more bytes

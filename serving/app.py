@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from serving.access.keys import ApiKeyMiddleware, HostMiddleware
+from serving.access.audit import AuditLog
+from serving.access.keys import ApiKeyMiddleware, HostMiddleware, written_down
 from serving.backend import ServerConfig
 from serving.errors import ApiError, AsciiJSON, bad_request
 from serving.handler import RequestHandler
@@ -71,7 +73,8 @@ def create_server(config: ServerConfig) -> Server:
         redoc_url=None,
         default_response_class=AsciiJSON,
         exception_handlers={
-            HTTPException: _refused, RequestValidationError: _malformed, Exception: _failed,
+            HTTPException: _refused(handler.audit), RequestValidationError: _malformed,
+            RecursionError: _nested, Exception: _failed,
         },
     )  # fmt: skip
     for router in (routes(handler), model_routes(handler), admin_routes(handler)):
@@ -84,13 +87,25 @@ def create_server(config: ServerConfig) -> Server:
     return Server(MetricsMiddleware(app, handler.metrics), api, handler)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    if isinstance(error, ApiError):
-        return error.response(request.url.path)
-    assert isinstance(error, HTTPException)
-    unknown = error.status_code == 404
-    why = "there is no such route; see /openapi.json" if unknown else str(error.detail)
-    return ApiError(error.status_code, why).response(request.url.path)
+def _refused(audit: AuditLog) -> Callable[[Request, Exception], Coroutine[Any, Any, Response]]:
+    """Return what answers an error of a route, once a right that is missing is in the audit log."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, ApiError):
+            if error.status_code == 403:
+                error = written_down(error, audit, request.scope)
+            return error.response(request.url.path)
+        assert isinstance(error, HTTPException)
+        unknown = error.status_code == 404
+        why = "there is no such route; see /openapi.json" if unknown else str(error.detail)
+        return ApiError(error.status_code, why).response(request.url.path)
+
+    return answer
+
+
+async def _nested(request: Request, error: Exception) -> Response:
+    deep = bad_request("the body nests too deeply; flatten it", None, "too_deep")
+    return deep.response(request.url.path)
 
 
 async def _malformed(request: Request, error: Exception) -> Response:

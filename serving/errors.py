@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 
 from protocols.errors import DataError
 
+MESSAGE_CHARACTERS, PARAM_CHARACTERS = 1000, 200
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -58,7 +59,8 @@ class ErrorAnswer(BaseModel):
 
 
 class ApiError(HTTPException):
-    """Signal an error that the client receives in place of a reply."""
+    """Signal an error that the client receives in place of a reply; a long message, which repeats
+    what was sent, is cut. `about` is the cartridge that was refused, for the audit log."""
 
     def __init__(
         self,
@@ -68,12 +70,14 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        about: str | None = None,
     ) -> None:
         headers = {} if retry_after is None else {"retry-after": str(retry_after)}
         if status == 401:
             headers["www-authenticate"] = "Bearer"
-        super().__init__(status, message, headers)
-        self.param, self.code, self.retry_after = param, code, retry_after
+        super().__init__(status, _cut(message, MESSAGE_CHARACTERS), headers)
+        self.param = None if param is None else _cut(param, PARAM_CHARACTERS)
+        self.code, self.retry_after, self.about = code, retry_after, about
 
     def body(self, path: str) -> dict[str, Any]:
         """Return the body of the reply of a route: an `ErrorAnswer` as plain data. That of
@@ -97,6 +101,10 @@ class AsciiJSON(JSONResponse):
 
 def plain_json(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:

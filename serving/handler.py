@@ -52,6 +52,7 @@ from serving.structured.call_reading import CalledTools, CallReader, with_calls
 Body = TypeVar("Body")
 Parse = Callable[[RequestParser, Body], ServingRequest]
 CARTRIDGE_HEADER = "x-forge-cartridge"
+UNCOUNTED = 10**15  # more is refused anyway; a number of thousands of digits could not be told
 BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
 
 
@@ -117,12 +118,13 @@ class RequestHandler:
             return RequestCost(request.responses, read + request.responses * most)
         with self.api_errors("forge.options"):
             cost = self.config.strategies.cost(strategy)
-        sampled = cost.responses * most
+        sampled = min(cost.responses, UNCOUNTED) * most
         if strategy.budget is not None:
             # A strategy may make room for every response before the budget ends it.
             sampled = max(min(sampled, strategy.budget), cost.responses)
-        read = cost.sequences * request.prompt_tokens
-        return RequestCost(cost.sequences, read + sampled, "forge.options")
+        sequences = min(cost.sequences, UNCOUNTED)
+        read = sequences * request.prompt_tokens
+        return RequestCost(sequences, read + sampled, "forge.options")
 
     def _write_down(self, request: ServingRequest, caller: Caller, scope: Scope) -> None:
         used = [f"{name}@{version}" for name, version in (e.key for e in request.entries)]

@@ -177,11 +177,16 @@ class RequestParser:
         return (chosen.entry,), chosen
 
     def _entry(self, cartridge: CartridgeName) -> CartridgeVersion:
-        self._caller.check(cartridge.name)
         with refusing(404, "forge.cartridge", "cartridge_not_found"):
-            if self._caller.cartridges is not None and not self._library.versions(cartridge.name):
-                raise DataError(f"there is no cartridge {cartridge.name}")  # names no other
-            return self._library.get(cartridge)
+            return self._permitted(cartridge)
+
+    def _permitted(self, cartridge: CartridgeName) -> CartridgeVersion:
+        """Return a cartridge that the caller may use. Raises ApiError 403 before it is looked up,
+        and DataError."""
+        self._caller.check(cartridge.name)
+        if self._caller.cartridges is not None and not self._library.versions(cartridge.name):
+            raise DataError(f"there is no cartridge {cartridge.name}")  # names no other
+        return self._library.get(cartridge)
 
     def _sourced(
         self, cartridges: Sequence[CartridgeSource] | None, question: str | None
@@ -190,10 +195,7 @@ class RequestParser:
         if names == [AUTO]:
             return self._routed(question)
         with refusing(400, "cartridges", "cartridge_not_found"):
-            entries = tuple(map(self._library.by_path, names))
-        for entry in entries:
-            self._caller.check(entry.manifest.name)
-        return entries, None
+            return tuple(self._permitted(self._library.named(name)) for name in names), None
 
     def _chat(self, body: ChatRequest, entries: Entries) -> ServingRequest:
         if body.top_logprobs is not None and not body.logprobs:
@@ -213,6 +215,7 @@ class RequestParser:
                 "tools",
             )
         messages = messages_of(body.messages, self._texts.calls)
+        self._require_short(sum(self._texts.fewest(m.content) for m in messages), "messages")
         prompt = self._texts.chat(messages, bool(entries), offer.tools if offer else ())
         return self._parsed(
             "chatcmpl", body, entries, (prompt,), next(iter(both), None),
@@ -226,6 +229,9 @@ class RequestParser:
         prompts = cast(Sequence[str | Sequence[int]], [given] if one else given)
         if len(prompts) > self._limits.max_choices:
             raise self._too_many()
+        for prompt in prompts:
+            fewest = self._texts.fewest(prompt) if isinstance(prompt, str) else len(prompt)
+            self._require_short(fewest, "prompt")
         read = tuple(self._texts.prompt(p, bool(entries), "prompt") for p in prompts)
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         grammar = grammar_of(body, self._grammars)
@@ -298,6 +304,17 @@ class RequestParser:
                 "max_tokens",
             )
         return min(room, limits.max_tokens) if most is None else most
+
+    def _require_short(self, fewest: int, param: str) -> None:
+        """Raise ApiError for a text that cannot fit. Without it 4 MB are tokenised for seconds, in
+        the one thread that reads requests."""
+        if fewest > self._limits.context:
+            raise bad_request(
+                f"the model has {self._limits.context} positions, and the text has at least "
+                f"{fewest} tokens; shorten it",
+                param,
+                "context_length_exceeded",
+            )
 
     def _with_strategy(
         self, request: ServingRequest, name: ModelName, forge: ForgeOptions

@@ -44,6 +44,7 @@ class Tokenization:
         known = tokenizer.get_vocab()
         self._marks = {known[m]: m for m in marks if known.get(m) in self._special}
         byte_level = any(name.startswith("Ġ") for name in known)
+        self._longest = max(map(len, known))  # characters of a token
         self._byte_of = _bytes_of_characters() if byte_level else {}
         self.vocabulary = len(tokenizer)
         self.first = self._conversation.head(None)
@@ -57,6 +58,10 @@ class Tokenization:
     def documents(self) -> dict[str, tuple[int, ...]]:
         """Return the document for requests without a cartridge: the first token alone."""
         return {NO_DOCUMENT: self.first}
+
+    def fewest(self, text: str) -> int:
+        """Return a number of tokens that the text has at least, without reading it."""
+        return -(-len(text) // self._longest)
 
     def chat(
         self,

@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from chaos import ROLES, Eye, Role
+from chaos import REPLACED, ROLES, Eye, Role
 from small_run import command, latest, running
 
 from benchmarks.meters import FigureTable, processor_seconds
@@ -36,6 +36,7 @@ SETS: dict[str, Any] = {
     **{f"roles.{name}.restarts": 1000 for name in ("generator", "doc_teacher", "trainer")},
 }
 TIMEOUT_S = 1800.0
+STRUCK = tuple(role for role in ROLES if role.name in REPLACED or role.resumed)  # of this run
 
 
 def at_work(eye: Eye, alive: int) -> None:
@@ -134,7 +135,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
     rng, table = random.Random(asked.seed), FigureTable()
     rows: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for role in ROLES:
+        for role in STRUCK:
             root = Path(folder) / role.name
             if role.resumed:
                 rows[role.name] = {"kill": resumed(root, asked.kills // 3)}
@@ -143,7 +144,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
                 "kill": replaced(root / "kill", role, signal.SIGKILL, asked.kills, rng),
                 "stop": replaced(root / "stop", role, signal.SIGSTOP, asked.stops, rng),
             }
-    for role, (how, values) in ((r, each) for r in ROLES for each in rows[r.name].items()):
+    for role, (how, values) in ((r, each) for r in STRUCK for each in rows[r.name].items()):
         if values:
             middle, worst = statistics.median(values), max(values)
             goal = f"<= {role.goal_s:g} s" if role.goal_s and how == "kill" else ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from protocols.errors import SpecError
 
 STANDARD_INPUT = "-"
 ENDINGS = (".yaml", ".yml", ".json")
+MOST_VALUES = 100_000  # of one text, aliases written out
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,12 @@ def _once(faults: Sequence[ManifestFault]) -> list[ManifestFault]:
 
 
 def _tree(path: str, notes: list[str]) -> dict[str, str]:
-    if path == STANDARD_INPUT:
-        return {"standard input": sys.stdin.read()}
     top = Path(path)
-    if top.is_file():
-        return {path: top.read_text(encoding="utf-8")}
+    if path == STANDARD_INPUT or top.is_file():
+        name = "standard input" if path == STANDARD_INPUT else path
+        text = sys.stdin.read() if path == STANDARD_INPUT else top.read_text(encoding="utf-8")
+        _require_finite(name, text)
+        return {name: text}
     if not top.is_dir():
         raise SpecError(
             f"there is nothing at {path}; give a file, a folder, or - for standard input"
@@ -80,8 +83,34 @@ def _tree(path: str, notes: list[str]) -> dict[str, str]:
         if any(chart in found.parents for chart in charts) or not found.is_file():
             continue
         if found.suffix in ENDINGS or found.name in FILES:
-            tree[str(found)] = found.read_text(encoding="utf-8")
+            tree[str(found)] = text = found.read_text(encoding="utf-8")
+            _require_finite(str(found), text)
     return tree
+
+
+def _require_finite(name: str, text: str) -> None:
+    """Raise SpecError for a text whose aliases stand for more than MOST_VALUES values, or for what
+    they are in: a walk over it would not end."""
+    if "&" not in text or "*" not in text:
+        return
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = MOST_VALUES + 1  # if it is found within itself
+            inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+            inner = chain.from_iterable(inner) if isinstance(node, yaml.MappingNode) else inner
+            sizes[id(node)] = 1 + sum(map(size, inner))
+        return sizes[id(node)]
+
+    try:
+        whole = sum(map(size, list(yaml.compose_all(text, LOADER))))
+    except (yaml.YAMLError, RecursionError):
+        return  # told by whoever reads it
+    if whole > MOST_VALUES:
+        raise SpecError(
+            f"{name}: its aliases stand for more than {MOST_VALUES:,} values; write them out"
+        )
 
 
 def _parsed(name: str, text: str, faults: list[ManifestFault]) -> list[Manifest]:

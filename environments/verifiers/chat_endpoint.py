@@ -67,7 +67,6 @@ class ChatEndpoint(LoopbackServer):
                 work.cancel()
 
     async def _respond(self, http: Request) -> Response:
-        body = await http.body()
         given = http.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self.key.encode()):
             return _error(401, "incorrect API key")
@@ -77,7 +76,7 @@ class ChatEndpoint(LoopbackServer):
         if episode is None or http.method != "POST":
             return _error(404, "no such path, or an episode that is over")
         try:
-            request = HarnessRequest.model_validate_json(body)
+            request = HarnessRequest.model_validate_json(await http.body())
         except ValueError as error:
             return _error(400, f"bad request: {error}")
         work = asyncio.run_coroutine_threadsafe(episode.answer(request), episode.loop)

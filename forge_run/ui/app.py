@@ -214,9 +214,9 @@ async def _body(request: Request, **kinds: type) -> dict[str, Any]:
         if int(request.headers.get("content-length", "")) > BODY_BYTES:
             raise ValueError
         found: dict[str, Any] = json.loads(await request.body())
-        if all(isinstance(found[key], kind) for key, kind in kinds.items()):
+        if all(type(found[key]) is kind for key, kind in kinds.items()):
             return found
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         pass
     wanted = ", ".join(f"{key} ({kind.__name__})" for key, kind in kinds.items())
     raise DataError(f"the body must be a JSON object with {wanted}, of {BODY_BYTES} bytes at most")

@@ -7,6 +7,7 @@ answered at a time.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from protocols.errors import DataError, RunError
+from protocols.secrets import confined
 
 SECONDS = 180.0  # most of a question, the model's start included
 QUESTION_CHARACTERS = 4000
@@ -57,7 +59,7 @@ def _child(words: list[str]) -> tuple[Any, str]:
     try:
         done = subprocess.run(
             [sys.executable, "-c", CODE, *words], capture_output=True, text=True, timeout=SECONDS,
-            stdin=subprocess.DEVNULL, check=False,
+            stdin=subprocess.DEVNULL, check=False, env=confined(os.environ),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise RunError(

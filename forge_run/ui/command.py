@@ -11,7 +11,9 @@ from forge_run.ui.served_runs import ServedRuns
 from protocols.errors import SpecError
 from protocols.secrets import read_secret
 from protocols.spec.services import host_and_port
+from protocols.spec.serving import HttpSpec
 from services.control.endpoints import is_loopback
+from serving.access.connections import LimitedServer, limited
 
 GRACE_SECONDS = 2  # for replies in flight, after Ctrl-C
 
@@ -38,11 +40,12 @@ def command(
         RunPages(runs).application(), token, host.strip("[]"), secure=tls_cert is not None
     )
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    server = uvicorn.Server(
+    # Who has no token may connect all the same: silent clients must not keep the others out.
+    server = LimitedServer(
         uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
-            timeout_graceful_shutdown=GRACE_SECONDS, limit_concurrency=200,
-            ssl_certfile=tls_cert, ssl_keyfile=tls_key,
+            timeout_graceful_shutdown=GRACE_SECONDS, ssl_certfile=tls_cert, ssl_keyfile=tls_key,
+            **limited(HttpSpec()),
         )
     )  # fmt: skip
     listening.listen()  # who reads the next line may connect at once

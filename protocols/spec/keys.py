@@ -158,6 +158,11 @@ def may_hold_secret(model: type[BaseModel], key: tuple[str | int, ...]) -> bool:
     )
 
 
+def is_known(model: type[BaseModel], key: tuple[str | int, ...]) -> bool:
+    """Return whether each name on a key's way is a key of its section."""
+    return None not in _way(model, key)
+
+
 def _way(model: type[BaseModel], key: tuple[str | int, ...]) -> Iterator[FieldInfo | None]:
     """Yield the field of each name in a key, None for an unknown one; not for an item of a list nor
     for a name in a mapping of sections, which are of the section that all of them are of."""

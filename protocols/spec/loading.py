@@ -11,7 +11,7 @@ keeps the location where it was written: errors name it, and a relative path sta
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY
 from protocols.home import model_names, models_folder
+from protocols.secrets import HIDDEN, SHORTEST, has_password
 from protocols.spec.errors import (
     SpecProblem,
     combined,
@@ -36,6 +37,7 @@ from protocols.spec.keys import (
     FILES,
     MESH_FILE,
     SERVER_FILE,
+    is_known,
     may_hold_secret,
     named_mesh,
     read_of_kind,
@@ -189,7 +191,9 @@ def _overrides(sets: Sequence[str], faults: list[SpecProblem]) -> list[SetOverri
         owner = (
             MeshSpec if key[0] in MESH_KEYS else LearnSpec if key[0] in LEARN_KEYS else ServeSpec
         )
-        hidden = may_hold_secret(owner, key)
+        # What a word that is no key stands for is not known; it is shown where it is short.
+        unknown = len(value_text) >= SHORTEST and not is_known(owner, key)
+        hidden = unknown or may_hold_secret(owner, key)
         place = SourceLocation(f"--set {name if hidden else text}", 0, Path.cwd())
         if not equals or not all(key):
             faults.append(
@@ -267,10 +271,27 @@ def _forget(places: dict[Key, SourceLocation], key: Key) -> None:
 
 def _checked(model: type[Model], document: YamlDocument, faults: list[SpecProblem]) -> Model | None:
     try:
-        return model.model_validate(document.values)
+        found = model.model_validate(document.values)
     except ValidationError as error:
         faults.extend(faults_of(error, model, document.places))
         return None
+    wrong = list(_with_passwords(document.values, ()))
+    for key in wrong:
+        rule, remedy = "must be an address without a password", "take it out: it is written down"
+        faults.append(fault(rule, HIDDEN, place_of(key, document.places), key, remedy))
+    return None if wrong else found
+
+
+def _with_passwords(value: Any, key: Key) -> Iterator[Key]:
+    """Yield the keys of texts with an address that has a password."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _with_passwords(inner, (*key, name))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _with_passwords(inner, (*key, index))
+    elif isinstance(value, str) and has_password(value):
+        yield key
 
 
 def _config_document(mesh: YamlDocument, faults: list[SpecProblem]) -> YamlDocument | None:

@@ -46,6 +46,10 @@ WAITING = frozenset({
     f"/{CONTROL}/Events", f"/{CONTROL}/Checkpoint", f"/{health.SERVICE_NAME}/Watch",
     f"/{reflection.SERVICE_NAME}/ServerReflectionInfo",
 })  # fmt: skip
+# Connections that are open, and seconds for one to begin to speak: each takes a descriptor of the
+# controller, which could write no more of the run without one.
+MOST_CONNECTIONS = 128
+HELLO_SECONDS = 5
 MESSAGE_BYTES = 64 * 1024  # the longest request
 
 _log = logging.getLogger(__name__)
@@ -77,6 +81,8 @@ class ControlPlane:
                 # A port that another run listens on is refused, not shared with it.
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", MESSAGE_BYTES),
+                ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+                ("grpc.server_handshake_timeout_ms", HELLO_SECONDS * 1000),
                 # Ends the stream of a client whose host is gone.
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),

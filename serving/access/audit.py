@@ -5,7 +5,8 @@
 
     asked      before anything is sampled; a request that cannot be written down is refused
     changed    the library: `action` is add, words or drop
-    refused    a key, a host, an origin or a right that is missing; `path` is the route
+    refused    a key, a host, an origin or a right that is missing; `path` is the route, and
+               `cartridges` has the one that the key is not for
 
 The text of messages and prompts is written only where the server is told to (`http.audit_text`).
 """

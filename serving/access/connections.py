@@ -5,7 +5,8 @@
 
 A connection beyond a bound takes the place of the one that has waited longest, and is refused only
 where all are busy. So clients that hold connections and send nothing cannot keep out one that sends
-its request, as `GET /health` is.
+its request, as `GET /health` is. A connection that sends more than HEAD_BYTES without the end of
+the headers or a part of the body is closed: the parser keeps headers and trailers in memory.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ SPARE_FILES = 64  # descriptors that stay free for files, generators, and connec
 # Connections that are accepted before the first of them is handled: they need descriptors too.
 ACCEPTED_AT_ONCE = 16
 BACKLOG = 1024  # connections that the kernel holds until they are accepted
+HEAD_BYTES = 2**16  # of a request's line and headers; of trailers, and between parts of a body
 GRACE_SECONDS = 1.0  # the middleware's answer to a late body comes first
-LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+LATE, LONG = (
+    b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % status
+    for status in (b"408 Request Timeout", b"431 Request Header Fields Too Large")
+)
 
 
 class OpenConnections:
@@ -65,6 +70,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._timer: asyncio.TimerHandle | None = None
         self._whole = False  # whether the last request's body has arrived
+        self._since = 0  # bytes since the last end of headers or part of a body
         self._counted = False
         self.peer = self.client[0] if self.client else ""
         if not self.connections_open.make_room(self.peer):
@@ -89,18 +95,30 @@ class LimitedProtocol(HttpToolsProtocol):
             if not peers[self.peer]:
                 del peers[self.peer]
 
+    def data_received(self, data: bytes) -> None:
+        self._since += len(data)
+        super().data_received(data)
+        if self._since > HEAD_BYTES:
+            self._refuse(LONG)
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._whole:  # a further request of the connection
             self._wait_for_request()
 
     def on_headers_complete(self) -> None:
+        self._since = 0
         super().on_headers_complete()
         upload = self.scope["method"] == "POST" and self.scope["path"].startswith(UPLOADS)
         seconds = UPLOAD_SECONDS if upload else self.http.body_s
         self._start_timer(seconds + GRACE_SECONDS)
 
+    def on_body(self, body: bytes) -> None:
+        self._since = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._since = 0
         super().on_message_complete()
         self._whole = True
         self._stop_timer()
@@ -120,18 +138,19 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_timer(self, seconds: float) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(seconds, self._late)
+        self._timer = self.loop.call_later(seconds, self._refuse, LATE)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _late(self) -> None:
+    def _refuse(self, answer: bytes) -> None:
+        """Close the connection, with this answer unless another is under way."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:
-            self.transport.write(LATE)
+            self.transport.write(answer)
         self.transport.close()
 
 

@@ -24,6 +24,7 @@ from serving.errors import ApiError
 
 OPEN = ("/health", "/ready", "/ping")  # served to all: they reveal the server's health only
 CALLER = "forge.caller"  # the key of a scope
+ABOUT_CHARACTERS = 200  # of what was refused, in the audit log
 NOBODY = "-"  # in the audit log, for a caller without a key
 
 
@@ -48,6 +49,7 @@ class Caller:
                 f"{', '.join(sorted(self.cartridges or ()))}",
                 param="forge.cartridge",
                 code="cartridge_not_permitted",
+                about=cartridge,
             )
 
 
@@ -168,15 +170,21 @@ async def refuse(
     refusal: ApiError, audit: AuditLog, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Answer with the refusal, once it is in the audit log."""
+    await written_down(refusal, audit, scope).response(scope["path"])(scope, receive, send)
+
+
+def written_down(refusal: ApiError, audit: AuditLog, scope: Scope) -> ApiError:
+    """Write a refusal to the audit log and return it, or the error of a log without room."""
     caller = scope.get(CALLER)
+    about = {} if refusal.about is None else {"cartridges": [refusal.about[:ABOUT_CHARACTERS]]}
     try:
         audit.write(
             "refused", caller.name if caller else NOBODY, peer_of(scope),
-            path=scope["path"][:200], code=refusal.code,
+            path=scope["path"][:200], code=refusal.code, **about,
         )  # fmt: skip
     except ApiError as error:
-        refusal = error
-    await refusal.response(scope["path"])(scope, receive, send)
+        return error
+    return refusal
 
 
 def peer_of(scope: Scope) -> str | None:

@@ -52,6 +52,7 @@ class Store:
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, str]] = []  # (user, verb, resource)
         self.bookmark_s = 60.0
+        self.marked: list[int] = []  # the version of each bookmark that was sent
         self.users: dict[str, str] = {}  # by token
         self._objects: dict[tuple[str, str, str], Object] = {}
         self._log: list[tuple[int, str, str, Object]] = []  # version, event, resource, object
@@ -221,6 +222,7 @@ class Store:
                 bookmark = now + self.bookmark_s
                 mark = {"kind": "Pod", "metadata": {"resourceVersion": str(at)}}
                 yield {"type": "BOOKMARK", "object": mark}
+                self.marked.append(at)
             elif not fresh:
                 yield None
 

@@ -124,10 +124,10 @@ class Served:
         async def call() -> Any:
             return function(*arguments)
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(timeout=10)
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(timeout=60)
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self.control.stop(), self._loop).result(timeout=10)
+        asyncio.run_coroutine_threadsafe(self.control.stop(), self._loop).result(timeout=60)
 
 
 @contextlib.contextmanager
@@ -144,12 +144,12 @@ def served(spec: ControlSpec | None = None, run: str = "r1") -> Iterator[Served]
             await control.start()
             return Served(steering, control, loop)
 
-        here = asyncio.run_coroutine_threadsafe(start(), loop).result(timeout=10)
+        here = asyncio.run_coroutine_threadsafe(start(), loop).result(timeout=60)
         try:
             yield here
         finally:
             here.stop()
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         loop.close()

@@ -52,7 +52,7 @@ class Prometheus:
         """The data of an answer of its HTTP API; its own message where it refuses."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as refused:
             with refused:
@@ -102,10 +102,10 @@ def prometheus(home: Path, target: str, *, interval: str = "200ms") -> Iterator[
     finally:
         server.terminate()
         try:
-            server.wait(timeout=10)
+            server.wait(timeout=60)
         except subprocess.TimeoutExpired:
             server.kill()
-            server.wait(timeout=10)
+            server.wait(timeout=60)
         log.close()
 
 

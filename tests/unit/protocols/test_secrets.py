@@ -8,7 +8,7 @@ import pytest
 
 from forge_run.cli import forge_run
 from protocols.errors import SpecError
-from protocols.secrets import confined, read_secret, redacted
+from protocols.secrets import confined, has_password, read_secret, redacted
 from protocols.spec.loading import load_spec
 from protocols.spec.yaml_source import dump_yaml
 
@@ -58,6 +58,10 @@ def test_no_error_of_a_teacher_shows_what_was_written(
         f"replay.teachers=[{SECRET}]",
         f"replay={SECRET}",
         f"replay.key={SECRET}",
+        f"telemetry.wandb={SECRET}",
+        f"telemetry.otlp.headers={{authorization: {SECRET}}}",
+        f"environment.headers={{authorization: {SECRET}}}",
+        f"judge={{model: {SECRET}}}",
         f"control.token_env={SECRET}",
         f"control={SECRET}",
         f"replay.teachers=[{{key_env: {SECRET}}}]",
@@ -110,3 +114,31 @@ def test_a_process_gets_ordinary_variables_and_those_it_needs() -> None:
     plain = {k: given[k] for k in list(given)[:5]}
     assert confined(given) == plain
     assert confined(given, ["OPENAI_API_KEY", "ABSENT"]) == {**plain, "OPENAI_API_KEY": "a"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("lr: got 'sk-proj-0123456789abcdef01' here", "lr: got '[secret]' here"),
+        ("hf_0123456789abcdefghij", "[secret]"),
+        ("Authorization: Bearer abc.def-123", "Authorization: Bearer [secret]"),
+        ("https://me:hunter2@x.org/a", "https://me:[secret]@x.org/a"),
+        # No secrets: ports of two addresses, a hash, words that begin alike.
+        ("tcp://w2:26600@tcp://0.0.0.0:26600", "tcp://w2:26600@tcp://0.0.0.0:26600"),
+        ("9f86d081884c7d659a2feaa0c55ad015", "9f86d081884c7d659a2feaa0c55ad015"),
+        ("sk-short, hf_model, a basic question", "sk-short, hf_model, a basic question"),
+    ],
+)
+def test_a_secret_is_known_by_its_form(text: str, shown: str) -> None:
+    assert redacted(text) == shown
+
+
+def test_an_address_with_a_password_is_refused_wherever_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert has_password(f"https://me:{SECRET}@x.org/questions.json")
+    assert not has_password("http://127.0.0.1:8000/questions.json")
+    assert forge_run([MESH, "--dry-run", "--set", f"data.path=https://me:{SECRET}@x.org/a"]) == 2
+    said = capsys.readouterr().err
+    assert "path must be an address without a password: got a value that is not shown" in said
+    assert SECRET not in said

@@ -134,15 +134,15 @@ def test_no_name_leads_out_of_the_library(library: CartridgeStore, name: str) ->
         add(library, name)
 
 
-def test_by_path_within_the_library_alone(library: CartridgeStore) -> None:
+def test_a_path_names_a_version_within_the_library_alone(library: CartridgeStore) -> None:
     add(library)
     inside = ("p1", "p1@1", "p1@latest", "p1/1", f"p1/1/{FILE}", str(library.directory / "p1/1"))
     for text in inside:
-        assert library.by_path(text).key == ("p1", 1)
+        assert library.get(library.named(text)).key == ("p1", 1)
     outside = ("/etc/passwd", "../p1/1", "p1/1/../../..", f"p1/1/{MANIFEST}", "p1/01", "p1/\0", ".")
     for text in outside:
         with pytest.raises(DataError):
-            library.by_path(text)
+            library.named(text)
 
 
 def test_a_damaged_manifest_is_named(library: CartridgeStore) -> None:

@@ -32,7 +32,7 @@ def test_a_tag_is_a_version_until_it_is_another(library: CartridgeStore) -> None
     library.tag(CartridgeName("ward"), "candidate")
     assert library.tags("ward") == {"best": 2, "candidate": 5}
     assert library.get(parse_cartridge("ward@best")).key == ("ward", 2)
-    assert library.by_path("ward@best").key == ("ward", 2)
+    assert library.get(library.named("ward@best")).key == ("ward", 2)
     library.tag(CartridgeName("ward", tag="candidate"), "best")
     assert library.get(parse_cartridge("ward@best")).key == ("ward", 5)
     assert library.get(parse_cartridge("ward@latest")).key == ("ward", 5)

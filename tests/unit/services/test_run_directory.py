@@ -291,6 +291,31 @@ def test_damaged_events_are_removed_and_doubt_nothing(run: RunDirectory) -> None
     assert [event["event"] for event in iter_rows(run.events)] == ["run_started", "finished"]
 
 
+@pytest.mark.parametrize(
+    "line", [b"{}", b'{"arm": null, "step": 7}', b'{"arm": "on_policy", "step": "x"}', b"[" * 10**5]
+)
+def test_an_object_that_is_no_row_is_damage(run: RunDirectory, line: bytes) -> None:
+    fill(run)
+    before = run.metrics.read_bytes()
+    with run.metrics.open("ab") as file:
+        file.write(line + b"\n")
+    with run.events.open("ab") as file:
+        file.write(line + b"\n")
+    events = len(run.events.read_bytes().splitlines())
+    assert run.heal() == (
+        (1, 2),  # offline 3, the step before it, is doubtful
+        [f"events.jsonl: removed damaged lines ({events})",
+         "metrics.jsonl: removed damaged lines (7)"],
+    )  # fmt: skip
+    assert run.metrics.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b'{"status": "fini', b"[]", b"\0" * 40])
+def test_damaged_results_count_as_none(run: RunDirectory, content: bytes) -> None:
+    run.results.write_bytes(content)
+    assert run.read_results() is None
+
+
 def test_a_missing_log_starts_the_run_anew(run: RunDirectory) -> None:
     fill(run)
     run.metrics.unlink()

@@ -150,3 +150,16 @@ def test_a_removed_directory_ends_the_lease(
         wait_for(lambda: lease.lost)
         assert lease.lost == f"the run directory {run} was removed or moved"
     assert not run.exists()
+
+
+def test_a_lease_that_was_overwritten_by_more_bytes_is_read_again(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lease, "BEAT_SECONDS", 0.01)
+    (tmp_path / FILE).write_bytes(b"\xff" * 600)
+    with hold_lease(tmp_path, said.append) as lease:
+        deadline = time.monotonic() + 60
+        while record(tmp_path)["beat"] < 2:
+            assert not lease.lost
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

@@ -38,7 +38,7 @@ def publish(hub: FakeHub, folder: Path, seed: int, repository: str = "me/ward") 
     """Commit a cartridge to a repository; returns the commit."""
     library = CartridgeStore(folder / f"made{seed}", read_base(READER))
     add_cartridge(library, "made", seed)
-    made = library.by_path("made").path.parent
+    made = library.get(library.named("made")).path.parent
     repo = hub.repos.setdefault(repository, Repo(False))
     return repo.commit({file: (made / file).read_bytes() for file in (forge.FILE, forge.MANIFEST)})
 
@@ -65,7 +65,7 @@ def test_a_listed_repository_is_fetched_once_and_again_when_it_changed(
     with serving(tmp_path, hub=spec(hub)) as one:
         status, used = outcome(one, asked())
         assert (status, used["name"], used["version"]) == (200, "ward", 1)
-        source = one.house.library.by_path("ward").manifest.source
+        source = one.house.library.get(one.house.library.named("ward")).manifest.source
         assert (source["hub"], source["revision"]) == ("me/ward", commit)
         hub.asked.clear()
         assert outcome(one, asked())[1]["version"] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -73,3 +74,34 @@ def test_the_check_of_a_big_body_ends_at_its_first_fault(
         kind.model_validate(body)
     assert found.value.error_count() <= 16, "a few for each form that a prompt may have"
     assert refused(served, route, body)[0] == 400
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_text_that_cannot_fit_is_not_tokenised(
+    served: Served, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token of this model has 17 characters at most, and a context 4,096 tokens."""
+    called: list[str] = []
+    texts = type(served.house.texts)
+    monkeypatch.setattr(texts, "_prompt", lambda *_: called.append("tokenised"))
+    text = "x" * (17 * 4096 + 1)
+    body = {"prompt": ["x", text]} if route == "/v1/completions" else {
+        "messages": [{"role": "user", "content": text}]
+    }  # fmt: skip
+    status, _, message = refused(served, route, {"model": MODEL, "max_tokens": 1, **body})
+    assert status == 400
+    assert "at least 4097 tokens" in message
+    assert called == []
+
+
+@pytest.mark.parametrize("depth", [400, 900, 3000, 100_000])
+def test_what_nests_too_deeply_is_no_error_of_the_server(served: Served, depth: int) -> None:
+    chat = json.dumps({"model": MODEL, "messages": CHAT, "max_tokens": 1, "metadata": {"a": 7}})
+    body = chat.replace("7", "[" * depth + "]" * depth).encode()
+    assert raw(served, "/v1/chat/completions", body)[0] in ((200,) if depth < 1000 else (400,))
+
+
+def test_an_error_repeats_little_of_what_was_sent(served: Served) -> None:
+    body = {"model": MODEL, "prompt": "x", "y" * 100_000: 1}
+    _, param, message = refused(served, "/v1/completions", body)
+    assert (len(param), len(message)) == (200, 1000)

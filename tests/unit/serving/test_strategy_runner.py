@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -12,7 +13,16 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from serving_setup import MODEL, QUESTION, Served, add_cartridge, serving, wait_until
+from serving_setup import (
+    MODEL,
+    QUESTION,
+    Served,
+    add_cartridge,
+    raw,
+    refused,
+    serving,
+    wait_until,
+)
 
 from serving.strategy_runner import CatalogueStrategies
 from strategies.catalog import STRATEGIES
@@ -100,6 +110,26 @@ def test_a_giant_strategy_is_refused_before_it_is_built(
     assert served.backend.calls == calls
     assert served.door.handler.admission.pending == served.door.handler.admission.tokens == 0
     assert resident_bytes() - before < 64 * 2**20
+
+
+@pytest.mark.parametrize("depth", [400, 900, 3000, 100_000])
+def test_options_that_nest_too_deeply_are_a_mistake_of_the_request(
+    served: Served, depth: int
+) -> None:
+    forge = {"strategy": "best_of_n", "options": {"a": 7}}
+    chat = json.dumps({"model": MODEL, "messages": CHAT, "max_tokens": 1, "forge": forge})
+    body = chat.replace("7", "[" * depth + "]" * depth).encode()
+    assert raw(served, "/v1/chat/completions", body)[0] == 400
+
+
+def test_numbers_that_cannot_be_written_are_refused(served: Served) -> None:
+    """The product of two numbers of 4,000 digits has more than Python writes."""
+    forge = {"strategy": "rsa", "options": {"M": 7, "N": 7}}
+    chat = json.dumps({"model": MODEL, "messages": CHAT, "max_tokens": 1, "forge": forge})
+    body = chat.replace("7", "9" * 4000).encode()
+    status, at, message = refused(served, "/v1/chat/completions", body)
+    assert (status, at) == (400, "forge.options")
+    assert "http.max_pending is 256" in message
 
 
 def resident_bytes() -> int:

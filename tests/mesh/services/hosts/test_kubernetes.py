@@ -113,7 +113,8 @@ def test_bookmarks_move_the_version_on(server: ApiServer, cluster: Cluster) -> N
             labels["app.kubernetes.io/instance"] = "other"
             cluster.operator.apply(other)
             await until(lambda: len(cluster.operator.pods()) == 10)
-            await asyncio.sleep(0.3)
+            sent = len(server.marked)
+            await until(lambda: len(server.marked) >= sent + 5)  # the last of the version of now
             before = len(server.requests)
             server.forget()
             server.cut_watches()

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from services.pool.service import Service
 from services.proc_info import has_ended
 
 # Between suspect and dead a busy machine has time to look.
-HEALTH = HealthSpec(heartbeat_s=0.1, suspect_after_s=0.5, dead_after_s=4.0)
+HEALTH = HealthSpec(heartbeat_s=0.1, suspect_after_s=0.5, dead_after_s=8.0)
 SETTLE = 60.0
 
 
@@ -144,6 +144,12 @@ async def until(done: Callable[[], Any]) -> None:
             await asyncio.sleep(0.02)
 
 
+async def placed(pool: Pool, asked: Collection[str]) -> None:
+    """Wait until each of these requests has a replica, or its answer."""
+    flying = pool.in_flight
+    await until(lambda: all(flying[name].replica for name in asked if name in flying))
+
+
 def children_of(service: Service) -> list[int]:
     return [process.pid for process in service._processes._hosts[0].processes]
 
@@ -208,8 +214,9 @@ async def a_users_mistake(pool: Pool) -> None:
 
 async def a_killed_replica(pool: Pool, notes: list[tuple[str, dict[str, Any]]]) -> None:
     first, second = pids(pool)
-    asked = [asyncio.create_task(pool.route("echo", i, 0.4)) for i in range(10)]
-    await asyncio.sleep(0.1)
+    asked = [asyncio.create_task(pool.route("echo", i, 1.0)) for i in range(10)]
+    await until(lambda: len(pool.in_flight) == 10)
+    await placed(pool, list(pool.in_flight))
     os.kill(first, signal.SIGKILL)
     answers = await asyncio.gather(*asked)
     assert [a[0] for a in answers] == list(range(10))
@@ -381,12 +388,13 @@ def test_scaled_under_load_every_request_is_answered_once() -> None:
             await pool.settled(SETTLE)
             assert len(set(pids(pool))) == 8
             who.clear()
-            await asyncio.sleep(0.5)
-            assert who == set(pids(pool)), "all eight work"
+            await until(lambda: who == set(pids(pool)))  # all eight work
 
             # One that is to go still has a long request, and ends it.
+            before = set(pool.in_flight)
             long = [asyncio.create_task(pool.route("echo", "long", 1.5)) for _ in range(8)]
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0)
+            await placed(pool, set(pool.in_flight) - before)
             pool.scale(2)
             assert Counter(states(pool)) == {"healthy": 2, "draining": 6}
             leaving = pids(pool)[2:]

@@ -108,7 +108,7 @@ def test_a_spec_opens_all_that_it_names(tmp_path: Path, monkeypatch: pytest.Monk
     telemetry = open_sinks(everything, run, report)
     tell(telemetry, time.time())
     assert telemetry.metrics_url is not None
-    with urllib.request.urlopen(telemetry.metrics_url, timeout=5) as answer:
+    with urllib.request.urlopen(telemetry.metrics_url, timeout=60) as answer:
         metrics = answer.read().decode()
     assert f'forge_run_info{{mesh="longhealth",run="{run.id}"}} 1.0' in metrics
     telemetry.close()

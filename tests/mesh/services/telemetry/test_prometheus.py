@@ -59,7 +59,7 @@ def server(sink: PrometheusSink, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def test_names_and_units_are_conventional(sink: PrometheusSink) -> None:
-    with urllib.request.urlopen(sink.url, timeout=5) as answer:
+    with urllib.request.urlopen(sink.url, timeout=60) as answer:
         text = answer.read().decode()
     checked = promtool("check", "metrics", text=text)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")

@@ -34,7 +34,7 @@ def sink() -> Iterator[PrometheusSink]:
 def scraped(sink: PrometheusSink) -> dict[str, list[tuple[Labels, float]]]:
     """Sample name -> labels and value."""
     found: dict[str, list[tuple[Labels, float]]] = {}
-    with urllib.request.urlopen(sink.url, timeout=5) as answer:
+    with urllib.request.urlopen(sink.url, timeout=60) as answer:
         text = answer.read().decode()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

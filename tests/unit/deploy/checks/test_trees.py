@@ -229,3 +229,27 @@ def test_a_command_for_another_machine_looks_for_no_path_here() -> None:
     ):
         with pytest.raises(SpecError):
             parsed_elsewhere(wrong)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [*a]\n",
+        "a: &a {b: *a}\n",
+        "a0: &a0 [x, x]\n"
+        + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)),
+    ],
+)
+def test_aliases_without_end_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    put(tmp_path, {"endless.yaml": text})
+    for path in (tmp_path, tmp_path / "endless.yaml"):
+        assert forge(["k8s", "check", str(path)]) == 2
+        assert "its aliases stand for more than 100,000 values" in capsys.readouterr().err
+
+
+def test_an_alias_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = yaml.safe_dump(CONFIG) + "data: {a: &text words, b: *text}\n"
+    put(tmp_path, {"config.yaml": text})
+    assert "aliases" not in "".join(checked(capsys, tmp_path)[1])

@@ -315,6 +315,7 @@ def question(run: RunDirectory, **changes: Any) -> dict[str, Any]:
         ({"question": "x" * 4001}, "a question has 1 to 4000 characters: got 4001"),
         ({"max_tokens": 0}, "max_tokens must be >= 1 and <= 512: got 0"),
         ({"max_tokens": "4"}, "the body must be a JSON object with run (str), cartridge (str)"),
+        ({"max_tokens": True}, "the body must be a JSON object with run (str), cartridge (str)"),
         ({"cartridge": "--server"}, "a cartridge and a question do not begin with -"),
         ({"question": "--serve=x"}, "a cartridge and a question do not begin with -"),
     ],
@@ -325,6 +326,10 @@ def test_a_question_that_cannot_be_asked(
     reply = client.post("/api/ask", json=question(run, **changes))
     assert reply.status_code == 400
     assert reply.json()["error"].startswith(told)
+
+
+def test_a_body_that_nests_too_deeply_is_no_question(client: TestClient) -> None:
+    assert client.post("/api/ask", content="[" * 20_000).status_code == 400
 
 
 def test_a_question_that_takes_too_long_is_given_up_and_frees_its_place(

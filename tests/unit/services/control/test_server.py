@@ -492,6 +492,37 @@ def start_refused(spec: ControlSpec) -> str:
     return str(caught.value)
 
 
+def test_silent_connections_are_few_and_give_way(run: Served) -> None:
+    """Each takes a descriptor of the controller, which writes the run with others."""
+    host, _, port = run.address.rpartition(":")
+    with contextlib.ExitStack() as held:
+        silent = [
+            held.enter_context(socket.create_connection((host, int(port)), 20))
+            for _ in range(2 * server.MOST_CONNECTIONS)
+        ]
+
+        def closed() -> int:
+            return sum(is_closed(one) for one in silent)
+
+        assert soon(lambda: closed() >= server.MOST_CONNECTIONS), "those beyond the most"
+        assert soon(lambda: closed() == len(silent)), "the others, which do not begin to speak"
+        with grpc.insecure_channel(run.address) as channel:
+            asked = pb.StatusRequest()
+            assert ControlStub(channel).Status(asked, timeout=SECONDS, wait_for_ready=True).run
+
+
+def is_closed(one: socket.socket) -> bool:
+    one.setblocking(False)
+    try:
+        while data := one.recv(4096):
+            assert data  # the server's own greeting
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+    return True
+
+
 def test_a_port_is_not_shared_with_another_run(run: Served) -> None:
     assert start_refused(ControlSpec(listen=run.address)) == (
         f"control.listen: cannot listen on {run.address}; check that this host has the address, "

@@ -15,7 +15,7 @@ from openai import OpenAI
 from serving_setup import MODEL, Served, an_api_key, raw, serving, wait_until
 
 from protocols.spec.serving import HttpSpec
-from serving.access.connections import limited
+from serving.access.connections import HEAD_BYTES, limited
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-never: "
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -87,6 +87,38 @@ def test_a_further_request_of_a_connection_has_a_deadline_too(tmp_path: Path) ->
         assert slow.recv(4096).startswith(b"HTTP/1.1 200")
         slow.sendall(HALF)
         assert b"HTTP/1.1 408 " in rest(slow)
+
+
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "more"),
+    [
+        (b"GET /", b"a" * 1024),
+        (HALF, b"a" * 1024),
+        (b"GET /ping HTTP/1.1\r\nhost: localhost\r\n", b"x-more: " + b"a" * 1000 + b"\r\n"),
+        (CHUNKED + b"0\r\n", b"x-more: " + b"a" * 1000 + b"\r\n"),
+        (CHUNKED + b"2;", b"a" * 1024),
+    ],
+    ids=["line", "header", "headers", "trailers", "chunk extension"],
+)
+def test_a_request_that_never_gets_on_is_cut_off(tmp_path: Path, first: bytes, more: bytes) -> None:
+    """Its headers and trailers would be kept in memory for as long as it sends."""
+    with serving(tmp_path, header_s=600.0) as one, connected(one, 1, first) as (flood,):
+        sent = 0
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while sent < 2**26:
+                flood.sendall(more)
+                sent += len(more)
+        assert sent < 2**26, "it was read for ever"
+        assert healthy(one)
+
+
+def test_long_headers_are_told(tmp_path: Path) -> None:
+    sent = b"GET /ping HTTP/1.1\r\nx-long: " + b"a" * (HEAD_BYTES + 1)
+    with serving(tmp_path, header_s=600.0) as one, connected(one, 1, sent) as (long,):
+        assert rest(long).startswith(b"HTTP/1.1 431 ")
 
 
 def test_a_body_that_does_not_come_in_time(tmp_path: Path) -> None:

@@ -105,8 +105,14 @@ def test_a_key_is_for_the_cartridges_that_it_names(guarded: Served) -> None:
     assert "p2" not in json.dumps(answer), "no other name is told"
     given = {"authorization": f"Bearer {WARD}"}
     body = {"model": "any", "prompt": "x", "max_tokens": 1}
-    body |= {"cartridges": [{"id": "p2", "source": "local"}]}
-    assert raw(guarded, "/custom/cartridge/completions", body, **given)[0] == 403
+    for name in ("p2", "p2/1", "p2@9", "nowhere"):
+        body |= {"cartridges": [{"id": name, "source": "local"}]}
+        refused = raw(guarded, "/custom/cartridge/completions", body, **given)
+        assert refused[0] == 403, "whether it exists or not"
+    body |= {"cartridges": [{"id": "later", "source": "local"}]}
+    status, _, content = raw(guarded, "/custom/cartridge/completions", body, **given)
+    assert status == 400
+    assert b"p2" not in content
     assert raw(guarded, f"/v1/models/{MODEL}+p2", method="GET", **given)[0] == 403
     (model,) = json.loads(raw(guarded, "/v1/models", method="GET", **given)[2])["data"]
     assert list(model["forge"]["cartridges"]) == ["p1"]
@@ -182,6 +188,21 @@ def test_the_audit_log_has_who_asked_which_cartridge_and_no_text(guarded: Served
     path = Path(guarded.house.http.audit or "")
     assert "secret" not in path.read_text()
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_audit_log_has_who_was_refused_which_cartridge(guarded: Served) -> None:
+    before = len(audited(guarded))
+    ask(guarded, WARD, model=f"{MODEL}+p2")
+    raw(guarded, f"/v1/models/{MODEL}+p2", method="GET", authorization=f"Bearer {WARD}")
+    raw(guarded, "/admin/cartridges/p1", method="DELETE", authorization=f"Bearer {LIBRARIAN}")
+    assert [
+        (row["event"], row["key"], row["path"], row["code"], row["cartridges"])
+        for row in audited(guarded)[before:]
+    ] == [
+        ("refused", "ward", "/v1/completions", "cartridge_not_permitted", ["p2"]),
+        ("refused", "ward", f"/v1/models/{MODEL}+p2", "cartridge_not_permitted", ["p2"]),
+        ("refused", "librarian", "/admin/cartridges/p1", "cartridge_not_permitted", ["p1"]),
+    ]
 
 
 def test_text_is_written_only_where_the_server_is_told_to(tmp_path: Path) -> None:
