@@ -19,8 +19,9 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
     tokenizer = load_tokenizer(learn.model.path)
     if learn.episodes is not None:
         from training.recipes.tool_episodes import ToolEpisodesRecipe
+        from training.task_sources.desk import DeskTasks
 
-        return ToolEpisodesRecipe(learn, tokenizer, mesh)
+        return ToolEpisodesRecipe(learn, DeskTasks(learn), tokenizer, mesh)
     if learn.rsa is not None:
         from training.recipes.rsa import RSARecipe
 
