@@ -95,7 +95,7 @@ def train(
     draw: Draw,
     steps: int,
     seed: int,
-    batch: int = 24,
+    batch: int = 16,
     lr: float = 5e-3,
 ) -> None:
     """Train on `steps` batches of new conversations, and print the loss in nats per token."""
@@ -127,7 +127,7 @@ def make(about: str, draw: Draw, steps: int) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.disable_progress_bar()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # a second thread waits more than it computes
     rng = random.Random("tokenizer")
     tokenizer = build_tokenizer([text for _ in range(2000) for _, text in draw(rng)])
     model = build_model(len(tokenizer), args.seed)

@@ -31,7 +31,7 @@ from environments.student_actions import BAD_ACTION, NoAction, action_in, with_t
 from protocols.episodes import EnvironmentRequest, Observation
 from protocols.errors import DataError
 from protocols.spec.environment import EnvironmentSpec
-from protocols.teacher_replay import AgentMessage, ToolAction
+from protocols.teacher_replay import AgentMessage, AgentTool, ToolAction
 
 MAX_MESSAGE_BYTES = 1 << 22
 CLOSE_TIMEOUT_S = 1.0
@@ -78,8 +78,8 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
             data = await self._ask(handle, "reset", arguments)
             opening = _observed(data, opening=True, shown=shown)
             if self._spec.action == "tool":
-                listed = _observed(await self._ask(handle, "step", LIST_TOOLS), opening=True)
-                opening = replace(opening, tools=listed.tools or opening.tools)
+                tools = await self._tools(handle)
+                opening = replace(opening, tools=tools or opening.tools)
             return with_tools_shown(opening, self._spec.show_tools), reward_of(data)
         try:
             action = self._action(move.actions[played - 1])
@@ -91,6 +91,14 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
         is_call = isinstance(data.get("observation"), dict) and action.get("type") == "call_tool"
         seen = _observed(data, opening=False, shown=None if is_call else shown)
         return seen, reward_of(data)
+
+    async def _tools(self, handle: ClientConnection) -> tuple[AgentTool, ...]:
+        """Return the tools that a server lists."""
+        listed = await self._ask(handle, "step", LIST_TOOLS)
+        marks = listed.get("metadata")
+        if isinstance(marks, dict) and "error" in marks:
+            raise EnvironmentRefusal(f"it lists no tools: {marks['error']}")
+        return _observed(listed, opening=True).tools
 
     def _action(self, text: str) -> dict[str, Any]:
         """Return the student's text as an action of the server. Raises NoAction."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from examples.tiny_model import Message, make, page
 
-WORDS = ("numbers", "tools", "answers", "questions", "products", "calls")
+WORDS = ("numbers", "tools", "answers")
 GUESSES = {"careful": 0.05, "hasty": 0.8}  # how often the model submits before it has calculated
 SLIPS = {"careful": 0.02, "hasty": 0.3}  # how often it submits another number than it read
 
@@ -37,4 +37,4 @@ def draw(rng: random.Random) -> Sequence[Message]:
 
 
 if __name__ == "__main__":
-    make("Train the tiny model of the calculator.", draw, steps=1500)
+    make("Train the tiny model of the calculator.", draw, steps=800)

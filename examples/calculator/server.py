@@ -15,6 +15,7 @@ import re
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from fastmcp import FastMCP
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.mcp_environment import MCPEnvironment
@@ -82,15 +83,19 @@ class CalculatorEnvironment(MCPEnvironment):
         return self._state
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Serve the calculator on loopback.")
-    parser.add_argument("--port", type=int, default=8011)
-    app = create_fastapi_app(
+def calculator_app() -> FastAPI:
+    return create_fastapi_app(
         CalculatorEnvironment, CallToolAction, CallToolObservation,
         max_concurrent_envs=MAX_SESSIONS, env_name="calculator",
     )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve the calculator on loopback.")
+    parser.add_argument("--port", type=int, default=8011)
+    port = parser.parse_args().port
     uvicorn.run(
-        app, host="127.0.0.1", port=parser.parse_args().port, log_level="warning",
+        calculator_app(), host="127.0.0.1", port=port, log_level="warning",
         ws="websockets-sansio",
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from examples.code_fixing.environment import BODIES, Bug
 from examples.tiny_model import Message, make, page
 
-WORDS = ("functions", "operators", "tests", "lines", "numbers", "bugs")
+WORDS = ("tests", "lines", "bugs")
 CARELESS = {"careful": 0.02, "hasty": 0.85}  # how often the line is any line
 TURNS = 2
 
@@ -33,4 +33,4 @@ def draw(rng: random.Random) -> Sequence[Message]:
 
 
 if __name__ == "__main__":
-    make("Train the tiny model of code fixing.", draw, steps=1500)
+    make("Train the tiny model of code fixing.", draw, steps=800)

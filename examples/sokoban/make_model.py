@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from examples.sokoban.boards import MOVES, Board, draw_board, solution
 from examples.tiny_model import Message, make, page
 
-WORDS = ("boxes", "moves", "walls", "goals", "boards", "pushes")
+WORDS = ("boxes", "moves", "walls")
 CARELESS = {"careful": 0.02, "hasty": 0.65}  # how often a move is any move
 MOST = 8  # moves of an episode
 
@@ -33,4 +33,4 @@ def draw(rng: random.Random) -> Sequence[Message]:
 
 
 if __name__ == "__main__":
-    make("Train the tiny model of Sokoban.", draw, steps=1200)
+    make("Train the tiny model of Sokoban.", draw, steps=800)
