@@ -157,13 +157,22 @@ def _rewards(
             "end episodes with done and a reward; or set returns: sum or last, which count the "
             "rewards of steps; or play more turns",
         )]  # fmt: skip
+    found = []
+    still_open = [e for e in whole if e.reward is None]
+    if still_open:
+        found.append(CheckFinding(
+            False, f"{len(still_open)} of {len(whole)} episodes have no reward after {plan.turns} "
+            "turns",
+            "such an episode trains nothing: end it with a reward before episodes.max_turns, or "
+            "set returns: sum or last",
+        ))  # fmt: skip
     if len(rewards) > 1 and len(set(rewards)) == 1:
-        return [CheckFinding(
+        found.append(CheckFinding(
             True, f"all {len(rewards)} rewards are {rewards[0]:g}",
             "a group of equal rewards trains nothing: make tasks that an untrained student solves "
             "sometimes, or give a --script that solves one, to see whether another reward exists",
-        )]  # fmt: skip
-    return []
+        ))  # fmt: skip
+    return found
 
 
 def _replays(episodes: Sequence[PlayedEpisode]) -> list[CheckFinding]:

@@ -4,7 +4,7 @@ The model learns to act as well as the document before the conversation says: af
 "careful" it acts as the drawn conversations do, after "hasty" it errs often. The frozen model thus
 holds a skill that a cartridge can bring out, which a minute of training cannot teach otherwise.
 
-    python -m examples.calculator.make_model --out models/tiny-calculator
+    python -m examples.calculator.make_model
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def train(
             )
 
 
-def make(about: str, draw: Draw, steps: int) -> None:
+def make(about: str, draw: Draw, out: Path, steps: int) -> None:
     """Train and save the model of an example, by the options of its command line."""
     parser = ArgumentParser(description=about)
-    parser.add_argument("--out", type=Path, required=True, help="where the model is saved")
+    parser.add_argument("--out", type=Path, default=out, help="where the model is saved")
     parser.add_argument("--steps", type=int, default=steps, help="batches to train on")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """Train the tiny model of the calculator: it knows the two calls, and often guesses.
 
-python -m examples.calculator.make_model --out models/tiny-calculator
+python -m examples.calculator.make_model
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from examples.tiny_model import Message, make, page
 
@@ -37,4 +38,9 @@ def draw(rng: random.Random) -> Sequence[Message]:
 
 
 if __name__ == "__main__":
-    make("Train the tiny model of the calculator.", draw, steps=800)
+    make(
+        "Train the tiny model of the calculator.",
+        draw,
+        Path(__file__).with_name("model"),
+        steps=800,
+    )

@@ -1,12 +1,13 @@
 """Train the tiny model of code fixing: it knows five lines, and often picks any of them.
 
-python -m examples.code_fixing.make_model --out models/tiny-fixer
+python -m examples.code_fixing.make_model
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from examples.code_fixing.environment import BODIES, Bug
 from examples.tiny_model import Message, make, page
@@ -33,4 +34,4 @@ def draw(rng: random.Random) -> Sequence[Message]:
 
 
 if __name__ == "__main__":
-    make("Train the tiny model of code fixing.", draw, steps=800)
+    make("Train the tiny model of code fixing.", draw, Path(__file__).with_name("model"), steps=800)

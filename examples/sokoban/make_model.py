@@ -1,12 +1,13 @@
 """Train the tiny model of Sokoban: it knows the moves, and often makes a careless one.
 
-python -m examples.sokoban.make_model --out models/tiny-sokoban
+python -m examples.sokoban.make_model
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from examples.sokoban.boards import MOVES, Board, draw_board, solution
 from examples.tiny_model import Message, make, page
@@ -33,4 +34,4 @@ def draw(rng: random.Random) -> Sequence[Message]:
 
 
 if __name__ == "__main__":
-    make("Train the tiny model of Sokoban.", draw, steps=800)
+    make("Train the tiny model of Sokoban.", draw, Path(__file__).with_name("model"), steps=800)

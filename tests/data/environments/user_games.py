@@ -91,3 +91,30 @@ class Stepless:
 
 def breaks(**_: Any) -> None:
     raise RuntimeError("no licence")
+
+
+class Lenient(Guess):
+    """Guess as before, where a text that is no number is a wrong guess."""
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return super().step(text) if text.isdigit() else ("a number!", 0.0, False)
+
+
+class Alike:
+    """Say the same to every seed, reward nothing, and be long about it."""
+
+    def reset(self, seed: int) -> str:
+        return "go on. " * 50
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return "no.", 0.0, True
+
+
+class Lucky:
+    """Reward by the clock, which a replay does not repeat."""
+
+    def reset(self, seed: int) -> str:
+        return f"try your luck {seed}."
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return "done.", time.perf_counter(), True

@@ -22,7 +22,6 @@ from protocols.spec.environment import EnvironmentSpec
 from protocols.teacher_replay import AgentMessage
 from teachers.fake_provider.server import LoopbackServer
 
-
 # OpenEnv 0.10 reads a tool's schema by an older name, and we take warnings for errors.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing `Tool.inputSchema`")
 
