@@ -396,6 +396,8 @@ class ToolEpisodesRecipe(Recipe):
                 varying(rl_samples(episodes), self._objective.grpo),
             )
             counts |= refill_counts(self._episodes.tasks, len(groups), len(kept))
+        if len({e.task.environment for e in episodes}) > 1:
+            counts |= _by_environment(episodes)
         if self._newest is not None:
             counts["ahead/dropped"] = record.rollout.dropped
         counts |= {f"error/{kind}": n for kind, n in sorted(errors.items())}
@@ -424,6 +426,19 @@ class ToolEpisodesRecipe(Recipe):
             await self._ahead[0].close()
         if self._preferences is not None:
             await self._preferences.close()
+
+
+def _by_environment(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return count, errors and mean reward of each environment's episodes."""
+    counts: dict[str, float] = {}
+    for name in sorted({e.task.environment for e in episodes}):
+        own = [e for e in episodes if e.task.environment == name]
+        rewards = [e.reward for e in own if e.reward is not None]
+        counts[f"environment/{name}/count"] = len(own)
+        counts[f"environment/{name}/errored"] = len(own) - len(rewards)
+        if rewards:
+            counts[f"environment/{name}/reward"] = math.fsum(rewards) / len(rewards)
+    return counts
 
 
 def _doc_batch(episodes: Sequence[Episode]) -> TrainBatch:

@@ -11,7 +11,6 @@ import pytest
 from environments.verifiers.stepped import TasksetEnvironment
 from environments.verifiers.worker_process import PYTHON
 from protocols.episodes import EnvironmentRequest, Observation, Task
-from protocols.errors import DataError
 from protocols.spec.environment import EnvironmentSpec
 from protocols.teacher_replay import AgentMessage
 
@@ -58,8 +57,10 @@ def test_episodes_of_several_turns_move_beside_each_other_and_are_replayed() -> 
             await environment.move(a_move(["5"]))
             for sessions in environment._waiting.values():
                 await environment._end(sessions.pop().handle)
-            return both, await environment.move(a_move(["5", "6"])), await environment.move(
-                a_move(["5", "7"])
+            return (
+                both,
+                await environment.move(a_move(["5", "6"])),
+                await environment.move(a_move(["5", "7"])),
             )
 
     (first, second), replayed, wrong = asyncio.run(play())
@@ -80,21 +81,3 @@ def test_a_taskset_s_tools_are_offered_and_called() -> None:
     assert called == Observation((AgentMessage("tool", "5"),))
     assert asked == user("and after that?")
     assert end.done
-
-
-def test_what_a_taskset_raises_is_the_episode_s_error() -> None:
-    async def play(fault: str) -> Observation:
-        async with played(arguments={"fault": fault}, timeout_s=15.0) as environment:
-            return (await walk(environment, ["5", "6"]))[-1]
-
-    assert asyncio.run(play("raise")).error.startswith("environment_refused: ")
-    assert "no rule for this" in asyncio.run(play("raise")).error
-
-
-def test_a_taskset_with_too_few_tasks_is_told_at_the_start() -> None:
-    async def play() -> None:
-        async with played(tasks=5):
-            pass
-
-    with pytest.raises(DataError, match="has 2 tasks, fewer than the 5 of the environment"):
-        asyncio.run(play())
