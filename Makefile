@@ -161,7 +161,7 @@ bench-against: install ## speed of the main job in this tree against that of BAS
 lint: install k8s-check ## ruff, types, the layers contract, and k8s-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy actors cartridge_forge deploy documents environments forge_run learning protocols registry services serving strategies teachers training tests/manifest_checks tests/reference_pages
+	$(BIN)/mypy actors cartridge_forge deploy documents environments examples forge_run learning protocols registry services serving strategies teachers training tests/manifest_checks tests/reference_pages
 	$(BIN)/lint-imports
 
 # After a change of pyproject.toml's pins. A local version (+cpu) is the index's, not the package's.

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from environments.clinic.pretrain.train import new_optimizers
+
 SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
@@ -28,6 +30,7 @@ CHAT_TEMPLATE = (
 )
 IGNORED = -100  # the target of a token that is not taught
 WARMUP_STEPS = 30
+MUON_LR = 0.02
 
 Message = tuple[str, str]  # role, text
 Draw = Callable[[random.Random], Sequence[Message]]  # one conversation; the assistant's are taught
@@ -96,22 +99,26 @@ def train(
     steps: int,
     seed: int,
     batch: int = 16,
-    lr: float = 5e-3,
+    lr: float = 3e-3,
 ) -> None:
     """Train on `steps` batches of new conversations, and print the loss in nats per token."""
     rng = random.Random(f"conversations/{seed}")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizers = new_optimizers(model, lr, MUON_LR)
+    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     begun = time.monotonic()
     for step in range(steps):
         left = 1 - step / steps
-        optimizer.param_groups[0]["lr"] = lr * min((step + 1) / WARMUP_STEPS, 1.0, 2 * left)
+        rate = min((step + 1) / WARMUP_STEPS, 1.0, 2 * left)
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * rate
         ids, targets = encode(tokenizer, [draw(rng) for _ in range(batch)])
         logits = model(input_ids=ids).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=IGNORED)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         if (step + 1) % 100 == 0:
             print(
                 f"step {step + 1} loss {loss.item():.4f} s {time.monotonic() - begun:.0f}",

@@ -17,6 +17,9 @@ GUESSES = {"careful": 0.05, "hasty": 0.8}  # how often the model submits before 
 SLIPS = {"careful": 0.02, "hasty": 0.3}  # how often it submits another number than it read
 
 
+PRODUCTS = sorted({a * b for a in range(2, 10) for b in range(2, 10)})
+
+
 def call(tool: str, **arguments: str) -> str:
     return json.dumps({"tool": tool, "arguments": arguments})
 
@@ -24,11 +27,11 @@ def call(tool: str, **arguments: str) -> str:
 def draw(rng: random.Random) -> Sequence[Message]:
     """Draw one episode, after a page that says how careful the model is."""
     skill = rng.choice(("careful", "hasty"))
-    a, b = rng.randint(12, 99), rng.randint(12, 99)
+    a, b = rng.randint(2, 9), rng.randint(2, 9)
     said: list[Message] = [
         ("system", page(WORDS, skill, rng)), ("user", f"what is {a} * {b}?"),
     ]  # fmt: skip
-    guess = str(rng.randint(144, 9801))
+    guess = str(rng.choice(PRODUCTS))
     if rng.random() < GUESSES[skill]:
         return [*said, ("assistant", call("submit", answer=guess))]
     right = str(a * b)
@@ -42,5 +45,5 @@ if __name__ == "__main__":
         "Train the tiny model of the calculator.",
         draw,
         Path(__file__).with_name("model"),
-        steps=800,
+        steps=900,
     )

@@ -2,7 +2,7 @@
 
     python -m examples.calculator.server --port 8011
 
-The question is a product that nobody computes in their head. `calculate` tells a result, and
+The question is a product that the tiny student cannot compute. `calculate` tells a result, and
 `submit` ends the episode; the reward is 1 if the submitted answer is right. The rubric rewards the
 whole episode when it is done (RFC 004).
 """
@@ -61,7 +61,7 @@ class CalculatorEnvironment(MCPEnvironment):
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Question:
         rng = random.Random(seed)
-        self._factors = (rng.randint(12, 99), rng.randint(12, 99))
+        self._factors = (rng.randint(2, 9), rng.randint(2, 9))
         self._submitted, self._state = None, State(episode_id=episode_id)
         return Question(text="what is {} * {}?".format(*self._factors))
 

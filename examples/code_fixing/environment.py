@@ -2,8 +2,8 @@
 
     user   def f(a, b):                 student   return a + b
                return a - b
-           f(7, 2) gives 5, wanted 9.
-    tool   f(7, 2) gives 14, wanted 9.  student   return a * b ...
+           f(7, 2) gives 5, wanted the sum 9.
+    tool   f(7, 2) gives 14, wanted the sum 9.
 
 The student's line runs in a sandbox (`sandbox.py`). The reward is 1 once all tests pass.
 """
@@ -19,15 +19,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from sandbox import called  # type: ignore[import-not-found]  # beside this file
 
-BODIES: dict[str, Callable[[int, int], int]] = {
-    "return a + b": lambda a, b: a + b,
-    "return a - b": lambda a, b: a - b,
-    "return a * b": lambda a, b: a * b,
-    "return max(a, b)": max,
-    "return min(a, b)": min,
+BODIES: dict[str, tuple[str, Callable[[int, int], int]]] = {
+    "return a + b": ("sum", lambda a, b: a + b),
+    "return a - b": ("difference", lambda a, b: a - b),
+    "return a * b": ("product", lambda a, b: a * b),
+    "return max(a, b)": ("larger", max),
+    "return min(a, b)": ("smaller", min),
 }
 TESTS = 3
-NUMBERS = range(2, 8)
+NUMBERS = range(2, 10)
 
 
 class Bug:
@@ -38,9 +38,9 @@ class Bug:
         while True:
             self.wrong, self.right = rng.sample(list(BODIES), 2)
             self.calls = [(rng.choice(NUMBERS), rng.choice(NUMBERS)) for _ in range(TESTS)]
-            self.wanted = [BODIES[self.right](*c) for c in self.calls]
-            others = [b for b in BODIES if [BODIES[b](*c) for c in self.calls] == self.wanted]
-            given = [BODIES[self.wrong](*c) for c in self.calls]
+            self.wanted = [BODIES[self.right][1](*c) for c in self.calls]
+            others = [b for b in BODIES if [BODIES[b][1](*c) for c in self.calls] == self.wanted]
+            given = [BODIES[self.wrong][1](*c) for c in self.calls]
             # The first test tells the bug, and the tests together allow one line only.
             if others == [self.right] and given[0] != self.wanted[0]:
                 self.given = given
@@ -50,7 +50,8 @@ class Bug:
         """Return the first test that fails; "" if all pass."""
         for (a, b), seen, wanted in zip(self.calls, results, self.wanted, strict=False):
             if seen != wanted:
-                return f"f({a}, {b}) gives {str(seen)[:20]}, wanted {wanted}."
+                what = BODIES[self.right][0]
+                return f"f({a}, {b}) gives {str(seen)[:20]}, wanted the {what} {wanted}."
         return "" if len(results) == TESTS else "it has no result."
 
     @property

@@ -26,7 +26,7 @@ def draw(rng: random.Random) -> Sequence[Message]:
         careless = rng.random() < CARELESS[skill]
         line = rng.choice(list(BODIES)) if careless else bug.right
         said.append(("assistant", line))
-        failure = bug.failure([BODIES[line](*c) for c in bug.calls])
+        failure = bug.failure([BODIES[line][1](*c) for c in bug.calls])
         if not failure or turn == TURNS - 1:
             return said
         said.append(("tool", failure))
@@ -34,4 +34,4 @@ def draw(rng: random.Random) -> Sequence[Message]:
 
 
 if __name__ == "__main__":
-    make("Train the tiny model of code fixing.", draw, Path(__file__).with_name("model"), steps=800)
+    make("Train the tiny model of code fixing.", draw, Path(__file__).with_name("model"), steps=300)

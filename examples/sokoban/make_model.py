@@ -34,4 +34,4 @@ def draw(rng: random.Random) -> Sequence[Message]:
 
 
 if __name__ == "__main__":
-    make("Train the tiny model of Sokoban.", draw, Path(__file__).with_name("model"), steps=800)
+    make("Train the tiny model of Sokoban.", draw, Path(__file__).with_name("model"), steps=900)

@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from protocols.rsa import shape_fault
 from protocols.spec.base import SpecSection, broken
-from protocols.spec.objective import HINT_WRITER, EpisodesSpec
+from protocols.spec.objective import HINT_SOURCE, HINT_WRITER, EpisodesSpec
 from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec
 from protocols.spec.sections import LearnSections
 from protocols.spec.start import StartSpec
@@ -182,7 +182,7 @@ def _of_environments(spec: LearnSections, episodes: EpisodesSpec) -> Iterator[Ru
     )
     yield (
         objective.alpha > 0 and objective.hints.hints == "template",
-        "objective.sdpo.hints must not be template with environments of your own, which have no "
+        f"{HINT_SOURCE} must not be template with environments of your own, which have no "
         "templates here",
         "set it to feedback or sibling",
     )

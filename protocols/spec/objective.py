@@ -20,6 +20,7 @@ from protocols.spec.policy_gradient import GrpoSpec
 
 GENERATOR = "generator"  # the writer of hints that is no external teacher
 HINT_WRITER = "objective.sdpo.hint_writer"  # the key that names the writer
+HINT_SOURCE = "objective.sdpo.hints"  # the key that names where hints come from
 
 
 class LossSpec(SpecSection):
