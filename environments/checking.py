@@ -168,9 +168,10 @@ def _rewards(
         ))  # fmt: skip
     if len(rewards) > 1 and len(set(rewards)) == 1:
         found.append(CheckFinding(
-            True, f"all {len(rewards)} rewards are {rewards[0]:g}",
-            "a group of equal rewards trains nothing: make tasks that an untrained student solves "
-            "sometimes, or give a --script that solves one, to see whether another reward exists",
+            bool(plan.script), f"all {len(rewards)} rewards are {rewards[0]:g}",
+            "a group of equal rewards trains nothing: give a --script that solves a task, to see "
+            "whether another reward exists, and make tasks that an untrained student solves "
+            "sometimes",
         ))  # fmt: skip
     return found
 
