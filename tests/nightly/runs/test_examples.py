@@ -63,7 +63,7 @@ def test_sokoban_runs(tmp_path: Path) -> None:
 def risen(name: str, folder: Path, sets: Mapping[str, str]) -> None:
     """The sampled accuracy after training is above the interval of the untrained cartridge's."""
     results = json.loads(ran_whole(name, folder, sets).results.read_bytes())
-    before, after = (results["accuracy"][arm]["sampled"] for arm in ("untrained", "on_policy"))
+    before, after = (results["arms"][arm]["sampled"] for arm in ("untrained", "on_policy"))
     assert after["ci95"][0] > before["ci95"][1]
 
 
