@@ -1,4 +1,4 @@
-"""The calculator and Sokoban run from their own mesh files; the whole code-fixing example learns."""
+"""The calculator and Sokoban run from their mesh files; the whole code-fixing example learns."""
 
 from __future__ import annotations
 
