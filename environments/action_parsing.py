@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,19 +36,33 @@ def _say_at_desk(action: Action) -> str:
 
 
 def _parse_json(text: str) -> Action:
-    """Return the first call after the thinking block, or the text itself when it has no call."""
-    said = text.rpartition(END_OF_THINKING)[2]
+    """Return the first call after the thinking block, or the text itself when it has no call. Chat
+    templates of others name the tool "name"."""
+    for found in objects_in(text):
+        match found:
+            case {"tool": str(tool), "arguments": dict(arguments)}:
+                return ToolAction(tool, arguments)
+            case {"name": str(tool), "arguments": dict(arguments)}:
+                return ToolAction(tool, arguments)
+    return TextAction(_said(text).strip())
+
+
+def objects_in(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects after the thinking block, also those inside others."""
+    said = _said(text)
     at = said.find("{")
     while at >= 0:
         try:
             found, _ = _DECODER.raw_decode(said, at)
         except (ValueError, RecursionError):
             found = None
-        match found:
-            case {"tool": str(tool), "arguments": dict(arguments)}:
-                return ToolAction(tool, arguments)
+        if isinstance(found, dict):
+            yield found
         at = said.find("{", at + 1)
-    return TextAction(said.strip())
+
+
+def _said(text: str) -> str:
+    return text.rpartition(END_OF_THINKING)[2]
 
 
 def _say_json(action: Action) -> str:

@@ -3,7 +3,7 @@
     clinic          an option question; its letter, or the option's text, is right or wrong
     reasoning_gym   problem i has seed `seed` + i; the task's own score of the extracted answer
     verifiers       problem i of a taskset; each text is played as an episode of one turn, whose
-                    reward is its score. A taskset with several turns cannot be scored this way
+                    reward is its score; or of `turns` turns, one for each of its lines
 
 A text that cannot be scored gets score None and the reason; `judge` never raises because of a text.
 """
@@ -182,7 +182,11 @@ async def _line(process: Process, seconds: float) -> dict[str, Any] | None:
 
 
 class Taskset:
-    """Play every text as a one-turn episode of a verifiers taskset, in the verifiers process."""
+    """Play every text as an episode of a verifiers taskset, in the verifiers process.
+
+    With `turns` above 1 a text is a plan: its lines that are not empty are the turns, in order,
+    whatever the taskset replies. A plan that ends before the episode does scores 0.
+    """
 
     def __init__(self, spec: ProblemsSpec, extract: Extract) -> None:
         self._spec, self._extract = spec, extract
@@ -227,18 +231,23 @@ class Taskset:
         await self._stack.aclose()
 
     async def _play(self, worker: VerifiersWorker, task: Task, text: str) -> JudgedCandidate:
-        said = False
+        several = self._spec.turns > 1
+        plan = [line.strip() for line in text.splitlines() if line.strip()] if several else [text]
+        left = plan[: self._spec.turns]
+        short = False
 
         async def say(request: HarnessRequest) -> ChatReply:
-            nonlocal said
-            if said:
-                raise BadChatRequest("a candidate has one turn")
-            said = True
-            return ChatReply(text, False, False, TeacherUsage(0, 0))
+            nonlocal short
+            if not left:
+                short = True
+                raise BadChatRequest("a candidate has no more turns")
+            return ChatReply(left.pop(0), False, False, TeacherUsage(0, 0))
 
         async with self._places:
             with worker.endpoint.serving(say) as url:
                 outcome = await worker.play(task, url)
+        if several and short:
+            return JudgedCandidate(self._extract(text), 0.0)
         error = outcome.error or ("" if outcome.reward is not None else "no_verdict")
         return JudgedCandidate(self._extract(text), outcome.reward, error)
 

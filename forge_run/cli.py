@@ -183,6 +183,23 @@ K8S = {
                 "built", nargs="+"),
     )),
 }  # fmt: skip
+ENV = {
+    "check": Command("play a few episodes, and say what would not train",
+                     "experiments.env_check:command", (
+        _option("target", "URL|ID|MODULE:NAME|MESH.yaml", "an OpenEnv server, a verifiers taskset, "
+                "a class of yours (from the current folder), or the environments of a mesh"),
+        _sets("a key of the environment, such as action=tool; of a mesh, any of its keys; "
+              "repeatable"),
+        _option("--tasks", "N", "tasks that each agent plays (default: 4)", type=whole_number,
+                default=4),
+        _option("--turns", "N", "most turns of an episode (default: 8, or the mesh's)",
+                type=whole_number),
+        _option("--seed", "N", "of tasks and the random agent (default: 0)", type=int, default=0),
+        _there("--script", "FILE", "the scripted agent's actions, one a line; the last again and "
+               "again"),
+        _flag("--json", "print JSON, for programs", dest="as_json"),
+    )),
+}  # fmt: skip
 COMMANDS = {
     "run": Command("run a mesh, as forge-run does", "run:run", (*RUN, DRY_RUN)),
     "plan": Command("print a mesh's resolved plan and start nothing", "run:plan", (
@@ -234,6 +251,7 @@ COMMANDS = {
         _flag("--sampled", "sampled answers, not the greedy ones"),
         _flag("--json", "print JSON, for programs", dest="as_json"),
     )),
+    "env": Command("environments that episodes are played in", verbs=ENV),
     "selfstudy": Command(
         "write questions and answers about documents, for a run or other trainers",
         "selfstudy:selfstudy", (

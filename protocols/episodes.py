@@ -21,11 +21,13 @@ from protocols.types import Sampling
 class Task:
     """Describe an environment's reset: `Task("desk/12/0", "desk_01", {"desk": "desk_01", "seed":
     4711})`. The same arguments and the same actions give the same episode. `document` names the
-    document whose cartridge the student reads; `arguments` are the environment's own."""
+    document whose cartridge the student reads; `arguments` are the environment's own. `environment`
+    names one of several; "" is the only one."""
 
     id: str
     document: str
     arguments: Mapping[str, Any]
+    environment: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -53,10 +54,14 @@ class BrokenLimitError(DataError):
 
 
 class LimitedProcess:
-    """Hold the process that calls `function`, "module:name" of (request, data) -> JSON."""
+    """Hold the process that calls `function`, "module:name" of (request, data) -> JSON. `what`
+    and `remedy` word the error of a call that takes too much."""
 
-    def __init__(self, function: str, limits: ProcessLimits) -> None:
-        self._function, self._limits = function, limits
+    def __init__(
+        self, function: str, limits: ProcessLimits, what: str = "to read",
+        remedy: str = "leave it out",
+    ) -> None:  # fmt: skip
+        self._function, self._limits, self._what, self._remedy = function, limits, what, remedy
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection | None = None
@@ -84,7 +89,7 @@ class LimitedProcess:
                 channel.send_bytes(data)
                 if not channel.poll(limits.wall_s):
                     raise BrokenLimitError(
-                        f"takes longer than {limits.wall_s:g} s to read; leave it out"
+                        f"takes longer than {limits.wall_s:g} s {self._what}; {self._remedy}"
                     )
                 reply = json.loads(channel.recv_bytes(limits.reply_bytes))
             except BrokenLimitError:
@@ -94,20 +99,28 @@ class LimitedProcess:
                 self.end()
                 raise BrokenLimitError(
                     f"takes more than {limits.cpu_s:g} s of processor time or {limits.memory:,} "
-                    "bytes of memory to read, or holds too much; leave it out"
+                    f"bytes of memory {self._what}, or holds too much; {self._remedy}"
                 ) from error
         if "error" in reply:
             raise DataError(reply["error"])
         return reply["result"]
 
+    def kill(self) -> None:
+        """Kill the process, if it runs; a call in another thread then raises BrokenLimitError."""
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):  # of its own session, with its children
+                os.killpg(process.pid, signal.SIGKILL)
+
     def end(self) -> None:
-        """End the process, if it runs."""
+        """End the process and what it started, if it runs."""
         process, channel = self._process, self._channel
         self._process = self._channel = None
         if channel is not None:
             channel.close()
         if process is not None:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def _start(self) -> Connection:
@@ -120,7 +133,7 @@ class LimitedProcess:
                 ],
                 env={**confined(os.environ), "PYTHONPATH": str(REPOSITORY)},
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self._channel = ours
         said = b""

@@ -112,7 +112,7 @@ def role_arguments(
         return (base, learn.train.row_tokens, top, learn.train.staleness + 2)
     if name == "environment":
         assert learn.episodes is not None
-        return (learn.episodes.environment,)
+        return (learn.episodes.played, learn.episodes.max_turns)
     if name == "teacher_replay":
         return (learn.replay, str(directory.ledger), directory.id)
     if name == "rsa_aggregator":

@@ -3,177 +3,194 @@
     EnvironmentRequest(task, ("find surgeon in cardiology.",))
     --/ws--> Observation((AgentMessage("tool", ..),))
 
-One /ws session is one episode. Idle sessions are keyed by task and actions played; the next action
-of such an episode takes any session with its key, because equal actions must give equal
-observations. Without one, or when the session is lost, the client resets a new session with the
-task's arguments and replays the earlier actions. Replayed observations must equal the first ones.
+One /ws session is one episode (`environments.sessions`). This module implements the wire protocol
+itself: OpenEnv's client silently reopens a lost connection and would then step a session that was
+never reset.
 
-This module implements the wire protocol itself: OpenEnv's client silently reopens a lost connection
-and would then step a session that was never reset.
+A server that lists tools (RFC 003) is asked for them at each reset with action form tool; a call is
+sent as its call_tool action. A reward may come with any step (RFC 004): `returns` says which count.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-from collections import OrderedDict
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
-from environments.openenv.wire import observed
+from environments.openenv.wire import called, observed, reward_of
+from environments.sessions import EnvironmentRefusal, ReplayedSessions, SessionLost
+from environments.student_actions import BAD_ACTION, NoAction, action_in, with_tools_shown
 from protocols.episodes import EnvironmentRequest, Observation
+from protocols.errors import DataError
+from protocols.spec.environment import EnvironmentSpec
+from protocols.teacher_replay import AgentMessage, AgentTool, ToolAction
 
-MAX_WAITING = 256  # idle sessions; the oldest is closed first, and replayed if needed again
-MAX_SEEN = 1 << 16  # digests of observations, to compare replays with
 MAX_MESSAGE_BYTES = 1 << 22
 CLOSE_TIMEOUT_S = 1.0
+SCHEMA_TIMEOUT_S = 10.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LIST_TOOLS = {"type": "list_tools"}
+VALIDATION_ERROR = "VALIDATION_ERROR"  # a server's code for an action that does not fit its schema
 
 
-class OpenEnvClient:
-    """Send the moves of many concurrent episodes, in one event loop. `action_key` is the field of
-    the server's action that holds the text."""
+class OpenEnvClient(ReplayedSessions[ClientConnection]):
+    """Send the moves of many concurrent episodes to the server of `spec`, in one event loop."""
 
-    def __init__(self, url: str, timeout_s: float = 30.0, action_key: str = "text") -> None:
-        self._url = f"ws{url.rstrip('/').removeprefix('http')}/ws"
+    def __init__(self, spec: EnvironmentSpec, most_turns: int) -> None:
+        super().__init__(spec, most_turns)
+        assert spec.url is not None
+        self._url = spec.url.rstrip("/")
         # A proxy cannot reach this machine's loopback.
-        self._proxy: Literal[True] | None = None if urlsplit(url).hostname in LOOPBACK else True
-        self._timeout_s, self._action_key = timeout_s, action_key
-        self._waiting: OrderedDict[ClientConnection, str] = OrderedDict()
-        self._seen: OrderedDict[str, str] = OrderedDict()
+        local = urlsplit(self._url).hostname in LOOPBACK
+        self._proxy: Literal[True] | None = None if local else True
 
-    async def move(self, move: EnvironmentRequest) -> Observation:
-        """Return the environment's reply to the last action, or to a reset if there is none.
+    async def start(self) -> None:
+        """Compare the server's action schema with the keys of `spec`. A server that does not answer
+        now is no fault: episodes report it. Raises DataError for an action that the server would
+        refuse whatever the student writes."""
+        schema = await asyncio.to_thread(action_schema, self._url)
+        if schema is not None:
+            check_action(self._spec, schema)
 
-        Never raises for a failure of the environment. `error` then begins with "environment_died"
-        (connection lost, or no reply within `timeout_s`), "environment_refused" (the server sent an
-        error) or "environment_diverged" (a replay gave another observation).
-        """
+    async def _open(self, move: EnvironmentRequest) -> ClientConnection:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._moved(move)
-        except TimeoutError:
-            return _failed("environment_died", f"no answer within {self._timeout_s:g} s")
-        except (OSError, WebSocketException, ValueError) as error:
-            return _failed("environment_died", f"{type(error).__name__}: {error}")
-        except ServerRefusal as error:
-            return _failed("environment_refused", str(error))
-        except ReplayDiverged as error:
-            return _failed("environment_diverged", str(error))
-
-    async def close(self) -> None:
-        """Close every idle session."""
-        waiting, self._waiting = list(self._waiting), OrderedDict()
-        await asyncio.gather(*(_end(connection) for connection in waiting))
-
-    async def _moved(self, move: EnvironmentRequest) -> Observation:
-        last = len(move.actions)
-        connection = self._take(_key(move, last - 1)) if last else None
-        if connection is not None:
-            try:
-                return await self._play(connection, move, last)
-            except (OSError, WebSocketException, ServerRefusal):
-                pass  # lost, or unknown to the server: a new session replays the episode
-        return await self._play(await self._connect(), move, 0)
-
-    async def _connect(self) -> ClientConnection:
-        return await connect(
-            self._url, proxy=self._proxy, open_timeout=None, close_timeout=CLOSE_TIMEOUT_S,
-            max_size=MAX_MESSAGE_BYTES,
-        )  # fmt: skip
-
-    async def _play(
-        self, connection: ClientConnection, move: EnvironmentRequest, first: int
-    ) -> Observation:
-        """Play the actions from `first` on (0: the reset) and return the last observation."""
-        settled = False
-        try:
-            observation = await self._say(connection, move, first)
-            for played in range(first + 1, len(move.actions) + 1):
-                observation = await self._say(connection, move, played)
-            settled = True
-        finally:
-            if not settled:
-                connection.transport.abort()
-        if observation.done:
-            await _end(connection)
-        else:
-            await self._keep(connection, _key(move, len(move.actions)))
-        return observation
+            return await connect(
+                f"ws{self._url.removeprefix('http')}/ws", proxy=self._proxy, open_timeout=None,
+                close_timeout=CLOSE_TIMEOUT_S, max_size=MAX_MESSAGE_BYTES,
+            )  # fmt: skip
+        except (OSError, WebSocketException) as error:
+            raise SessionLost(f"{type(error).__name__}: {error}") from error
 
     async def _say(
-        self, connection: ClientConnection, move: EnvironmentRequest, played: int
-    ) -> Observation:
+        self, handle: ClientConnection, move: EnvironmentRequest, played: int
+    ) -> tuple[Observation, float | None]:
+        shown = self._spec.observation
         if played == 0:
-            request = {"type": "reset", "data": {**move.task.arguments, "episode_id": move.task.id}}
-        else:
-            request = {"type": "step", "data": {self._action_key: move.actions[played - 1]}}
-        await connection.send(json.dumps(request))
-        reply = json.loads(await connection.recv())
-        data = reply.get("data") if isinstance(reply, dict) else None
-        if not isinstance(data, dict):
-            raise ValueError(f"not an OpenEnv reply: {str(reply)[:200]}")
-        if reply.get("type") == "error":
-            raise ServerRefusal(
-                f"{data.get('message', 'no reason')} ({data.get('code', 'no code')})"
-            )
-        observation = observed(data, opening=played == 0)
-        self._compare(_key(move, played), observation, played)
-        return observation
+            arguments = {**move.task.arguments, "episode_id": move.task.id}
+            data = await self._ask(handle, "reset", arguments)
+            opening = _observed(data, opening=True, shown=shown)
+            if self._spec.action == "tool":
+                tools = await self._tools(handle)
+                opening = replace(opening, tools=tools or opening.tools)
+            return with_tools_shown(opening, self._spec.show_tools), reward_of(data)
+        try:
+            action = self._action(move.actions[played - 1])
+            data = await self._ask(handle, "step", action)
+        except (NoAction, UnfitAction) as error:
+            message = AgentMessage("tool", str(error))
+            return Observation((message,), error_kind=BAD_ACTION), None
+        data = called(data)
+        is_call = isinstance(data.get("observation"), dict) and action.get("type") == "call_tool"
+        seen = _observed(data, opening=False, shown=None if is_call else shown)
+        return seen, reward_of(data)
 
-    def _compare(self, key: str, observation: Observation, played: int) -> None:
-        said = _digest([(m.role, m.content) for m in observation.messages], observation.done)
-        if self._seen.setdefault(key, said) != said:
-            raise ReplayDiverged(
-                f"after {played} actions it said something else than before; "
-                "the same arguments and actions must give the same observations"
-            )
-        self._seen.move_to_end(key)
-        if len(self._seen) > MAX_SEEN:
-            self._seen.popitem(last=False)
+    async def _tools(self, handle: ClientConnection) -> tuple[AgentTool, ...]:
+        """Return the tools that a server lists."""
+        listed = await self._ask(handle, "step", LIST_TOOLS)
+        marks = listed.get("metadata")
+        if isinstance(marks, dict) and "error" in marks:
+            raise EnvironmentRefusal(f"it lists no tools: {marks['error']}")
+        return _observed(listed, opening=True).tools
 
-    def _take(self, key: str) -> ClientConnection | None:
-        for connection, stands_at in self._waiting.items():
-            if stands_at == key:
-                del self._waiting[connection]
-                return connection
-        return None
+    def _action(self, text: str) -> dict[str, Any]:
+        """Return the student's text as an action of the server. Raises NoAction."""
+        if self._spec.action == "text":
+            return {self._spec.action_key: text}
+        action = action_in(text, self._spec.action)
+        if isinstance(action, ToolAction):
+            arguments = dict(action.arguments)
+            return {"type": "call_tool", "tool_name": action.tool, "arguments": arguments}
+        return dict(action)
 
-    async def _keep(self, connection: ClientConnection, key: str) -> None:
-        self._waiting[connection] = key
-        if len(self._waiting) > MAX_WAITING:
-            oldest, _ = self._waiting.popitem(last=False)
-            await _end(oldest)
+    async def _ask(
+        self, connection: ClientConnection, kind: str, data: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Return the data of the server's reply. Raises SessionLost, EnvironmentRefusal, and
+        UnfitAction for a step that the server finds invalid."""
+        try:
+            await connection.send(json.dumps({"type": kind, "data": data}))
+            reply = json.loads(await connection.recv())
+        except (OSError, WebSocketException, ValueError) as error:
+            raise SessionLost(f"{type(error).__name__}: {error}") from error
+        found = reply.get("data") if isinstance(reply, dict) else None
+        if not isinstance(found, dict):
+            raise SessionLost(f"not an OpenEnv reply: {str(reply)[:200]}")
+        if reply.get("type") != "error":
+            return found
+        code = found.get("code", "no code")
+        why = found.get("message", "no reason")
+        if code == VALIDATION_ERROR and kind == "step" and data is not LIST_TOOLS:
+            if self._spec.action != "text":
+                raise UnfitAction(_misfit(found))
+            why = f"{why}: {_misfit(found)}"
+        raise EnvironmentRefusal(f"{why} ({code})")
+
+    async def _end(self, handle: ClientConnection) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await handle.close()
+        except (OSError, WebSocketException):
+            handle.transport.abort()
+
+    def _drop(self, handle: ClientConnection) -> None:
+        handle.transport.abort()
 
 
-class ServerRefusal(Exception):
-    """Signal that the server replied with an error."""
+class UnfitAction(Exception):
+    """Signal an action of the student that does not fit the server's schema."""
 
 
-class ReplayDiverged(Exception):
-    """Signal that a replayed action gave another observation than before."""
-
-
-def _failed(kind: str, why: str) -> Observation:
-    return Observation(done=True, error=f"{kind}: {why[:500]}")
-
-
-async def _end(connection: ClientConnection) -> None:
+def _observed(data: Mapping[str, Any], opening: bool, shown: str | None = None) -> Observation:
     try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await connection.close()
-    except (OSError, WebSocketException):
-        connection.transport.abort()
+        return observed(data, opening, shown)
+    except ValueError as error:
+        raise EnvironmentRefusal(f"{error}; correct the environment's key observation") from error
 
 
-def _key(move: EnvironmentRequest, played: int) -> str:
-    """Return the key of the episode after `played` of its actions."""
-    return _digest(move.task.id, dict(move.task.arguments), move.actions[:played])
+def _misfit(found: Mapping[str, Any]) -> str:
+    """Return what is wrong with an action, by the server's first complaint."""
+    errors = found.get("errors")
+    first = errors[0] if isinstance(errors, list) and errors else {}
+    where = ".".join(map(str, first.get("loc", ()))) if isinstance(first, dict) else ""
+    why = first.get("msg", "it does not fit") if isinstance(first, dict) else "it does not fit"
+    return f"bad action: {where}: {why}." if where else f"bad action: {why}."
 
 
-def _digest(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+def action_schema(url: str) -> Mapping[str, Any] | None:
+    """Return the JSON schema of a server's actions; None where it tells none."""
+    local = urlsplit(url).hostname in LOOPBACK
+    handlers = [urllib.request.ProxyHandler({})] if local else []
+    try:
+        with urllib.request.build_opener(*handlers).open(
+            f"{url}/schema", timeout=SCHEMA_TIMEOUT_S
+        ) as reply:
+            found = json.loads(reply.read(MAX_MESSAGE_BYTES)).get("action")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def check_action(spec: EnvironmentSpec, schema: Mapping[str, Any]) -> None:
+    """Raise DataError where no text of a student can be an action of this schema."""
+    given = schema.get("properties")
+    fields = {n: f for n, f in given.items() if n != "metadata"} if isinstance(given, dict) else {}
+    if spec.action != "text" or not fields:
+        return
+    missing = [n for n in schema.get("required", ()) if n not in (spec.action_key, "metadata")]
+    if spec.action_key in fields and not missing:
+        return
+    named = ", ".join(sorted(fields))
+    why = f"has no field {spec.action_key}" if spec.action_key not in fields else "needs more"
+    remedy = "set action: tool" if "tool_name" in fields else "set action_key to its text field"
+    raise DataError(
+        f"the action of {spec.url} {why}: its fields are {named}; {remedy}, or action: json if the "
+        "student writes them all"
+    )

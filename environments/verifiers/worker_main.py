@@ -161,6 +161,10 @@ class WorkerMain:
     async def _answer(self, asked: Mapping[str, Any]) -> None:
         reply: dict[str, Any] = {"id": asked["id"]}
         try:
+            if asked["ask"] == "ping":
+                reply["result"] = {}
+                self.say(reply)
+                return
             config = config_of(asked["taskset"], asked["arguments"])
             if asked["ask"] == "tasks":
                 found = self._first(config, asked["most"])

@@ -38,6 +38,7 @@ KEY = "FORGE_CHAT_API_KEY"
 MARK = "FORGE_VERIFIERS"  # in the environment of the worker and of its descendants
 START_TIMEOUT_S = 180.0  # its imports take 4 s on an idle core
 END_TIMEOUT_S = 10.0
+PING_S = 5.0
 GRACE_S = 15.0  # beyond a rollout's deadline, which the worker keeps itself
 MAX_LINE_BYTES = 1 << 24
 LAST_WORDS_BYTES = 2000
@@ -115,12 +116,19 @@ class VerifiersWorker:
         rows = reply["result"]["tasks"]
         return [Task(f"{taskset}/{r['index']}", document, {**plain, **r}) for r in rows]
 
-    async def play(self, task: Task, url: str) -> VerifiersOutcome:
-        """Return the outcome of one rollout with the model under `url`, a failed one included."""
+    async def check(self) -> None:
+        """Kill the worker, which fails all waiting requests, if it does not answer a ping."""
+        with contextlib.suppress(WorkerDied):
+            await self._ask({"ask": "ping"}, PING_S)
+
+    async def play(self, task: Task, url: str, timeout_s: float | None = None) -> VerifiersOutcome:
+        """Return the outcome of one rollout with the model under `url`, a failed one included.
+        `timeout_s` replaces the worker's own for it."""
+        most = self._timeout_s if timeout_s is None else timeout_s
         wanted = {k: task.arguments[k] for k in ("taskset", "arguments", "index")}
-        request = {"ask": "play", "url": url, "timeout_s": self._timeout_s, **wanted}
+        request = {"ask": "play", "url": url, "timeout_s": most, **wanted}
         try:
-            reply = await self._ask(request, self._timeout_s + GRACE_S)
+            reply = await self._ask(request, most + GRACE_S)
         except WorkerDied as error:
             return VerifiersOutcome(None, error=f"environment_died: {error}"[:500])
         if "error" in reply:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from forge_run.formatting import Rows, TableSection, facts
 from forge_run.preflight import missing_key
+from protocols.spec.environment import EnvironmentSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.objective import EpisodesSpec, ObjectiveSpec
 from protocols.spec.rsa import RsaSpec
@@ -19,6 +20,8 @@ def data_text(learn: LearnSpec) -> str:
         problems = learn.rsa.problems
         return f"a page on solving problems, for {problems.kind}: {problems.name}"
     data = learn.data
+    if learn.episodes is not None and data.source == "environment":
+        return "the documents of " + ", ".join(e.id for e in learn.episodes.played)
     return f"{data.patients} clinic desks, seed {data.seed}: handbooks of {data.facts} fields"
 
 
@@ -74,12 +77,11 @@ def gradients_text(objective: ObjectiveSpec) -> str:
 
 def sampled_episodes(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, list[tuple[str, str]]]:
     """Return the most response tokens of a step of episodes, and the rows on what is sampled."""
-    steps, environment = learn.train.steps, episodes.environment
+    steps = learn.train.steps
     each = episodes.tasks * episodes.group
-    served = "clinic desks, served here" if environment.url is None else environment.url
     most = each * (1 + learn.objective.refills)
     return most * episodes.max_turns * learn.rollout.max_tokens, [
-        ("environment", f"{served}; {environment.timeout_s:g} s a move"),
+        *(("environment", environment_text(e)) for e in episodes.played),
         (
             "episodes",
             f"{episodes.tasks} tasks x {episodes.group} = {each:,} a step, {each * steps:,} in all"
@@ -92,6 +94,18 @@ def sampled_episodes(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, lis
             f"{episodes.max_context} with what it reads",
         ),
     ]
+
+
+def environment_text(environment: EnvironmentSpec) -> str:
+    """Return what a run's environment is, and how long one move of it may take."""
+    played = {
+        "desk": "clinic desks, served here",
+        "openenv": environment.url,
+        "verifiers": f"the taskset {environment.taskset} of verifiers, {environment.tasks} tasks",
+        "python": f"{environment.factory}, in {environment.processes} processes a replica",
+    }[environment.kind]
+    named = f"{environment.name}: " if environment.name else ""
+    return f"{named}{played}; {environment.timeout_s:g} s a move"
 
 
 def sampled_runs(learn: LearnSpec, rsa: RsaSpec) -> tuple[int, list[tuple[str, str]]]:

@@ -93,7 +93,7 @@ def _run_section(spec: RunSpec) -> TableSection:
 
 def _data_text(learn: LearnSpec) -> str:
     data = learn.data
-    if data.source in ("desk", "primer"):
+    if data.source in ("desk", "environment", "primer"):
         return channels.data_text(learn)
     if data.source == "documents":
         return f"{data.path or 'no documents yet'}; questions: {data.questions or 'self-study'}"

@@ -10,10 +10,12 @@ from pydantic import model_validator
 
 from protocols.rsa import shape_fault
 from protocols.spec.base import SpecSection, broken
-from protocols.spec.objective import HINT_WRITER
+from protocols.spec.objective import HINT_SOURCE, HINT_WRITER, EpisodesSpec
 from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec
 from protocols.spec.sections import LearnSections
 from protocols.spec.start import StartSpec
+
+OF_EPISODES = ("desk", "environment")
 
 Rule = tuple[bool, str, str]  # whether it is broken, the rule with its dotted key first, the remedy
 
@@ -107,10 +109,18 @@ def _of_channels(spec: LearnSections) -> Iterator[Rule]:
         "add the section episodes, or rsa",
     )
     yield (
-        (episodes is None) != (spec.data.source != "desk"),
-        "data.source must be desk with episodes, and only then",
-        "set data.source: desk, or remove the section episodes",
+        (episodes is None) == (spec.data.source in OF_EPISODES),
+        "data.source must be desk or environment with episodes, and only then",
+        "set data.source: desk, or environment for your own; or remove the section episodes",
     )
+    if episodes is not None and spec.data.source == "environment":
+        yield from _of_environments(spec, episodes)
+    elif episodes is not None:
+        yield (
+            bool(episodes.environments) or episodes.environment.kind not in ("desk", "openenv"),
+            "data.source must be environment with environments of your own",
+            "set data.source: environment, or episodes.environment to the desk",
+        )
     asks = objective.hints.asks if objective.alpha > 0 else None
     yield (
         (objective.beta > 0 or asks is not None) != (spec.replay is not None),
@@ -144,6 +154,45 @@ def _of_channels(spec: LearnSections) -> Iterator[Rule]:
         yield from _of_rewards(spec)
     if rsa is not None:
         yield from _of_rsa(spec, rsa)
+
+
+def _of_environments(spec: LearnSections, episodes: EpisodesSpec) -> Iterator[Rule]:
+    """Yield what episodes in the user's own environments need."""
+    played, objective = episodes.played, spec.objective
+    yield (
+        any(e.kind == "desk" for e in played),
+        "episodes.environment must be of another kind than desk with data.source environment",
+        "set kind: openenv, verifiers or python, or data.source: desk",
+    )
+    yield (
+        spec.data.patients != len(played),
+        f"data.patients must be {len(played)}, the number of environments",
+        f"set it to {len(played)}",
+    )
+    yield (
+        episodes.cases > 1,
+        "episodes.cases must be 1 but at desks",
+        "remove it",
+    )
+    yield (
+        objective.w_doc > 0 and any(e.document is None for e in played),
+        "objective.w_doc must be 0 with an environment that has no document for the teacher to "
+        "read",
+        "set it to 0 and w_rl to 1, or give each environment its document",
+    )
+    yield (
+        objective.alpha > 0 and objective.hints.hints == "template",
+        f"{HINT_SOURCE} must not be template with environments of your own, which have no "
+        "templates here",
+        "set it to feedback or sibling",
+    )
+    few = [e.id for e in played if e.tasks is not None and e.tasks <= spec.evaluate.questions]
+    yield (
+        bool(few),
+        f"evaluate.questions must be < the tasks of {', '.join(few)}, of which so many are held "
+        "out",
+        "ask fewer, or raise the environment's tasks",
+    )
 
 
 def _of_rewards(spec: LearnSections) -> Iterator[Rule]:

@@ -22,6 +22,7 @@ from protocols.errors import SpecError
 from protocols.files import REPOSITORY
 from protocols.home import model_names, models_folder
 from protocols.secrets import HIDDEN, SHORTEST, has_password
+from protocols.spec.environment import EnvironmentSpec
 from protocols.spec.errors import (
     SpecProblem,
     combined,
@@ -95,6 +96,7 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
     )  # fmt: skip
     learn_keys = ("model.path", "data.path", "data.questions", "self_study.rows")
     learn = _with_local_paths(learn_spec, document.places, *learn_keys)
+    learn = _with_local_environments(learn, document.places)
     spec = RunSpec(
         mesh=_with_local_paths(mesh_spec, mesh_document.places, *mesh_keys),
         learn=_with_local_start(learn, document.places),
@@ -334,6 +336,30 @@ def _with_local_paths(spec: Model, places: Mapping[Key, SourceLocation], *keys: 
             changed = above.model_copy(update={name: changed})
         spec = changed
     return spec
+
+
+def _with_local_environments(learn: LearnSpec, places: Mapping[Key, SourceLocation]) -> LearnSpec:
+    """Return the spec with the local paths of `episodes`' environments absolute."""
+    if learn.episodes is None:
+        return learn
+    below: Key = ("episodes",)
+
+    def local(environment: EnvironmentSpec, at: Key) -> EnvironmentSpec:
+        paths = {key: getattr(environment, key) for key in ("folder", "document")}
+        return environment.model_copy(
+            update={
+                key: str(_absolute(path, place_of((*below, *at, key), places).directory))
+                for key, path in paths.items()
+                if path is not None
+            }
+        )
+
+    one = local(learn.episodes.environment, ("environment",))
+    several = tuple(
+        local(e, ("environments", i)) for i, e in enumerate(learn.episodes.environments)
+    )
+    changed = learn.episodes.model_copy(update={"environment": one, "environments": several})
+    return learn.model_copy(update={"episodes": changed})
 
 
 def _with_local_start(learn: LearnSpec, places: Mapping[Key, SourceLocation]) -> LearnSpec:

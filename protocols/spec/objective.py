@@ -10,16 +10,17 @@ module in `learning.losses` documents what its keys do.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import SpecSection, bounded, broken
+from protocols.spec.base import AsTuple, SpecSection, bounded, broken, repeated
 from protocols.spec.environment import EnvironmentSpec
 from protocols.spec.policy_gradient import GrpoSpec
 
 GENERATOR = "generator"  # the writer of hints that is no external teacher
 HINT_WRITER = "objective.sdpo.hint_writer"  # the key that names the writer
+HINT_SOURCE = "objective.sdpo.hints"  # the key that names where hints come from
 
 
 class LossSpec(SpecSection):
@@ -342,6 +343,11 @@ class EpisodesSpec(SpecSection):
     environment: EnvironmentSpec = Field(
         default=EnvironmentSpec(), description="what answers the student's calls"
     )
+    environments: Annotated[tuple[EnvironmentSpec, ...], AsTuple] = Field(
+        default=(),
+        description="several environments in place of `environment`, whose tasks take turns by "
+        "`weight`",
+    )
     tasks: int = Field(ge=1, description="tasks a step, over all documents")
     group: int = Field(
         default=8, ge=2, description="episodes of one task, whose rewards are compared"
@@ -355,3 +361,19 @@ class EpisodesSpec(SpecSection):
     max_context: int = Field(
         ge=2, description="most tokens of an episode after the cartridge; fits train.row_tokens"
     )
+
+    @field_validator("environments")
+    @classmethod
+    def _are_named_apart(
+        cls, value: tuple[EnvironmentSpec, ...], info: ValidationInfo
+    ) -> tuple[EnvironmentSpec, ...]:
+        if value and info.data.get("environment") != EnvironmentSpec():
+            raise broken("must be left out beside environment", "write all of them in the list")
+        if twice := repeated([e.id for e in value]):
+            raise broken("must have environments of different names", f"name one of the {twice}")
+        return value
+
+    @property
+    def played(self) -> tuple[EnvironmentSpec, ...]:
+        """Return the environments that the tasks are of."""
+        return self.environments or (self.environment,)

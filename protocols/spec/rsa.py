@@ -49,6 +49,12 @@ class ProblemsSpec(SpecSection):
         description="problems of reasoning_gym or verifiers; the first evaluate.questions are held "
         "out",
     )
+    turns: int = Field(
+        default=1,
+        ge=1,
+        description="turns of a taskset of verifiers: each line of a candidate is one, in order; "
+        "1: the whole candidate is the only turn",
+    )
     timeout_s: float = Field(
         default=20.0, gt=0, description="seconds that one candidate's judgement may take"
     )
@@ -61,6 +67,13 @@ class ProblemsSpec(SpecSection):
             raise broken("belongs to the kinds reasoning_gym and verifiers", "remove it")
         if kind not in (*OF_DOCUMENTS, None) and value is None:
             raise broken(f"must be given with kind {kind}", "name its task or taskset")
+        return value
+
+    @field_validator("turns")
+    @classmethod
+    def _are_of_a_taskset(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and info.data.get("kind") not in ("verifiers", None):
+            raise broken("belongs to the kind verifiers", "remove it")
         return value
 
 

@@ -65,10 +65,11 @@ JoinedPaths = BeforeValidator(_join_paths)
 class DataSpec(SpecSection):
     """Configure the patients, their documents and their questions."""
 
-    source: Literal["clinic", "longhealth", "desk", "primer", "documents"] = Field(
+    source: Literal["clinic", "longhealth", "desk", "environment", "primer", "documents"] = Field(
         default="clinic",
         description="clinic: generated here; longhealth: LongHealth's JSON from data.path; desk: "
-        "handbooks of generated clinic desks, for episodes with tools; primer: a page on solving "
+        "handbooks of generated clinic desks, for episodes with tools; environment: the documents "
+        "of your own environments, for their episodes; primer: a page on solving "
         "problems, for those of rsa that are about no document; documents: the files of data.path",
     )
     path: Annotated[str | None, JoinedPaths] = Field(
@@ -85,9 +86,10 @@ class DataSpec(SpecSection):
     )
     seed: int = Field(default=0, ge=0, description="seed of the generated clinic")
     patients: int = Field(
+        default=1,
         ge=1,
-        description="patients or desks to generate, the first patients of the file, or the most "
-        "documents",
+        description="patients or desks to generate, the first patients of the file, the most "
+        "documents, or the number of your environments",
     )
     facts: int | None = Field(
         default=None,
@@ -107,7 +109,7 @@ class DataSpec(SpecSection):
         "question is about one of them alone",
     )
     held_out: float = Field(
-        gt=0, le=1, description="share of the questions kept for evaluation, in (0, 1]"
+        default=1.0, gt=0, le=1, description="share of the questions kept for evaluation, in (0, 1]"
     )
     instruction: str = Field(default="", description="text appended to every option question")
     name_document: Literal["auto", "always", "never"] = Field(
@@ -131,7 +133,7 @@ class DataSpec(SpecSection):
             raise broken(
                 f"must be given with data.source {source}", "set it to a count of 1 or more"
             )
-        without = source in ("longhealth", "primer", "documents") or (
+        without = source in ("longhealth", "environment", "primer", "documents") or (
             source == "desk" and not needed
         )
         if without and value is not None:

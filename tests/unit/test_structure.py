@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
-    "actors", "benchmarks", "cartridge_forge", "deploy", "documents", "environments", "forge_run",
+    "actors", "benchmarks", "cartridge_forge", "deploy", "documents", "environments", "examples",
+    "forge_run",
     "learning", "protocols", "registry", "services", "serving", "strategies", "teachers",
     "training",
 )  # fmt: skip

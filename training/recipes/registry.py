@@ -10,6 +10,7 @@ from protocols.spec.mesh import RunSpec
 from services.mesh import Mesh
 from services.run_directory import RunDirectory
 from training.recipes.base import Recipe
+from training.task_sources.base import TaskSource
 
 
 def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None) -> Recipe:
@@ -19,8 +20,12 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
     tokenizer = load_tokenizer(learn.model.path)
     if learn.episodes is not None:
         from training.recipes.tool_episodes import ToolEpisodesRecipe
+        from training.task_sources.desk import DeskTasks
+        from training.task_sources.environment import EnvironmentTasks
 
-        return ToolEpisodesRecipe(learn, tokenizer, mesh)
+        of_desk = learn.data.source == "desk"
+        source: TaskSource = DeskTasks(learn) if of_desk else EnvironmentTasks(learn)
+        return ToolEpisodesRecipe(learn, source, tokenizer, mesh)
     if learn.rsa is not None:
         from training.recipes.rsa import RSARecipe
 

@@ -1,14 +1,12 @@
-"""Train on episodes at clinic desks, in which a student looks up a value with tools.
+"""Train on episodes in an environment, in which a student acts in several turns, with tools.
 
     step  tasks -> episodes (generator and environment, turn by turn) -> monitors
           -> TrainBatch: turns, episodes, hinted turns, pairs of earlier steps; the step's own
              states go to the teachers, which are not awaited
 
-For the offline arm and a warm start the document teacher plays the same cases, with the handbook
-itself before the conversation. Its turns are trained by doc_kl alone.
-
-A document is a desk's handbook. Every case draws its note and value anew, so a cartridge can learn
-how the desk works, but no answer.
+Tasks, and the documents that cartridges stand for, come from a `TaskSource`. For the offline arm
+and a warm start the document teacher plays the same tasks, with the document itself before the
+conversation. Its turns are trained by doc_kl alone.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from environments.action_parsing import DESK
-from environments.clinic.desk import HINTS, draw_desk
 from environments.episode_files import to_row
 from environments.hints import TurnHint, expected_of
 from environments.monitors import count_flags, flagged
@@ -45,7 +41,7 @@ from protocols.records.run_files import MeasuredAccuracy
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import HINTED_TEACHER
-from protocols.teacher_replay import AgentMessage, ToolAction
+from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import HintedTurn, PreferencePair, TrainBatch, hinted
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.clients import EnvironmentClient
@@ -72,25 +68,21 @@ from training.rollouts import (
     unheard,
     written_offline,
 )
+from training.task_sources.base import TaskSource
 
 
 class ToolEpisodesRecipe(Recipe):
-    """Train on desk episodes over the pools of a mesh."""
+    """Train on episodes of `source` over the pools of a mesh."""
 
-    def __init__(self, spec: LearnSpec, tokenizer: Any, mesh: Mesh) -> None:
+    def __init__(self, spec: LearnSpec, source: TaskSource, tokenizer: Any, mesh: Mesh) -> None:
         assert spec.episodes is not None
-        assert spec.data.facts is not None
         self._spec, self._objective, self._episodes = spec, spec.objective, spec.episodes
         self._pools, self._environment = mesh.pools, EnvironmentClient(mesh.pools)
-        desks = [
-            draw_desk(spec.data.seed, i, spec.data.facts) for i in range(1, spec.data.patients + 1)
-        ]
-        self._desks = [desk.id for desk in desks]
-        self._texts = {desk.id: desk.document for desk in desks}
-        self.layout = layout_of(spec.cartridge, {name: name for name in self._desks})
+        self._source, self._texts = source, dict(source.texts)
+        self.layout = layout_of(spec.cartridge, {name: name for name in self._texts})
         self._conversation = ChatRenderer(tokenizer, self._texts)
         self._hints = HintWriter(
-            spec.objective.hints, HINTS, self._conversation, self._texts, mesh.pools,
+            spec.objective.hints, source.hints, self._conversation, self._texts, mesh.pools,
             spec.train.row_tokens,
         )  # fmt: skip
         self._newest: Callable[[], int] | None = None  # set where rollouts run ahead
@@ -98,16 +90,16 @@ class ToolEpisodesRecipe(Recipe):
         self._preferences: PreferenceQueue | None = None
         self._spending: RunSpending | None = None
         self.documents: Mapping[str, tuple[int, ...]] = {
-            **{name: self._conversation.head(name) for name in self._desks},
+            **{name: self._conversation.head(name) for name in self._texts},
             NO_DOCUMENT: self._conversation.head(None),
         }
-        self.texts = {desk.id: (desk.document,) for desk in desks}
+        self.texts = {name: (text,) for name, text in self._texts.items()}
         self.end_ids = frozenset({tokenizer.eos_token_id})
 
     # -- episodes -------------------------------------------------------------------------------
 
     def updates(self, steps: int) -> Mapping[str, int]:
-        return drawn_steps(self._desks, self._episodes.tasks, steps)
+        return drawn_steps(self._source.order, self._episodes.tasks, steps)
 
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
@@ -195,8 +187,8 @@ class ToolEpisodesRecipe(Recipe):
         return self._episodes.tasks - len(varying(rl, self._objective.grpo))
 
     async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
-        """Return one step's episodes as the model plays them that has the handbook in context. The
-        cases are those of the on-policy step `first`."""
+        """Return one step's episodes as the model plays them that has the document in context. The
+        tasks are those of the on-policy step `first`."""
         begun = time.perf_counter()
         episodes, compute = await self._step(
             "offline", first, range(self._episodes.tasks), over_document, generate
@@ -209,10 +201,10 @@ class ToolEpisodesRecipe(Recipe):
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
-        """Return the share of held-out cases that were answered correctly."""
+        """Return the share of held-out tasks whose reward is 1."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
         tasks = [
-            self._task(f"{arm}/{i}", i, f"exam/{seed}/{i}")
+            self._source.task(f"{arm}/{i}", i, f"exam/{seed}/{i}", held_out=True)
             for i in range(min(evaluate.questions, most or evaluate.questions))
         ]
         sampling = Sampling(
@@ -237,20 +229,16 @@ class ToolEpisodesRecipe(Recipe):
         )  # fmt: skip
 
     def _answer(self, name: str, episode: Episode) -> Answer:
-        """Return the record of a held-out case, by the name of its draw. The text is the last
-        turn's; the answer is what the last call says, if it is one that answers."""
+        """Return the record of a held-out task, by the name of its draw. The text and the answer
+        are the last turn's."""
         task, turns = episode.task, episode.turns
         question = "\n".join(m.content for m in episode.opening.messages if m.role == "user")
-        call = DESK.parse(turns[-1].text) if turns else None
-        said: Any = None
-        if isinstance(call, ToolAction) and call.tool == "answer":
-            said = call.arguments.get("value")
         return Answer(
             id=name, fact=question, document=task.document,
             document_hash=hash_of(self._texts[task.document]),
             question_hash=hash_of(json.dumps(dict(task.arguments), sort_keys=True)),
             text=turns[-1].text if turns else None,
-            answer=None if said is None else str(said),
+            answer=self._source.answer(turns[-1].text) if turns else None,
             expected=expected_of(episode),
             right=None if episode.reward is None else float(episode.reward == 1.0),
             reward=episode.reward, tokens=sum(len(t.response_ids) for t in turns),
@@ -268,10 +256,12 @@ class ToolEpisodesRecipe(Recipe):
         member: int | None = None,
     ) -> tuple[list[Episode], float]:
         """Return the episodes of a step's tasks with these numbers, or `member` of each alone, and
-        the model time. Cases do not depend on the arm."""
+        the model time. Tasks do not depend on the arm."""
         each, seed = self._episodes.tasks, self._spec.train.seed
         tasks = [
-            self._task(f"{arm}/{step + 1}/{i}", step * each + i, f"task/{seed}/{step}/{i}")
+            self._source.task(
+                f"{arm}/{step + 1}/{i}", step * each + i, f"task/{seed}/{step}/{i}", held_out=False
+            )
             for i in numbers
         ]
         sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
@@ -279,20 +269,7 @@ class ToolEpisodesRecipe(Recipe):
         episodes, compute = await self._play(
             tasks, group, sampling, prefix, f"sample/{seed}/", generate, ended, first
         )
-        return [flagged(e, DESK) for e in episodes], compute
-
-    def _task(self, name: str, turn: int, stream: str) -> Task:
-        """Return a case; desks take turns."""
-        number = turn % len(self._desks)
-        arguments = {
-            "desk_seed": self._spec.data.seed,
-            "desk": number + 1,
-            "fields": self._spec.data.facts,
-            "seed": stream_seed(stream),
-            "max_turns": self._episodes.max_turns,
-            "cases": self._episodes.cases,
-        }
-        return Task(name, self._desks[number], arguments)
+        return [flagged(e, self._source.dialect) for e in episodes], compute
 
     async def _play(
         self,
@@ -367,13 +344,13 @@ class ToolEpisodesRecipe(Recipe):
         )
 
     def _questions(self, step: int, episodes: Sequence[Episode]) -> list[AskedState]:
-        """Return the episodes' states for the teachers, which get the handbook as text."""
-        desks = {e.task.id: e.task.document for e in episodes}
+        """Return the episodes' states for the teachers, which get the document as text."""
+        documents = {e.task.id: e.task.document for e in episodes}
         found = []
-        for state, context, response in replay_states(episodes, DESK):
-            document = desks[state.trace_id]
-            handbook = AgentMessage("system", self._texts[document])
-            shown = replace(state, messages=(handbook, *state.messages))
+        for state, context, response in replay_states(episodes, self._source.dialect):
+            document = documents[state.trace_id]
+            read = AgentMessage("system", self._texts[document])
+            shown = replace(state, messages=(read, *state.messages))
             found.append(AskedState(step, document, shown, context, response))
         return found
 
@@ -381,8 +358,9 @@ class ToolEpisodesRecipe(Recipe):
         if self._preferences is None:
             assert self._spec.replay is not None
             self._preferences = PreferenceQueue(
-                self._pools, self._spec.replay, self._objective.dpo, self._conversation, DESK
-            )
+                self._pools, self._spec.replay, self._objective.dpo, self._conversation,
+                self._source.dialect,
+            )  # fmt: skip
         return self._preferences
 
     # -- records --------------------------------------------------------------------------------
@@ -418,6 +396,8 @@ class ToolEpisodesRecipe(Recipe):
                 varying(rl_samples(episodes), self._objective.grpo),
             )
             counts |= refill_counts(self._episodes.tasks, len(groups), len(kept))
+        if len({e.task.environment for e in episodes}) > 1:
+            counts |= _by_environment(episodes)
         if self._newest is not None:
             counts["ahead/dropped"] = record.rollout.dropped
         counts |= {f"error/{kind}": n for kind, n in sorted(errors.items())}
@@ -446,6 +426,19 @@ class ToolEpisodesRecipe(Recipe):
             await self._ahead[0].close()
         if self._preferences is not None:
             await self._preferences.close()
+
+
+def _by_environment(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return count, errors and mean reward of each environment's episodes."""
+    counts: dict[str, float] = {}
+    for name in sorted({e.task.environment for e in episodes}):
+        own = [e for e in episodes if e.task.environment == name]
+        rewards = [e.reward for e in own if e.reward is not None]
+        counts[f"environment/{name}/count"] = len(own)
+        counts[f"environment/{name}/errored"] = len(own) - len(rewards)
+        if rewards:
+            counts[f"environment/{name}/reward"] = math.fsum(rewards) / len(rewards)
+    return counts
 
 
 def _doc_batch(episodes: Sequence[Episode]) -> TrainBatch:

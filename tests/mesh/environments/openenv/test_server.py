@@ -10,6 +10,7 @@ from desk_tasks import a_task, expected_after, solution
 
 from environments.openenv.client import OpenEnvClient
 from protocols.episodes import EnvironmentRequest
+from protocols.spec.environment import EnvironmentSpec
 
 TASK = a_task()
 
@@ -33,7 +34,10 @@ def test_a_server_that_is_killed_mid_episode_and_comes_back_is_played_again(
         raise AssertionError("the server did not come up in a minute")
 
     async def play() -> None:
-        client = OpenEnvClient(f"http://127.0.0.1:{port}", timeout_s=10.0)
+        client = OpenEnvClient(
+            EnvironmentSpec(kind="openenv", url=f"http://127.0.0.1:{port}", timeout_s=10.0),
+            most_turns=64,
+        )
         process = serve()
         try:
             await until_up(client)

@@ -1,6 +1,7 @@
 """Episodes over /ws: OpenEnv's own server, sessions that are lost, and servers that die or err."""
 
 import asyncio
+import itertools
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -15,10 +16,11 @@ from openenv.core.env_server.types import Observation as ServedObservation
 from openenv.core.generic_client import GenericEnvClient
 from websockets.asyncio.server import ServerConnection, serve
 
-from environments.openenv import client
+from environments import sessions
 from environments.openenv.client import OpenEnvClient
 from environments.openenv.server import LocalEnvironment
 from protocols.episodes import EnvironmentRequest, Observation, Task
+from protocols.spec.environment import EnvironmentSpec
 from protocols.teacher_replay import AgentMessage
 from teachers.fake_provider.server import LoopbackServer
 
@@ -32,11 +34,16 @@ def server() -> Iterator[LocalEnvironment]:
         yield running
 
 
+def a_client(url: str, timeout_s: float = 30.0, action_key: str = "text") -> OpenEnvClient:
+    spec = EnvironmentSpec(kind="openenv", url=url, timeout_s=timeout_s, action_key=action_key)
+    return OpenEnvClient(spec, most_turns=64)
+
+
 @asynccontextmanager
 async def client_of(
     url: str, timeout_s: float = 30.0, action_key: str = "text"
 ) -> AsyncIterator[OpenEnvClient]:
-    client = OpenEnvClient(url, timeout_s, action_key)
+    client = a_client(url, timeout_s, action_key)
     try:
         yield client
     finally:
@@ -97,8 +104,8 @@ def test_a_lost_connection_does_not_end_the_episode(server: LocalEnvironment) ->
         async with client_of(server.url) as client:
             for n in range(len(STRAY) + 1):
                 seen.append(await client.move(EnvironmentRequest(TASK, STRAY[:n])))
-                for connection in client._waiting:
-                    connection.transport.abort()
+                for session in itertools.chain(*client._waiting.values()):
+                    session.handle.transport.abort()
         return seen
 
     assert asyncio.run(play()) == wanted(TASK, STRAY)
@@ -116,7 +123,7 @@ def test_another_client_goes_on_with_the_episode(server: LocalEnvironment) -> No
 def test_sessions_that_wait_are_bounded(
     server: LocalEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "MAX_WAITING", 2)
+    monkeypatch.setattr(sessions, "MAX_WAITING", 2)
     tasks = [a_task(seed) for seed in range(5)]
 
     async def play() -> list[Observation]:
@@ -131,7 +138,7 @@ def test_sessions_that_wait_are_bounded(
 
 def test_what_the_environment_refuses_is_its_own_error(server: LocalEnvironment) -> None:
     task = Task("x", "x", dict(TASK.arguments) | {"fields": 0})
-    seen = asyncio.run(OpenEnvClient(server.url).move(EnvironmentRequest(task)))
+    seen = asyncio.run(a_client(server.url).move(EnvironmentRequest(task)))
     assert seen.done
     assert seen.reward is None
     assert seen.error.startswith("environment_refused: a handbook has 1 to")
@@ -155,7 +162,7 @@ def test_a_server_that_is_gone_is_an_observation() -> None:
 
 def test_a_silent_server_is_waited_for_no_longer_than_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        client = OpenEnvClient(f"http://127.0.0.1:{deaf.getsockname()[1]}", timeout_s=0.3)
+        client = a_client(f"http://127.0.0.1:{deaf.getsockname()[1]}", timeout_s=0.3)
         seen = asyncio.run(client.move(EnvironmentRequest(TASK)))
     assert seen.error == "environment_died: no answer within 0.3 s"
 
@@ -173,8 +180,8 @@ def test_an_environment_that_does_not_repeat_itself_is_found_out() -> None:
             port = next(iter(running.sockets)).getsockname()[1]
             async with client_of(f"http://127.0.0.1:{port}") as client:
                 seen = await walk(client, TASK, STRAY[:1])
-                for connection in client._waiting:
-                    connection.transport.abort()
+                for session in itertools.chain(*client._waiting.values()):
+                    session.handle.transport.abort()
                 return [*seen, await client.move(EnvironmentRequest(TASK, STRAY[:2]))]
 
     opening, first, again = asyncio.run(play())
@@ -194,9 +201,7 @@ def test_words_that_are_no_reply_end_the_episode(body: str) -> None:
     async def play() -> Observation:
         async with serve(answer, "127.0.0.1", 0) as running:
             port = next(iter(running.sockets)).getsockname()[1]
-            return await OpenEnvClient(f"http://127.0.0.1:{port}", 10.0).move(
-                EnvironmentRequest(TASK)
-            )
+            return await a_client(f"http://127.0.0.1:{port}", 10.0).move(EnvironmentRequest(TASK))
 
     assert asyncio.run(play()).error.startswith("environment_died: ")
 

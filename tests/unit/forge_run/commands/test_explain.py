@@ -26,7 +26,7 @@ def test_a_key_has_type_bounds_default_meaning_and_file() -> None:
     [
         ("cartridge.tokens", "a whole number, >= 2", "none: it must be given"),
         ("generator.block_tokens", "a whole number, >= 32, in multiples of 32", "32"),
-        ("data.held_out", "a number, > 0, <= 1", "none: it must be given"),
+        ("data.held_out", "a number, > 0, <= 1", "1.0"),
         ("teacher.top_k", "a whole number or full", "20"),
         ("loss.direction", None, None),
         ("plane", "one of torchstore, shared_memory", "'torchstore'"),

@@ -57,6 +57,7 @@ def test_the_shipped_mesh_has_its_roles_and_reads_back_equal() -> None:
         ((GYM,), "source must be primer with rsa.problems that are about no document"),
         ((GYM, PRIMER, "data.patients=2"), "patients must be 1 with data.source primer"),
         ((GYM, PRIMER, "data.facts=3"), "facts must be left out with data.source primer"),
+        ((GYM, PRIMER, "rsa.problems.turns=2"), "turns belongs to the kind verifiers"),
         ((GYM, PRIMER, "rsa.problems.most=20"), r"most must be > evaluate.questions \(48\)"),
         (
             ("train.offline_texts=3",),

@@ -27,6 +27,7 @@ from protocols.train_batch import hinted
 from protocols.types import Completion, GenerateRequest, TrainStepOutput
 from training.recipes.tool_episodes import ToolEpisodesRecipe
 from training.rollouts import Rollout, StepRecord, StepTimes, is_offline
+from training.task_sources.desk import DeskTasks
 
 MESH = Path(__file__).resolve().parents[4] / "meshes" / "three_channels.yaml"
 QUIET = (
@@ -112,7 +113,8 @@ class Clerk:
 
 def course(learn: LearnSpec, environment: Environment | None = None) -> ToolEpisodesRecipe:
     mesh = SimpleNamespace(pools={"environment": environment or Environment()})
-    return ToolEpisodesRecipe(learn, load_tokenizer(learn.model.path), mesh)  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(learn.model.path)
+    return ToolEpisodesRecipe(learn, DeskTasks(learn), tokenizer, mesh)  # type: ignore[arg-type]
 
 
 def sample(cases: ToolEpisodesRecipe, clerk: Clerk, step: int = 0, version: int = 7) -> Rollout:

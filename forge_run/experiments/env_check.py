@@ -1,0 +1,111 @@
+"""Play a few episodes of an environment and tell what would not train: `forge env check`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from environments.checking import CheckPlan, EnvironmentCheck, check_environment
+from forge_run.formatting import TableSection, facts, render
+from protocols.errors import SpecError
+from protocols.spec.environment import EnvironmentSpec
+from protocols.spec.loading import load_spec
+from protocols.spec.yaml_source import parse_value
+
+COLUMNS = ("agent", "task", "turns", "reward", "slowest move", "ended as")
+WORDS_A_TOKEN = 0.75  # of English, where no tokenizer is known
+
+
+def command(
+    *, target: str, sets: list[str], tasks: int, turns: int | None, seed: int, script: Path | None,
+    as_json: bool,
+) -> int:  # fmt: skip
+    """Print the episodes and findings; returns 1 where something would not train."""
+    found = 0
+    for spec, plan in _checked(target, sets, tasks, turns, seed, script):
+        check = asyncio.run(check_environment(spec, plan))
+        found = max(found, int(any(f.fault for f in check.findings)))
+        if as_json:
+            told = {"environment": spec.id, "findings": [asdict(f) for f in check.findings]}
+            sys.stdout.write(json.dumps(told) + "\n")
+        else:
+            sys.stdout.write(render(_sections(spec, check), terminal=sys.stdout.isatty()))
+    return found
+
+
+def _checked(
+    target: str, sets: list[str], tasks: int, turns: int | None, seed: int, script: Path | None
+) -> list[tuple[EnvironmentSpec, CheckPlan]]:
+    """Return the environments of a target with what is played of each."""
+    lines = () if script is None else tuple(script.read_text(encoding="utf-8").splitlines())
+    if not target.endswith((".yaml", ".yml")):
+        spec = spec_of(target, sets, tasks)
+        return [(spec, CheckPlan(tasks, turns or 8, seed, lines))]
+    learn = load_spec(target, sets=sets).spec.learn
+    if learn.episodes is None:
+        raise SpecError(f"{target} has no section episodes; give a mesh that has environments")
+    plan = CheckPlan(
+        tasks, turns or learn.episodes.max_turns, seed, lines, learn.episodes.max_context,
+        _counter(learn.model.path),
+    )  # fmt: skip
+    return [(spec, plan) for spec in learn.episodes.played]
+
+
+def spec_of(target: str, sets: list[str], tasks: int) -> EnvironmentSpec:
+    """Return the environment that a URL, `module:Factory` or a taskset's id names, with keys set
+    as `key=value`. Raises SpecError for keys that it cannot have."""
+    given: dict[str, Any]
+    if target.startswith(("http://", "https://")):
+        given = {"kind": "openenv", "url": target}
+    elif ":" in target:
+        given = {"kind": "python", "factory": target, "folder": str(Path.cwd())}
+    else:
+        given = {"kind": "verifiers", "taskset": target, "tasks": max(2, tasks)}
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise SpecError(f"--set takes key=value: got {text!r}; write --set action=tool")
+        given[key.strip()] = parse_value(value, f"--set {text}")
+    try:
+        return EnvironmentSpec.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or target
+        raise SpecError(f"{where}: {first['msg']}; see the keys of episodes.environment") from None
+
+
+def _counter(model: str) -> Callable[[str], int]:
+    """Return what counts a text's tokens: the model's tokenizer, or an estimate where the model is
+    not there yet."""
+    if not (Path(model) / "tokenizer.json").is_file():
+        return lambda text: round(len(text.split()) / WORDS_A_TOKEN)
+    from learning.model.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    return lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _sections(spec: EnvironmentSpec, check: EnvironmentCheck) -> tuple[TableSection, ...]:
+    rows = tuple(
+        (
+            e.agent, e.task.id, str(len(e.actions)),
+            "none" if e.reward is None else f"{e.reward:g}", f"{max(e.seconds):.3f} s",
+            e.error.partition(":")[0] or ("done" if e.seen[-1].done else "still open"),
+        )
+        for e in check.episodes
+    )  # fmt: skip
+    told = [
+        ("would not train" if f.fault else "trains badly", f"{f.what}: {f.remedy}")
+        for f in check.findings
+    ]
+    verdict = facts("findings", told or [("", "nothing against training on it")])
+    if not rows:
+        return (verdict,)
+    return (TableSection(f"episodes of {spec.id}", COLUMNS, rows), verdict)

@@ -1,0 +1,54 @@
+"""Run an example's mesh file for a few steps, with a model that is hardly trained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from protocols.files import iter_rows
+from services.run_directory import RunDirectory
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SHORT = (
+    "train.steps=2", "train.warmup_steps=1", "episodes.tasks=2", "episodes.group=4",
+    "evaluate.arms=[on_policy]", "evaluate.questions=4", "evaluate.sampled=false",
+)  # fmt: skip
+
+
+def ran(name: str, folder: Path, sets: Mapping[str, str]) -> RunDirectory:
+    """Run two short steps of an example, with a model of twenty steps."""
+    model = folder / "model"
+    _called("-m", f"examples.{name}.make_model", "--steps", "20", "--out", str(model))
+    return _run(name, folder, [*SHORT, f"model.path={model}", *_given(sets)])
+
+
+def ran_whole(name: str, folder: Path, sets: Mapping[str, str]) -> RunDirectory:
+    """Run an example as its README says."""
+    model = folder / "model"
+    _called("-m", f"examples.{name}.make_model", "--out", str(model))
+    return _run(name, folder, [f"model.path={model}", *_given(sets)])
+
+
+def _given(sets: Mapping[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in sets.items()]
+
+
+def _run(name: str, folder: Path, sets: Sequence[str]) -> RunDirectory:
+    program = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+    mesh = str(EXAMPLES / name / "mesh.yaml")
+    _called("-c", program, mesh, "--run-dir", str(folder), *(f"--set={s}" for s in sets))
+    return RunDirectory((folder / name / "latest").resolve())
+
+
+def _called(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *arguments], timeout=1500, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def counts(run: RunDirectory) -> list[dict[str, Any]]:
+    return [row["episodes"] for row in iter_rows(run.metrics)]
