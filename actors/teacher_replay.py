@@ -14,7 +14,13 @@ from protocols.spec.teacher_replay import ReplaySpec
 from protocols.teacher_replay import PanelVerdict, ReplayState
 from teachers.budget import SpendTotals
 from teachers.ledger import SpendLedger
-from teachers.panel import TeacherPanel, ask_teachers, hint_of_teacher, limits_of
+from teachers.panel import (
+    TeacherPanel,
+    ask_teachers,
+    hint_of_teacher,
+    limits_of,
+    score_of_teacher,
+)
 
 
 class TeacherReplayActor(Actor):
@@ -53,6 +59,16 @@ class TeacherReplayActor(Actor):
         named = next(t for t in self._spec.teachers if t.name == teacher)
         deadline = time.monotonic() + timeout_s
         return await hint_of_teacher(self._at_desk(), named, state, asked, deadline)
+
+    @concurrent_endpoint
+    async def score(
+        self, teacher: str, state: ReplayState, rubric: str, reference: str, timeout_s: float
+    ) -> tuple[float | None, str]:
+        """Return (number from 0 to 1, "") that the named teacher gives the last message of a state
+        within `timeout_s`, or (None, why)."""
+        named = next(t for t in self._spec.teachers if t.name == teacher)
+        deadline = time.monotonic() + timeout_s
+        return await score_of_teacher(self._at_desk(), named, state, rubric, reference, deadline)
 
     @concurrent_endpoint
     async def totals(self) -> dict[str, SpendTotals]:

@@ -19,7 +19,7 @@ from documents.synthesis_rows import StudyRow
 from documents.text_turns import question_prompt, quizzed, text_turn
 from protocols.files import utc_text
 from protocols.seeds import stream_seed
-from protocols.spec.documents import SEED_KINDS, SelfStudySpec
+from protocols.spec.users.documents import SEED_KINDS, SelfStudySpec
 from protocols.teacher_replay import AgentMessage
 
 AROUND = 1200  # characters of the text on each side of words that B is asked about

@@ -29,7 +29,7 @@ from documents.text_turns import (
 from protocols.errors import DataError
 from protocols.files import append_rows, iter_rows, json_lines, utc_text, write_atomically
 from protocols.seeds import stream_seed
-from protocols.spec.documents import SEED_KINDS, SelfStudySpec
+from protocols.spec.users.documents import SEED_KINDS, SelfStudySpec
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from strategies.samplers.sampler import Sampler, SampleRequest, SampleResult

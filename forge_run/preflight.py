@@ -15,6 +15,7 @@ from protocols.spec.hosts import HostsSpec, is_loopback_host, is_tls
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.teacher_replay import ReplayTeacherSpec
+from protocols.spec.users.rows import ROW_SOURCES
 from protocols.spec.yaml_source import SourceLocation
 from services.hosts.handshake import host_and_port
 
@@ -140,6 +141,8 @@ def _input_faults(learn: LearnSpec) -> Iterator[Fault]:
     if data.path is None and data.source == "longhealth":
         why = "cannot run, LongHealth asks not to be shipped and is read from a path or URL"
         yield "data.path", "null", why, "add --set data.path=benchmark_v5.json"
+    elif data.source in ROW_SOURCES:
+        pass  # `forge_run.plan.datasets` reads them
     elif data.source == "documents":
         if data.path is None:
             why = "cannot run, there are no documents"

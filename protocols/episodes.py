@@ -84,10 +84,24 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class RewardOutcome:
+    """Hold what one reward gave an episode: a finite number, or None with the reason.
+
+    `RewardOutcome(None, "rewards.py:7: ZeroDivisionError: division by zero", failed=True)`; without
+    `failed` the reward has no opinion: it gave None, or what is no number.
+    """
+
+    value: float | None
+    why: str = ""
+    failed: bool = False
+
+
+@dataclass(frozen=True)
 class Episode:
     """Record a whole episode. `reward` is None when the episode could not be judged, and
-    `error_kind` then names the cause: "environment_died", "context_full", "no_verdict". `flags` are
-    the monitors' findings."""
+    `error_kind` then names the cause: "environment_died", "context_full", "no_verdict",
+    "reward_failed", "reward_left_out". `flags` are the monitors' findings, `rewards` what each
+    reward of the spec gave, by name."""
 
     task: Task
     group: str
@@ -97,3 +111,4 @@ class Episode:
     reward: float | None
     error_kind: str = ""
     flags: tuple[str, ...] = ()
+    rewards: Mapping[str, RewardOutcome] = field(default_factory=dict)

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -50,18 +50,24 @@ class ProcessLimits:
 
 
 class BrokenLimitError(DataError):
-    """Report input that takes more than a limit allows: "takes ...; leave it out"."""
+    """Report input that takes more than a limit allows: "takes ...; leave it out". `late` says that
+    it took too long, `status` is the exit status of a process that ended, None where unknown."""
+
+    late: bool = False
+    status: int | None = None
 
 
 class LimitedProcess:
     """Hold the process that calls `function`, "module:name" of (request, data) -> JSON. `what`
-    and `remedy` word the error of a call that takes too much."""
+    and `remedy` word the error of a call that takes too much. It may import the modules in `paths`
+    too."""
 
     def __init__(
         self, function: str, limits: ProcessLimits, what: str = "to read",
-        remedy: str = "leave it out",
+        remedy: str = "leave it out", paths: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self._function, self._limits, self._what, self._remedy = function, limits, what, remedy
+        self._paths = tuple(paths)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection | None = None
@@ -77,30 +83,41 @@ class LimitedProcess:
     ) -> None:
         self.end()
 
-    def call(self, request: Mapping[str, Any], data: bytes = b"", size: int = 0) -> Any:
+    def call(
+        self,
+        request: Mapping[str, Any],
+        data: bytes = b"",
+        size: int = 0,
+        wall_s: float | None = None,
+    ) -> Any:
         """Return the function's result; `size` bytes of a file allow SHARE times as much memory
-        more. Raises DataError as the function does, BrokenLimitError where it breaks a limit, and
-        RunError where the process does not start."""
+        more, `wall_s` is this call's own limit. Raises DataError as the function does,
+        BrokenLimitError where it breaks a limit, and RunError where the process does not start."""
         limits = self._limits
+        patience = wall_s or limits.wall_s
         with self._lock:
             channel = self._channel or self._start()
             try:
                 channel.send_bytes(json.dumps([request, size]).encode())
                 channel.send_bytes(data)
-                if not channel.poll(limits.wall_s):
-                    raise BrokenLimitError(
-                        f"takes longer than {limits.wall_s:g} s {self._what}; {self._remedy}"
+                if not channel.poll(patience):
+                    late = BrokenLimitError(
+                        f"takes longer than {patience:g} s {self._what}; {self._remedy}"
                     )
+                    late.late = True
+                    raise late
                 reply = json.loads(channel.recv_bytes(limits.reply_bytes))
             except BrokenLimitError:
                 self.end()
                 raise
             except (OSError, EOFError, ValueError) as error:
-                self.end()
-                raise BrokenLimitError(
+                broken = BrokenLimitError(
                     f"takes more than {limits.cpu_s:g} s of processor time or {limits.memory:,} "
                     f"bytes of memory {self._what}, or holds too much; {self._remedy}"
-                ) from error
+                )
+                broken.status = self._ended()
+                self.end()
+                raise broken from error
         if "error" in reply:
             raise DataError(reply["error"])
         return reply["result"]
@@ -123,6 +140,14 @@ class LimitedProcess:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
+    def _ended(self) -> int | None:
+        """Return the exit status of the process, None where it runs."""
+        if self._process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(1.0)
+        return None
+
     def _start(self) -> Connection:
         ours, theirs = multiprocessing.Pipe()
         with theirs:
@@ -131,7 +156,10 @@ class LimitedProcess:
                     sys.executable, "-P", "-m", "protocols.limited_process",
                     str(theirs.fileno()), self._function, json.dumps(vars(self._limits)),
                 ],
-                env={**confined(os.environ), "PYTHONPATH": str(REPOSITORY)},
+                env={
+                    **confined(os.environ),
+                    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *self._paths]),
+                },
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip

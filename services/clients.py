@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from monarch.actor import Channel
 
-from protocols.episodes import EnvironmentRequest, Observation
+from protocols.episodes import EnvironmentRequest, Observation, RewardOutcome
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
 from protocols.records.status import ReplicaState
@@ -326,6 +326,27 @@ class EnvironmentClient(RoleClient):
         return await self.pool.split(moves, share)
 
 
+class RewardClient(RoleClient):
+    """Judge finished episodes by the rewards of workers."""
+
+    role = "reward"
+
+    async def outcomes(self, views: Sequence[Mapping[str, Any]]) -> list[dict[str, RewardOutcome]]:
+        """Return what each reward gives each episode, by name, in order. When a share is lost with
+        its replica in every attempt, all rewards of its episodes have failed, under the name ""."""
+
+        async def share(some: Sequence[Mapping[str, Any]]) -> list[dict[str, RewardOutcome]]:
+            try:
+                given: list[dict[str, RewardOutcome]] = await self.pool.route(
+                    "outcomes", tuple(some)
+                )
+            except RunError as error:  # the other episodes, and the run, continue
+                return [{"": RewardOutcome(None, f"reward_died: {error}", failed=True)}] * len(some)
+            return given
+
+        return await self.pool.split(views, share)
+
+
 class TeacherReplayClient(RoleClient):
     """Ask external teachers about states."""
 
@@ -343,6 +364,16 @@ class TeacherReplayClient(RoleClient):
         or ("", why) when there is none after `timeout_s`."""
         hint: tuple[str, str] = await self.pool.route("hint", teacher, state, asked, timeout_s)
         return hint
+
+    async def score(
+        self, teacher: str, state: ReplayState, rubric: str, reference: str, timeout_s: float
+    ) -> tuple[float | None, str]:
+        """Return (number from 0 to 1, "") that the named teacher, as a judge, gives the last
+        message of a state, or (None, why) when there is none after `timeout_s`."""
+        given: tuple[float | None, str] = await self.pool.route(
+            "score", teacher, state, rubric, reference, timeout_s
+        )
+        return given
 
 
 class RSAAggregatorClient(RoleClient):

@@ -11,6 +11,7 @@ from actors.engine_generator import EngineGeneratorActor
 from actors.environment import EnvironmentActor
 from actors.heartbeat import StoreActor
 from actors.model_actors import DocTeacherActor, GeneratorActor, SDPOTeacherActor
+from actors.reward import RewardActor
 from actors.rsa_aggregator import RSAAggregatorActor
 from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
@@ -28,6 +29,7 @@ ROLES: dict[str, type[Any]] = {
     "doc_teacher": DocTeacherActor,
     HINTED_TEACHER: SDPOTeacherActor,
     "environment": EnvironmentActor,
+    "reward": RewardActor,
     "teacher_replay": TeacherReplayActor,
     "rsa_aggregator": RSAAggregatorActor,
     "trainer": TrainerActor,
@@ -89,7 +91,7 @@ def with_room(name: str, role: RoleSpec, learn: LearnSpec) -> RoleSpec:
         together = learn.episodes.tasks * learn.episodes.group
     elif learn.train.staleness and learn.rsa is not None:
         together = learn.rsa.examples * learn.rsa.rollouts_per_example
-    if name not in ("environment", "rsa_aggregator", "generator"):
+    if name not in ("environment", "reward", "rsa_aggregator", "generator"):
         return role
     most = -(-together * (learn.train.staleness + 1) // role.replicas)
     return role.model_copy(update={"max_ongoing": max(role.max_ongoing, most)})
@@ -113,6 +115,8 @@ def role_arguments(
     if name == "environment":
         assert learn.episodes is not None
         return (learn.episodes.played, learn.episodes.max_turns)
+    if name == "reward":
+        return (learn.reward, spec.mesh.call_timeout_s)
     if name == "teacher_replay":
         return (learn.replay, str(directory.ledger), directory.id)
     if name == "rsa_aggregator":

@@ -14,6 +14,7 @@ kill.
         ├── selfstudy.jsonl  questions about a user's documents        appended
         ├── start.json       trained cartridges that it started from   written once
         ├── documents.json   which documents, by hash                  written once
+        ├── rows.json        which rows of a dataset, by hash          written once
         ├── terms.json       the words of each cartridge's texts       replaced whole
         ├── contamination.jsonl  duplicated evaluation questions       replaced whole
         ├── teachers.jsonl   every call to a teacher: the ledger       by teachers/ledger.py
@@ -108,6 +109,7 @@ class RunDirectory:
     selfstudy = RunFile("selfstudy.jsonl")
     start = RunFile("start.json")
     documents = RunFile("documents.json")
+    rows = RunFile("rows.json")
     terms = RunFile(TERMS)
     contamination = RunFile("contamination.jsonl")
     ledger = RunFile("teachers.jsonl")

@@ -3,6 +3,7 @@
 vote_of_teacher   returns one teacher's vote on one state, always, within the deadline
 hint_of_teacher   returns one teacher's hint for a failed turn, or why there is none
 probability_of_teacher   returns how sure one teacher is that a solution's last step is right
+score_of_teacher  returns the number that one teacher, as a judge, gives an episode, or why none
 ask_teachers      applies the gate, then asks as many teachers as needed, cheapest first
 """
 
@@ -51,6 +52,7 @@ from teachers.prompts import (
     read_hint,
     read_probability,
     render,
+    render_episode,
     render_hint,
     render_judgement,
     state_hash,
@@ -159,6 +161,30 @@ async def probability_of_teacher(
         return None, "refused" if settled.refused else settled.outcome
     found = read_probability(settled.raw)
     return found, "" if found is not None else "unparseable: no probability"
+
+
+async def score_of_teacher(
+    desk: TeacherPanel,
+    teacher: ReplayTeacherSpec,
+    state: ReplayState,
+    rubric: str,
+    reference: str,
+    deadline: float,
+) -> tuple[float | None, str]:
+    """Return (number from 0 to 1, "") that one teacher gives the last message of a state by
+    `deadline` (monotonic seconds), or (None, why). The ledger is used as for a vote: an episode
+    that was judged before is not judged again."""
+    question = TeacherQuestion(
+        render_episode(state, rubric, reference), state,
+        lambda raw: read_probability(raw) is not None,
+    )  # fmt: skip
+    settled, why = await _settled(desk, teacher, question, deadline)
+    if settled is None:
+        return None, why
+    if settled.outcome != ANSWERED or settled.refused:
+        return None, "refused" if settled.refused else settled.outcome
+    score = read_probability(settled.raw)
+    return score, "" if score is not None else "unparseable: no number from 0 to 1"
 
 
 async def _settled(

@@ -44,6 +44,10 @@ def run(
 
         for line in require_documents(loaded.spec.learn):
             print(line, file=sys.stderr)
+    from forge_run.plan.datasets import of_users, require_dataset
+
+    if of_users(loaded.spec.learn):
+        require_dataset(loaded.spec.learn)
     from forge_run.launch import run as go
 
     for line in notes:

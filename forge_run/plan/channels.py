@@ -10,6 +10,7 @@ from protocols.spec.learn import LearnSpec
 from protocols.spec.objective import EpisodesSpec, ObjectiveSpec
 from protocols.spec.rsa import RsaSpec
 from protocols.spec.teacher_replay import PriceSpec, ReplaySpec
+from protocols.spec.users.rows import ROW_SOURCES
 
 TEACHER_COLUMNS = ("teacher", "model", "dollars a million tokens", "cap", "calls at a time")
 
@@ -77,16 +78,21 @@ def gradients_text(objective: ObjectiveSpec) -> str:
 
 def sampled_episodes(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, list[tuple[str, str]]]:
     """Return the most response tokens of a step of episodes, and the rows on what is sampled."""
-    steps = learn.train.steps
     each = episodes.tasks * episodes.group
     most = each * (1 + learn.objective.refills)
+    if learn.data.source in ROW_SOURCES:
+        return most * learn.rollout.max_tokens, [
+            ("environment", "none: an episode is one answer to a row's prompt, then the rewards"),
+            _episodes_row(learn, episodes),
+            (
+                "an episode",
+                f"at most {learn.rollout.max_tokens} tokens, "
+                f"{episodes.max_context} with its prompt",
+            ),
+        ]
     return most * episodes.max_turns * learn.rollout.max_tokens, [
         *(("environment", environment_text(e)) for e in episodes.played),
-        (
-            "episodes",
-            f"{episodes.tasks} tasks x {episodes.group} = {each:,} a step, {each * steps:,} in all"
-            + refill_text(learn),
-        ),
+        _episodes_row(learn, episodes),
         (
             "an episode",
             (f"{episodes.cases} cases, rewarded if all are right; " if episodes.cases > 1 else "")
@@ -106,6 +112,12 @@ def environment_text(environment: EnvironmentSpec) -> str:
     }[environment.kind]
     named = f"{environment.name}: " if environment.name else ""
     return f"{named}{played}; {environment.timeout_s:g} s a move"
+
+
+def _episodes_row(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[str, str]:
+    each = episodes.tasks * episodes.group
+    told = f"{episodes.tasks} tasks x {episodes.group} = {each:,} a step, "
+    return "episodes", f"{told}{each * learn.train.steps:,} in all{refill_text(learn)}"
 
 
 def sampled_runs(learn: LearnSpec, rsa: RsaSpec) -> tuple[int, list[tuple[str, str]]]:

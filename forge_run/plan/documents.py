@@ -18,8 +18,8 @@ from documents.reading import ReadLimits, SkippedFile, read_documents, require_f
 from forge_run.formatting import TableSection, facts, lines
 from protocols.errors import DataError
 from protocols.layout import length_warning
-from protocols.spec.documents import SEED_KINDS, SelfStudySpec
 from protocols.spec.learn import LearnSpec
+from protocols.spec.users.documents import SEED_KINDS, SelfStudySpec
 
 MOST_ROWS = 24
 CHARS_PER_TOKEN = 4  # of English, an estimate without the model's tokenizer

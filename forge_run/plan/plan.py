@@ -22,7 +22,7 @@ from deploy.manifests.sizing import (
     trainable_numbers,
 )
 from forge_run.formatting import TableSection, bytes_text, count_text, facts, lines, seconds_text
-from forge_run.plan import channels, documents, roofline, sizing
+from forge_run.plan import channels, datasets, documents, roofline, sizing
 from forge_run.plan.layout import layout_sections
 from forge_run.plan.roofline import A100, H200, MFU, DevicePeaks, PhaseCost, Workload
 from forge_run.preflight import resolved_place, unmet
@@ -32,6 +32,7 @@ from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import RunSpec
 from protocols.spec.model_shape import VALUE_BYTES, model_shape
 from protocols.spec.sections import ShapeSpec
+from protocols.spec.users.rows import ROW_SOURCES
 from protocols.spec.yaml_source import SourceLocation
 
 AT_RUN_TIME = "measured at run time"
@@ -47,10 +48,12 @@ def plan(
     come from. With `host`, the ceilings of the machine that computes, the times are its own, else
     those of two GPUs. Raises SpecError for a damaged config.json."""
     size = known_size(spec.learn.model)
-    learn, on_documents = documents.studied(spec.learn)
+    learn, on_rows = datasets.sections(spec.learn)
+    learn, on_documents = documents.studied(learn)
     spec = spec.model_copy(update={"learn": learn})
     sections = [
         _run_section(spec),
+        *on_rows,
         *on_documents,
         *layout_sections(learn, size),
         *([lines("start", start)] if start else []),
@@ -93,6 +96,8 @@ def _run_section(spec: RunSpec) -> TableSection:
 
 def _data_text(learn: LearnSpec) -> str:
     data = learn.data
+    if data.source in ROW_SOURCES:
+        return f"{data.source}: {data.path}"
     if data.source in ("desk", "environment", "primer"):
         return channels.data_text(learn)
     if data.source == "documents":

@@ -157,6 +157,13 @@ class RoutingAccuracy(TypedDict):
     n: int
 
 
+class EpisodeMeans(TypedDict, total=False):
+    """Hold the mean reward of held-out episodes with its 95% interval, where a spec has rewards."""
+
+    reward: float
+    reward_ci95: list[float]
+
+
 class MeasuredAccuracy(TypedDict):
     """Hold the accuracy on n held-out questions. Answers that name no option are `parse_failures`
     and count as wrong.
@@ -164,7 +171,7 @@ class MeasuredAccuracy(TypedDict):
     `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`. With `populations`
     the accuracy is that of the last population, and parse failures count its candidates. With
     `agreement` alone the accuracy is the share of tokens in it; with `f1` too, it is that of a
-    user's own questions.
+    user's own questions. `reward` and `reward_ci95` are those of `EpisodeMeans`.
     """
 
     accuracy: float
@@ -174,6 +181,8 @@ class MeasuredAccuracy(TypedDict):
     populations: NotRequired[PopulationMeans]
     agreement: NotRequired[Agreement]
     f1: NotRequired[float]
+    reward: NotRequired[float]
+    reward_ci95: NotRequired[list[float]]
 
 
 class ArmResult(MeasuredAccuracy):

@@ -3,6 +3,7 @@ each section checks its own rules."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -14,6 +15,7 @@ from protocols.spec.objective import HINT_SOURCE, HINT_WRITER, EpisodesSpec
 from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec
 from protocols.spec.sections import LearnSections
 from protocols.spec.start import StartSpec
+from protocols.spec.users.rows import FUNCTION, ROW_SOURCES
 
 OF_EPISODES = ("desk", "environment")
 
@@ -108,9 +110,11 @@ def _of_channels(spec: LearnSections) -> Iterator[Rule]:
         "from",
         "add the section episodes, or rsa",
     )
+    of_rows = spec.data.source in ROW_SOURCES
     yield (
-        (episodes is None) == (spec.data.source in OF_EPISODES),
-        "data.source must be desk or environment with episodes, and only then",
+        (episodes is None) == (spec.data.source in OF_EPISODES) and not of_rows,
+        "data.source must be desk, environment or rows (jsonl, parquet, hub, python) with "
+        "episodes; desk and environment only then",
         "set data.source: desk, or environment for your own; or remove the section episodes",
     )
     if episodes is not None and spec.data.source == "environment":
@@ -122,10 +126,11 @@ def _of_channels(spec: LearnSections) -> Iterator[Rule]:
             "set data.source: environment, or episodes.environment to the desk",
         )
     asks = objective.hints.asks if objective.alpha > 0 else None
+    judges = [reward.teacher for reward in spec.reward if reward.teacher is not None]
     yield (
-        (objective.beta > 0 or asks is not None) != (spec.replay is not None),
+        (objective.beta > 0 or asks is not None or bool(judges)) != (spec.replay is not None),
         "objective.beta must be > 0 with the section replay, and only then, unless one of its "
-        f"teachers writes the hints ({HINT_WRITER})",
+        f"teachers writes the hints ({HINT_WRITER}) or judges (reward.teacher)",
         "set it, or remove the section replay",
     )
     named = () if spec.replay is None else tuple(t.name for t in spec.replay.teachers)
@@ -134,6 +139,14 @@ def _of_channels(spec: LearnSections) -> Iterator[Rule]:
         f"{HINT_WRITER} must be generator or one of replay.teachers ({', '.join(named)})",
         "correct the name",
     )
+    for number, reward in enumerate(spec.reward):
+        yield (
+            reward.teacher is not None and reward.teacher not in named,
+            f"reward must be judged by one of replay.teachers ({', '.join(named)}): "
+            f"reward[{number}].teacher is {reward.teacher}",
+            "correct the name",
+        )
+    yield from _of_rows(spec)
     yield (
         episodes is not None and episodes.max_context > spec.train.row_tokens,
         f"episodes.max_context must be <= train.row_tokens ({spec.train.row_tokens})",
@@ -192,6 +205,59 @@ def _of_environments(spec: LearnSections, episodes: EpisodesSpec) -> Iterator[Ru
         f"evaluate.questions must be < the tasks of {', '.join(few)}, of which so many are held "
         "out",
         "ask fewer, or raise the environment's tasks",
+    )
+
+
+def _of_rows(spec: LearnSections) -> Iterator[Rule]:
+    """Yield what a dataset's rows and rewards need of each other."""
+    data, episodes = spec.data, spec.episodes
+    rows, of_rows = data.rows, data.source in ROW_SOURCES
+    yield (
+        bool(spec.reward) and episodes is None,
+        "reward must be left out without episodes, which it judges",
+        "add the section episodes, or remove it",
+    )
+    unjudged = not any(r.verifier != "environment" for r in spec.reward)
+    yield (
+        of_rows and episodes is not None and unjudged,
+        "reward must be given with episodes of rows, which have none of their own",
+        "name a verifier or a function, for example reward: [{verifier: exact}]",
+    )
+    yield (
+        of_rows and data.path is None,
+        f"data.path must be given with data.source {data.source}",
+        "name a file, a dataset of the hub, or package.module:function",
+    )
+    for key, path in (("data.path", data.path), ("data.rows.held_out", rows.held_out)):
+        yield (
+            data.source == "python" and path is not None and not re.fullmatch(FUNCTION, path),
+            f"{key} must be package.module:function with data.source python",
+            "correct it",
+        )
+    for name, owner in (
+        ("split", "hub"), ("subset", "hub"), ("revision", "hub"), ("endpoint", "hub"),
+        ("arguments", "python"),
+    ):  # fmt: skip
+        yield (
+            bool(getattr(rows, name)) and data.source != owner,
+            f"data.rows.{name} must be left out but with data.source {owner}",
+            "remove it",
+        )
+    given = rows.columns or rows.documents or rows.held_out
+    yield (
+        bool(given) and not of_rows,
+        "data.rows must be left out but with data.source jsonl, parquet, hub or python",
+        "remove it",
+    )
+    yield (
+        of_rows and spec.rsa is not None,
+        "rsa must be left out with data.source jsonl, parquet, hub or python",
+        "use the section episodes",
+    )
+    yield (
+        of_rows and episodes is None and not spec.objective.w_doc,
+        "objective.w_doc must be > 0 with rows and no episodes, which learn from their documents",
+        "set it, or add the sections episodes and reward",
     )
 
 

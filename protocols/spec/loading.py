@@ -48,6 +48,7 @@ from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
 from protocols.spec.sections import DataSpec, ModelSpec
 from protocols.spec.serving import SERVE_KEYS, ServeSpec
+from protocols.spec.users.rows import ROW_SOURCES
 from protocols.spec.yaml_source import Key, SourceLocation, YamlDocument, parse_value, read_yaml
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -94,9 +95,16 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
         "config", "hosts.tls", "control.tls_ca", "control.tls_cert", "control.tls_key",
         "telemetry.tls",
     )  # fmt: skip
-    learn_keys = ("model.path", "data.path", "data.questions", "self_study.rows")
+    learn_keys = ["model.path", "data.path", "data.questions", "self_study.rows"]
+    learn_keys += {
+        "jsonl": ["data.rows.documents", "data.rows.held_out"],
+        "parquet": ["data.rows.documents", "data.rows.held_out"],
+        "hub": ["data.rows.documents"],
+        "python": ["data.rows.documents", "data.rows.folder"],
+    }.get(learn_spec.data.source, [])
     learn = _with_local_paths(learn_spec, document.places, *learn_keys)
     learn = _with_local_environments(learn, document.places)
+    learn = _with_local_rewards(learn, document.places)
     spec = RunSpec(
         mesh=_with_local_paths(mesh_spec, mesh_document.places, *mesh_keys),
         learn=_with_local_start(learn, document.places),
@@ -374,6 +382,19 @@ def _with_local_start(learn: LearnSpec, places: Mapping[Key, SourceLocation]) ->
     return learn.with_start(local)
 
 
+def _with_local_rewards(learn: LearnSpec, places: Mapping[Key, SourceLocation]) -> LearnSpec:
+    """Return the spec with the folders of rewards' modules absolute."""
+    local = tuple(
+        reward.model_copy(update={
+            "folder": str(_absolute(
+                reward.folder, place_of(("reward", number, "folder"), places).directory
+            ))
+        })
+        for number, reward in enumerate(learn.reward)
+    )  # fmt: skip
+    return learn.model_copy(update={"reward": local})
+
+
 def _local(section: BaseModel, key: str, path: str, directory: Path) -> str:
     parts = [path]
     if isinstance(section, ModelSpec):
@@ -382,7 +403,10 @@ def _local(section: BaseModel, key: str, path: str, directory: Path) -> str:
     elif isinstance(section, DataSpec) and key == "path":
         if path.startswith(("http://", "https://")):
             return path
-        parts = path.split(os.pathsep) if section.source == "documents" else parts
+        if section.source in ("hub", "python"):
+            return path
+        several = section.source in ("documents", *ROW_SOURCES)
+        parts = path.split(os.pathsep) if several else parts
     return os.pathsep.join(str(_absolute(part, directory)) for part in parts)
 
 

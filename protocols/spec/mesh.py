@@ -25,6 +25,7 @@ from protocols.spec.services import (
     TelemetrySpec,
     WatchdogSpec,
 )
+from protocols.spec.users.rows import ROW_SOURCES
 
 
 class RoleSpec(SpecSection):
@@ -81,6 +82,9 @@ class RolesSpec(SpecSection):
         description="scores turns with a hint, and references of dpo.reference first_use",
     )
     environment: RoleSpec = Field(default=RoleSpec(), description="answers the student's calls")
+    reward: RoleSpec = Field(
+        default=RoleSpec(), description="judges episodes by functions and verifiers"
+    )
     teacher_replay: RoleSpec = Field(default=RoleSpec(), description="asks external teachers")
     rsa_aggregator: RoleSpec = Field(
         default=RoleSpec(), description="judges populations and asks for the next"
@@ -172,7 +176,8 @@ class RunSpec(SpecSection):
             "doc_teacher": objective.reads_document,
             "sdpo_teacher": objective.alpha > 0
             or (objective.beta > 0 and objective.dpo.follows_policy),
-            "environment": learn.episodes is not None,
+            "environment": learn.episodes is not None and learn.data.source not in ROW_SOURCES,
+            "reward": any(r.of_worker for r in learn.reward),
             "teacher_replay": learn.replay is not None,
             "rsa_aggregator": learn.rsa is not None,
             "trainer": True,

@@ -7,12 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from protocols.spec.base import AsTuple, SpecSection, bounded, broken, unique
-from protocols.spec.documents import DocumentsSpec, SelfStudySpec
+from protocols.spec.base import AsTuple, SpecSection, bounded, broken, repeated, unique
 from protocols.spec.objective import EpisodesSpec, LossSpec, ObjectiveSpec
 from protocols.spec.rsa import RsaSpec
 from protocols.spec.start import Init, InitOrStart, StartSpec
 from protocols.spec.teacher_replay import ReplaySpec
+from protocols.spec.users.documents import DocumentsSpec, SelfStudySpec
+from protocols.spec.users.rewards import RewardSpec
+from protocols.spec.users.rows import ROW_SOURCES, RowSource, RowsSpec
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy", "routed"]
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
@@ -65,18 +67,22 @@ JoinedPaths = BeforeValidator(_join_paths)
 class DataSpec(SpecSection):
     """Configure the patients, their documents and their questions."""
 
-    source: Literal["clinic", "longhealth", "desk", "environment", "primer", "documents"] = Field(
+    source: (
+        Literal["clinic", "longhealth", "desk", "environment", "primer", "documents"] | RowSource
+    ) = Field(
         default="clinic",
         description="clinic: generated here; longhealth: LongHealth's JSON from data.path; desk: "
         "handbooks of generated clinic desks, for episodes with tools; environment: the documents "
         "of your own environments, for their episodes; primer: a page on solving "
-        "problems, for those of rsa that are about no document; documents: the files of data.path",
+        "problems, for those of rsa that are about no document; documents: the files of data.path; "
+        "jsonl, parquet, hub, python: your own rows of prompts",
     )
     path: Annotated[str | None, JoinedPaths] = Field(
         default=None,
         min_length=1,
         description="LongHealth JSON, a path or an http(s) URL, read in place of the clinic; or "
-        "documents: a folder, a file, a pattern, or a list of them",
+        "documents: a folder, a file, a pattern, or a list of them; of rows: a file or several, a "
+        "dataset of the hub (OWNER/NAME), or a function (package.module:name)",
     )
     questions: str | None = Field(
         default=None,
@@ -109,7 +115,13 @@ class DataSpec(SpecSection):
         "question is about one of them alone",
     )
     held_out: float = Field(
-        default=1.0, gt=0, le=1, description="share of the questions kept for evaluation, in (0, 1]"
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of the questions or rows kept for evaluation, in (0, 1]",
+    )
+    rows: RowsSpec = Field(
+        default=RowsSpec(), description="how rows are read: jsonl, parquet, hub, python"
     )
     instruction: str = Field(default="", description="text appended to every option question")
     name_document: Literal["auto", "always", "never"] = Field(
@@ -133,9 +145,8 @@ class DataSpec(SpecSection):
             raise broken(
                 f"must be given with data.source {source}", "set it to a count of 1 or more"
             )
-        without = source in ("longhealth", "environment", "primer", "documents") or (
-            source == "desk" and not needed
-        )
+        others = ("longhealth", "environment", "primer", "documents", *ROW_SOURCES)
+        without = source in others or (source == "desk" and not needed)
         if without and value is not None:
             raise broken(f"must be left out with data.source {source}", "remove it")
         facts = info.data.get("facts")
@@ -493,6 +504,11 @@ class LearnSections(SpecSection):
     rsa: RsaSpec | None = Field(
         default=None, description="runs of recursive self-aggregation; null: single answers"
     )
+    reward: Annotated[tuple[RewardSpec, ...], AsTuple] = Field(
+        default=(),
+        description="rewards of an episode, summed by weight; held-out episodes count as right by "
+        "the first; none: the environment's own",
+    )
     replay: ReplaySpec | None = Field(default=None, description="external teachers that vote")
     documents: DocumentsSpec = Field(
         default=DocumentsSpec(), description="how files of data.path are read"
@@ -502,3 +518,12 @@ class LearnSections(SpecSection):
     )
     train: TrainSpec = Field(description="the optimiser")
     evaluate: EvaluateSpec = Field(default=EvaluateSpec(), description="held-out questions")
+
+    @field_validator("reward")
+    @classmethod
+    def _rewards_have_names(cls, value: tuple[RewardSpec, ...]) -> tuple[RewardSpec, ...]:
+        if twice := repeated([reward.title for reward in value]):
+            raise broken("must have names of their own", f"give one {twice} another name")
+        if value and not any(reward.weight for reward in value):
+            raise broken("must hold a weight other than 0", "set one, or nothing is learnt")
+        return value

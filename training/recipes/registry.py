@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from learning.model.loading import load_tokenizer
+from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import RunSpec
+from protocols.spec.users.rows import ROW_SOURCES
 from services.mesh import Mesh
 from services.run_directory import RunDirectory
 from training.recipes.base import Recipe
@@ -20,12 +23,8 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
     tokenizer = load_tokenizer(learn.model.path)
     if learn.episodes is not None:
         from training.recipes.tool_episodes import ToolEpisodesRecipe
-        from training.task_sources.desk import DeskTasks
-        from training.task_sources.environment import EnvironmentTasks
 
-        of_desk = learn.data.source == "desk"
-        source: TaskSource = DeskTasks(learn) if of_desk else EnvironmentTasks(learn)
-        return ToolEpisodesRecipe(learn, source, tokenizer, mesh)
+        return ToolEpisodesRecipe(learn, open_tasks(learn, tokenizer, directory), tokenizer, mesh)
     if learn.rsa is not None:
         from training.recipes.rsa import RSARecipe
 
@@ -41,6 +40,29 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
     from training.recipes.longhealth_prompts import open_prompts
 
     return LongHealthRecipe(open_prompts(learn, tokenizer), measured=bool(learn.evaluate.arms))
+
+
+def open_tasks(learn: LearnSpec, tokenizer: Any, directory: RunDirectory | None) -> TaskSource:
+    """Return the tasks of episodes. Rows are noted in the run's `directory`: raises CheckpointError
+    for others than those that it began with."""
+    if learn.data.source in ROW_SOURCES:
+        from documents.rows.reading import read_row_set
+        from training.task_sources.row_checks import note_rows, require_lengths
+        from training.task_sources.rows import RowTasks
+
+        rows = read_row_set(learn)
+        if directory is not None:
+            note_rows(rows, directory)
+        tasks = RowTasks(rows, learn.train.seed)
+        require_lengths(learn, tasks.texts, tokenizer)
+        return tasks
+    if learn.data.source == "desk":
+        from training.task_sources.desk import DeskTasks
+
+        return DeskTasks(learn)
+    from training.task_sources.environment import EnvironmentTasks
+
+    return EnvironmentTasks(learn)
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from environments.episode_files import to_row
 from environments.hints import TurnHint, expected_of
 from environments.monitors import count_flags, flagged
 from environments.renderer import NO_DOCUMENT, ChatRenderer
-from environments.rollout import BARE, over_cartridge, over_document, run_episodes
+from environments.rollout import BARE, Moving, over_cartridge, over_document, run_episodes
+from environments.single_turn import answer_rows
 from environments.training_signals import (
     branch_samples,
     hinted_turns,
@@ -41,6 +42,7 @@ from protocols.records.run_files import MeasuredAccuracy
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import HINTED_TEACHER
+from protocols.spec.users.rows import ROW_SOURCES
 from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import HintedTurn, PreferencePair, TrainBatch, hinted
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
@@ -69,6 +71,7 @@ from training.rollouts import (
     written_offline,
 )
 from training.task_sources.base import TaskSource
+from training.task_sources.rewards import EpisodeRewards
 
 
 class ToolEpisodesRecipe(Recipe):
@@ -77,7 +80,10 @@ class ToolEpisodesRecipe(Recipe):
     def __init__(self, spec: LearnSpec, source: TaskSource, tokenizer: Any, mesh: Mesh) -> None:
         assert spec.episodes is not None
         self._spec, self._objective, self._episodes = spec, spec.objective, spec.episodes
-        self._pools, self._environment = mesh.pools, EnvironmentClient(mesh.pools)
+        self._pools = mesh.pools
+        of_rows = spec.data.source in ROW_SOURCES
+        self._move: Moving = answer_rows if of_rows else EnvironmentClient(mesh.pools).move
+        self._rewards = EpisodeRewards(spec, mesh.pools)
         self._source, self._texts = source, dict(source.texts)
         self.layout = layout_of(spec.cartridge, {name: name for name in self._texts})
         self._conversation = ChatRenderer(tokenizer, self._texts)
@@ -201,11 +207,11 @@ class ToolEpisodesRecipe(Recipe):
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
-        """Return the share of held-out tasks whose reward is 1."""
+        """Return the share of held-out tasks that were done right, and their mean reward."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
         tasks = [
             self._source.task(f"{arm}/{i}", i, f"exam/{seed}/{i}", held_out=True)
-            for i in range(min(evaluate.questions, most or evaluate.questions))
+            for i in range(min(n for n in (evaluate.questions, most, self._source.exams) if n))
         ]
         sampling = Sampling(
             temperature=evaluate.temperature if sampled else 0.0, max_tokens=evaluate.max_tokens
@@ -220,12 +226,12 @@ class ToolEpisodesRecipe(Recipe):
         episodes, _ = await self._play(tasks, 1, sampling, over, f"answer/{seed}/", generate)
         if keep is not None:
             keep([self._answer(f"exam/{seed}/{i}", e) for i, e in enumerate(episodes)])
-        right = sum(e.reward == 1.0 for e in episodes)
+        right = sum(self._rewards.is_right(e) for e in episodes)
         low, high = wilson_interval(right, len(episodes))
         unjudged = sum(e.reward is None for e in episodes)
         return MeasuredAccuracy(
             accuracy=right / len(episodes), ci95=[low, high], n=len(episodes),
-            parse_failures=unjudged,
+            parse_failures=unjudged, **self._rewards.means(episodes),
         )  # fmt: skip
 
     def _answer(self, name: str, episode: Episode) -> Answer:
@@ -240,7 +246,7 @@ class ToolEpisodesRecipe(Recipe):
             text=turns[-1].text if turns else None,
             answer=self._source.answer(turns[-1].text) if turns else None,
             expected=expected_of(episode),
-            right=None if episode.reward is None else float(episode.reward == 1.0),
+            right=None if episode.reward is None else float(self._rewards.is_right(episode)),
             reward=episode.reward, tokens=sum(len(t.response_ids) for t in turns),
             cartridge=task.document, contexts=(task.document,),
         )  # fmt: skip
@@ -294,7 +300,7 @@ class ToolEpisodesRecipe(Recipe):
         episodes = await run_episodes(
             tasks,
             timed,
-            self._environment.move,
+            self._move,
             self._conversation,
             group_size=group,
             sampling=sampling,
@@ -305,7 +311,7 @@ class ToolEpisodesRecipe(Recipe):
             ended=ended,
             first=first,
         )
-        return episodes, sum(spent)
+        return await self._rewards.judge(episodes), sum(spent)
 
     async def _hand_over(self, ended: ScoreGroup, episodes: Sequence[Episode]) -> None:
         """Send samples of ended episodes to the teachers, as `lesson` makes them."""
@@ -390,6 +396,7 @@ class ToolEpisodesRecipe(Recipe):
         }
         if rewards:
             counts["reward"] = math.fsum(rewards) / len(rewards)
+        counts |= self._rewards.counted(episodes)
         if self._objective.refills:
             groups, kept = (
                 {e.group for e in episodes},

@@ -1,6 +1,7 @@
 """Define TaskSource: where the tasks of episodes come from, and how students act in them.
 
 DeskTasks           cases at generated clinic desks    (training.task_sources.desk)
+RowTasks            rows of the user's datasets        (training.task_sources.rows)
 EnvironmentTasks    tasks of the user's environments   (training.task_sources.environment)
 """
 
@@ -18,13 +19,15 @@ class TaskSource(Protocol):
 
     `texts` maps each document to the text that its cartridge stands for. `order` names the document
     of each task in turn, and begins again at its end. `dialect` is how actions are written. `hints`
-    are templates by hint key, none where the environment has no such keys.
+    are templates by hint key, none where the environment has no such keys. `exams` is the number of
+    tasks that are held out, None where there is no end of them.
     """
 
     texts: Mapping[str, str]
     order: Sequence[str]
     dialect: ActionFormat
     hints: Mapping[str, str]
+    exams: int | None
 
     def task(self, name: str, turn: int, stream: str, held_out: bool) -> Task:
         """Return task number `turn` (from 0) with this name, drawn from the seeded `stream`. A task

@@ -18,6 +18,7 @@ class DeskTasks:
 
     dialect = DESK
     hints: Mapping[str, str] = HINTS
+    exams: int | None = None
 
     def __init__(self, spec: LearnSpec) -> None:
         assert spec.episodes is not None

@@ -22,6 +22,7 @@ class EnvironmentTasks:
 
     dialect = JSON
     hints: Mapping[str, str] = {}
+    exams: int | None = None
 
     def __init__(self, spec: LearnSpec) -> None:
         """Raise DataError for a document that cannot be read or is empty."""

@@ -15,7 +15,7 @@ from pdfs import pdf
 from small_run import ROOT, run_to_end, running
 
 from protocols.files import read_rows
-from protocols.spec.documents import SEED_KINDS
+from protocols.spec.users.documents import SEED_KINDS
 from registry.terms import read_terms
 
 pytestmark = [pytest.mark.timeout(900)]  # a busy machine starts it slowly

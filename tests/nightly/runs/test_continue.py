@@ -15,7 +15,7 @@ import pytest
 from small_run import ROOT, run_to_end
 
 from protocols.files import read_rows
-from protocols.spec.documents import SEED_KINDS
+from protocols.spec.users.documents import SEED_KINDS
 
 pytestmark = [pytest.mark.timeout(1800)]  # a busy machine starts it slowly
 

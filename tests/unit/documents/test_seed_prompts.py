@@ -11,7 +11,7 @@ from documents.seed_prompts import (
     plain_next_turn,
     plain_turn,
 )
-from protocols.spec.documents import SEED_KINDS
+from protocols.spec.users.documents import SEED_KINDS
 
 PASSAGE = "Salt was made here. The road is still called the Grey Lane.\nIt climbs to Tollard."
 

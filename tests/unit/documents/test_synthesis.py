@@ -15,7 +15,7 @@ from documents.synthesis import BATCH, items, model_name, read_rows, write_study
 from documents.synthesis_rows import StudyRow, counts, from_dict, write_parquet
 from learning.model.loading import load_tokenizer
 from protocols.errors import DataError
-from protocols.spec.documents import SelfStudySpec
+from protocols.spec.users.documents import SelfStudySpec
 from strategies.samplers.sampler import Ability, SampleRequest, SampleResult
 
 ROOT = Path(__file__).resolve().parents[3]

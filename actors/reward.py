@@ -1,0 +1,49 @@
+"""Judge finished episodes by functions and verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from protocols.episodes import RewardOutcome
+from protocols.spec.users.rewards import RewardSpec
+from strategies.rewards.workers import EpisodeView, RewardWorkers
+
+SHARE = 0.6  # of a call's time, for the rewards themselves
+
+
+class RewardActor(Actor):
+    """Run one of K replicas, each with a worker process for every reward.
+
+    `service.spawn(RewardActor, n=2, args=(spec.reward, call_timeout_s))`
+    """
+
+    def __init__(self, rewards: Sequence[RewardSpec], call_timeout_s: float) -> None:
+        self._rewards, self._budget = rewards, SHARE * call_timeout_s
+        self._workers: RewardWorkers | None = None
+
+    @concurrent_endpoint
+    async def ready(self) -> int:
+        """Return this process's id. Raises DataError for a function that cannot be used."""
+        if self._workers is None:
+            workers = RewardWorkers(self._rewards)
+            try:
+                await workers.start()
+            except BaseException:
+                workers.end()
+                raise
+            self._workers = workers
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def outcomes(self, views: Sequence[EpisodeView]) -> list[dict[str, RewardOutcome]]:
+        """Return what each reward gives each episode, by name, in order."""
+        assert self._workers is not None, "the service asks `ready` first"
+        return await self._workers.outcomes(views, self._budget)
+
+    async def __cleanup__(self, _: Exception | None) -> None:
+        if self._workers is not None:
+            await asyncio.to_thread(self._workers.end)

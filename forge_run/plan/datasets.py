@@ -1,0 +1,95 @@
+"""Plan a run on a user's rows and rewards: read the rows, and import the functions, beforehand."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from documents.rows.reading import RowSet, read_row_set
+from forge_run.formatting import TableSection, facts
+from protocols.errors import DataError
+from protocols.spec.learn import LearnSpec
+from protocols.spec.users.rewards import RewardSpec
+from protocols.spec.users.rows import ROW_SOURCES
+from strategies.rewards.workers import RewardWorker
+
+HEADS = ("reward", "weight", "by", "limits")
+
+
+def of_users(learn: LearnSpec) -> bool:
+    """Return whether a spec has rows or rewards of a user's."""
+    return learn.data.source in ROW_SOURCES or bool(learn.reward)
+
+
+def require_dataset(learn: LearnSpec) -> RowSet | None:
+    """Return the rows, None where a spec has none. Raises DataError for rows that cannot be read or
+    used, and for a reward that cannot be imported or asks for what no row has."""
+    rows = read_row_set(learn) if learn.data.source in ROW_SOURCES else None
+    columns = None if rows is None else rows.columns
+    for number, reward in enumerate(learn.reward):
+        if reward.of_worker:
+            _require(f"reward[{number}]", reward, columns)
+    if rows is not None and learn.episodes is None:
+        lacking = [row.place for row in (*rows.training, *rows.held_out) if row.document is None]
+        if lacking:
+            raise DataError(
+                f"{lacking[0]}: has no document ({len(lacking)} rows have none), and without "
+                "episodes a run learns from documents alone; name their column by "
+                "data.rows.columns.document, or add the sections episodes and reward"
+            )
+    return rows
+
+
+def _require(where: str, reward: RewardSpec, columns: list[str] | None) -> None:
+    worker = RewardWorker(reward)
+    try:
+        worker.require(columns)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+    finally:
+        worker.end()
+
+
+def sections(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
+    """Return the spec with the number of documents, and the plan's sections on rows and rewards.
+    Raises DataError as `require_dataset` does."""
+    if not of_users(learn):
+        return learn, []
+    rows = require_dataset(learn)
+    found = []
+    if rows is not None:
+        count = max(1, len(rows.texts))
+        learn = learn.model_copy(update={"data": learn.data.model_copy(update={"patients": count})})
+        found.append(facts(f"rows of {rows.source}", _rows_told(learn, rows)))
+    if learn.reward:
+        table = tuple((r.title, f"{r.weight:g}", _by(r), _limits(r)) for r in learn.reward)
+        found.append(TableSection("rewards of an episode, summed by weight", HEADS, table))
+    return learn, found
+
+
+def _rows_told(learn: LearnSpec, rows: RowSet) -> list[tuple[str, str]]:
+    spec = learn.data.rows
+    how = f"{learn.data.held_out:g} of them, by the hash of their prompts and data.seed"
+    kinds = Counter("chat" if len(row.messages) > 1 else "text" for row in rows.training)
+    answers = sum(row.answer is not None for row in (*rows.training, *rows.held_out))
+    about = sum(row.document is not None for row in (*rows.training, *rows.held_out))
+    return [
+        ("trained on", f"{len(rows.training):,} rows"),
+        ("held out", f"{len(rows.held_out):,} rows: {spec.held_out or how}"),
+        ("prompts", ", ".join(f"{n:,} of {kind}" for kind, n in sorted(kinds.items()))),
+        ("answers", f"{answers:,} rows have one"),
+        ("documents", f"{len(rows.texts):,}, of {about:,} rows"),
+        ("columns", ", ".join(rows.columns)),
+        ("hash", rows.sha256[:12]),
+    ]
+
+
+def _by(reward: RewardSpec) -> str:
+    if reward.python is not None:
+        return f"{reward.python} in {reward.folder}"
+    return f"judge: {reward.teacher}" if reward.teacher else f"our {reward.verifier}"
+
+
+def _limits(reward: RewardSpec) -> str:
+    if not reward.of_worker:
+        return "those of replay" if reward.teacher else "the environment's"
+    return f"{reward.timeout_s:g} s, {reward.memory_mib:,} MiB"
