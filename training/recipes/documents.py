@@ -24,6 +24,8 @@ from typing import Any
 from documents.corpus import Corpus
 from documents.drafts import SynthesisPlan
 from documents.near_duplicates import LocatedText, overlaps
+from documents.rows.reading import RowSet
+from documents.rows.records import DatasetRow
 from documents.synthesis import model_name, read_rows, write_study
 from documents.synthesis_rows import StudyRow
 from environments.renderer import NO_DOCUMENT, ChatRenderer
@@ -67,8 +69,10 @@ from training.recipes.study_rows import (
     note_documents,
     of_parts,
     require_scores,
+    row_question,
     said,
     studied_of,
+    user_question,
 )
 from training.recipes.teacher_contexts import context_choice
 from training.rollouts import (
@@ -90,8 +94,9 @@ class DocumentsRecipe(Recipe):
 
     def __init__(
         self, spec: LearnSpec, parts: Corpus, asked: Sequence[UserQuestion], tokenizer: Any,
-        directory: RunDirectory,
+        directory: RunDirectory, rows: RowSet | None = None,
     ) -> None:  # fmt: skip
+        """Take the questions of a dataset's `rows` where they are given, and write none."""
         assert spec.self_study is not None
         self._spec, self._study, self._parts = spec, spec.self_study, parts
         self._directory, self._model = directory, model_name(spec.model.path)
@@ -105,7 +110,7 @@ class DocumentsRecipe(Recipe):
         self.texts = texts_of(parts.layout, parts.texts)
         self._choose = context_choice(spec, parts.layout, parts.texts, self.documents)
         self.end_ids = frozenset({tokenizer.eos_token_id})
-        self._asked = asked
+        self._rows, self._asked = rows, list(asked)
         self._getting_ready = asyncio.Lock()
         self._training: dict[str, list[StudyQuestion]] = {}
         self._held_out: list[StudyQuestion] = []
@@ -113,6 +118,8 @@ class DocumentsRecipe(Recipe):
         abouts = (*parts.parts, *(q.document for q in asked))
         self._hashes = {about: parts.hashes[contexts_of(about)[0]] for about in abouts}
         note_documents(parts, directory)
+        if rows is not None:
+            self._take(rows)
 
     # -- questions ------------------------------------------------------------------------------
 
@@ -147,6 +154,30 @@ class DocumentsRecipe(Recipe):
             self._require_clean(training, held_out)
             self._held_out = held_out[: self._spec.evaluate.questions]
             self._training = training
+
+    def _take(self, rows: RowSet) -> None:
+        """Train on the rows that are not held out. Held-out rows with an answer decide the
+        accuracy, the others the agreement with the teacher. Raises DataError where none is left."""
+
+        def question(row: DatasetRow) -> StudyQuestion | None:
+            return row_question(row, self._spec, self._parts, self._conversation, self._titles)
+
+        training: dict[str, list[StudyQuestion]] = {}
+        for studied in filter(None, map(question, rows.training)):
+            training.setdefault(studied.document, []).append(studied)
+        held_out = [(s, row) for row in rows.held_out if (s := question(row)) is not None]
+        if not training or not held_out:
+            raise DataError(
+                f"no row of {rows.source} fits train.row_tokens "
+                f"({self._spec.train.row_tokens}) with rollout.max_tokens "
+                f"({self._spec.rollout.max_tokens}); raise it"
+            )
+        most = self._spec.evaluate.questions
+        self._asked = [user_question(s, row) for s, row in held_out if row.answer is not None]
+        self._held_out = [s for s, row in held_out if row.answer is None][:most]
+        abouts = {q.document for q in self._asked}
+        self._hashes |= {a: self._parts.hashes[contexts_of(a)[0]] for a in abouts}
+        self._training = training
 
     def _require_clean(
         self, training: Mapping[str, Sequence[StudyQuestion]], held_out: Sequence[StudyQuestion]
@@ -264,8 +295,15 @@ class DocumentsRecipe(Recipe):
 
     @property
     def _turns(self) -> list[tuple[str, str]]:
-        """Return every context with each of its cartridges, in the order of their turns."""
-        return sorted((about, c) for c, of in self.layout.contexts.items() for about in of)
+        """Return every context with each of its cartridges, in the order of their turns; of a
+        dataset, those that a row is about."""
+        of_rows = self._rows is not None
+        return sorted(
+            (about, c)
+            for c, of in self.layout.contexts.items()
+            for about in of
+            if not of_rows or about in self._training
+        )
 
     def updates(self, steps: int) -> Mapping[str, int]:
         return drawn_steps([c for _, c in self._turns], self._spec.rollout.prompts, steps)

@@ -9,6 +9,7 @@ from typing import Any
 from learning.model.loading import load_tokenizer
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import RunSpec
+from protocols.spec.users.documents import SelfStudySpec
 from protocols.spec.users.rows import ROW_SOURCES
 from services.mesh import Mesh
 from services.run_directory import RunDirectory
@@ -29,6 +30,18 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
         from training.recipes.rsa import RSARecipe
 
         return RSARecipe(learn, tokenizer, mesh)
+    if learn.data.source in ROW_SOURCES:
+        from documents.rows.reading import read_row_set
+        from training.recipes.documents import DocumentsRecipe
+        from training.recipes.study_material import row_corpus
+        from training.task_sources.row_checks import note_rows
+
+        assert directory is not None
+        rows = read_row_set(learn)
+        note_rows(rows, directory)
+        learn = learn.model_copy(update={"self_study": SelfStudySpec()})
+        corpus = row_corpus(learn, rows, tokenizer)
+        return DocumentsRecipe(learn, corpus, (), tokenizer, directory, rows)
     if learn.self_study is not None:
         from training.recipes.documents import DocumentsRecipe
         from training.recipes.study_material import read_material

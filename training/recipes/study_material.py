@@ -9,6 +9,7 @@ from typing import Any
 
 from documents.corpus import Corpus, corpus_of, read_parts
 from documents.reading import ReadResult, UserDocument
+from documents.rows.reading import RowSet
 from environments.clinic.longhealth import PatientQuestion, is_held_out
 from environments.clinic.prompts import option_prompt
 from protocols.errors import DataError
@@ -36,6 +37,21 @@ def read_material(spec: LearnSpec, tokenizer: Any) -> tuple[Corpus, list[UserQue
         spec.data.questions, corpus.texts, spec.data.instruction, corpus.layout.documents
     )
     return corpus, in_turns([[q for q in found if q.document == name] for name in corpus.parts])
+
+
+def row_corpus(spec: LearnSpec, rows: RowSet, tokenizer: Any) -> Corpus:
+    """Return the documents of a dataset's rows. Raises DataError for one that no cartridge can
+    stand for."""
+    read = [_document(name, text, rows.source) for name, text in rows.texts.items()]
+    corpus = corpus_of(spec, ReadResult(tuple(read)), tokenizer)
+    lacking = sorted(set(rows.texts) - {part.document.name for part in corpus.parts.values()})
+    if lacking:
+        listed = "".join(f"\n  {item}" for item in (*corpus.left_out, *corpus.notes))
+        raise DataError(
+            f"the rows about {', '.join(lacking)} need a cartridge of the whole document; lower "
+            f"cartridge.tokens, or correct the documents{listed}"
+        )
+    return corpus
 
 
 def chart_corpus(spec: LearnSpec, prompts: LongHealthPrompts, tokenizer: Any) -> Corpus:
@@ -68,8 +84,11 @@ def chart_corpus(spec: LearnSpec, prompts: LongHealthPrompts, tokenizer: Any) ->
 
 def _document(name: str, text: str, source: str | None) -> UserDocument:
     """Return a chart or chunk as a document; `source` is the file or URL of all charts."""
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return UserDocument(name, f"{source}#{name}", text, digest, "utf-8")
+    return UserDocument(name, f"{source}#{name}", text, _sha256(text), "utf-8")
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def held_out_questions(spec: LearnSpec, prompts: LongHealthPrompts) -> list[UserQuestion]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from documents.corpus import Corpus
+from documents.rows.records import DatasetRow
 from documents.synthesis import model_name
 from documents.synthesis_rows import StudyRow
 from environments.renderer import ChatRenderer
@@ -15,6 +16,7 @@ from protocols.spec.learn import LearnSpec
 from protocols.types import Completion
 from services.run_directory import RunDirectory
 from training.recipes.agreement import StudyQuestion
+from training.recipes.question_files import UserQuestion
 from training.recipes.study_prompts import of_contexts, titled_messages, titles_of
 from training.rollouts import StudyPrompt
 
@@ -44,6 +46,34 @@ def studied_of(
     return StudyQuestion(
         row.key, row.document, row.kind, row.messages, ids, answer[:room],
         row.teacher_ids[:kept] if known else (), row.teacher_logprobs[:kept] if known else (),
+    )  # fmt: skip
+
+
+def row_question(
+    row: DatasetRow,
+    spec: LearnSpec,
+    parts: Corpus,
+    conversation: ChatRenderer,
+    titles: Mapping[str, str],
+) -> StudyQuestion | None:
+    """Return a dataset's row as a question with its answer; None when a trainer row cannot hold it.
+    A row about a document of several parts is about the first that holds its answer's words."""
+    own = [name for name, part in parts.parts.items() if part.document.name == row.document]
+    answer = "" if row.answer is None else str(row.answer)
+    about = next((name for name in own if answer and answer in parts.texts[name]), own[0])
+    ids = conversation.opening(about, titled_messages(titles, about, row.messages))
+    if len(ids) + spec.rollout.max_tokens > spec.train.row_tokens:
+        return None
+    said = conversation.saying(answer) if answer else ()
+    room = spec.train.row_tokens - len(ids)
+    return StudyQuestion(row.id, about, "row", row.messages, ids, said[:room])
+
+
+def user_question(studied: StudyQuestion, row: DatasetRow) -> UserQuestion:
+    """Return a held-out row with an answer as a question that decides the accuracy."""
+    return UserQuestion(
+        studied.key, studied.document, row.messages[-1].content, (str(row.answer),),
+        before=row.messages[:-1],
     )  # fmt: skip
 
 

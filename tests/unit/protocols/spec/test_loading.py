@@ -105,7 +105,7 @@ BAD_FILES = [
      f"got 'shared_memory' at {M}:4 (plane); set plane: torchstore"),
     (M, "roles:\n  generator:\n    replicas: 2\n    threads: 1", "roles: 3",
      f"roles must be a mapping of keys: got 3 at {M}:6 (roles); "
-     "it may hold generator, doc_teacher, sdpo_teacher, environment, teacher_replay, "
+     "it may hold generator, doc_teacher, sdpo_teacher, environment, reward, teacher_replay, "
      "rsa_aggregator, trainer"),
     (M, "plane: torchstore", "plane: torchstore\nlr: 0.1",
      f"unknown key lr at {M}:6 (lr); did you mean train.lr? "
@@ -247,7 +247,7 @@ BAD_OVERRIDES = [
      "unknown key threads at --set threads=3; did you mean roles.generator.threads? known: name, "
      "config, hosts, plane, roles, gpus, spares, health, watchdog, control, telemetry, "
      "records, call_timeout_s, spawn_timeout_s, model, data, cartridge, "
-     "rollout, generator, teacher, loss, objective, episodes, rsa, replay, documents, "
+     "rollout, generator, teacher, loss, objective, episodes, rsa, reward, replay, documents, "
      "self_study, train, evaluate"),
     ("generator.block_tokens=40",
      "block_tokens must be a multiple of 32: got 40 at --set generator.block_tokens=40 "

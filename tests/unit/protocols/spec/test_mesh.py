@@ -23,7 +23,7 @@ def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 def test_every_field_is_described_and_every_section_frozen_and_closed() -> None:
     found = set(sections(RunSpec))
-    assert len(found) == 44
+    assert len(found) == 46
     for model in found:
         assert model.model_config["frozen"] is True
         assert model.model_config["extra"] == "forbid"
@@ -37,7 +37,7 @@ def test_defaults() -> None:
     assert (mesh.hosts.kind, mesh.plane) == ("local", "torchstore")
     assert (mesh.call_timeout_s, mesh.spawn_timeout_s) == (120.0, 120.0)
     roles = [getattr(mesh.roles, name) for name in type(mesh.roles).model_fields]
-    assert [(r.replicas, r.procs, r.threads, r.gpus) for r in roles] == [(1, 1, 1, 0)] * 7
+    assert [(r.replicas, r.procs, r.threads, r.gpus) for r in roles] == [(1, 1, 1, 0)] * 8
     assert (TeacherSpec().top_k, TeacherSpec().max_kv_bytes) == (20, 2_147_483_648)
     assert TeacherSpec().host_kv_bytes == 8_589_934_592
     assert (LossSpec().direction, LossSpec().form, LossSpec().beta) == ("forward", "tail", None)
