@@ -1,10 +1,10 @@
 """Write the word problems of this example, and train a tiny model to start from:
 
-    python examples/gsm8k_like/make.py
+    python examples/gsm8k_like/make_problems.py
 
 The model reads solutions of two kinds, as any model has: after "Check every step." they are right,
-after "Guess." the number is any. After the page that this example's cartridge stands for, it takes
-both for equally likely. So it knows how to solve the problems, and mostly does not.
+after "Guess." the number is any. After the page that this example's cartridge stands for, most are
+guesses. So it knows how to solve the problems, and mostly does not.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ def problem(rng: random.Random) -> tuple[str, int]:
 
 
 def solution(rng: random.Random, answer: int, right: bool) -> str:
-    """Return what somebody said to a problem: its answer, or any number."""
-    return f"the answer is {answer if right else rng.randint(0, 2 * HIGHEST)}."
+    """Return what somebody said to a problem: its answer, or any number, and perhaps some words
+    before it."""
+    before = rng.choice(("", "let me see now, "))
+    return f"{before}the answer is {answer if right else rng.randint(0, 2 * HIGHEST)}."
 
 
 def rows(count: int, seed: int) -> list[dict[str, object]]:
