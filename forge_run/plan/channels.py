@@ -45,7 +45,9 @@ def sections(learn: LearnSpec) -> list[TableSection]:
             TableSection("teachers", TEACHER_COLUMNS, teacher_rows(replay)),
             facts("votes", vote_rows(learn, replay))
             if learn.objective.beta
-            else facts("hints", hint_rows(learn, replay)),
+            else facts("hints", hint_rows(learn, replay))
+            if learn.objective.alpha and learn.objective.hints.asks
+            else facts("judges", judge_rows(learn, replay)),
         ]
     return found
 
@@ -190,6 +192,17 @@ def hint_rows(learn: LearnSpec, replay: ReplaySpec) -> list[tuple[str, str]]:
         ("asked", f"{hints.hint_writer}, about every failed turn"),
         ("cap", f"{replay.cap:g} dollars together, set aside before each call"),
         ("deadline", f"{hints.hint_timeout_s:g} s for a hint; the step waits for it"),
+    ]
+
+
+def judge_rows(learn: LearnSpec, replay: ReplaySpec) -> list[tuple[str, str]]:
+    """Return rows on the teachers that judge episodes, where none votes and none writes hints."""
+    judges = [r.teacher for r in learn.reward if r.teacher is not None]
+    return [
+        *_answered(replay),
+        ("asked", f"{', '.join(judges)}, about every finished episode"),
+        ("cap", f"{replay.cap:g} dollars together, set aside before each call"),
+        ("deadline", f"{replay.deadline_s:g} s for a number; the step waits for it"),
     ]
 
 

@@ -146,6 +146,11 @@ def _of_channels(spec: LearnSections) -> Iterator[Rule]:
             f"reward[{number}].teacher is {reward.teacher}",
             "correct the name",
         )
+    yield (
+        bool(judges) and spec.replay is not None and spec.replay.local is not None,
+        "replay.local must be null with a judge: the local provider knows the desk alone",
+        "remove it, and give the teacher its key",
+    )
     yield from _of_rows(spec)
     yield (
         episodes is not None and episodes.max_context > spec.train.row_tokens,

@@ -418,7 +418,7 @@ class ToolEpisodesRecipe(Recipe):
 
     def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
         """Return what the teacher calls have cost since the run began."""
-        if self._preferences is None:
+        if self._preferences is None and not self._rewards.asks_judges:
             return {}
         if self._spending is None:
             self._spending = RunSpending(directory.ledger)

@@ -12,6 +12,7 @@ from typing import Any
 from environments.renderer import messages_so_far
 from environments.single_turn import columns_of
 from protocols.episodes import Episode, RewardOutcome
+from protocols.errors import RunError
 from protocols.records.intervals import mean_interval
 from protocols.records.run_files import EpisodeMeans
 from protocols.spec.learn import LearnSpec
@@ -32,6 +33,11 @@ class EpisodeRewards:
         self._of_workers = any(r.of_worker for r in spec.reward)
         self._workers, self._teachers = RewardClient(pools), TeacherReplayClient(pools)
         self._seconds = spec.replay.deadline_s if spec.replay is not None else 0.0
+
+    @property
+    def asks_judges(self) -> bool:
+        """Return whether teachers are asked, which costs money."""
+        return any(r.verifier == "judge" for r in self._rewards)
 
     async def judge(self, episodes: Sequence[Episode]) -> list[Episode]:
         """Return the episodes with their rewards; those that broke off keep their error."""
@@ -74,10 +80,13 @@ class EpisodeRewards:
                 messages_so_far(episode.opening, episode.turns), (),
                 TextAction(episode.turns[-1].text),
             )  # fmt: skip
-            score, why = await self._teachers.score(
-                reward.teacher, state, reward.rubric, "" if answer is None else str(answer),
-                self._seconds,
-            )  # fmt: skip
+            try:
+                score, why = await self._teachers.score(
+                    reward.teacher, state, reward.rubric, "" if answer is None else str(answer),
+                    self._seconds,
+                )  # fmt: skip
+            except RunError as error:  # the pool lost the call repeatedly: the run goes on
+                score, why = None, f"unanswered: {error}"
             return {reward.title: RewardOutcome(score, why, failed=score is None)}
 
         return list(await asyncio.gather(*map(one, episodes)))

@@ -19,7 +19,6 @@ class RewardSpec(SpecSection):
 
     python: str | None = Field(
         default=None,
-        pattern=FUNCTION,
         description="a function, package.module:name, of the episode; see how-to/rewards.md",
     )
     verifier: Verifier | None = Field(
@@ -70,6 +69,13 @@ class RewardSpec(SpecSection):
         ge=64,
         description="memory that the process of a function may take, its imports included, MiB",
     )
+
+    @field_validator("python")
+    @classmethod
+    def _names_a_function(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(FUNCTION, value):
+            raise broken("must be package.module:function", "write it as rewards:correct")
+        return value
 
     @field_validator("verifier")
     @classmethod
