@@ -10,26 +10,20 @@ files as any others: a pickle by the restricted loader alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import httpx2
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from protocols.errors import DataError
 from registry.formats import forge, peft, tokasaurus
 from registry.formats.convert import read
+from registry.hub_errors import asking
 from registry.importing import add_cartridge
 from registry.names import CartridgeName
 from registry.store import CartridgeStore, CartridgeVersion
-
-
-class HubError(DataError):
-    """Report that the hub refuses, or is not reached."""
 
 
 @dataclass(frozen=True)
@@ -128,29 +122,3 @@ def _check_limits(sizes: Mapping[str, int | None], limits: PullLimits, repo: str
     if len(known) < len(sizes) or sum(known) > limits.most_bytes:
         told = f"{sum(known):,} bytes" if len(known) == len(sizes) else "an unknown size"
         raise DataError(f"the cartridge in {repo} has {told}, and {limits.most_bytes:,} are taken")
-
-
-@contextmanager
-def asking(hub: HfApi, repo: str) -> Iterator[None]:
-    """Turn what the hub refuses in this block into a DataError with the remedy."""
-    try:
-        yield
-    except HFValidationError as error:
-        raise HubError(
-            f"{repo!r} is no repository of the hub ({error}); write OWNER/NAME"
-        ) from error
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
-        needs = "; set HF_TOKEN to one that may" if status in (401, 403) else ""
-        raise HubError(f"the hub refuses {repo}: {_first(error)}{needs}") from error
-    except (httpx2.HTTPError, OSError, RuntimeError) as error:
-        raise HubError(
-            f"the hub at {hub.endpoint} does not do it for {repo}: {_first(error)}; is it reached "
-            "from here (HF_ENDPOINT)?"
-        ) from error
-
-
-def _first(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    under = f" ({_first(error.__cause__)})" if isinstance(error.__cause__, Exception) else ""
-    return f"{lines[0] if lines else type(error).__name__}{under}"

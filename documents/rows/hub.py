@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 
 from protocols.errors import DataError
 from protocols.spec.users.rows import HUB, RowsSpec
-from registry.hub import asking
+from registry.hub_errors import asking
 
 SUFFIXES = (".parquet", ".jsonl")  # in this order: a split may be there in both
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")

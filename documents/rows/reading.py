@@ -15,7 +15,6 @@ from typing import Any
 
 from documents.formats import ReadOptions
 from documents.reading import ReadLimits, read_documents
-from documents.rows.hub import split_files
 from documents.rows.records import DatasetRow, checked, fingerprint, split
 from protocols.errors import DataError
 from protocols.limited_process import BrokenLimitError, LimitedProcess, ProcessLimits
@@ -79,6 +78,8 @@ def _rows_of(data: DataSpec, path: str, split_name: str) -> tuple[list[DatasetRo
     if data.source == "python":
         request |= {"function": path, "folder": rows.folder, "arguments": rows.arguments}
     elif data.source == "hub":
+        from documents.rows.hub import split_files  # the hub's client takes a second to import
+
         assert data.path is not None
         files, commit = split_files(data.path, split_name, rows)
         source = f"{data.path}@{commit[:12]}, {split_name}"

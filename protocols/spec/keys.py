@@ -32,6 +32,13 @@ from protocols.spec.yaml_source import YamlDocument, read_yaml, show
 
 # What other trainers call a key. A test checks that each key exists.
 OTHER_NAMES = {
+    "reward_funcs": "reward",
+    "reward_function": "reward",
+    "reward_weights": "reward.weight",
+    "dataset_name": "data.path",
+    "train_files": "data.path",
+    "val_files": "data.rows.held_out",
+    "prompt_key": "data.rows.columns",
     "learning_rate": "train.lr",
     "max_grad_norm": "train.clip",
     "grad_clip": "train.clip",

@@ -203,7 +203,7 @@ def _copy(source: Path, folder: Path) -> str:
 def _download(repo: str, folder: Path) -> str:
     from huggingface_hub import HfApi
 
-    from registry.hub import asking
+    from registry.hub_errors import asking
 
     hub = HfApi()
     with asking(hub, repo):

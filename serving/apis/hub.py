@@ -111,7 +111,8 @@ class HubCartridges:
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars
 
-        from registry.hub import HubError, PullLimits, update
+        from registry.hub import PullLimits, update
+        from registry.hub_errors import HubError
 
         assert self._spec is not None
         disable_progress_bars()

@@ -7,7 +7,23 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = ", ".join(sorted(mesh.stem for mesh in (REPOSITORY / "meshes").glob("*.yaml")))
 
+ROWS = "run examples/gsm8k_like/mesh.yaml --set model.path=models/clinic-clerk --set data.path="
+SUMS = f"{ROWS}tests/data/sums.jsonl"
+
 MISTAKES: dict[str, str] = {
+    # Rows and rewards.
+    f"{ROWS}/no/such.jsonl": "there is no file /no/such.jsonl; check data.path (data.source jsonl)",
+    f"{ROWS}configs/eval.yaml": "eval.yaml:1: is no JSON (Expecting value",
+    f"{SUMS} --set data.rows.columns.prompt=ask":
+        "sums.jsonl:1: there is no column 'ask' (data.rows.columns.prompt); the row has question",
+    f"{SUMS} --set data.held_out=1.0": "of 12 rows none is left to train on with data.held_out 1",
+    f'{SUMS} --set reward=[{{"python":"nowhere:f"}}]':
+        "reward[0]: nowhere:f cannot be imported: there is no module nowhere, in ",
+    f'{SUMS} --set reward=[{{"python":"json:loads"}}]':
+        "reward[0]: json:loads asks for 's', which no row has; known are answer, completion",
+    f"{SUMS} --set reward=[]": "reward must be given with episodes of rows, which have none of",
+    f"{SUMS} --set data.source=hub --set data.path=a/b --set data.rows.endpoint=http://127.0.0.1:9":
+        "the hub at http://127.0.0.1:9 does not do it for a/b",
     # A file of another kind.
     "run configs/longhealth.yaml":
         "configs/longhealth.yaml is a learning config, and a mesh belongs here; give "
