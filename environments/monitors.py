@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from environments.action_parsing import ActionFormat
 from environments.hints import expected_of, holds, words
+from environments.single_turn import ROW
 from protocols.episodes import Episode, Turn
 from protocols.teacher_replay import Action, OptionAction, TextAction, ToolAction
 
@@ -27,9 +28,11 @@ COPIED_WORDS = 2  # a message of one word may be the value itself
 
 
 def flagged(episode: Episode, dialect: ActionFormat) -> Episode:
-    """Return the episode with `flags` set to those of FLAGS that apply."""
+    """Return the episode with `flags` set to those of FLAGS that apply. Of a single answer to a
+    prompt without tools, only its form is looked at: there was nothing to look up."""
     found = {"degenerate": _degenerate(episode)}
-    if episode.reward is not None and episode.turns:
+    looked_up = ROW not in episode.task.arguments or bool(episode.opening.tools)
+    if episode.reward is not None and episode.turns and looked_up:
         value = claimed(dialect.parse(episode.turns[-1].text))
         found |= {
             "answer_not_through_tools": _not_through_tools(episode, value, dialect),
