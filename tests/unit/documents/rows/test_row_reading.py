@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,6 +183,33 @@ def test_the_hub_is_not_asked_where_that_is_forbidden(monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     with pytest.raises(DataError, match=r"the hub at http://127.0.0.1:9 does not do it for op"):
         split_files("openai/gsm8k", "train", RowsSpec(endpoint="http://127.0.0.1:9"))
+
+
+def test_a_split_is_brought_from_the_commit_that_was_listed(tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    class Api:
+        endpoint = "http://hub.test"
+
+        def dataset_info(self, repo: str, revision: str | None, timeout: float) -> Any:
+            names = ["README.md", "data/train-00000-of-00001.parquet", "data/test.parquet"]
+            return SimpleNamespace(
+                sha="c0ffee", siblings=[SimpleNamespace(rfilename=n) for n in names]
+            )
+
+        def hf_hub_download(self, repo: str, name: str, **options: Any) -> str:
+            asked.append((repo, name, options))
+            return str(tmp_path / name)
+
+    files, commit = split_files("a/b", "train", RowsSpec(revision="main"), Api())  # type: ignore[arg-type]
+    assert (files, commit) == ([tmp_path / "data/train-00000-of-00001.parquet"], "c0ffee")
+    assert asked == [
+        ("a/b", "data/train-00000-of-00001.parquet", {"repo_type": "dataset", "revision": "c0ffee"})
+    ]
+    with pytest.raises(
+        DataError, match="a/b has no Parquet or JSON lines of the split dev; it has R"
+    ):
+        split_files("a/b", "dev", RowsSpec(), Api())  # type: ignore[arg-type]
 
 
 def test_the_files_of_a_split() -> None:

@@ -1,0 +1,49 @@
+"""What a plan says of rows and rewards, and what is refused before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge_run.formatting import render
+from forge_run.plan.datasets import require_dataset, sections
+from protocols.errors import DataError
+from protocols.spec.learn import LearnSpec
+from protocols.spec.loading import load_spec
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def spec(*sets: str) -> LearnSpec:
+    mesh = ROOT / "examples" / "gsm8k_like" / "mesh.yaml"
+    path = ROOT / "tests" / "data" / "sums.jsonl"
+    return load_spec(str(mesh), sets=(f"data.path={path}", *sets)).spec.learn
+
+
+def test_a_plan_counts_rows_and_names_rewards() -> None:
+    learn, found = sections(spec())
+    told = render(found, terminal=False)
+    assert learn.data.patients == 1
+    for line in (
+        "answers     12 rows have one",
+        "documents   1, of 12 rows",
+        "columns     answer, document, page, prompt, question, target",
+        "rewards:correct in ",
+        "10 s, 2,048 MiB",
+    ):
+        assert line in told
+
+
+def test_other_data_has_no_such_section() -> None:
+    learn = load_spec(str(ROOT / "meshes" / "longhealth.yaml")).spec.learn
+    assert sections(learn) == (learn, [])
+
+
+def test_rows_without_documents_train_nothing_without_rewards() -> None:
+    learn = spec(
+        "episodes=null", "reward=[]", "objective.w_rl=0", "objective.w_doc=1",
+        "data.rows.columns={prompt: question, answer: target}",
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"sums.jsonl:\d+: has no document \(12 rows have none\)"):
+        require_dataset(learn)
