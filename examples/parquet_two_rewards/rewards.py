@@ -1,6 +1,10 @@
 """Two rewards: of a right answer, and of a short one."""
 
 import re
+from collections.abc import Sequence
+from typing import Any
+
+WORDS = 4  # of "the answer is 7."
 
 
 def correct(completion: str, answer: int) -> float:
@@ -9,7 +13,7 @@ def correct(completion: str, answer: int) -> float:
     return float(bool(numbers) and int(numbers[-1]) == answer)
 
 
-def brief(completions, **columns):
-    """Give 1 for four words or fewer, less for more: a function as TRL calls them."""
-    words = [len(completion.split()) for completion in completions]
-    return [1.0 if count <= 4 else 4 / count for count in words]
+def brief(completions: Sequence[str], **columns: Any) -> list[float]:
+    """Give 1 for WORDS words or fewer, less for more: a function as TRL calls them."""
+    counts = [len(completion.split()) for completion in completions]
+    return [min(1.0, WORDS / count) if count else 1.0 for count in counts]

@@ -50,9 +50,10 @@ def forge_run(mesh: Path, run_dir: Path, *extra: str, **sets: Any) -> list[str]:
     return words
 
 
-def written(script: str, folder: Path) -> None:
+def written(module: str, out: Path) -> None:
+    """Run an example's own script."""
     subprocess.run(
-        [sys.executable, str(EXAMPLES / script), "--out", str(folder)],
+        [sys.executable, "-m", f"examples.{module}", "--out", str(out)],
         check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
     )  # fmt: skip
 
@@ -60,14 +61,16 @@ def written(script: str, folder: Path) -> None:
 def copied(name: str, folder: Path) -> Path:
     """A copy of an example without what its script makes."""
     shutil.copytree(
-        EXAMPLES / name, folder, ignore=shutil.ignore_patterns("model", "problems.*", "__pycache__")
+        EXAMPLES / name,
+        folder,
+        ignore=shutil.ignore_patterns("model", "problems.[jp]*", "__pycache__"),
     )
     return folder / "mesh.yaml"
 
 
 def test_the_parquet_example_records_both_rewards(tmp_path: Path) -> None:
     mesh = copied("parquet_two_rewards", tmp_path / "example")
-    written("parquet_two_rewards/make_parquet.py", mesh.parent)
+    written("parquet_two_rewards.problems", mesh.parent / "problems.parquet")
     process = run_to_end(forge_run(mesh, tmp_path))
     assert process.returncode == 0, process.stdout + process.stderr
     run = (tmp_path / "parquet_two_rewards" / "latest").resolve()

@@ -22,11 +22,16 @@ EXAMPLES = ROOT / "examples"
 def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both examples with what their scripts make."""
     folder = tmp_path_factory.mktemp("examples")
-    made = shutil.ignore_patterns("model", "problems.*", "__pycache__")
-    for name, script in (("gsm8k_like", "make_problems"), ("parquet_two_rewards", "make_parquet")):
+    made = shutil.ignore_patterns("model", "problems.jsonl", "problems.parquet", "__pycache__")
+    for name in ("gsm8k_like", "parquet_two_rewards"):
         shutil.copytree(EXAMPLES / name, folder / name, ignore=made)
+    for module, out in (
+        ("gsm8k_like.problems", "gsm8k_like/problems.jsonl"),
+        ("gsm8k_like.make_model", "gsm8k_like/model"),
+        ("parquet_two_rewards.problems", "parquet_two_rewards/problems.parquet"),
+    ):
         subprocess.run(
-            [sys.executable, str(EXAMPLES / name / f"{script}.py"), "--out", str(folder / name)],
+            [sys.executable, "-m", f"examples.{module}", "--out", str(folder / out)],
             check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
     return folder
