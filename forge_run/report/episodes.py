@@ -64,6 +64,7 @@ def episode(row: Row) -> Block:
     head = f"{row['arm']}, step {row['step']}: {row['task']['id']}, {row['task']['document']} "
     head += f"({len(row['turns'])} turns, {', '.join(ends)})"
     texts = _messages(row["opening"])
+    given = row.get("rewards", {})  # files of older versions have none
     left_out = range(TURNS // 2, len(row["turns"]) - TURNS // 2)
     for index, turn in enumerate(row["turns"]):
         if index in left_out:
@@ -73,6 +74,9 @@ def episode(row: Row) -> Block:
         texts += [("student", turn["text"]), *_messages(turn["observation"])]
         if turn["observation"]["expected"] is not None:
             texts.append(("right answer", turn["observation"]["expected"]))
+    for name, outcome in given.items():
+        shown = outcome["why"] if outcome["value"] is None else number(outcome["value"], "g")
+        texts.append((f"reward {name}", shown))
     return "talk", (head, [(speaker, shortened(text)) for speaker, text in texts])
 
 
