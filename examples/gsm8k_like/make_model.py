@@ -31,5 +31,5 @@ if __name__ == "__main__":
         "Train the tiny model of the word problems.",
         draw,
         Path(__file__).with_name("model"),
-        steps=1500,
+        steps=1000,
     )
