@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(900)]  # a busy machine starts it slowly
 EXAMPLES = ROOT / "examples"
 MODEL = ROOT / "models" / "clinic-clerk"
 SHORT: dict[str, Any] = {
-    "model.path": str(MODEL), "train.steps": 1, "episodes.tasks": 2, "episodes.group": 4,
+    "model.path": str(MODEL), "train.steps": 1, "train.warmup_steps": 0, "episodes.tasks": 2, "episodes.group": 4,
     "evaluate.arms": ["on_policy"], "evaluate.questions": 4, "evaluate.sampled": False,
 }  # fmt: skip
 FAULTY = """\
@@ -101,7 +101,8 @@ def test_a_faulty_function_costs_its_episodes_alone_and_rows_may_not_change(
         )
     )
     sets = {
-        "reward": [{"python": "mine:faulty", "timeout_s": 1.0}], "episodes.tasks": 24,
+        "reward": [{"python": "mine:faulty", "timeout_s": 1.0, "folder": str(mesh.parent)}],
+        "episodes.tasks": 24,
         "episodes.group": 2, "train.steps": 2, "train.checkpoint_every": 1,
     }  # fmt: skip
     process = run_to_end(forge_run(mesh, tmp_path, **sets))
