@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.timeout(900)]  # a busy machine starts it slowly
 EXAMPLES = ROOT / "examples"
 MODEL = ROOT / "models" / "clinic-clerk"
 SHORT: dict[str, Any] = {
-    "model.path": str(MODEL), "train.steps": 1, "train.warmup_steps": 0, "episodes.tasks": 2, "episodes.group": 4,
+    "model.path": str(MODEL), "train.steps": 1, "train.warmup_steps": 0,
+    "episodes.tasks": 2, "episodes.group": 4,
     "evaluate.arms": ["on_policy"], "evaluate.questions": 4, "evaluate.sampled": False,
 }  # fmt: skip
 FAULTY = """\
