@@ -15,7 +15,7 @@ from teachers.clients import connect
 from teachers.fake_provider.app import FakeProvider, ProviderRequest
 from teachers.ledger import SpendLedger
 from teachers.panel import TeacherPanel, limits_of, score_of_teacher
-from teachers.prompts import JUDGE_INSTRUCTIONS
+from teachers.prompts import EPISODE_INSTRUCTIONS
 
 STATE = ReplayState(
     "t/0", 1, (AgentMessage("user", "2 + 2"), AgentMessage("assistant", "4")), (), TextAction("4")
@@ -23,7 +23,7 @@ STATE = ReplayState(
 
 
 def said(request: ProviderRequest) -> str:
-    assert request.system == JUDGE_INSTRUCTIONS
+    assert request.system == EPISODE_INSTRUCTIONS
     number = "0.75" if "A right answer: 4" in request.user else "2"
     return json.dumps({"kind": "text", "tool": "", "arguments": "", "answer": number})
 
