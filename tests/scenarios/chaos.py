@@ -36,13 +36,15 @@ class Role:
     """Something that dies. `goal_s` is the promised median from kill -9 to HEALTHY again. What is
     `resumed` ends the run, which goes on with --resume; all others are replaced by the service.
     Those `of_channels` are of runs that learn from episodes alone (test_three_channels), those
-    `of_rsa` of runs that learn from recursive self-aggregation (test_rsagent)."""
+    `of_rsa` of runs that learn from recursive self-aggregation (test_rsagent), those `of_rewards`
+    of runs whose rewards are the user's (test_examples_rows)."""
 
     name: str
     goal_s: float | None = None
     resumed: bool = False
     of_channels: bool = False
     of_rsa: bool = False
+    of_rewards: bool = False
 
 
 ROLES = (
@@ -55,9 +57,12 @@ ROLES = (
     Role("environment", of_channels=True),
     Role("teacher_replay", of_channels=True),
     Role("rsa_aggregator", of_rsa=True),
+    Role("reward", of_rewards=True),
 )
 REPLACED = tuple(
-    role.name for role in ROLES if not (role.resumed or role.of_channels or role.of_rsa)
+    role.name
+    for role in ROLES
+    if not (role.resumed or role.of_channels or role.of_rsa or role.of_rewards)
 )
 OF_CHANNELS = tuple(role.name for role in ROLES if role.of_channels)
 

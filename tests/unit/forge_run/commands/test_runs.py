@@ -50,14 +50,15 @@ def step(run: RunDirectory, number: int, kl: float, arm: str = "on_policy") -> N
 
 
 def test_states_and_results_of_runs(home: Path) -> None:
-    killed, stopped, finished, damaged = (new_run(home, minute) for minute in range(4))
+    killed, stopped, finished, torn, damaged = (new_run(home, minute) for minute in range(5))
     step(killed, 1, 2.0)
     step(killed, 2, 1.5)
     stopped.append_event("stopping")
     step(finished, 7, 0.5)
     step(finished, 9, 0.25, arm="offline")  # another arm's: not told
     finished.results.write_text(json.dumps(RESULTS))
-    damaged.results.write_text("{")
+    torn.results.write_text("{")  # by a power cut: the resumed run writes it anew
+    damaged.metrics.write_text('{"arm": \n{"arm": "on_policy"}\n')
     assert summary_of(killed.path) == RunSummary(
         "tiny", killed.id, str(killed.path), "unfinished", step=2, kl=1.5
     )
@@ -66,6 +67,7 @@ def test_states_and_results_of_runs(home: Path) -> None:
         "tiny", finished.id, str(finished.path), "finished", step=7, kl=0.5, accuracy=0.875,
         ci95=(0.75, 0.95), seconds=95.4,
     )  # fmt: skip
+    assert summary_of(torn.path).state == "unfinished"
     assert summary_of(damaged.path).state == "damaged"
 
 
