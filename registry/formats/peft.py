@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from protocols.errors import DataError
 from registry.formats.cartridge_file import (
@@ -48,11 +49,15 @@ def save(cartridge: CartridgeFile, folder: Path) -> None:
         "token_dim": cartridge.heads * cartridge.head_dim,
         "num_transformer_submodules": 1,
     }
-    rows = cartridge.kv.permute(3, 0, 1, 2, 4).reshape(cartridge.tokens, -1)
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     metadata = {"format": "pt", LABEL: cartridge.label()}
-    save_file({TENSOR: rows.contiguous()}, folder / WEIGHTS, metadata=metadata)
+    save_file({TENSOR: rows_of(cartridge.kv)}, folder / WEIGHTS, metadata=metadata)
+
+
+def rows_of(kv: Tensor) -> Tensor:
+    """Return keys and values [L, 2, H_kv, P, D] as the adapter's tensor [P, L * 2 * H_kv * D]."""
+    return kv.permute(3, 0, 1, 2, 4).reshape(kv.shape[3], -1).contiguous()
 
 
 def read(path: Path) -> CartridgeFile:
