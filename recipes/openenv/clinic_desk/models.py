@@ -1,0 +1,5 @@
+"""Name the environment's action, observation and state."""
+
+from environments.openenv.desk_env import DeskAction, DeskObservation, DeskState
+
+__all__ = ["DeskAction", "DeskObservation", "DeskState"]
