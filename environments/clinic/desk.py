@@ -63,6 +63,7 @@ TOOLS: tuple[AgentTool, ...] = (
     ),
 )
 TOOL_NAMES = tuple(tool.name for tool in TOOLS)
+MAX_CALL_CHARS = 400
 
 # Hint templates by `DeskReply.hint_key`; `hint_facts` fill them in.
 HINTS = {
@@ -204,6 +205,16 @@ def call_text(call: ToolAction) -> str:
     raise DataError(
         f"the desk has no call {call.tool} with {sorted(given)}; see environments.clinic.desk.TOOLS"
     )
+
+
+def bounded(text: str) -> str:
+    """Return the call, or the tool's name alone if it is longer than MAX_CALL_CHARS.
+
+    A name without arguments is bad_arguments; a truncated text could be another valid call.
+    """
+    if len(text) <= MAX_CALL_CHARS:
+        return text
+    return next(iter(text.split()), "")[:MAX_CALL_CHARS]
 
 
 def parse_call(text: str) -> ToolAction:

@@ -24,13 +24,12 @@ from environments.clinic.desk import (
     DeskCase,
     DeskReply,
     ShiftState,
+    bounded,
     draw_desk,
     draw_shift,
     reply_in_shift,
 )
 from protocols.errors import DataError, RunError
-
-MAX_CALL_CHARS = 400
 
 
 class DeskAction(Action):
@@ -130,16 +129,6 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
     @property
     def state(self) -> DeskState:
         return self._state
-
-
-def bounded(text: str) -> str:
-    """Return the call, or the tool's name alone if it is longer than MAX_CALL_CHARS.
-
-    A name without arguments is bad_arguments; a truncated text could be another valid call.
-    """
-    if len(text) <= MAX_CALL_CHARS:
-        return text
-    return next(iter(text.split()), "")[:MAX_CALL_CHARS]
 
 
 def _metadata(reply: DeskReply, expected: str | None = None) -> dict[str, Any]:

@@ -7,14 +7,8 @@ from desk_tasks import a_task, its_case, solution
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from environments.openenv.desk_env import (
-    MAX_CALL_CHARS,
-    DeskAction,
-    DeskEnvironment,
-    DeskObservation,
-    DeskState,
-    bounded,
-)
+from environments.clinic.desk import MAX_CALL_CHARS, bounded
+from environments.openenv.desk_env import DeskAction, DeskEnvironment, DeskObservation, DeskState
 from protocols.errors import DataError, RunError
 
 TASK = a_task(max_turns=6)
