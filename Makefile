@@ -14,6 +14,14 @@ AXE_STAMP := $(AXE)/.installed-$(AXE_VERSION)
 VERIFIERS := verifiers==0.4.0
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(subst ==,-,$(VERIFIERS))
+# A local CPU torch, the same as ours; pip would take another with gigabytes of CUDA.
+TORCH := torch==2.13.0
+TRL := trl==1.16.0 peft==0.21.2 transformers==5.19.0
+TRL_VENV := .venv-trl
+TRL_STAMP := $(TRL_VENV)/.installed-trl-1.16.0
+VERL := verl==0.9.1
+VERL_VENV := .venv-verl
+VERL_STAMP := $(VERL_VENV)/.installed-$(subst ==,-,$(VERL))
 MATERIAL := mkdocs-material==9.8.1
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed-$(subst ==,-,$(MATERIAL))
@@ -28,7 +36,7 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-prometheus install-browser install-helm install-slurm run run-real run-vllm serve test test-fast test-all bench-against \
+.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-slurm run run-real run-vllm serve test test-fast test-all bench-against \
         lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean \
         install-docs docs reference
 
@@ -72,6 +80,27 @@ $(VERIFIERS_STAMP): constraints-verifiers.txt
 	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
 	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(VERIFIERS_VENV); }
 	$(VERIFIERS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-verifiers.txt $(VERIFIERS)
+	@touch $@
+
+install-trl: $(TRL_STAMP) ## make .venv-trl, for recipes/trl and its test
+
+# Pythons of their own: an adopter of one of them has neither the other nor our pins.
+$(TRL_STAMP): constraints-trl.txt
+	rm -rf $(TRL_VENV)
+	$(PYTHON) -m venv $(TRL_VENV) || { rm -rf $(TRL_VENV); \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(TRL_VENV); }
+	$(TRL_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-trl.txt $(TORCH) $(TRL)
+	@touch $@
+
+install-verl: $(VERL_STAMP) ## make .venv-verl, for recipes/verl and its test
+
+$(VERL_STAMP): constraints-verl.txt
+	rm -rf $(VERL_VENV)
+	$(PYTHON) -m venv $(VERL_VENV) || { rm -rf $(VERL_VENV); \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(VERL_VENV); }
+	$(VERL_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-verl.txt $(TORCH) $(VERL)
 	@touch $@
 
 install-docs: $(DOCS_STAMP) ## make .venv-docs, which builds the documentation site
@@ -159,7 +188,7 @@ test: install-vllm install-verifiers install-prometheus install-helm install-doc
 	$(PYTEST) tests/unit
 	$(SLOW_PYTEST) tests/mesh
 
-test-all: test install-browser install-slurm ## and tests/nightly: kills at any phase, several hosts, long runs
+test-all: test install-browser install-slurm install-trl install-verl ## and tests/nightly: kills at any phase, hosts, recipes, long runs
 	FORGE_SEQUENCES=200 $(PYTEST) tests/unit/services/test_run_model.py
 	FORGE_RUN_SEQUENCES=20 FORGE_REQUIRE_BROWSER=$(if $(and $(shell command -v chromium),$(shell command -v npm)),1) \
 	  $(SLOW_PYTEST) tests/nightly
@@ -170,7 +199,7 @@ bench-against: install ## speed of the main job in this tree against that of BAS
 lint: install k8s-check ## ruff, types, the layers contract, the Dockerfile, and k8s-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy actors cartridge_forge deploy documents environments examples forge_run learning protocols registry services serving strategies teachers training tests/manifest_checks tests/reference_pages
+	$(BIN)/mypy actors cartridge_forge deploy documents environments examples forge_run learning protocols recipes registry services serving strategies teachers training tests/manifest_checks tests/reference_pages
 	$(BIN)/lint-imports
 	$(BIN)/hadolint deploy/Dockerfile
 
@@ -180,6 +209,10 @@ constraints: ## pin in constraints*.txt every package that is installed now
 	{ sed -n '/^#/p' constraints.txt; $(BIN)/python $(FROZEN); } > .constraints && mv .constraints constraints.txt
 	{ sed -n '/^#/p' constraints-verifiers.txt; $(VERIFIERS_VENV)/bin/python $(FROZEN); } > .constraints && \
 	  mv .constraints constraints-verifiers.txt
+	{ sed -n '/^#/p' constraints-trl.txt; $(TRL_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-trl.txt
+	{ sed -n '/^#/p' constraints-verl.txt; $(VERL_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-verl.txt
 	{ sed -n '/^#/p' constraints-docs.txt; $(DOCS_VENV)/bin/python $(FROZEN); } > .constraints && \
 	  mv .constraints constraints-docs.txt
 
@@ -230,4 +263,4 @@ chaos: install ## how soon a run ends or goes on after each fault, and each role
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.replicas
 
 clean: ## remove the environment and every run
-	rm -rf $(VENV) $(VERIFIERS_VENV) $(DOCS_VENV) .bootstrap runs site
+	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(DOCS_VENV) .bootstrap runs site

@@ -1,6 +1,6 @@
 """Check rl.toml by prime-rl's own schema, where a checkout of it is on PYTHONPATH.
 
-    PYTHONPATH=CHECKOUT/packages/prime-rl-configs/src:REPOSITORY:REPOSITORY/recipes/prime_rl/tasksets \\
+    PYTHONPATH=CHECKOUT/packages/prime-rl-configs/src:.:recipes/prime_rl/tasksets \\
       python -m recipes.prime_rl.validate
 
 It needs verifiers and renderers, and neither torch nor a GPU.

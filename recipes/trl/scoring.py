@@ -1,9 +1,9 @@
 """Compute a transformers model's logits at response tokens, in the order of `learning.packing`.
 
-TRL pads prompts on the left. Over a cartridge that moves a prompt: keys of the cartridge are rotated
+TRL pads prompts on the left. Over a cartridge that moves a prompt: the cartridge's keys are rotated
 for positions 0..P-1, a model that is given no positions counts the padding, and the prompt then
-begins behind P + padding instead of behind P. Rows are therefore laid out here from the left and
-padded on the right, where no token that is read sees the padding.
+begins at P + padding instead of at P. Rows are therefore laid out here from the left and padded on
+the right, where no token that is read sees the padding.
 """
 
 from __future__ import annotations

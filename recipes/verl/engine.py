@@ -142,9 +142,7 @@ class CartridgeEngine(BaseEngine):
             asked = tokens[:prompt]
             # A cartridge begins with the token that begins a prompt without one.
             asked = asked[1:] if asked[0] == self._begin else asked
-            samples.append(
-                Sample(str(i), NAME, tuple(asked), tuple(tokens[prompt:]), (), ())
-            )
+            samples.append(Sample(str(i), NAME, tuple(asked), tuple(tokens[prompt:]), (), ()))
             places += range(start + prompt - 1, start + len(tokens) - 1)
             start += len(tokens)
         kv = self._initial if self._disabled else self.bank.kv()[0]
@@ -182,8 +180,10 @@ class CartridgeEngine(BaseEngine):
     def is_mp_src_rank_with_outputs(self) -> bool:
         return True
 
-    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Leave everything where it is: a cartridge is small, and its model is read by each step."""
+    def to(
+        self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        """Leave everything where it is: each step reads the model, and a cartridge is small."""
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -227,7 +227,7 @@ class CartridgeEngine(BaseEngine):
         self.progress.restart(self.progress.schedule, since=-1, steps=steps, moments=moments)
 
 
-def _lengths(prompts: Tensor, part: TensorDict) -> list[int]:
+def _lengths(prompts: Any, part: TensorDict) -> list[int]:
     """Return the number of tokens of each row's prompt, nested or padded."""
     if prompts.is_nested:
         found: list[int] = prompts.offsets().diff().tolist()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from learning.losses.grpo import grpo
 from protocols.spec.policy_gradient import GrpoSpec
 
 BASELINES: tuple[str, ...] = get_args(GrpoSpec.model_fields["baseline"].annotation)
-RATIOS: tuple[str, ...] = get_args(GrpoSpec.model_fields["ratio"].annotation)
+RATIOS: tuple[Literal["token", "sequence"], ...] = get_args(GrpoSpec.model_fields["ratio"].annotation)
 DUAL_CLIP = 3.0  # veRL's own default of clip_ratio_c
 
 
@@ -46,7 +46,7 @@ def outcome_advantages(
 
 
 def clipped_policy_loss(
-    ratio: str,
+    ratio: Literal["token", "sequence"],
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,
@@ -67,9 +67,7 @@ def clipped_policy_loss(
         mismatch=None,  # veRL's is in the weights
     )
     lengths = own.sum(dim=1).tolist()
-    term = grpo(
-        log_prob[own], old_log_prob[own], advantages[own], [n for n in lengths if n], spec
-    )
+    term = grpo(log_prob[own], old_log_prob[own], advantages[own], [n for n in lengths if n], spec)
     losses = torch.zeros_like(log_prob).masked_scatter(own, term.losses)
     if rollout_is_weights is not None:
         losses = losses * rollout_is_weights
@@ -84,5 +82,5 @@ def clipped_policy_loss(
 
 for _name in BASELINES:
     register_adv_est(f"forge_{_name}")(partial(outcome_advantages, _name))
-for _name in RATIOS:
-    register_policy_loss(f"forge_{_name}")(partial(clipped_policy_loss, _name))
+for _ratio in RATIOS:
+    register_policy_loss(f"forge_{_ratio}")(partial(clipped_policy_loss, _ratio))

@@ -1,6 +1,7 @@
-"""Play one task of `recipes.prime_rl` in a Python that has verifiers: python verifiers_play.py JOB.
+"""Play tasks of `recipes.prime_rl` in a Python that has verifiers: python verifiers_play.py JOBS.
 
-JOB is JSON: module, arguments, index, url. Prints the prompt and every trace's rewards and metrics.
+JOBS is a JSON list of {module, arguments, index, url}. Prints a list: of each episode its prompt,
+and every trace's reward and metrics.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from environments.verifiers.worker_main import HARNESS, KEY, offer_harness
 
 
 async def play(job: dict[str, Any]) -> dict[str, Any]:
-    offer_harness()
     module = importlib.import_module(job["module"])
     env = module.load_environment(agent={"harness": {"id": HARNESS}}, **job["arguments"])
     tasks = list(islice(env.taskset, job["index"] + 1))
@@ -44,4 +44,6 @@ async def play(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(play(json.loads(sys.argv[1])))))
+    offer_harness()
+    told = [asyncio.run(play(job)) for job in json.loads(sys.argv[1])]
+    sys.stdout.write(f"{json.dumps(told)}\n")

@@ -9,9 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
     "actors", "benchmarks", "cartridge_forge", "deploy", "documents", "environments", "examples",
-    "forge_run",
-    "learning", "protocols", "registry", "services", "serving", "strategies", "teachers",
-    "training",
+    "forge_run", "learning", "protocols", "recipes", "registry", "services", "serving",
+    "strategies", "teachers", "training",
 )  # fmt: skip
 SOURCES = [
     path
@@ -73,8 +72,10 @@ def test_endpoint_names_stand_in_one_module() -> None:
 
 
 def test_few_files_name_one_channel() -> None:
+    # Recipes hand channels to others' trainers: they are no part of ours.
+    ours = [p for p in SOURCES if p.relative_to(ROOT).parts[0] != "recipes"]
     for channel in ("sdpo", "replay_dpo"):
-        files = [p for p in SOURCES if channel in p.read_text().lower()]
+        files = [p for p in ours if channel in p.read_text().lower()]
         assert len(files) <= 8, [str(p.relative_to(ROOT)) for p in files]
 
 

@@ -1,8 +1,8 @@
 """Talk to a server of the clinic desk.
 
-    with ClinicDeskEnv(base_url="http://127.0.0.1:8000").sync() as desk:
-        seen = desk.reset(seed=4711, desk_seed=1, desk=3)
-        seen = desk.step(DeskAction(text="find surgeon in cardiology."))
+with ClinicDeskEnv(base_url="http://127.0.0.1:8000").sync() as desk:
+    seen = desk.reset(seed=4711, desk_seed=1, desk=3)
+    seen = desk.step(DeskAction(text="find surgeon in cardiology."))
 """
 
 from __future__ import annotations

@@ -102,9 +102,7 @@ class DeskTaskset(vf.Taskset[DeskCaseTask, DeskPlayConfig]):
 
 
 class DeskPlayEnvConfig(vf.EnvConfig):
-    agent: vf.AgentConfig = vf.AgentConfig(
-        harness={"id": "null"}, runtime={"type": "subprocess"}
-    )
+    agent: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"}, runtime={"type": "subprocess"})
 
 
 class DeskPlayEnv(vf.Env[DeskPlayEnvConfig]):

@@ -61,9 +61,7 @@ class AggregatedQuestions(vf.Taskset[DocumentQuestionTask, AggregatedQuestionsCo
 
 
 class AggregationEnvConfig(vf.EnvConfig):
-    agent: vf.AgentConfig = vf.AgentConfig(
-        harness={"id": "null"}, runtime={"type": "subprocess"}
-    )
+    agent: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"}, runtime={"type": "subprocess"})
 
 
 class AggregationEnv(vf.Env[AggregationEnvConfig]):

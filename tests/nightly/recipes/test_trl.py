@@ -108,9 +108,7 @@ def ours(
             doc.append(s)
         if flat["hinted_contexts"] and flat["hinted_contexts"][i] is not None:
             turns.append(HintedTurn(s.id, 0, n, tuple(flat["hinted_contexts"][i])))
-    scores: dict[str, Any] = {
-        "advantages": {f"s{i}": a for i, a in enumerate(flat["advantages"])}
-    }
+    scores: dict[str, Any] = {"advantages": {f"s{i}": a for i, a in enumerate(flat["advantages"])}}
     if doc:
         assert len(set(contexts)) == 1
         kv = {"c": document_kv(model, contexts[0])}

@@ -1,4 +1,4 @@
-"""veRL's loss and engine interface over our cartridge: a batch's loss and gradient are our step's."""
+"""veRL's loss and engine interface over a cartridge: loss and gradient are those of our step."""
 
 from __future__ import annotations
 
