@@ -24,7 +24,10 @@ from learning.losses.grpo import grpo
 from protocols.spec.policy_gradient import GrpoSpec
 
 BASELINES: tuple[str, ...] = get_args(GrpoSpec.model_fields["baseline"].annotation)
-RATIOS: tuple[Literal["token", "sequence"], ...] = get_args(GrpoSpec.model_fields["ratio"].annotation)
+Ratio = Literal["token", "sequence"]
+RATIOS: tuple[Ratio, ...] = get_args(GrpoSpec.model_fields["ratio"].annotation)
+    GrpoSpec.model_fields["ratio"].annotation
+)
 DUAL_CLIP = 3.0  # veRL's own default of clip_ratio_c
 
 
@@ -46,7 +49,7 @@ def outcome_advantages(
 
 
 def clipped_policy_loss(
-    ratio: Literal["token", "sequence"],
+    ratio: Ratio,
     old_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,

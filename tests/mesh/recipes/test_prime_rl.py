@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from protocols.wire.openai_chat import HarnessRequest
 from protocols.wire.openai_replies import ChatReply
 from strategies.rsa.islands import RSAShape, draw_parents
 
-SCRIPT = REPOSITORY / "tests" / "setups" / "verifiers_play.py"
+SCRIPT = Path(__file__).with_name("verifiers_play.py")
 ROOM = REPOSITORY / "recipes" / "prime_rl"
 CLINIC = {"seed": 3, "patients": 1, "facts": 6, "notes": 2, "held_out_share": 0.0}
 

@@ -30,7 +30,7 @@ from registry.formats.cartridge_file import CartridgeFile
 from registry.formats.peft import save
 
 PYTHON = REPOSITORY / ".venv-trl" / "bin" / "python"
-SCRIPT = REPOSITORY / "tests" / "setups" / "trl_step.py"
+SCRIPT = Path(__file__).with_name("trl_step.py")
 WEIGHTS = {"w_doc": 0.7, "w_rl": 1.3, "alpha": 0.5, "beta": 0.9}
 TEXT = "cardiology, 14 march. sodium 41 mmol. surgeon weber. night was quiet."
 QUESTIONS = ["what about sodium?", "summarise note 1.", "list the findings of note 1."]

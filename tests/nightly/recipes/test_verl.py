@@ -26,7 +26,7 @@ from protocols.types import Sample, Sampling
 from registry.formats.peft import save
 
 PYTHON = REPOSITORY / ".venv-verl" / "bin" / "python"
-SCRIPT = REPOSITORY / "tests" / "setups" / "verl_step.py"
+SCRIPT = Path(__file__).with_name("verl_step.py")
 
 
 def episodes() -> list[PolicySample]:
