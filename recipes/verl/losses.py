@@ -26,8 +26,6 @@ from protocols.spec.policy_gradient import GrpoSpec
 BASELINES: tuple[str, ...] = get_args(GrpoSpec.model_fields["baseline"].annotation)
 Ratio = Literal["token", "sequence"]
 RATIOS: tuple[Ratio, ...] = get_args(GrpoSpec.model_fields["ratio"].annotation)
-    GrpoSpec.model_fields["ratio"].annotation
-)
 DUAL_CLIP = 3.0  # veRL's own default of clip_ratio_c
 
 
