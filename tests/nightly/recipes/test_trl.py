@@ -154,6 +154,7 @@ def test_prompts_padded_on_the_left_are_answered_as_alone(
     model, end = load_model(str(READER)), load_tokenizer(str(READER)).eos_token_id
     prompts = told["greedy"]["prompts"]
     assert len(set(map(len, prompts))) > 1
+    assert told["padding_moves"] > 0.1, "the reason for rows padded on the right"
     for prompt, said in zip(prompts, told["greedy"]["said"], strict=True):
         s = Sample("x", "c", tuple(prompt), tuple(said), (), ())
         logits = score_over(model, [s], {"c": cartridge.kv}, 400)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def main(folder: Path) -> None:
     trainer.train()
     terms = {k: v for k, v in trainer.state.log_history[0].items() if isinstance(v, float)}
     told = {"rows": trainer.rows, "losses": trainer.losses, "terms": terms, "greedy": greedy}
-    told["pairs"] = [asdict(pair) for pair in pairs]
+    told["padding_moves"] = _padding_moves(model, greedy["prompts"][0])
     (folder / "told.json").write_text(json.dumps(told))
     save_file(seen.found, folder / "told.safetensors")
 
@@ -117,6 +116,18 @@ def _greedy(trainer: Any, model: Any, prompts: list[Any], most: int) -> Any:
         )
     model.train()
     return {"prompts": ids, "said": found[:, longest:].tolist()}
+
+
+def _padding_moves(model: Any, ids: list[int]) -> float:
+    """How far two tokens of padding on the left, without positions, move log-probabilities."""
+    found = []
+    with torch.no_grad():
+        for pad in (0, 2):
+            padded = torch.tensor([[0] * pad + ids])
+            mask = torch.tensor([[0] * pad + [1] * len(ids)])
+            logits = model(input_ids=padded, attention_mask=mask).logits[0, pad:]
+            found.append(logits.log_softmax(-1))
+    return (found[0] - found[1]).abs().max().item()
 
 
 if __name__ == "__main__":
