@@ -18,32 +18,58 @@ backward ends.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import socket
+import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
-from learning.model.decoder import LanguageModel
 from protocols.errors import DataError, RanksLostError, RunError, StaleTokenError
 
+if TYPE_CHECKING:
+    from learning.model.decoder import LanguageModel
+
+T = TypeVar("T")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
     """Describe rank `rank` of `world`, with its model on `device`: "cpu" or "cuda". A single rank
-    needs no group, and its collectives do nothing."""
+    needs no group, and its collectives do nothing. Each `tensor` ranks in a row divide one copy of
+    the base and get the same tokens; `mesh` is the DeviceMesh of ("data", "tensor")."""
 
     rank: int = 0
     world: int = 1
     device: str = "cpu"
+    tensor: int = 1
+    mesh: Any = None
+
+    @property
+    def data_rank(self) -> int:
+        """Return the number of this rank's copy of the base: it has that share of a batch."""
+        return self.rank // self.tensor
+
+    @property
+    def data_world(self) -> int:
+        """Return the number of copies of the base."""
+        return self.world // self.tensor
+
+    def of_copies(self, told: Sequence[T]) -> Sequence[T]:
+        """Return what one rank of each copy told, of a list by rank."""
+        return told[:: self.tensor]
 
     @property
     def leads(self) -> bool:
@@ -66,7 +92,7 @@ class ProcessGroup:
     def add(self, tensor: Tensor) -> None:
         """Replace a tensor, in place, by the sum of all ranks' tensors: the same bits on each."""
         if self.world > 1:
-            with _losing(self):
+            with losing(self):
                 dist.all_reduce(tensor)
 
     def add_all(self, tensors: Sequence[Tensor]) -> None:
@@ -81,7 +107,7 @@ class ProcessGroup:
     def follow(self, tensor: Tensor) -> None:
         """Replace a tensor, in place, by that of rank 0."""
         if self.world > 1:
-            with _losing(self):
+            with losing(self):
                 dist.broadcast(tensor, src=0)
 
     def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -95,7 +121,7 @@ class ProcessGroup:
         room = told.new_zeros(int(lengths.max()))
         room[: len(told)] = told
         found = [torch.empty_like(room) for _ in range(self.world)]
-        with _losing(self):
+        with losing(self):
             dist.all_gather(found, room)
         return [
             json.loads(bytes(one[:length].tolist()))
@@ -107,19 +133,31 @@ ALONE = ProcessGroup()
 
 
 def join(
-    rank: int, world: int, rendezvous: str, *, device: str = "cpu", timeout_s: float = 60.0
-) -> ProcessGroup:
+    rank: int, world: int, rendezvous: str, *, device: str = "cpu", timeout_s: float = 60.0,
+    tensor: int = 1,
+) -> ProcessGroup:  # fmt: skip
     """Connect to the other ranks; return the group once all `world` of them are connected.
 
     `rendezvous` is a URL of torch.distributed: "env://" for MASTER_ADDR and MASTER_PORT,
-    "tcp://10.0.0.7:29500" for an address of rank 0, "file:///a/new/path" on one host. gloo uses the
-    interface GLOO_SOCKET_IFNAME ("lo" on one host). A collective that takes longer than `timeout_s`
-    seconds fails. Raises RanksLostError when the others do not connect.
+    "tcp://10.0.0.7:29500" for an address of rank 0, "file:///a/new/path" on one host. gloo and
+    NCCL use the interfaces GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME ("lo" on one host). Where a
+    tcp:// address is given and these are not, it is the one that leads there. A collective that
+    takes longer than `timeout_s` seconds fails. Each `tensor` ranks in a row divide one base
+    (`divide_base`). Raises RanksLostError when the others do not connect, DataError where `tensor`
+    does not divide `world`.
     """
+    if world % tensor:
+        raise DataError(
+            f"{world} ranks cannot stand in groups of {tensor} (tensor_parallel); use a divisor"
+        )
     if world == 1:
         return ProcessGroup(device=device)
     ranks = ProcessGroup(rank, world, device)
-    with _losing(ranks):
+    address = urlsplit(rendezvous)
+    if address.scheme == "tcp" and address.hostname:
+        for variable in INTERFACES:
+            os.environ.setdefault(variable, interface_to(address.hostname))
+    with losing(ranks):
         dist.init_process_group(
             BACKENDS[device],
             init_method=rendezvous,
@@ -127,7 +165,31 @@ def join(
             world_size=world,
             timeout=timedelta(seconds=timeout_s),
         )
+        if tensor > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            shape = (world // tensor, tensor)
+            mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "tensor"))
+            ranks = replace(ranks, tensor=tensor, mesh=mesh)
     return ranks
+
+
+def interface_to(host: str) -> str:
+    """Return the network interface by which this host reaches `host`, which may be itself: ranks
+    connect there, and not where a host name happens to lead. Raises DataError without a route."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:  # sends nothing
+            one.connect((host, 9))
+            own = one.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                asked = struct.pack("256s", name.encode()[:15])
+                with suppress(OSError):  # an interface without an IPv4 address
+                    found = fcntl.ioctl(one.fileno(), SIOCGIFADDR, asked)
+                    if socket.inet_ntoa(found[20:24]) == own:
+                        return name
+    except OSError as error:
+        raise DataError(f"this host does not reach {host}, where the ranks meet: {error}") from None
+    raise DataError(f"no interface of this host has the address {own}, by which it reaches {host}")
 
 
 def leave(ranks: ProcessGroup) -> None:
@@ -137,7 +199,7 @@ def leave(ranks: ProcessGroup) -> None:
 
 
 @contextmanager
-def _losing(ranks: ProcessGroup) -> Iterator[None]:
+def losing(ranks: ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # the base class of torch's DistError and gloo's errors
@@ -150,15 +212,18 @@ def _losing(ranks: ProcessGroup) -> Iterator[None]:
 
 
 def shard_base(model: LanguageModel, ranks: ProcessGroup) -> None:
-    """Shard every parameter in place, so that each rank holds its share; a single rank keeps all.
-    Before, every rank has the whole model in host memory. On "cuda" the shares move to the
-    device."""
-    if ranks.world == 1:
+    """Shard every parameter in place over the copies of the base, so that each rank holds its
+    share; a single copy is kept. Before, every rank has the whole model, or its parts of it, in
+    host memory. On "cuda" the shares move to the device."""
+    if ranks.data_world == 1:
         return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(ranks.device, (ranks.world,))
+    if ranks.mesh is None:
+        mesh = init_device_mesh(ranks.device, (ranks.world,))
+    else:
+        mesh = ranks.mesh["data"]
     base, head = model.base_model, model.lm_head
     embedding = base.embed_tokens
     tied = head.weight is embedding.weight
@@ -182,11 +247,11 @@ def is_sharded(model: LanguageModel) -> bool:
 def vocabulary(model: LanguageModel) -> Callable[[Tensor], Tensor]:
     """Return the projection of hidden states [n, width] to logits [n, V] in float32. The head of a
     sharded base is gathered now (all ranks must call this), and freed with the result."""
+    from learning.model.tensor_parallel import projected
+
     head = model.lm_head
-    if not is_sharded(model):
-        return lambda hidden: head(hidden).float()
-    weight = whole(head.weight)
-    return lambda hidden: F.linear(hidden, weight, head.bias).float()
+    weight = whole(head.weight) if is_sharded(model) else head.weight
+    return lambda hidden: projected(hidden, weight, head.bias, model.vocabulary, model.tensor)
 
 
 def held_bytes(model: LanguageModel) -> int:
