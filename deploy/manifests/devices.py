@@ -54,9 +54,10 @@ def gpu_hosts(hosts: HostsSpec) -> int:
 
 
 def _crowding(host: Sequence[Sequence[object]], wanted: int) -> tuple[bool, int]:
-    """Return what a replica avoids in a host: too few free GPUs, then many processes."""
+    """Return what a replica avoids in a host: too few free GPUs, then more of them than it needs
+    (`services.pool.placement`)."""
     free = sum(not device for device in host)
-    return free < wanted, sum(len(device) for device in host)
+    return free < wanted, free
 
 
 def with_share(spec: RunSpec, size: ModelSize | None) -> GeneratorSpec:

@@ -80,7 +80,7 @@ BAD_FILES = [
      "known here: replicas, procs, threads, gpus, router, attempts, max_ongoing, restarts, "
      "autoscale"),
     (M, "plane: torchstore", "plane: sharedmemory",
-     f"plane must be one of torchstore, shared_memory: got 'sharedmemory' at {M}:5 (plane); "
+     f"plane must be one of torchstore, shared_memory, auto: got 'sharedmemory' at {M}:5 (plane); "
      "did you mean shared_memory?"),
     (M, "name: tiny", "name: Tiny-1",
      "name must be lower-case letters, digits and _, a letter first: got 'Tiny-1' "
