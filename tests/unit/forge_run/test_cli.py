@@ -224,13 +224,14 @@ def test_models_run_on_gpus_where_there_are_some(
 
 
 def test_a_base_is_divided_by_ranks_that_divide_its_heads(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The reader has 4 heads, 2 of them of keys and values."""
+    """The reader has 6 heads, 2 of keys and values."""
+    model = f"model.path={REPOSITORY}/models/clinic-reader"
     two = ("teacher.tensor_parallel=2", "roles.doc_teacher.procs=2", "train.tensor_parallel=2")
     require_runnable(load_spec(MESH, sets=(model, *two, "roles.trainer.procs=4")).spec)
     four = ("train.tensor_parallel=4", "roles.trainer.procs=4")
-    with pytest.raises(SpecError, match=r"must divide the model's attention heads.*\(4, 2, \d+\)"):
+    with pytest.raises(SpecError, match=r"must divide the model's attention heads.*\(6, 2, 480\)"):
         require_runnable(load_spec(MESH, sets=(model, *four)).spec)
     with pytest.raises(SpecError, match=r"train\.tensor_parallel \(2\) does not divide it"):
         require_runnable(load_spec(MESH, sets=(model, *two, "roles.trainer.procs=3")).spec)
