@@ -64,7 +64,7 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
     generator = spec.learn.generator
     if (replicas := spec.mesh.roles.trainer.replicas) != 1:
         why = "cannot run, one trainer owns the cartridges"
-        yield "roles.trainer.replicas", replicas, why, "use 1"
+        yield "roles.trainer.replicas", replicas, why, "use 1, and more procs"
     for name, role in spec.roles:
         procs, gpus = f"roles.{name}.procs", f"roles.{name}.gpus"
         parts = tensor_parallel(spec.learn, name)

@@ -177,7 +177,7 @@ def _divide_layer(layer: DecoderLayer, tensor: TensorRanks) -> None:
     of_q, of_kv, of_mlp = (tensor.share(n) for n in (asked, held, config.intermediate))
 
     def rows(x: Tensor) -> nn.Parameter:
-        q, k, v = x.split([asked, held, held])
+        q, k, v = torch.split(x, [asked, held, held])
         return _kept(torch.cat([q[of_q], k[of_kv], v[of_kv]]))
 
     layer.qkv = rows(layer.qkv)

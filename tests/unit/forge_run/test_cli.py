@@ -112,7 +112,7 @@ def test_wrong_usage_exits_with_2(argv: list[str]) -> None:
 CANNOT_RUN = [
     ("roles.trainer.replicas=2",
      "roles.trainer.replicas: 2 cannot run, one trainer owns the cartridges: "
-     "set at --set roles.trainer.replicas=2; use 1"),
+     "set at --set roles.trainer.replicas=2; use 1, and more procs"),
     ("roles.doc_teacher.procs=2",
      "roles.doc_teacher.procs: 2 cannot run, teacher.tensor_parallel is 1: "
      "set at --set roles.doc_teacher.procs=2; make them equal, and use more replicas"),
@@ -253,7 +253,7 @@ def test_every_reason_is_listed_at_once(model: str, no_vllm: None) -> None:
     assert str(caught.value) == (
         "2 faults in the spec:\n"
         "  roles.trainer.replicas: 2 cannot run, one trainer owns the cartridges: "
-        "set at the resolved spec; use 1\n"
+        "set at the resolved spec; use 1, and more procs\n"
         "  generator.backend: vllm needs vLLM, which is not installed: set at the resolved spec; "
         "run `make install-vllm` (CPU), or `pip install vllm==0.32.0` where there are NVIDIA GPUs"
     )
