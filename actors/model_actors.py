@@ -25,7 +25,7 @@ from learning.decoding.decode_batch import generate
 from learning.decoding.grammar import Grammars
 from learning.losses.dpo import with_references
 from learning.model.decoder import LanguageModel
-from learning.model.distributed import join
+from learning.model.distributed import divide_base, join
 from learning.model.document_kv import (
     DocumentKVCache,
     document_kv,
@@ -39,7 +39,6 @@ from learning.model.loading import (
     text_of,
     tokenizer_of,
 )
-from learning.model.tensor_parallel import divide_base
 from learning.packing import context_of
 from learning.scoring import contexts_of, score_kept
 from protocols.ports import TensorPlane

@@ -25,10 +25,9 @@ from learning.cartridge.sources import init_sources
 from learning.cartridge.transfer import put_changed
 from learning.checkpoint import read_checkpoint
 from learning.model.decoder import LanguageModel
-from learning.model.distributed import join, shard_base
+from learning.model.distributed import divide_base, join, shard_base
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import base_hash, claim_device, load_model, text_ids
-from learning.model.tensor_parallel import divide_base
 from learning.policy_scores import document_logprobs
 from learning.sampler_gap import gap_bounds
 from learning.scoring import TeacherDistribution, joined, of_stored

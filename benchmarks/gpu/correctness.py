@@ -105,7 +105,7 @@ def _student(
     packed = pack(samples, {NAME: kv.shape[3]}, rows)
     logits = response_logits(model, packed, [kv.to(model.dtype)])
     total, count = doc_kl(logits, teacher, LossSpec(form="tail"))
-    (total / count).backward()  # type: ignore[no-untyped-call]  # torch's own
+    (total / count).backward()
     synchronize(model.device)
     assert kv.grad is not None
     own = token_logprobs(logits.detach(), packed.targets)

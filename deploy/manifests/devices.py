@@ -50,7 +50,7 @@ def device_loads(spec: RunSpec, size: ModelSize) -> tuple[DeviceLoad, ...]:
 
 def gpu_hosts(hosts: HostsSpec) -> int:
     """Return the number of hosts that a mesh names; 1 where it is not known before the run."""
-    return hosts.slurm.nodes if hosts.kind == "slurm" else max(1, len(hosts.addresses))
+    return hosts.slurm.nodes if hosts.slurm is not None else max(1, len(hosts.addresses))
 
 
 def _crowding(host: Sequence[Sequence[object]], wanted: int) -> tuple[bool, int]:

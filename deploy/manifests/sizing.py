@@ -111,10 +111,10 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
     parts = tensor_parallel(learn, name)
     weights = ("weights", part_bytes(size, parts))
     if name == "generator":
-        held = [(what, count // parts) for what, count in _generator(spec, size)]
+        own = [(what, count // parts) for what, count in _generator(spec, size)]
         if learn.generator.backend == "vllm":  # of each process of an engine
-            held.append(("paged KV", round(learn.generator.kv_gib * GIB)))
-        return MemoryNeeds((weights, *held), staging=published_bytes(learn, size))
+            own.append(("paged KV", round(learn.generator.kv_gib * GIB)))
+        return MemoryNeeds((weights, *own), staging=published_bytes(learn, size))
     if name == "trainer":
         ranks = spec.mesh.roles.trainer.procs
         return _trainer(learn, size, trained_tokens(learn, -(-ranks // parts)), ranks // parts)
@@ -150,8 +150,12 @@ def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
 
 def tensor_parallel(learn: LearnSpec, name: str) -> int:
     """Return how many processes of a role divide each layer of one copy of the base."""
-    of = {"generator": learn.generator, "doc_teacher": learn.teacher, "trainer": learn.train}
-    return of[name].tensor_parallel if name in of else 1
+    of = {
+        "generator": learn.generator.tensor_parallel,
+        "doc_teacher": learn.teacher.tensor_parallel,
+        "trainer": learn.train.tensor_parallel,
+    }
+    return of.get(name, 1)
 
 
 def part_bytes(size: ModelSize, parts: int) -> int:

@@ -27,17 +27,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from learning.model.decoder import Decoder, DecoderLayer, LanguageModel
+from learning.model.tensor_parallel import TensorRanks, divides_vocabulary, projected
 from protocols.errors import DataError, RanksLostError, RunError, StaleTokenError
-
-if TYPE_CHECKING:
-    from learning.model.decoder import LanguageModel
 
 T = TypeVar("T")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -92,7 +92,7 @@ class ProcessGroup:
     def add(self, tensor: Tensor) -> None:
         """Replace a tensor, in place, by the sum of all ranks' tensors: the same bits on each."""
         if self.world > 1:
-            with losing(self):
+            with _losing(self):
                 dist.all_reduce(tensor)
 
     def add_all(self, tensors: Sequence[Tensor]) -> None:
@@ -107,7 +107,7 @@ class ProcessGroup:
     def follow(self, tensor: Tensor) -> None:
         """Replace a tensor, in place, by that of rank 0."""
         if self.world > 1:
-            with losing(self):
+            with _losing(self):
                 dist.broadcast(tensor, src=0)
 
     def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ class ProcessGroup:
         room = told.new_zeros(int(lengths.max()))
         room[: len(told)] = told
         found = [torch.empty_like(room) for _ in range(self.world)]
-        with losing(self):
+        with _losing(self):
             dist.all_gather(found, room)
         return [
             json.loads(bytes(one[:length].tolist()))
@@ -157,7 +157,7 @@ def join(
     if address.scheme == "tcp" and address.hostname:
         for variable in INTERFACES:
             os.environ.setdefault(variable, interface_to(address.hostname))
-    with losing(ranks):
+    with _losing(ranks):
         dist.init_process_group(
             BACKENDS[device],
             init_method=rendezvous,
@@ -199,7 +199,7 @@ def leave(ranks: ProcessGroup) -> None:
 
 
 @contextmanager
-def losing(ranks: ProcessGroup) -> Iterator[None]:
+def _losing(ranks: ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # the base class of torch's DistError and gloo's errors
@@ -209,6 +209,66 @@ def losing(ranks: ProcessGroup) -> Iterator[None]:
             "died, or was silent for longer than the timeout; start all ranks anew and recover "
             "from the trainer's last state"
         ) from error
+
+
+def divide_base(model: LanguageModel, ranks: ProcessGroup) -> None:
+    """Divide every layer in place over the ranks of one base; a single one keeps all. Before, every
+    rank has the whole model. Raises DataError for a model that cannot be divided so."""
+    if ranks.tensor == 1:
+        return
+    if not isinstance(model, Decoder):
+        raise DataError(
+            "tensor_parallel divides models of our own decoder (Llama, Qwen2, Qwen3, Mistral) "
+            "alone, and this one runs through transformers; use train.shard_base, or 1"
+        )
+    config = model.base_model.config
+    tensor = TensorRanks(
+        ranks.rank % ranks.tensor, ranks.tensor, ranks.mesh.get_group("tensor"),
+        partial(_losing, ranks),
+    )  # fmt: skip
+    for what, count in (
+        ("attention heads", config.heads),
+        ("key/value heads", config.kv_heads),
+        ("inner values of an MLP", config.intermediate),
+    ):
+        if count % tensor.size:
+            raise DataError(
+                f"tensor_parallel {tensor.size} does not divide this model's {count} {what}; use a "
+                "divisor"
+            )
+    model.tensor = model.base_model.tensor = tensor
+    for layer in model.base_model.layers:
+        _divide_layer(layer, tensor)
+    if divides_vocabulary(config.vocabulary, tensor.size):
+        rows = tensor.share(config.vocabulary)
+        embedding, head = model.base_model.embed_tokens, model.lm_head
+        tied = head.weight is embedding.weight
+        embedding.weight = _kept(embedding.weight[rows])
+        head.weight = embedding.weight if tied else _kept(head.weight[rows])
+
+
+def _divide_layer(layer: DecoderLayer, tensor: TensorRanks) -> None:
+    config, size = layer.config, layer.config.head_dim
+    asked, held = config.heads * size, config.kv_heads * size
+    of_q, of_kv, of_mlp = (tensor.share(n) for n in (asked, held, config.intermediate))
+
+    def rows(x: Tensor) -> nn.Parameter:
+        q, k, v = torch.split(x, [asked, held, held])
+        return _kept(torch.cat([q[of_q], k[of_kv], v[of_kv]]))
+
+    layer.qkv = rows(layer.qkv)
+    if layer.qkv_bias is not None:
+        layer.qkv_bias = rows(layer.qkv_bias)
+    layer.out = _kept(layer.out[:, of_q])
+    gate, up = layer.gate_up.chunk(2)
+    layer.gate_up = _kept(torch.cat([gate[of_mlp], up[of_mlp]]))
+    layer.down = _kept(layer.down[:, of_mlp])
+    layer.tensor = tensor
+
+
+def _kept(x: Tensor) -> nn.Parameter:
+    """Return a part of a weight, which keeps nothing of the rest in memory."""
+    return nn.Parameter(x.detach().clone(memory_format=torch.contiguous_format), False)
 
 
 def shard_base(model: LanguageModel, ranks: ProcessGroup) -> None:
@@ -247,8 +307,6 @@ def is_sharded(model: LanguageModel) -> bool:
 def vocabulary(model: LanguageModel) -> Callable[[Tensor], Tensor]:
     """Return the projection of hidden states [n, width] to logits [n, V] in float32. The head of a
     sharded base is gathered now (all ranks must call this), and freed with the result."""
-    from learning.model.tensor_parallel import projected
-
     head = model.lm_head
     weight = whole(head.weight) if is_sharded(model) else head.weight
     return lambda hidden: projected(hidden, weight, head.bias, model.vocabulary, model.tensor)

@@ -19,19 +19,15 @@ on one rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from learning.model.distributed import ALONE, ProcessGroup, losing
-from protocols.errors import DataError
-
-if TYPE_CHECKING:
-    from learning.model.decoder import DecoderLayer, LanguageModel
 
 # Along which dimension a weight of the files is divided, by the last part of its name.
 DIVIDED = {
@@ -42,18 +38,13 @@ DIVIDED = {
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """Hold the place `rank` among `size` ranks that divide one base, and their process group."""
+    """Hold the place `rank` among `size` ranks that divide one base, and their process group. What
+    is run inside of `guard` raises RanksLostError where another rank is gone."""
 
     rank: int = 0
     size: int = 1
     group: Any = None
-    ranks: ProcessGroup = ALONE
-
-    @classmethod
-    def of(cls, ranks: ProcessGroup) -> TensorRanks:
-        if ranks.tensor == 1:
-            return cls()
-        return cls(ranks.rank % ranks.tensor, ranks.tensor, ranks.mesh.get_group("tensor"), ranks)
+    guard: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def share(self, count: int) -> slice:
         """Return this rank's part of `count` rows, which `size` divides."""
@@ -88,13 +79,13 @@ class TensorRanks:
         if self.size == 1:
             return x
         parts = [x.new_empty(x.shape) for _ in range(self.size)]
-        with losing(self.ranks):
+        with self.guard():
             dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
     def _add(self, x: Tensor) -> Tensor:
         x = x.contiguous().clone()
-        with losing(self.ranks):
+        with self.guard():
             dist.all_reduce(x, group=self.group)
         return x
 
@@ -131,68 +122,9 @@ class _Beside(torch.autograd.Function):
         return grad[..., ctx.ranks.share(ctx.width * ctx.ranks.size)], None
 
 
-def divide_base(model: LanguageModel, ranks: ProcessGroup) -> None:
-    """Divide every layer in place over the ranks of one base; a single one keeps all. Before, every
-    rank has the whole model. Raises DataError for a model that cannot be divided so."""
-    if ranks.tensor == 1:
-        return
-    from learning.model.decoder import Decoder
-
-    if not isinstance(model, Decoder):
-        raise DataError(
-            "tensor_parallel divides models of our own decoder (Llama, Qwen2, Qwen3, Mistral) "
-            "alone, and this one runs through transformers; use train.shard_base, or 1"
-        )
-    config = model.base_model.config
-    tensor = TensorRanks.of(ranks)
-    for what, count in (
-        ("attention heads", config.heads),
-        ("key/value heads", config.kv_heads),
-        ("inner values of an MLP", config.intermediate),
-    ):
-        if count % tensor.size:
-            raise DataError(
-                f"tensor_parallel {tensor.size} does not divide this model's {count} {what}; use a "
-                "divisor"
-            )
-    model.tensor = model.base_model.tensor = tensor
-    for layer in model.base_model.layers:
-        _divide_layer(layer, tensor)
-    if divides_vocabulary(config.vocabulary, tensor.size):
-        rows = tensor.share(config.vocabulary)
-        embedding, head = model.base_model.embed_tokens, model.lm_head
-        tied = head.weight is embedding.weight
-        embedding.weight = _kept(embedding.weight[rows])
-        head.weight = embedding.weight if tied else _kept(head.weight[rows])
-
-
 def divides_vocabulary(vocabulary: int, size: int) -> bool:
     """Return whether embedding and output head are divided; else each rank has them whole."""
     return vocabulary % size == 0
-
-
-def _divide_layer(layer: DecoderLayer, tensor: TensorRanks) -> None:
-    config, size = layer.config, layer.config.head_dim
-    asked, held = config.heads * size, config.kv_heads * size
-    of_q, of_kv, of_mlp = (tensor.share(n) for n in (asked, held, config.intermediate))
-
-    def rows(x: Tensor) -> nn.Parameter:
-        q, k, v = torch.split(x, [asked, held, held])
-        return _kept(torch.cat([q[of_q], k[of_kv], v[of_kv]]))
-
-    layer.qkv = rows(layer.qkv)
-    if layer.qkv_bias is not None:
-        layer.qkv_bias = rows(layer.qkv_bias)
-    layer.out = _kept(layer.out[:, of_q])
-    gate, up = layer.gate_up.chunk(2)
-    layer.gate_up = _kept(torch.cat([gate[of_mlp], up[of_mlp]]))
-    layer.down = _kept(layer.down[:, of_mlp])
-    layer.tensor = tensor
-
-
-def _kept(x: Tensor) -> nn.Parameter:
-    """Return a part of a weight, which keeps nothing of the rest in memory."""
-    return nn.Parameter(x.detach().clone(memory_format=torch.contiguous_format), False)
 
 
 def embedded(embedding: nn.Module, ids: Tensor, vocabulary: int, tensor: TensorRanks) -> Tensor:

@@ -32,6 +32,7 @@ from learning.checkpoint import read_checkpoint
 from learning.model.distributed import (
     ALONE,
     ProcessGroup,
+    divide_base,
     held_bytes,
     join,
     leave,
@@ -40,7 +41,6 @@ from learning.model.distributed import (
 )
 from learning.model.document_kv import document_kv, own_document_kv
 from learning.model.loading import load_model
-from learning.model.tensor_parallel import divide_base
 from learning.packing import LOGIT_BYTES
 from learning.scoring import TeacherDistribution, response_logprobs
 from learning.trainer import CartridgeTrainer

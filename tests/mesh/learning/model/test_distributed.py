@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from twins import Twin
 
 from learning.model.decoder import LanguageModel
-from learning.model.distributed import ALONE, ProcessGroup, held_bytes, join
+from learning.model.distributed import ALONE, ProcessGroup, divide_base, held_bytes, join
 from learning.model.loading import load_model
-from learning.model.tensor_parallel import divide_base
 from protocols.errors import DataError, RunError
 from protocols.records.token_scores import decoded
 
