@@ -26,6 +26,7 @@ Fault = tuple[str, object, str, str]  # dotted key, value, what is wrong, remedy
 # Each operation of each token is a launch: 800,000 in a rollout of the published size, and no graph
 # (docs/explanation/performance.md).
 EMBEDDED = "cannot run on a GPU, the embedded sampler captures no graphs and waits for every token"
+ON_VLLM = "set generator.backend: vllm, the one GPU sampler, or 0"
 NO_GPU = "cannot run here, torch sees no GPU on this machine"
 
 
@@ -85,8 +86,7 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
                 )
                 yield gpus, role.gpus, why, "make them equal"
         elif name == "generator" and role.gpus:
-            remedy = "set generator.backend: vllm, the one GPU sampler, or 0"
-            yield gpus, role.gpus, EMBEDDED, remedy
+            yield gpus, role.gpus, EMBEDDED, ON_VLLM
         elif role.gpus and name not in MODEL_ROLES:
             yield gpus, role.gpus, "cannot run, it has no model there", "use 0"
         elif role.gpus > 1:
