@@ -1,8 +1,8 @@
 """What a trainer's ranks save of a step: processor seconds of the busiest rank, over those of one.
 
-    python -m benchmarks.gpu.ranks [--ranks 2] [--steps 5]
+    python -m benchmarks.gpu.ranks [--ranks 2] [--each 8]
 
-Eight samples over four cartridges, two each, on the shipped reader and CPUs: one process, then so
+Samples over four cartridges, `--each` of them, on the shipped reader and CPUs: one process, then so
 many ranks over gloo, in turns, one thread each. Processor time leaves out other users of the cores
 and waiting; the busiest rank is what a step waits for where each has a core of its own.
 """
@@ -34,11 +34,11 @@ from protocols.spec.sections import TrainSpec
 from protocols.types import Sample
 
 READER = ROOT / "models" / "clinic-reader"
-CARTRIDGES, EACH, TOKENS = 4, 2, 64
+CARTRIDGES, TOKENS = 4, 64
 PROMPT, RESPONSE, TOP = 32, 96, 20
 
 
-def train(rank: int, world: int, meeting: str, steps: int, out: Path) -> None:
+def train(rank: int, world: int, meeting: str, steps: int, each: int, out: Path) -> None:
     """Train a step to warm up and then `steps`; write the processor seconds of each."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     one_thread()
@@ -56,7 +56,7 @@ def train(rank: int, world: int, meeting: str, steps: int, out: Path) -> None:
     samples = [
         Sample(f"{name}/{i}", name, ids(PROMPT), ids(RESPONSE), (), (version,) * RESPONSE)
         for name in names
-        for i in range(EACH)
+        for i in range(each)
     ]
     drawn = torch.randn(len(samples) * RESPONSE, TOP, generator=torch.Generator().manual_seed(0))
     indices = torch.arange(TOP, dtype=torch.int32).repeat(len(drawn), 1)
@@ -72,14 +72,14 @@ def train(rank: int, world: int, meeting: str, steps: int, out: Path) -> None:
     out.write_text(json.dumps(lasted[1:]))
 
 
-def run(world: int, steps: int) -> list[float]:
+def run(world: int, steps: int, each: int) -> list[float]:
     """Return each step's processor seconds of the rank that took the most."""
     with tempfile.TemporaryDirectory() as folder:
         spawned = multiprocessing.get_context("spawn")
         files = [Path(folder) / str(rank) for rank in range(world)]
         meeting = f"file://{folder}/meet"
         processes = [
-            spawned.Process(target=train, args=(rank, world, meeting, steps, file))
+            spawned.Process(target=train, args=(rank, world, meeting, steps, each, file))
             for rank, file in enumerate(files)
         ]
         for process in processes:
@@ -96,8 +96,8 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
     """Return how many times less the busiest rank takes, and all figures."""
     alone, several = list[float](), list[float]()
     for _ in range(asked.rounds):
-        alone += run(1, asked.steps)
-        several += run(asked.ranks, asked.steps)
+        alone += run(1, asked.steps, asked.each)
+        several += run(asked.ranks, asked.steps, asked.each)
     one, most = statistics.median(alone), statistics.median(several)
     print(
         f"one process {one:.3f} s, of {asked.ranks} ranks at most {most:.3f} s: {one / most:.2f}x"
@@ -110,6 +110,11 @@ if __name__ == "__main__":
     benchmark(
         __doc__,
         measure,
-        {"--ranks": (2, "ranks"), "--steps": (5, "steps of a round"), "--rounds": (3, "rounds")},
+        {
+            "--ranks": (2, "ranks"),
+            "--each": (2, "samples of each cartridge"),
+            "--steps": (5, "steps of a round"),
+            "--rounds": (3, "rounds"),
+        },
         quick={"rounds": 1},
     )
