@@ -30,6 +30,7 @@ HELM_FOLDER := $(VENV)/helm
 PIP_OPTIONS ?=
 PINNED := -c constraints.txt
 BENCH ?=
+GPU ?=
 BASE ?= 9fc9f6f
 MINUTES ?= 24
 REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanation/test_time_compute.md
@@ -37,7 +38,7 @@ HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-slurm run run-real run-vllm serve test test-fast test-all bench-against \
-        lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean \
+        lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts gpu-check chaos clean \
         install-docs docs reference
 
 help: ## show this list
@@ -250,6 +251,9 @@ k8s-apiserver: install ## the cluster code against a real kube-apiserver, where 
 
 bench: install-vllm ## benchmarks against benchmarks/baseline.json, by ratio (BENCH=--quick: fewer)
 	$(BIN)/python -m benchmarks.record $(BENCH)
+
+gpu-check: install ## ten minutes on one H100, H200 or A100: numbers, a step's phases, memory (GPU=--tiny on a CPU)
+	$(BIN)/python -m benchmarks.gpu $(GPU)
 
 bench-vllm: install-vllm ## a cartridge on vLLM against prompt tokens, the document, and torch
 	$(BIN)/python -m benchmarks.vllm_throughput

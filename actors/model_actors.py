@@ -16,7 +16,7 @@ import torch
 from monarch.actor import Actor, endpoint
 from torch import Tensor
 
-from actors.base import ModelSource
+from actors.base import ModelSource, RankPlace
 from learning.cartridge.composition import composed
 from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.transfer import get_missing, since_of
@@ -25,8 +25,20 @@ from learning.decoding.decode_batch import generate
 from learning.decoding.grammar import Grammars
 from learning.losses.dpo import with_references
 from learning.model.decoder import LanguageModel
-from learning.model.document_kv import DocumentKVCache, document_kv, host_spill
-from learning.model.loading import flush_denormals, text_of, tokenizer_of
+from learning.model.distributed import divide_base, join
+from learning.model.document_kv import (
+    DocumentKVCache,
+    document_kv,
+    host_spill,
+    own_document_kv,
+)
+from learning.model.loading import (
+    claim_device,
+    flush_denormals,
+    load_model,
+    text_of,
+    tokenizer_of,
+)
 from learning.packing import context_of
 from learning.scoring import contexts_of, score_kept
 from protocols.ports import TensorPlane
@@ -138,18 +150,39 @@ class GeneratorActor(CartridgeReaderActor):
 
 class DocTeacherActor(ModelActor):
     """Score the sampled tokens of a call in one pass, samples of one document over one prefix. A
-    document's KV is computed once and reused (bounded LRU, then host memory)."""
+    document's KV is computed once and reused (bounded LRU, then host memory).
+
+    Several ranks divide the base and each document's KV. All get the same calls and compute the
+    same scores; rank 0 puts them into the plane, and the replies of the others are ignored.
+    """
 
     def __init__(
-        self, base: ModelSource, row_tokens: int, keep_top: int | None, keep_sampled: bool = False
+        self,
+        base: ModelSource,
+        row_tokens: int,
+        keep_top: int | None,
+        keep_sampled: bool = False,
+        silent_s: float = 60.0,
     ) -> None:
         """Send `keep_top` entries a token, or all logits for None. With `keep_sampled` also send
-        the sampled token's own log-probability."""
-        super().__init__(base)
+        the sampled token's own log-probability. A rank waits at most `silent_s` for another."""
+        place = RankPlace.here()
+        device = claim_device(base.device, place.rank)
+        whole = device if place.world == 1 else "cpu"  # divided before it moves to the device
+        super().__init__(base, partial(load_model, base.path, base.dtype, whole))
+        self._ranks = join(
+            place.rank, place.world, place.rendezvous, device=device.type, timeout_s=silent_s,
+            tensor=place.world,
+        )  # fmt: skip
+        divide_base(self._model, self._ranks)
+        self._model.to(device)
+        self._ranks.gather({})
+        if self._ranks.leads:
+            place.left()
         self._row_tokens = row_tokens
         self._keep_top, self._keep_sampled = keep_top, keep_sampled
         self._documents = DocumentKVCache(
-            partial(document_kv, self._model),
+            partial(own_document_kv, self._model),
             base.documents,
             base.max_kv_bytes,
             host_spill(self._model.device, base.host_kv_bytes),
@@ -159,12 +192,15 @@ class DocTeacherActor(ModelActor):
     async def score(self, stem: str, samples: Sequence[Sample]) -> ScoreOutput:
         """Put the teacher's distributions over every response token under a key of this stem."""
         begun, before = time.perf_counter(), self._documents.counts
-        prefixes = contexts_of(samples, self._documents)
-        tensors = score_kept(
-            self._model, samples, prefixes, self._row_tokens, self._keep_top,
-            keep_sampled=self._keep_sampled, prefix=context_of,
-        )  # fmt: skip
+        with self._ranks.abreast():
+            prefixes = contexts_of(samples, self._documents)
+            tensors = score_kept(
+                self._model, samples, prefixes, self._row_tokens, self._keep_top,
+                keep_sampled=self._keep_sampled, prefix=context_of,
+            )  # fmt: skip
         seconds = time.perf_counter() - begun
+        if not self._ranks.leads:
+            return ScoreOutput(seconds)
         packet = await self._put(stem, tensors)
         looked_up = self._documents.counts.since(before)
         return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), looked_up)

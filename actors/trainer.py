@@ -25,7 +25,7 @@ from learning.cartridge.sources import init_sources
 from learning.cartridge.transfer import put_changed
 from learning.checkpoint import read_checkpoint
 from learning.model.decoder import LanguageModel
-from learning.model.distributed import join, shard_base
+from learning.model.distributed import divide_base, join, shard_base
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import base_hash, claim_device, load_model, text_ids
 from learning.policy_scores import document_logprobs
@@ -60,18 +60,23 @@ class TrainerActor(ModelActor):
         token's score."""
         place = RankPlace.here()
         device = claim_device(base.device, place.rank)
-        # A base that is to be sharded is first loaded whole on the host.
-        shard = shard and place.world > 1
-        whole = "cpu" if shard else device
+        # A base that is to be divided is first loaded whole on the host.
+        tensor = learn.train.tensor_parallel
+        shard = shard and place.world > tensor
+        whole = "cpu" if shard or tensor > 1 else device
         super().__init__(base, partial(load_model, base.path, base.dtype, whole))
         model = self._model
         names = sorted(base.cartridges)
         given = open_start(learn, names, model)
         self._ranks = join(
-            place.rank, place.world, place.rendezvous, device=device.type, timeout_s=silent_s
-        )
+            place.rank, place.world, place.rendezvous, device=device.type, timeout_s=silent_s,
+            tensor=tensor,
+        )  # fmt: skip
+        divide_base(model, self._ranks)
         if shard:
             shard_base(model, self._ranks)
+        else:
+            model.to(device)
         bank = bank_of(model, base, learn, given)
         if given and self._ranks.leads:
             keep_record(Path(start_record), record_of(given, names, learn.cartridge))

@@ -4,12 +4,12 @@
     python -m benchmarks.step_gpu --shape tiny        # a CPU: the same code in seconds
     python -m benchmarks.step_gpu --shape 3b --dry    # no GPU: the 3B step counted on fake tensors
 
-Random weights (`benchmarks.phase_step` has the phases); 8 prompts of 200 tokens, each answered with
-512, about a document of 12,000, over a cartridge of 2,048. A bound takes a phase's FLOPs and
+Random weights (`benchmarks.gpu.phase_step` has the phases); 8 prompts of 200 tokens, each answered
+with 512, about a document of 12,000, over a cartridge of 2,048. A bound takes a phase's FLOPs and
 bytes (forge_run.plan.roofline) at the ceilings that this device reached just before. A phase that
 fails is printed with its error, the others go on over drawn tokens, and the exit code is 1. Where
-the student runs out of memory: `--micro-tokens 2848`. On a GPU the first step compiles attention,
-and is not measured.
+the student runs out of memory: `--micro-tokens 2848`. The first step warms up and is not measured.
+`python -m benchmarks.gpu` checks numbers, vLLM and memory too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from unittest.mock import patch
 import torch
 from torch.utils.benchmark import Timer
 
+from benchmarks.gpu.phase_step import PHASES, SETTINGS, PhaseStep, Setting, bounds
 from benchmarks.meters import FigureTable, one_thread
-from benchmarks.phase_step import PHASES, SETTINGS, PhaseStep, Setting, bounds
 from benchmarks.record import benchmark
 from forge_run.formatting import bytes_text, count_text
 from forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost
@@ -139,7 +139,7 @@ def _real_layouts() -> Iterator[None]:
     places = {
         "learning.step.pack": pack,
         "learning.scoring.pack": pack,
-        "benchmarks.phase_step.pack": pack,
+        "benchmarks.gpu.phase_step.pack": pack,
         "learning.model.attention.layout_of": layout_of,
         "torch.unique": torch.unique,
     }

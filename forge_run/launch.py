@@ -135,7 +135,9 @@ def _forks(spec: RunSpec) -> AbstractContextManager[Callable[[], None]]:
     """Return the run's fork server. It reads the model for the roles that compute on this host."""
     model, roles = spec.learn.model, [role for name, role in spec.roles if name in MODEL_ROLES]
     here = spec.mesh.hosts.kind == "local" and not all(role.gpus for role in roles)
-    return fork_server(PLANE_IMPORTS[spec.mesh.plane], (model.path, model.dtype) if here else None)
+    return fork_server(
+        PLANE_IMPORTS[spec.mesh.carrier], (model.path, model.dtype) if here else None
+    )
 
 
 class SignalFlag:
@@ -190,7 +192,7 @@ def _drive(
 
     # TorchStore's index is an actor of this process. Importing torch later, for the message that
     # spawns it, would hold up Monarch's threads for seconds, and the controller would seem dead.
-    import_plane(spec.mesh.plane)
+    import_plane(spec.mesh.carrier)
     if listen is not None:  # the default transport reaches this host only
         monarch.enable_transport(listen)
     # The controller supervises the mesh; only its own death reaches this process, and the next

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from actors.base import VLLM_REMEDY, gpus_here, missing_vllm
 from deploy.manifests.devices import GB, device_loads
-from deploy.manifests.sizing import known_size
+from deploy.manifests.sizing import known_size, tensor_parallel
 from forge_run.formatting import bytes_text
+from learning.model.decoder_config import decoder_config
 from protocols.secrets import secret_text
 from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.hosts import HostsSpec, is_loopback_host, is_tls
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
+from protocols.spec.model_shape import model_shape
 from protocols.spec.teacher_replay import ReplayTeacherSpec
 from protocols.spec.users.rows import ROW_SOURCES
 from protocols.spec.yaml_source import SourceLocation
 from services.hosts.handshake import host_and_port
 
 Fault = tuple[str, object, str, str]  # dotted key, value, what is wrong, remedy
+# Each operation of each token is a launch: 800,000 in a rollout of the published size, and no graph
+# (docs/explanation/performance.md).
+EMBEDDED = "cannot run on a GPU, the embedded sampler captures no graphs and waits for every token"
+ON_VLLM = "set generator.backend: vllm, the one GPU sampler, or 0"
 NO_GPU = "cannot run here, torch sees no GPU on this machine"
 
 
@@ -58,11 +65,18 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
     generator = spec.learn.generator
     if (replicas := spec.mesh.roles.trainer.replicas) != 1:
         why = "cannot run, one trainer owns the cartridges"
-        yield "roles.trainer.replicas", replicas, why, "use 1"
+        yield "roles.trainer.replicas", replicas, why, "use 1, and more procs"
     for name, role in spec.roles:
         procs, gpus = f"roles.{name}.procs", f"roles.{name}.gpus"
-        if role.procs != 1 and name != "trainer":
-            why = "cannot run, only the trainer works in several processes"
+        parts = tensor_parallel(spec.learn, name)
+        if name == "doc_teacher" and role.procs != parts:
+            why = f"cannot run, teacher.tensor_parallel is {parts}"
+            yield procs, role.procs, why, "make them equal, and use more replicas"
+        elif name == "trainer" and role.procs % parts:
+            why = f"cannot run, train.tensor_parallel ({parts}) does not divide it"
+            yield procs, role.procs, why, f"use a multiple of {parts}"
+        elif role.procs != 1 and name not in ("doc_teacher", "trainer"):
+            why = "cannot run, only trainer and doc_teacher work in several processes"
             yield procs, role.procs, why, "use 1, and more replicas"
         if name == "generator" and generator.backend == "vllm":
             if role.gpus not in (0, generator.tensor_parallel):
@@ -71,6 +85,8 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
                     f"({generator.tensor_parallel}) of them"
                 )
                 yield gpus, role.gpus, why, "make them equal"
+        elif name == "generator" and role.gpus:
+            yield gpus, role.gpus, EMBEDDED, ON_VLLM
         elif role.gpus and name not in MODEL_ROLES:
             yield gpus, role.gpus, "cannot run, it has no model there", "use 0"
         elif role.gpus > 1:
@@ -80,7 +96,38 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
             remedy = "use 0, or install a torch built for CUDA and check nvidia-smi"
             yield gpus, role.gpus, NO_GPU, remedy
     yield from vllm_faults(generator.backend)
+    yield from _divided_faults(spec.learn)
     yield from _device_faults(spec)
+
+
+def _divided_faults(learn: LearnSpec) -> Iterator[Fault]:
+    """Yield a fault for each tensor_parallel that the model or the start cannot be divided by."""
+    shape, config = model_shape(learn.model), Path(learn.model.path) / "config.json"
+    for section, parts in (
+        ("teacher", learn.teacher.tensor_parallel),
+        ("train", learn.train.tensor_parallel),
+    ):
+        key = f"{section}.tensor_parallel"
+        if parts == 1:
+            continue
+        if config.is_file() and decoder_config(json.loads(config.read_bytes())) is None:
+            why = "cannot run, it divides models of our own decoder (Llama, Qwen2, Qwen3, Mistral)"
+            yield key, parts, why, "use 1, and train.shard_base for the trainer"
+        elif shape is not None:
+            counts = (shape.heads, shape.kv_heads, shape.intermediate)
+            if any(count % parts for count in counts):
+                why = (
+                    "cannot run, it must divide the model's attention heads, key/value heads and "
+                    f"inner values ({', '.join(map(str, counts))})"
+                )
+                yield key, parts, why, "use a divisor of all three"
+    start = learn.cartridge.start
+    if learn.train.tensor_parallel > 1 and "attention_matching" in (
+        learn.cartridge.fresh,
+        None if start is None else start.pad,
+    ):
+        why = "cannot run with train.tensor_parallel, it reads the queries of all heads"
+        yield "cartridge.init", "attention_matching", why, "use first_tokens"
 
 
 def _link_faults(hosts: HostsSpec) -> Iterator[Fault]:

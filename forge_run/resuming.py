@@ -13,15 +13,18 @@ from protocols.spec.yaml_source import dump_yaml
 from services.run_directory import RunDirectory
 
 UNFINISHED = "unfinished"  # `resume` value for the latest run, unless it finished
-MAY_CHANGE = ("mesh.hosts", "mesh.roles.trainer.procs", "learn.train.shard_base")  # on resuming
+MAY_CHANGE = (  # on resuming
+    "mesh.hosts", "mesh.roles.trainer.procs", "learn.train.shard_base",
+    "learn.train.tensor_parallel", "mesh.roles.doc_teacher.procs", "learn.teacher.tensor_parallel",
+)  # fmt: skip
 
 
 def open_directory(
     spec: RunSpec, run_dir: Path | None, resume: str | None, tell: Callable[[str], None]
 ) -> tuple[RunDirectory, bool]:
     """Return a new run directory and False, or the one to resume and True. A resumed run must have
-    this spec, except for MAY_CHANGE: the hosts, which affect no result, and the trainer's ranks,
-    which affect rounding only. Raises CheckpointError otherwise."""
+    this spec, except for MAY_CHANGE: the hosts, which affect no result, and the ranks of
+    trainer and teacher, which affect rounding only. Raises CheckpointError otherwise."""
     root = (run_dir or Path("runs")).absolute()
     if resume == UNFINISHED:
         resume = _unfinished(spec, root, tell)

@@ -183,7 +183,8 @@ def response_tokens(
     if not len(read):  # a pass runs all the same where ranks gather the base together
         read = torch.zeros(1, dtype=torch.long)
     positions, read = packed.positions.to(device), read.to(device)
-    attention = FlatAttention(packed.lengths, packed.counts, positions, prefixes, read)
+    own = [model.own_heads(kv) for kv in prefixes]
+    attention = FlatAttention(packed.lengths, packed.counts, positions, own, read)
     with recomputing(model) if recompute_layers else nullcontext():
         hidden = model(packed.ids.to(device), positions, attention, read)
     chunk = chunk_tokens(model.vocabulary, logit_bytes)

@@ -44,15 +44,17 @@ def shared_logprobs(
         begins.append(begins[-1] + len(s.response_ids))
     found = torch.zeros(begins[-1], dtype=torch.float32, device=model.device)
     parts = _parts(samples, micro_tokens)
-    rounds = -(-len(parts) // ranks.world)
+    rounds = -(-len(parts) // ranks.data_world)
     for turn in range(rounds):
-        at = turn * ranks.world + ranks.rank
+        at = turn * ranks.data_world + ranks.data_rank
         part = parts[at] if at < len(parts) else range(0)
         if not part and not is_sharded(model):
             continue  # a sharded base is gathered by all ranks in every pass
         logprobs = response_logprobs(model, [samples[i] for i in part], prefixes, row_tokens)
         if part:
             found[begins[part.start] : begins[part.stop]] = logprobs
+    if ranks.rank % ranks.tensor:  # ranks of one copy have the same numbers: one adds them
+        found.zero_()
     ranks.add(found)
     return found
 

@@ -145,7 +145,7 @@ def train_step(
     tokens, fault = 0, ""
     for parameter in parameters.values():
         parameter.grad = None
-    for part in prepared.split(micro_tokens, ranks.rank, ranks.world, even=together):
+    for part in prepared.split(micro_tokens, ranks.data_rank, ranks.data_world, even=together):
         micro = prepared.micro_batch(
             part,
             lambda samples: pack(
@@ -208,6 +208,7 @@ def train_step(
         }
     )
     _check_agreement(found)
+    found = [*ranks.of_copies(found)]
     gap = SamplerGap.of_ranks([one["gap"] for one in found])
     gap.refuse(gap_bounds, version)
     tally.merge([one["sums"] for one in found], ranks.add_all, parameters)

@@ -65,7 +65,7 @@ class Mesh:
         self.plane_life = -1
         self.refill: Callable[[], Awaitable[None]] | None = None
         self._lives = itertools.count()
-        self._kind = spec.mesh.plane
+        self._kind = spec.mesh.carrier
         self._timeout_s = spec.mesh.call_timeout_s
 
     async def open_plane(self, store: Replica | None = None) -> None:
@@ -120,12 +120,12 @@ async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[TraceSpan], No
     host's loopback also runs here.
     """
     mesh, model = spec.mesh, spec.learn.model
-    import_plane(mesh.plane)
+    import_plane(mesh.carrier)
     local = mesh.hosts.kind == "local"
     service = await Service.of(
         this_host() if local else host_source(spec),
         here={} if local else dict.fromkeys(roles_here(spec), this_host()),
-        needed=versions(torchstore=mesh.plane == "torchstore"),
+        needed=versions(torchstore=mesh.carrier == "torchstore"),
         variables=role_variables(spec),
         health=mesh.health,
         spares=mesh.spares,
@@ -214,7 +214,7 @@ async def spawn_roles(
 
     Raises RunError that names the role and replica.
     """
-    store = spec.mesh.plane == "torchstore"
+    store = spec.mesh.carrier == "torchstore"
     local = spec.mesh.hosts.kind == "local"
     here = () if local else roles_here(spec)
     variables = role_variables(spec)

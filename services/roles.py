@@ -109,7 +109,8 @@ def role_arguments(
         return (*held, with_share(spec, size)) if learn.generator.backend == "vllm" else held
     top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
     if name == "doc_teacher":
-        return (base, learn.train.row_tokens, top, learn.objective.grpo.asks_document)
+        own = learn.objective.grpo.asks_document
+        return (base, learn.train.row_tokens, top, own, spec.mesh.call_timeout_s)
     if name == HINTED_TEACHER:
         return (base, learn.train.row_tokens, top, learn.train.staleness + 2)
     if name == "environment":

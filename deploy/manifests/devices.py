@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.manifests.sizing import ModelSize, role_needs
+from protocols.spec.hosts import HostsSpec
 from protocols.spec.mesh import RunSpec
 from protocols.spec.sections import GeneratorSpec
 
@@ -26,16 +28,36 @@ class DeviceLoad:
 
 
 def device_loads(spec: RunSpec, size: ModelSize) -> tuple[DeviceLoad, ...]:
-    """Return the load of each GPU of the host. Each process takes the GPUs that the fewest
-    processes use, as `services.pool.process` places it. Empty where `gpus` is not given."""
-    if spec.mesh.gpus is None:
+    """Return the load of each GPU of the hosts, host by host. On this host a process takes the GPUs
+    that the fewest processes use; of others, those that no process uses, with all ranks of a
+    replica on one host (`services.pool.process`). Empty where `gpus` is not given."""
+    gpus, hosts = spec.mesh.gpus, spec.mesh.hosts
+    if gpus is None:
         return ()
-    there: list[list[tuple[str, int]]] = [[] for _ in range(spec.mesh.gpus.count)]
+    local = hosts.kind == "local"
+    there: list[list[list[tuple[str, int]]]] = [
+        [[] for _ in range(gpus.count)] for _ in range(1 if local else gpu_hosts(hosts))
+    ]
     for name, role in spec.roles:
-        for _ in range(role.replicas * role.procs if role.gpus else 0):
-            for device in sorted(range(len(there)), key=lambda d: len(there[d]))[: role.gpus]:
-                there[device].append((name, process_bytes(spec, name, size)))
-    return tuple(DeviceLoad(d, tuple(processes)) for d, processes in enumerate(there))
+        for _ in range(role.replicas if role.gpus else 0):
+            host = min(there, key=lambda host: _crowding(host, role.procs * role.gpus))
+            for _ in range(role.procs):
+                for device in sorted(range(len(host)), key=lambda d: len(host[d]))[: role.gpus]:
+                    host[device].append((name, process_bytes(spec, name, size)))
+    every = (device for host in there for device in host)
+    return tuple(DeviceLoad(d, tuple(processes)) for d, processes in enumerate(every))
+
+
+def gpu_hosts(hosts: HostsSpec) -> int:
+    """Return the number of hosts that a mesh names; 1 where it is not known before the run."""
+    return hosts.slurm.nodes if hosts.slurm is not None else max(1, len(hosts.addresses))
+
+
+def _crowding(host: Sequence[Sequence[object]], wanted: int) -> tuple[bool, int]:
+    """Return what a replica avoids in a host: too few free GPUs, then more of them than it needs
+    (`services.pool.placement`)."""
+    free = sum(not device for device in host)
+    return free < wanted, free
 
 
 def with_share(spec: RunSpec, size: ModelSize | None) -> GeneratorSpec:

@@ -108,20 +108,24 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
     learn = spec.learn
     if name not in MODEL_ROLES:
         return MemoryNeeds(())
-    weights = ("weights", size.weights)
+    parts = tensor_parallel(learn, name)
+    weights = ("weights", part_bytes(size, parts))
     if name == "generator":
-        return MemoryNeeds((weights, *_generator(spec, size)), staging=published_bytes(learn, size))
+        own = [(what, count // parts) for what, count in _generator(spec, size)]
+        if learn.generator.backend == "vllm":  # of each process of an engine
+            own.append(("paged KV", round(learn.generator.kv_gib * GIB)))
+        return MemoryNeeds((weights, *own), staging=published_bytes(learn, size))
     if name == "trainer":
         ranks = spec.mesh.roles.trainer.procs
-        return _trainer(learn, size, trained_tokens(learn, ranks), ranks)
+        return _trainer(learn, size, trained_tokens(learn, -(-ranks // parts)), ranks // parts)
     flat = step_tokens(learn)
     prefix = learn.cartridge.tokens
     held = ("cartridge versions", _read_bytes(learn, size) * _sets(learn))
     if name == "doc_teacher":
         prefix = learn.data.document_tokens or prefix
         # A step's documents are held together, beyond the cache's bound where they exceed it.
-        together = flat.prefixes * prefix * size.kv_token
-        held = ("document KV", max(document_bytes(learn, size), together))
+        together = flat.prefixes * prefix * size.kv_token // parts
+        held = ("document KV", max(document_bytes(learn, size, parts), together))
     logits = min(flat.responses * size.shape.vocab * FLOAT, LOGIT_BYTES)
     return MemoryNeeds(
         (weights, held, ("attention scores", READ_COPIES * score_bytes(size, flat, prefix)),
@@ -137,15 +141,36 @@ def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
     if _reads_documents(learn):
         held.append(("document KV", document_bytes(learn, size)))
     if learn.generator.backend == "vllm":
-        return (*held, ("paged KV", round(learn.generator.kv_gib * GIB)))
+        return tuple(held)
     samples = -(-samples_of(learn) // spec.mesh.roles.generator.replicas)
     tokens = samples * sample_tokens(learn)
     logits = samples * size.shape.vocab * FLOAT
     return (*held, ("KV of samples", tokens * size.kv_token), ("logits", logits))
 
 
-def _trainer(learn: LearnSpec, size: ModelSize, flat: FlatShape, ranks: int) -> MemoryNeeds:
-    """Size one rank: only the base model, where it is sharded, and the batch are divided."""
+def tensor_parallel(learn: LearnSpec, name: str) -> int:
+    """Return how many processes of a role divide each layer of one copy of the base."""
+    of = {
+        "generator": learn.generator.tensor_parallel,
+        "doc_teacher": learn.teacher.tensor_parallel,
+        "trainer": learn.train.tensor_parallel,
+    }
+    return of.get(name, 1)
+
+
+def part_bytes(size: ModelSize, parts: int) -> int:
+    """Return the bytes of the weights that one of so many processes holds. The vocabulary is
+    divided where its number is (`learning.model.tensor_parallel`)."""
+    shape = size.shape
+    of_head = parts if shape.vocab % parts == 0 else 1
+    numbers = body_parameters(shape) // parts + head_parameters(shape) // of_head
+    return numbers * size.value_bytes
+
+
+def _trainer(learn: LearnSpec, size: ModelSize, flat: FlatShape, copies: int) -> MemoryNeeds:
+    """Size one rank of so many copies of the base. The base is divided where it is sharded or
+    tensor-parallel, the batch over the copies; cartridges, gradient and Adam are whole on each."""
+    parts = learn.train.tensor_parallel
     numbers = trainable_numbers(learn, size)
     one = learn.cartridge.tokens * size.kv_values * FLOAT
     bank = learn.cartridges * one
@@ -153,41 +178,46 @@ def _trainer(learn: LearnSpec, size: ModelSize, flat: FlatShape, ranks: int) -> 
     logits = min(flat.responses * size.shape.vocab * FLOAT, learn.train.logit_chunk_mb * 2**20)
     again = learn.train.recompute_layers
     items = (
-        ("weights", _held_weights(size, ranks) if learn.train.shard_base else size.weights),
+        ("weights", _held_weights(size, copies if learn.train.shard_base else 1, parts)),
         ("cartridges, gradient, Adam", numbers * TRAINER_BYTES),
         ("untrained cartridges", numbers * FLOAT),  # the next arm starts from them
         ("cartridges that read hints", numbers * FLOAT * (_sets(learn) - 1)),
         ("prefixes of a forward", flat.prefixes * (one + narrowed)),
         ("snapshots", _versions_bytes(learn, size, learn.train.staleness + 1) * _sets(learn)),
-        ("activations", activation_bytes(size, flat, again)),
+        ("activations", activation_bytes(size, flat, again, parts)),
         ("attention scores", TRAINED_COPIES * score_bytes(size, flat, learn.cartridge.tokens)),
         ("logits", LOSS_COPIES * logits),
     )
     documents = learn.data.patients * (learn.data.document_tokens or 0) * size.kv_token
     used = tuple((what, count) for what, count in items if count)
-    return MemoryNeeds(used, size.weights + documents + bank, numbers * STATE_BYTES)
+    return MemoryNeeds(used, part_bytes(size, parts) + documents + bank, numbers * STATE_BYTES)
 
 
-def _held_weights(size: ModelSize, ranks: int) -> int:
-    """Return a rank's bytes of a sharded base, and of what it gathers: a layer, the output head."""
-    if ranks == 1:
-        return size.weights
+def _held_weights(size: ModelSize, copies: int, parts: int) -> int:
+    """Return a rank's bytes of its part of the base; of one that is sharded over several copies
+    its share, and what it gathers: a layer, the output head."""
+    own = part_bytes(size, parts)
+    if copies == 1:
+        return own
     shape = size.shape
     gathered = body_parameters(shape) // shape.layers + head_parameters(shape)
-    return -(-size.weights // ranks) + gathered * size.value_bytes
+    return -(-own // copies) + gathered // parts * size.value_bytes
 
 
-def activation_bytes(size: ModelSize, flat: FlatShape, recompute: bool = False) -> int:
+def activation_bytes(
+    size: ModelSize, flat: FlatShape, recompute: bool = False, parts: int = 1
+) -> int:
     """Return bytes that a forward keeps for the backward, without attention's scores.
 
     Per layer and token these are the MLP's gate, its activation and up, queries, read values, keys,
     values, and both norms in float32. The base model is frozen, so no product keeps its input for a
-    weight's gradient. Layers that `recompute` keep their input, and one of them the rest.
+    weight's gradient. Layers that `recompute` keep their input, and one of them the rest. Of a
+    layer that is divided in `parts`, each has all of its input and norms, and a part of the rest.
     """
     shape = size.shape
     attention = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
     values = 3 * shape.intermediate + attention
-    each = values * size.value_bytes + 4 * shape.hidden * FLOAT
+    each = values * size.value_bytes // parts + 4 * shape.hidden * FLOAT
     inputs = shape.layers * shape.hidden * size.value_bytes if recompute else 0
     return flat.tokens * (inputs + (1 if recompute else shape.layers) * each)
 
@@ -264,12 +294,13 @@ def runs_bytes(learn: LearnSpec, size: ModelSize) -> int:
     return checkpoint_bytes(learn, size) * (learn.train.keep_checkpoints + 2 + arms)
 
 
-def document_bytes(learn: LearnSpec, size: ModelSize) -> int:
-    """Return bytes of the documents' KV that a cache keeps."""
+def document_bytes(learn: LearnSpec, size: ModelSize, parts: int = 1) -> int:
+    """Return bytes of the documents' KV that a cache keeps, in each of so many processes that
+    divide it."""
     data, most = learn.data, learn.teacher.max_kv_bytes
     if data.document_tokens is None:
         return most
-    return min(most, data.patients * data.document_tokens * size.kv_token)
+    return min(most, data.patients * data.document_tokens * size.kv_token // parts)
 
 
 def spilled_bytes(learn: LearnSpec, size: ModelSize) -> int:
@@ -277,8 +308,9 @@ def spilled_bytes(learn: LearnSpec, size: ModelSize) -> int:
     data, most = learn.data, learn.teacher.host_kv_bytes
     if data.document_tokens is None:
         return most
-    all_of_them = data.patients * data.document_tokens * size.kv_token
-    return min(most, all_of_them - document_bytes(learn, size))
+    parts = learn.teacher.tensor_parallel
+    all_of_them = data.patients * data.document_tokens * size.kv_token // parts
+    return min(most, all_of_them - document_bytes(learn, size, parts))
 
 
 def scores_bytes(learn: LearnSpec, size: ModelSize, flat: FlatShape) -> int:
@@ -344,6 +376,8 @@ def pod_resources(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> 
     """Return one replica's resources: a core per thread, and host memory as large as its needs. GPU
     roles get that memory too, because the overlay for CPUs removes the GPUs."""
     held = role_needs(spec, name, size).held
+    if name == "generator":  # an engine of several processes is one process here
+        held *= spec.learn.generator.tensor_parallel
     if name == "doc_teacher" and role.gpus:
         held = max(held, spilled_bytes(spec.learn, size))
     return _resources(role, held, shm=published_bytes(spec.learn, size))

@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.base import gpus_here
 from forge_run.formatting import TableSection, facts, lines
 from forge_run.launch import kill_mesh, monarch_environment
 from forge_run.listening import listen
-from forge_run.preflight import NO_GPU, Fault, located, vllm_faults
+from forge_run.preflight import EMBEDDED, ON_VLLM, Fault, located, vllm_faults
 from protocols.secrets import secret_text
 from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.loading import LoadedServeSpec, load_serve
@@ -62,7 +61,7 @@ def serve(loaded: LoadedServeSpec) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.environ.update(monarch_environment(spec.health))
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    shared = spec.generator.backend == "torch" and not spec.roles.generator.gpus
+    shared = spec.generator.backend == "torch"  # on a CPU: vLLM alone samples on GPUs
     model = (spec.model.path, spec.model.dtype) if shared else None
     with listening, fork_server(model=model) as ready:
         server = ServeProcess(spec, listening, ready)
@@ -121,10 +120,8 @@ def _faults(spec: ServeSpec) -> Iterator[Fault]:
     if role.procs != 1:
         yield "roles.generator.procs", role.procs, "cannot run", "use 1, and more replicas"
     yield from vllm_faults(spec.generator.backend)
-    if spec.generator.backend == "torch" and role.gpus > 1:
-        yield gpus, role.gpus, "cannot run, a model lies on one", "use 1"
-    elif spec.generator.backend == "torch" and role.gpus and not gpus_here():
-        yield gpus, role.gpus, NO_GPU, "use 0, or a torch built for CUDA"
+    if spec.generator.backend == "torch" and role.gpus:
+        yield gpus, role.gpus, EMBEDDED, ON_VLLM
     judge = spec.process_reward and spec.process_reward.judge
     for secret in judge.teacher.secrets if judge else ():
         if not secret_text(secret):

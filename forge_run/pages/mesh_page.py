@@ -41,7 +41,7 @@ def mesh(view: RunView, status: Mapping[str, Any] | None) -> dict[str, Any]:
     stacks = (view.run.path / "stacks").glob("*")
     return {
         "roles": roles, "pools": [] if status is None else status["pools"],
-        "plane": None if spec is None else spec.mesh.plane,
+        "plane": None if spec is None else spec.mesh.carrier,
         "hosts": None if spec is None else spec.mesh.hosts.kind,
         "changes": changes[: -MOST_CHANGES - 1 : -1],
         "stacks": sorted(file.name for file in stacks if file.is_file()),

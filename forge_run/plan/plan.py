@@ -15,16 +15,27 @@ from pathlib import Path
 from deploy.manifests.sizing import (
     TRAINER_BYTES,
     ModelSize,
+    checkpoint_bytes,
     known_size,
     matmul_parameters,
     model_size,
     published_bytes,
+    tensor_parallel,
+    touched_bytes,
     trainable_numbers,
 )
 from forge_run.formatting import TableSection, bytes_text, count_text, facts, lines, seconds_text
 from forge_run.plan import channels, datasets, documents, roofline, sizing
 from forge_run.plan.layout import layout_sections
-from forge_run.plan.roofline import A100, H200, MFU, DevicePeaks, PhaseCost, Workload
+from forge_run.plan.roofline import (
+    A100,
+    H200,
+    MFU,
+    DevicePeaks,
+    PhaseCost,
+    Workload,
+    divided,
+)
 from forge_run.preflight import resolved_place, unmet
 from learning.model.decoder_config import decoder_config
 from protocols.layout import length_warning
@@ -88,7 +99,7 @@ def _run_section(spec: RunSpec) -> TableSection:
             ("model", f"{spec.learn.model.path}, {spec.learn.model.dtype}"),
             ("data", _data_text(spec.learn)),
             ("run directory", f"{spec.default_run_root}/<run>"),
-            ("tensor plane", mesh.plane),
+            ("tensor plane", f"{mesh.carrier}: {mesh.carrier_reason}"),
             ("time-outs", f"{mesh.call_timeout_s:g} s a call, {mesh.spawn_timeout_s:g} s to start"),
         ),
     )
@@ -143,6 +154,7 @@ def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
     rows += [
         ("model", f"{weights} weights in matrix products, {bytes_text(size.weights)}"),
         ("decoder", _decoder_text(learn)),
+        *_divided_rows(learn, size),
         (
             "KV per token",
             f"{per_token:,} B = {shape.layers} layers x 2 x {shape.kv_heads} heads x "
@@ -158,6 +170,25 @@ def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
     ]
     rows += _document_rows(learn, per_token, spilling=bool(spec.mesh.roles.doc_teacher.gpus))
     return facts("memory", rows)
+
+
+def _divided_rows(learn: LearnSpec, size: ModelSize) -> list[tuple[str, str]]:
+    """Return a row on what ranks divide of a layer, where they do."""
+    found = {
+        role: parts
+        for role in ("generator", "doc_teacher", "trainer")
+        if (parts := tensor_parallel(learn, role)) > 1
+    }
+    if not found:
+        return []
+    shape = size.shape
+    of = ", ".join(f"{role} by {parts}" for role, parts in found.items())
+    whole = [role for role, parts in found.items() if shape.vocab % parts]
+    vocabulary = f"; the vocabulary is whole for {', '.join(whole)}" if whole else ""
+    return [
+        ("divided", f"{of}: {shape.heads} heads, {shape.kv_heads} of keys and values, "
+         f"{shape.intermediate:,} inner values{vocabulary}")
+    ]  # fmt: skip
 
 
 def _decoder_text(learn: LearnSpec) -> str:
@@ -176,8 +207,9 @@ def _document_rows(learn: LearnSpec, per_token: int, *, spilling: bool) -> list[
         also = f", and {bytes_text(beside)} in host memory" if beside else ""
         return [("document KV", f"{AT_RUN_TIME}; a teacher keeps {bytes_text(budget)}{also}")]
     each, documents = tokens * per_token, learn.data.patients
-    held = min(documents, budget // each)
-    spilled = min(documents - held, beside // each)
+    parts = learn.teacher.tensor_parallel  # each process has its heads of a document
+    held = min(documents, budget * parts // each)
+    spilled = min(documents - held, beside * parts // each)
     verdict = "all fit"
     if held < documents:
         verdict = f"{held} of {documents} fit"
@@ -189,7 +221,7 @@ def _document_rows(learn: LearnSpec, per_token: int, *, spilling: bool) -> list[
             f"about {tokens:,} tokens, {tokens / learn.cartridge.tokens:.1f}x a cartridge",
         ),
         ("document KV", f"{bytes_text(each)} each, {bytes_text(each * documents)} in all"),
-        ("teacher's cache", f"{bytes_text(budget)} a replica: {verdict}"),
+        ("teacher's cache", f"{bytes_text(budget * parts)} a replica: {verdict}"),
     ]
 
 
@@ -317,26 +349,41 @@ def step_phases(
     spec: RunSpec, shape: ShapeSpec, base: Workload
 ) -> tuple[tuple[PhaseCost, PhaseCost], ...]:
     """Return (least, most) of each phase on one device: all prompts of one document, or of many.
-    The work of a phase is shared by the replicas of its role, the trainer's by its ranks. The
+    The samples of a phase are shared by the replicas of its role, the trainer's by its copies of
+    the base. Ranks that divide a base share its work; what they exchange is not counted. The
     document re-read is for comparison; a step does not contain it."""
     roles, learn = spec.mesh.roles, spec.learn
 
     def pair(
-        phase: Callable[[ShapeSpec, Workload], PhaseCost], replicas: int
+        phase: Callable[[ShapeSpec, Workload], PhaseCost], role: str, copies: int
     ) -> tuple[PhaseCost, PhaseCost]:
-        samples = -(-base.samples // replicas)
+        samples = -(-base.samples // copies)
         low = replace(base, samples=samples)
         high = replace(low, distinct=min(samples, learn.data.patients))
-        return phase(shape, low), phase(shape, high)
+        parts = tensor_parallel(learn, role)
+        return divided(phase(shape, low), parts), divided(phase(shape, high), parts)
 
-    tokens = learn.cartridge.tokens
-    snapshot = roofline.publish(shape, learn.cartridges, tokens, base.value_bytes)
+    ranks = roles.trainer.procs // tensor_parallel(learn, "trainer")
+    moved = tuple(moved_phases(spec, ModelSize(shape, base.value_bytes)))
     return (
-        pair(roofline.rollout, roles.generator.replicas),
-        pair(roofline.teacher_cached, roles.doc_teacher.replicas),
-        pair(roofline.student, roles.trainer.procs),
-        (snapshot, snapshot),
-        pair(roofline.teacher_reading, roles.doc_teacher.replicas),
+        pair(roofline.rollout, "generator", roles.generator.replicas),
+        pair(roofline.teacher_cached, "doc_teacher", roles.doc_teacher.replicas),
+        pair(roofline.student, "trainer", max(1, ranks)),
+        *((one, one) for one in moved),
+        pair(roofline.teacher_reading, "doc_teacher", roles.doc_teacher.replicas),
+    )
+
+
+def moved_phases(spec: RunSpec, size: ModelSize) -> tuple[PhaseCost, PhaseCost]:
+    """Return what a step moves over one process's host link, of the cartridges that it changes at
+    most: the version, out of the trainer and into a reader, and the trainer's last state. The disk
+    that takes the state is not counted."""
+    learn = spec.learn
+    version = touched_bytes(learn, published_bytes(learn, size))
+    state = touched_bytes(learn, checkpoint_bytes(learn, size))
+    return (
+        PhaseCost("publish", 0.0, float(2 * version), over_link=True),
+        PhaseCost("last state", 0.0, float(state), over_link=True),
     )
 
 

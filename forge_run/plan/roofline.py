@@ -14,7 +14,7 @@ checks the formulas against counted FLOPs (tests/unit/benchmarks/test_counted.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deploy.manifests.sizing import (
     body_parameters,
@@ -93,6 +93,11 @@ class PhaseCost:
         if self.over_link:
             return self.bytes / device.link
         return max(self.flops / (device.mfu * device.flops), self.bytes / device.bandwidth)
+
+
+def divided(cost: PhaseCost, parts: int) -> PhaseCost:
+    """Return the cost for each of so many devices that divide a phase's layers evenly."""
+    return replace(cost, flops=cost.flops / parts, bytes=cost.bytes / parts)
 
 
 def linear_flops(shape: ShapeSpec, tokens: int, predicted: int) -> float:

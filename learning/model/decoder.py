@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from learning.model.decoder_config import DecoderConfig
+from learning.model.tensor_parallel import TensorRanks, embedded
 from protocols.errors import DataError
 from protocols.work import count
 
@@ -43,8 +44,10 @@ class Attention(Protocol):
 class LanguageModel(nn.Module):
     """Hold a frozen causal language model: its layers `base_model`, and the projection `lm_head`.
     `kv_shape` is (layers L, key/value heads H_kv, head size D), `vocabulary` the logits' width V,
-    `longest` the most positions that it was made for, None where its config has none."""
+    `longest` the most positions that it was made for, None where its config has none; `tensor` the
+    ranks that divide it (`learning.model.tensor_parallel`)."""
 
+    tensor: TensorRanks = TensorRanks()
     base_model: Any
     lm_head: Any
     kv_shape: tuple[int, int, int]
@@ -71,6 +74,14 @@ class LanguageModel(nn.Module):
         """Return final hidden states [M, width] of the tokens `read` [M], ascending, of ids and
         positions [N]; None: of all."""
         raise NotImplementedError
+
+    def own_heads(self, kv: Tensor) -> Tensor:
+        """Return a prefix [L, 2, H_kv, P, D] by the heads that this rank computes; one that has
+        those alone as it is."""
+        heads = self.kv_shape[1]
+        if self.tensor.size == 1 or kv.shape[2] != heads:
+            return kv
+        return kv[:, :, self.tensor.share(heads)]
 
     def frequencies(self) -> Tensor:
         """Return the radians per position of each rotated pair, [<= D/2] float64. Raises DataError
@@ -104,7 +115,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        self._config, self._index = config, index
+        self.config, self._index = config, index
+        self.tensor = TensorRanks()  # whose parts these are
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
         inner = config.heads * config.head_dim
 
@@ -125,26 +137,27 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Return the layer's output [M, width] of the tokens `read` of x [N, width]; None: of all.
         `cos` and `sin` [N, 1, D] are of the tokens' positions."""
-        config, size = self._config, self._config.head_dim
+        config, size = self.config, self.config.head_dim
+        heads, kv_heads = config.heads // self.tensor.size, config.kv_heads // self.tensor.size
         normed = F.rms_norm(x, (config.hidden,), self.input_norm, config.eps)
+        normed = self.tensor.enter(normed)
         if read is None:
             projected = F.linear(normed, self.qkv, self.qkv_bias).view(len(x), -1, size)
-            sizes = [config.heads, config.kv_heads, config.kv_heads]
-            q, k, v = torch.split(projected, sizes, dim=1)
+            q, k, v = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
             if self.q_norm is None:  # queries and keys lie side by side, and turn alike
-                turned = rotated(projected[:, : config.heads + config.kv_heads], cos, sin)
-                q, k = turned[:, : config.heads], turned[:, config.heads :]
+                turned = rotated(projected[:, : heads + kv_heads], cos, sin)
+                q, k = turned[:, :heads], turned[:, heads:]
             else:
                 q = rotated(self._normed(q, self.q_norm), cos, sin)
                 k = rotated(self._normed(k, self.k_norm), cos, sin)
         else:
-            asked = config.heads * size
+            asked = heads * size
             bias = self.qkv_bias
             of_q, of_kv = (None, None) if bias is None else (bias[:asked], bias[asked:])
-            q = F.linear(normed[read], self.qkv[:asked], of_q).view(len(read), config.heads, size)
+            q = F.linear(normed[read], self.qkv[:asked], of_q).view(len(read), heads, size)
             k, v = (
                 F.linear(normed, self.qkv[asked:], of_kv)
-                .view(len(x), 2 * config.kv_heads, size)
+                .view(len(x), 2 * kv_heads, size)
                 .chunk(2, dim=1)
             )
             q = rotated(self._normed(q, self.q_norm), cos[read], sin[read])
@@ -152,26 +165,34 @@ class DecoderLayer(nn.Module):
             x = x[read]
         count(len(k))
         seen = attention.attend(self._index, q, k, v, size**-0.5, config.windows[self._index])
-        x = x + F.linear(seen.flatten(1), self.out, self.out_bias)
+        x = x + self._summed(seen.flatten(1), self.out, self.out_bias)
         normed = F.rms_norm(x, (config.hidden,), self.post_norm, config.eps)
-        gate, up = F.linear(normed, self.gate_up).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, self.down)
+        gate, up = F.linear(self.tensor.enter(normed), self.gate_up).chunk(2, dim=-1)
+        return x + self._summed(F.silu(gate) * up, self.down, None)
+
+    def _summed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product with a weight that is divided by columns; the bias is added once."""
+        if self.tensor.size == 1:
+            return F.linear(x, weight, bias)
+        found = self.tensor.total(F.linear(x, weight))
+        return found if bias is None else found + bias
 
     def _normed(self, heads: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
             return heads
-        return F.rms_norm(heads, (self._config.head_dim,), weight, self._config.eps)
+        return F.rms_norm(heads, (self.config.head_dim,), weight, self.config.eps)
 
     def weights(self) -> Iterator[tuple[str, Tensor, slice]]:
-        """Return the layer's weights by their names in the files."""
-        config = self._config
-        asked, held = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        """Return the layer's weights by their names in the files: of a divided base, its parts."""
+        config, parts = self.config, self.tensor.size
+        asked = config.heads * config.head_dim // parts
+        held = config.kv_heads * config.head_dim // parts
         cuts = {
             "q_proj": slice(asked),
             "k_proj": slice(asked, asked + held),
             "v_proj": slice(asked + held, None),
         }
-        whole, inner = slice(None), config.intermediate
+        whole, inner = slice(None), config.intermediate // parts
         for name, rows in cuts.items():
             yield f"self_attn.{name}.weight", self.qkv, rows
             if self.qkv_bias is not None:
@@ -219,6 +240,7 @@ class DecoderLayers(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.tensor = TensorRanks()
         # Given its weights: drawing them on the meta device imports sympy and torch's compiler, a
         # second and 76 MB in every process.
         shape = config.vocabulary, config.hidden
@@ -229,7 +251,7 @@ class DecoderLayers(nn.Module):
     def forward(
         self, ids: Tensor, positions: Tensor, attention: Attention, read: Tensor | None
     ) -> Tensor:
-        x: Tensor = self.embed_tokens(ids)
+        x = embedded(self.embed_tokens, ids, self.config.vocabulary, self.tensor)
         frequencies = rope_frequencies(self.config.rope, self.config.head_dim)
         angles = positions[:, None].float() * frequencies.to(x.device)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

@@ -18,32 +18,58 @@ backward ends.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import socket
+import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
-from learning.model.decoder import LanguageModel
+from learning.model.decoder import Decoder, DecoderLayer, LanguageModel
+from learning.model.tensor_parallel import TensorRanks, divides_vocabulary, projected
 from protocols.errors import DataError, RanksLostError, RunError, StaleTokenError
 
+T = TypeVar("T")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
     """Describe rank `rank` of `world`, with its model on `device`: "cpu" or "cuda". A single rank
-    needs no group, and its collectives do nothing."""
+    needs no group, and its collectives do nothing. Each `tensor` ranks in a row divide one copy of
+    the base and get the same tokens; `mesh` is the DeviceMesh of ("data", "tensor")."""
 
     rank: int = 0
     world: int = 1
     device: str = "cpu"
+    tensor: int = 1
+    mesh: Any = None
+
+    @property
+    def data_rank(self) -> int:
+        """Return the number of this rank's copy of the base: it has that share of a batch."""
+        return self.rank // self.tensor
+
+    @property
+    def data_world(self) -> int:
+        """Return the number of copies of the base."""
+        return self.world // self.tensor
+
+    def of_copies(self, told: Sequence[T]) -> Sequence[T]:
+        """Return what one rank of each copy told, of a list by rank."""
+        return told[:: self.tensor]
 
     @property
     def leads(self) -> bool:
@@ -107,18 +133,30 @@ ALONE = ProcessGroup()
 
 
 def join(
-    rank: int, world: int, rendezvous: str, *, device: str = "cpu", timeout_s: float = 60.0
-) -> ProcessGroup:
+    rank: int, world: int, rendezvous: str, *, device: str = "cpu", timeout_s: float = 60.0,
+    tensor: int = 1,
+) -> ProcessGroup:  # fmt: skip
     """Connect to the other ranks; return the group once all `world` of them are connected.
 
     `rendezvous` is a URL of torch.distributed: "env://" for MASTER_ADDR and MASTER_PORT,
-    "tcp://10.0.0.7:29500" for an address of rank 0, "file:///a/new/path" on one host. gloo uses the
-    interface GLOO_SOCKET_IFNAME ("lo" on one host). A collective that takes longer than `timeout_s`
-    seconds fails. Raises RanksLostError when the others do not connect.
+    "tcp://10.0.0.7:29500" for an address of rank 0, "file:///a/new/path" on one host. gloo and
+    NCCL use the interfaces GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME ("lo" on one host). Where a
+    tcp:// address is given and these are not, it is the one that leads there. A collective that
+    takes longer than `timeout_s` seconds fails. Each `tensor` ranks in a row divide one base
+    (`divide_base`). Raises RanksLostError when the others do not connect, DataError where `tensor`
+    does not divide `world`.
     """
+    if world % tensor:
+        raise DataError(
+            f"{world} ranks cannot stand in groups of {tensor} (tensor_parallel); use a divisor"
+        )
     if world == 1:
         return ProcessGroup(device=device)
     ranks = ProcessGroup(rank, world, device)
+    address = urlsplit(rendezvous)
+    if address.scheme == "tcp" and address.hostname:
+        for variable in INTERFACES:
+            os.environ.setdefault(variable, interface_to(address.hostname))
     with _losing(ranks):
         dist.init_process_group(
             BACKENDS[device],
@@ -127,7 +165,31 @@ def join(
             world_size=world,
             timeout=timedelta(seconds=timeout_s),
         )
+        if tensor > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            shape = (world // tensor, tensor)
+            mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "tensor"))
+            ranks = replace(ranks, tensor=tensor, mesh=mesh)
     return ranks
+
+
+def interface_to(host: str) -> str:
+    """Return the network interface by which this host reaches `host`, which may be itself: ranks
+    connect there, and not where a host name happens to lead. Raises DataError without a route."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:  # sends nothing
+            one.connect((host, 9))
+            own = one.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                asked = struct.pack("256s", name.encode()[:15])
+                with suppress(OSError):  # an interface without an IPv4 address
+                    found = fcntl.ioctl(one.fileno(), SIOCGIFADDR, asked)
+                    if socket.inet_ntoa(found[20:24]) == own:
+                        return name
+    except OSError as error:
+        raise DataError(f"this host does not reach {host}, where the ranks meet: {error}") from None
+    raise DataError(f"no interface of this host has the address {own}, by which it reaches {host}")
 
 
 def leave(ranks: ProcessGroup) -> None:
@@ -149,16 +211,79 @@ def _losing(ranks: ProcessGroup) -> Iterator[None]:
         ) from error
 
 
+def divide_base(model: LanguageModel, ranks: ProcessGroup) -> None:
+    """Divide every layer in place over the ranks of one base; a single one keeps all. Before, every
+    rank has the whole model. Raises DataError for a model that cannot be divided so."""
+    if ranks.tensor == 1:
+        return
+    if not isinstance(model, Decoder):
+        raise DataError(
+            "tensor_parallel divides models of our own decoder (Llama, Qwen2, Qwen3, Mistral) "
+            "alone, and this one runs through transformers; use train.shard_base, or 1"
+        )
+    config = model.base_model.config
+    tensor = TensorRanks(
+        ranks.rank % ranks.tensor, ranks.tensor, ranks.mesh.get_group("tensor"),
+        partial(_losing, ranks),
+    )  # fmt: skip
+    for what, count in (
+        ("attention heads", config.heads),
+        ("key/value heads", config.kv_heads),
+        ("inner values of an MLP", config.intermediate),
+    ):
+        if count % tensor.size:
+            raise DataError(
+                f"tensor_parallel {tensor.size} does not divide this model's {count} {what}; use a "
+                "divisor"
+            )
+    model.tensor = model.base_model.tensor = tensor
+    for layer in model.base_model.layers:
+        _divide_layer(layer, tensor)
+    if divides_vocabulary(config.vocabulary, tensor.size):
+        rows = tensor.share(config.vocabulary)
+        embedding, head = model.base_model.embed_tokens, model.lm_head
+        tied = head.weight is embedding.weight
+        embedding.weight = _kept(embedding.weight[rows])
+        head.weight = embedding.weight if tied else _kept(head.weight[rows])
+
+
+def _divide_layer(layer: DecoderLayer, tensor: TensorRanks) -> None:
+    config, size = layer.config, layer.config.head_dim
+    asked, held = config.heads * size, config.kv_heads * size
+    of_q, of_kv, of_mlp = (tensor.share(n) for n in (asked, held, config.intermediate))
+
+    def rows(x: Tensor) -> nn.Parameter:
+        q, k, v = torch.split(x, [asked, held, held])
+        return _kept(torch.cat([q[of_q], k[of_kv], v[of_kv]]))
+
+    layer.qkv = rows(layer.qkv)
+    if layer.qkv_bias is not None:
+        layer.qkv_bias = rows(layer.qkv_bias)
+    layer.out = _kept(layer.out[:, of_q])
+    gate, up = layer.gate_up.chunk(2)
+    layer.gate_up = _kept(torch.cat([gate[of_mlp], up[of_mlp]]))
+    layer.down = _kept(layer.down[:, of_mlp])
+    layer.tensor = tensor
+
+
+def _kept(x: Tensor) -> nn.Parameter:
+    """Return a part of a weight, which keeps nothing of the rest in memory."""
+    return nn.Parameter(x.detach().clone(memory_format=torch.contiguous_format), False)
+
+
 def shard_base(model: LanguageModel, ranks: ProcessGroup) -> None:
-    """Shard every parameter in place, so that each rank holds its share; a single rank keeps all.
-    Before, every rank has the whole model in host memory. On "cuda" the shares move to the
-    device."""
-    if ranks.world == 1:
+    """Shard every parameter in place over the copies of the base, so that each rank holds its
+    share; a single copy is kept. Before, every rank has the whole model, or its parts of it, in
+    host memory. On "cuda" the shares move to the device."""
+    if ranks.data_world == 1:
         return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(ranks.device, (ranks.world,))
+    if ranks.mesh is None:
+        mesh = init_device_mesh(ranks.device, (ranks.world,))
+    else:
+        mesh = ranks.mesh["data"]
     base, head = model.base_model, model.lm_head
     embedding = base.embed_tokens
     tied = head.weight is embedding.weight
@@ -183,10 +308,8 @@ def vocabulary(model: LanguageModel) -> Callable[[Tensor], Tensor]:
     """Return the projection of hidden states [n, width] to logits [n, V] in float32. The head of a
     sharded base is gathered now (all ranks must call this), and freed with the result."""
     head = model.lm_head
-    if not is_sharded(model):
-        return lambda hidden: head(hidden).float()
-    weight = whole(head.weight)
-    return lambda hidden: F.linear(hidden, weight, head.bias).float()
+    weight = whole(head.weight) if is_sharded(model) else head.weight
+    return lambda hidden: projected(hidden, weight, head.bias, model.vocabulary, model.tensor)
 
 
 def held_bytes(model: LanguageModel) -> int:

@@ -22,13 +22,21 @@ from protocols.types import SEPARATOR, CacheStats
 PREFILL_CHUNK = 512  # tokens: bounds the activations while a long document is read
 
 
-@torch.no_grad()
 def document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]) -> Tensor:
     """Return keys (post-RoPE) and values of a token sequence read from position 0:
-    [L, 2, H_kv, T, D]. It is read in chunks, each attending to the chunks before it as a prefix."""
+    [L, 2, H_kv, T, D]. It is read in chunks, each attending to the chunks before it as a prefix.
+    The heads of a divided base are gathered: all its ranks must call this."""
+    return model.tensor.whole(own_document_kv(model, token_ids), 2)
+
+
+@torch.no_grad()
+def own_document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]) -> Tensor:
+    """Return `document_kv` by the heads alone that this rank of a divided base computes,
+    [L, 2, own H_kv, T, D]."""
     ids = torch.tensor(list(token_ids), device=model.device)
     positions = torch.arange(len(ids), device=model.device)
     layers, heads, size = model.kv_shape
+    heads //= model.tensor.size
     done = torch.empty((layers, 2, heads, len(ids), size), dtype=model.dtype, device=model.device)
     none = torch.zeros(0, dtype=torch.long, device=model.device)
     for start in range(0, len(ids), PREFILL_CHUNK):

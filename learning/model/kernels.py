@@ -43,20 +43,26 @@ class Kernel(Protocol):
 
 
 class _Flash:
+    """Computes narrow numbers in float32: the kernel rounds each part's outputs to theirs, before
+    parts are joined, which moved single log-probabilities by up to 0.18 nats in bfloat16."""
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, sums = _FLASH(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        mask = None if mask is None else _wide(mask)
+        out, sums = _FLASH(_wide(q), _wide(k), _wide(v), 0.0, causal, attn_mask=mask, scale=scale)
         return out, sums
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
         mask: Tensor | None, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        mask = None if mask is None else _wide(mask)
         by_query, by_key, by_value = _FLASH_BACKWARD(
-            grad, q, k, v, out, sums.contiguous(), 0.0, causal, attn_mask=mask, scale=scale
-        )
-        return by_query, by_key, by_value
+            _wide(grad), _wide(q), _wide(k), _wide(v), _wide(out), sums.contiguous(), 0.0, causal,
+            attn_mask=mask, scale=scale,
+        )  # fmt: skip
+        return by_query.to(q.dtype), by_key.to(k.dtype), by_value.to(v.dtype)
 
 
 class _Chunked:
@@ -140,5 +146,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16):
         flat: Tensor = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
         return flat.view(*a.shape[:2], *flat.shape[1:])
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return a.to(wide) @ b.to(wide)
+    return _wide(a) @ _wide(b)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -15,6 +15,7 @@ from torch import Tensor
 from learning.model.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder, rope_frequencies
 from learning.model.decoder_config import DecoderConfig, decoder_config
 from learning.model.distributed import whole
+from learning.model.tensor_parallel import whole_weight
 from protocols.errors import DataError, SpecError
 
 if TYPE_CHECKING:  # importing it takes seconds, which only code that renders text should pay
@@ -134,12 +135,14 @@ def text_ids(path: str) -> list[int]:
 
 def base_hash(model: LanguageModel) -> str:
     """Return the SHA-256 over every weight, by its name in the files, which proves that the base
-    did not change. A sharded base is gathered tensor by tensor: all ranks must call this."""
+    did not change. A sharded or divided base is gathered tensor by tensor: all ranks must call
+    this."""
     digest = hashlib.sha256()
     for name, tensor, rows in sorted(model.weights(), key=lambda one: one[0]):
         digest.update(name.encode())
         # A copy: numpy would pin the memory of a gathered weight, which its owner frees.
-        held = whole(tensor.detach())[rows].clone().cpu()
+        own = whole(tensor.detach())[rows]
+        held = whole_weight(name, own, model.vocabulary, model.tensor).clone().cpu()
         digest.update(held.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

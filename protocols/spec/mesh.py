@@ -106,8 +106,10 @@ class MeshSpec(SpecSection):
     hosts: HostsSpec = Field(
         default=HostsSpec(), description="where the roles run; a bare word is a kind"
     )
-    plane: Literal["torchstore", "shared_memory"] = Field(
-        default="torchstore", description="what carries tensors between processes"
+    plane: Literal["torchstore", "shared_memory", "auto"] = Field(
+        default="torchstore",
+        description="what carries tensors between processes; auto: shared_memory where all are on "
+        "one host, else torchstore",
     )
     roles: RolesSpec = Field(
         default=RolesSpec(), description="replicas and processes of every role"
@@ -159,6 +161,22 @@ class MeshSpec(SpecSection):
                 "set plane: torchstore",
             )
         return value
+
+    @property
+    def carrier(self) -> Literal["torchstore", "shared_memory"]:
+        """Return the tensor plane that is used."""
+        if self.plane != "auto":
+            return self.plane
+        return "shared_memory" if self.hosts.kind == "local" else "torchstore"
+
+    @property
+    def carrier_reason(self) -> str:
+        """Return why that plane is used, for people."""
+        if self.plane != "auto":
+            return "asked for"
+        if self.hosts.kind == "local":
+            return "all processes are on this host, and map one copy"
+        return f"hosts.kind is {self.hosts.kind}, and shared memory is one host's"
 
 
 class RunSpec(SpecSection):

@@ -322,6 +322,12 @@ class TeacherSpec(SpecSection):
         description="document KV that had to leave a GPU and is kept in host memory, bytes; not "
         "used on a CPU",
     )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="processes of one document teacher (roles.doc_teacher.procs) that divide each "
+        "layer of the base and every document's keys and values; max_kv_bytes is of each",
+    )
 
     @field_validator("retrieved")
     @classmethod
@@ -411,6 +417,13 @@ class TrainSpec(SpecSection):
         default=False,
         description="each of the trainer's processes (roles.trainer.procs) keeps its share of the "
         "base's layers and gathers a layer to run it",
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="processes of the trainer (roles.trainer.procs) in a row that divide each "
+        "layer of one copy of the base, by attention heads and by rows; the batch is divided over "
+        "the copies",
     )
     checkpoint_every: int = Field(
         default=50, ge=0, description="steps between checkpoints; 0 only at end"

@@ -11,7 +11,8 @@ follow from the layout and are never sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from urllib.parse import quote
 
 import torch
@@ -23,6 +24,7 @@ from protocols.types import TensorLayout
 ALIGNMENT = 64
 # The length of a file name (255 bytes) less a suffix: the smallest limit of the transports.
 MAX_KEY_BYTES = 240
+STAGED_AHEAD = 1  # copies of a device that are under way while an earlier one is written
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
@@ -71,12 +73,39 @@ def packed_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
     """
     filled = 0
     layout = layout_of(tensors)
-    for name, _, _, start, end in _spans(layout):
-        source = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
+    copies = staged([tensors[name] for name, *_ in layout.entries])
+    for (_, _, _, start, end), copy in zip(_spans(layout), copies, strict=True):
+        source = copy.resolve_conj().resolve_neg().contiguous()
         yield memoryview(bytes(start - filled))
         yield source.reshape(-1).view(torch.uint8).numpy().data
         filled = end
     yield memoryview(bytes(packed_bytes(layout) - filled))
+
+
+def staged(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield each tensor in host memory, without gradient. A tensor of a CUDA device is copied into
+    page-locked memory, and the next one's copy is under way while a caller uses it."""
+    waiting = deque[tuple[torch.Tensor, Callable[[], object]]]()
+    for tensor in tensors:
+        waiting.append(_begin_copy(tensor.detach()))
+        if len(waiting) > STAGED_AHEAD:
+            copy, wait = waiting.popleft()
+            wait()
+            yield copy
+    for copy, wait in waiting:
+        wait()
+        yield copy
+
+
+def _begin_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+    """Begin to copy a tensor to the host; return the copy, and what waits for its end."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu(), lambda: None
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(tensor.device))
+    return copy, done.synchronize
 
 
 def unpack(buffer: torch.Tensor, layout: TensorLayout) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 free GPUs            only hosts that have as many as the process asks for, where that is known
 own workers first    a role's replicas go to the workers of that role, else to those of any
+fullest first        a process with GPUs goes where the fewest are left that suffice, so that
+                     one which asks for a whole host finds it
 fewest first         of hosts with room, the one with the fewest processes, the earlier of equals
 spares               only on workers of any role and any number, so a spare takes no replica's slot
 """
@@ -23,7 +25,11 @@ def choose(
         for h in hosts
         if h is not without and h.well and h.fits(role) and h.has_room and _has_gpus(h, gpus)
     ]
-    return min(free, key=lambda h: (h.worker.role != role, len(h.processes)), default=None)
+
+    def order(h: ProcessHost) -> tuple[bool, int, int]:
+        return h.worker.role != role, (h.free_gpus or 0) if gpus else 0, len(h.processes)
+
+    return min(free, key=order, default=None)
 
 
 def never_fits(hosts: Sequence[ProcessHost], role: str, gpus: int) -> bool:

@@ -1,13 +1,16 @@
 """Ranks of a trainer as processes: what they train, written down for a test to compare.
 
     python -m rank_jobs OUT JOB [JOB ...]
+    python -m rank_jobs OUT JOB [JOB ...] --ranks 2 3 --meet 10.77.0.2:29500   # of several hosts
 
 Everything slow is done once, before this process forks its ranks; each job has a world of its own,
-of the first so many of them. A rank writes OUT/<job>.<rank>.json, and rank 0 the cartridges.
+of the first so many of them. A rank writes OUT/<job>.<rank>.json, and rank 0 the cartridges. Ranks
+of several hosts meet at an address of rank 0's, a port further for each job.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -26,11 +29,20 @@ from twins import Twin, build
 
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
-from learning.model.distributed import ALONE, ProcessGroup, held_bytes, join, leave, shard_base
-from learning.model.document_kv import document_kv
+from learning.model.distributed import (
+    ALONE,
+    ProcessGroup,
+    divide_base,
+    held_bytes,
+    join,
+    leave,
+    local,
+    shard_base,
+)
+from learning.model.document_kv import document_kv, own_document_kv
 from learning.model.loading import load_model
 from learning.packing import LOGIT_BYTES
-from learning.scoring import TeacherDistribution
+from learning.scoring import TeacherDistribution, response_logprobs
 from learning.trainer import CartridgeTrainer
 from protocols.spec.policy_gradient import GrpoSpec
 from protocols.spec.sections import TrainSpec
@@ -115,6 +127,52 @@ def sharded(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
         weight: Any = model.base_model.layers[1].gate_up
         weight.to_local()[-1, -1] += 1e-3
     done["base_hashes"].append(trainer.base_hash())
+    return done
+
+
+def divided(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
+    """The same over a base whose layers are divided over two ranks, and sharded over the copies;
+    then one number of one rank's part is moved."""
+    model = load_model(str(house.twin.path))
+    divide_base(model, ranks)
+    shard_base(model, ranks)
+    spec = in_chunks(TRAIN, 5 * 97 * LOGIT_BYTES).model_copy(update={"recompute_layers": True})
+    trainer = trainer_of(replace(house.twin, model=model), spec, ranks, keep_token_scores=True)
+    trainer.begin("all", STEPS)
+    done = told(job, house, trainer, curve(trainer, house))
+    done["base_hashes"] = [trainer._state.base_hash, trainer.base_hash()]
+    if ranks.rank == 1:
+        local(model.base_model.layers[1].down).view(-1)[:1] += 1e-3
+    done["base_hashes"].append(trainer.base_hash())
+    done["held"] = held_bytes(model)
+    return done
+
+
+def divided_reader(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
+    """The shipped reader, whose vocabulary two ranks divide: a document, scores of it, one step."""
+    samples = [Sample(f"s{i}", "p", (7, 8, 9 + i), (11, 12, 13), (), (0,) * 3) for i in range(3)]
+    logits = torch.randn(9, 1458, generator=torch.Generator().manual_seed(0))
+    whole = OBJECTIVE.model_copy(update={"micro_tokens": None})
+    done = {}
+    for name in ("whole", "divided"):
+        model = load_model(str(READER))
+        if name == "divided":
+            divide_base(model, ranks)
+        at = tuple(range(5, 45))
+        kv, own = document_kv(model, at), own_document_kv(model, at)
+        scores = response_logprobs(model, samples, {"p": own}, 24)
+        bank = first_tokens({"p": kv}, 8, 1)
+        alone = ranks if name == "divided" else ALONE
+        trainer = CartridgeTrainer(model, bank, TRAIN, objective=whole, ranks=alone)
+        trainer.begin("doc", 3)
+        result = trainer.step(samples, TeacherDistribution(logits=logits), 0)
+        grad = trainer.bank.trainable["p"].grad
+        assert grad is not None
+        done[name] = {
+            "kv": kv.flatten()[::97].tolist(), "own": list(own.shape), "scores": scores.tolist(),
+            "base_hash": trainer.base_hash(), "kl": result.kl, "grad_norm": result.grad_norm,
+            "grad": grad.flatten()[::31].tolist(), "held": held_bytes(model),
+        }  # fmt: skip
     return done
 
 
@@ -225,6 +283,9 @@ JOBS: dict[str, tuple[int, Callable[[str, House, ProcessGroup], dict[str, Any]]]
     "several": (1, several),
     "several_two": (2, several),
     "tied": (2, tied),
+    "divided": (2, divided),
+    "grid": (4, divided),
+    "divided_reader": (2, divided_reader),
     "half": (2, resumed),
     "more": (1, resumed),
     "rest": (3, resumed),
@@ -236,29 +297,45 @@ JOBS: dict[str, tuple[int, Callable[[str, House, ProcessGroup], dict[str, Any]]]
 }
 
 
-def run_rank(house: House, rank: int, jobs: list[str]) -> None:
-    for job in jobs:
+TENSOR = {"divided": 2, "grid": 2, "divided_reader": 2}  # ranks that divide one base
+
+
+def run_rank(house: House, rank: int, jobs: list[str], meet: str) -> None:
+    for number, job in enumerate(jobs):
         world, work = JOBS[job]
         if rank < world:
             timeout_s = SILENT_TIMEOUT_S if job == "silent" else 600.0
-            ranks = join(rank, world, f"file://{house.out}/{job}.meet", timeout_s=timeout_s)
+            at = f"file://{house.out}/{job}.meet"
+            if meet:
+                host, _, port = meet.partition(":")
+                at = f"tcp://{host}:{int(port) + number}"
+            ranks = join(rank, world, at, timeout_s=timeout_s, tensor=TENSOR.get(job, 1))
             done = work(job, house, ranks)
             leave(ranks)
             (house.out / f"{job}.{rank}.json").write_text(json.dumps(done))
 
 
-def main(out: Path, jobs: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("jobs", nargs="+", choices=JOBS)
+    parser.add_argument("--ranks", nargs="+", type=int, help="of this host; all by default")
+    parser.add_argument("--meet", default="", help="HOST:PORT of rank 0, of ranks of several hosts")
+    asked = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    twin = build("llama", out / "llama")
-    house = House(out, twin, lessons_of(twin))
+    if not asked.meet:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    first = min(asked.ranks or [0])
+    twin = build("llama", asked.out / f"llama{first or ''}")
+    house = House(asked.out, twin, lessons_of(twin))
     children = []
-    for rank in range(max(JOBS[job][0] for job in jobs)):
+    most = max(JOBS[job][0] for job in asked.jobs)
+    for rank in range(most) if asked.ranks is None else asked.ranks:
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                run_rank(house, rank, jobs)
+                run_rank(house, rank, asked.jobs, asked.meet)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -267,8 +344,8 @@ def main(out: Path, jobs: list[str]) -> None:
                 os._exit(code)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    (out / "codes.json").write_text(json.dumps(codes))
+    (asked.out / f"codes{first or ''}.json").write_text(json.dumps(codes))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.phase_step import SETTINGS, bounds
+from benchmarks.gpu.phase_step import SETTINGS, bounds
 from benchmarks.step_gpu import dry
 from forge_run.plan.roofline import EXPLICIT
 

@@ -14,6 +14,11 @@ TWO: dict[str, Any] = {"roles.trainer.procs": 2, "evaluate.arms": ["on_policy"]}
 SHARDED: dict[str, Any] = {**TWO, "train.shard_base": True}
 
 
+DIVIDED: dict[str, Any] = {
+    **TWO, "train.tensor_parallel": 2, "teacher.tensor_parallel": 2, "roles.doc_teacher.procs": 2,
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks over a sharded base that nobody disturbs."""
@@ -61,6 +66,20 @@ def test_two_ranks_over_a_sharded_base_train_what_one_process_trains(
     events = rows(sharded / "events.jsonl")
     (ready,) = [e for e in events if e["event"] == "role_ready" and e["role"] == "trainer"]
     assert (ready["replicas"], len(set(ready["pids"]))) == (1, 2)
+    assert not [e for e in events if e["event"] == "replica_lost"]
+
+
+def test_a_base_divided_over_two_trains_what_one_process_trains(
+    tmp_path: Path, finished: Finished
+) -> None:
+    """Trainer and document teacher divide every layer over two processes each."""
+    process = run_to_end(command(tmp_path, **DIVIDED))
+    assert process.returncode == 0, process.stdout + process.stderr
+    path = latest(tmp_path)
+    same_curve(path, finished.path)
+    events = rows(path / "events.jsonl")
+    pids = {e["role"]: len(set(e["pids"])) for e in events if e["event"] == "role_ready"}
+    assert (pids["trainer"], pids["doc_teacher"]) == (2, 2)
     assert not [e for e in events if e["event"] == "replica_lost"]
 
 

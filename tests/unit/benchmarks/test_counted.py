@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 
+from benchmarks.gpu.phase_step import SETTINGS, PhaseStep, Setting, bounds
 from benchmarks.meters import counted
-from benchmarks.phase_step import SETTINGS, PhaseStep, Setting, bounds
 from deploy.manifests.sizing import (
     body_parameters,
     head_parameters,

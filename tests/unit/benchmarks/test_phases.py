@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.phase_step import PHASES, SETTINGS, PhaseStep, Setting
+from benchmarks.gpu.phase_step import PHASES, SETTINGS, PhaseStep, Setting
 from benchmarks.step_gpu import measure, measured, published_bound
 from forge_run.plan.roofline import DevicePeaks, Workload
 from protocols.spec.sections import ShapeSpec

@@ -46,5 +46,10 @@ def test_a_run_goes_on_on_other_hosts_or_ranks_and_with_no_other_spec(tmp_path: 
     assert open_directory(elsewhere, tmp_path, first.id, print) == (first, True)
     ranks = spec("roles.trainer.procs=2", "train.shard_base=true")
     assert open_directory(ranks, tmp_path, first.id, print) == (first, True)
+    divided = spec(
+        "roles.trainer.procs=2", "train.tensor_parallel=2", "roles.doc_teacher.procs=2",
+        "teacher.tensor_parallel=2",
+    )  # fmt: skip
+    assert open_directory(divided, tmp_path, first.id, print) == (first, True)
     with pytest.raises(CheckpointError, match=r"it differs in learn\.train\.lr\. Resume with"):
         open_directory(spec("train.lr=0.5"), tmp_path, "", print)

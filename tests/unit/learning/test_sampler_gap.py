@@ -11,14 +11,21 @@ import torch
 from channel_setup import ALL, Done, bank_of, changed, do, prefixes, scene, trained
 from torch import Tensor
 
+from learning.decoding import decode_cache
+from learning.decoding.decode_batch import generate
+from learning.model import attention, kernels
+from learning.model.document_kv import document_kv
+from learning.model.loading import load_model
 from learning.packing import ChunkedLogits
 from learning.sampler_gap import DEFAULTS, GapBounds, SamplerGap, gap_bounds, sampled_tokens
+from learning.scoring import response_logprobs
 from learning.trainer import CartridgeTrainer
 from protocols.errors import PublishError, StaleTokenError
+from protocols.files import REPOSITORY
 from protocols.spec.objective import ObjectiveSpec
 from protocols.spec.sections import SamplerGapSpec, TrainSpec
 from protocols.train_batch import PolicySample, TrainBatch
-from protocols.types import Sample
+from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 
 if TYPE_CHECKING:
     from twins import Twin
@@ -240,3 +247,32 @@ def test_the_greedy_deficit_is_the_trainer_s_own(twin: Twin) -> None:
     assert expected > 0.1
     with pytest.raises(PublishError, match="version 9 cannot be scored"):
         trainer.greedy_deficit(samples, 9)
+
+
+@pytest.mark.parametrize("kernel", [kernels.FLASH, kernels.CHUNKED], ids=["flash", "chunked"])
+def test_in_bfloat16_sampler_and_trainer_agree(
+    kernel: kernels.Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shipped reader over a cartridge of 64 tokens: 256 tokens, decoded one by one and then
+    scored in one pass, by the kernel of a CPU and by that of other devices."""
+    for module in (attention, decode_cache):
+        monkeypatch.setattr(module, "kernel_for", lambda _: kernel)
+    model = load_model(str(REPOSITORY / "models" / "clinic-reader"), "bfloat16")
+    draws = torch.Generator().manual_seed(1)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(5, 1400, (count,), generator=draws).tolist())
+
+    kv = document_kv(model, ids(64))
+    drawn, ref = Sampling(max_tokens=32), PrefixRef("cartridge/p", 0)
+    requests = [GenerateRequest(str(i), ids(12 + i), ref, drawn, i) for i in range(8)]
+    done = generate(model, requests, lambda _: kv, frozenset())
+    samples = [
+        Sample(r.id, "p", r.prompt_ids, one.token_ids, one.logprobs, one.versions)
+        for r, one in zip(requests, done, strict=True)
+    ]
+    own = response_logprobs(model, samples, {"p": kv}, 64)
+    gap = (own - torch.tensor([x for one in done for x in one.logprobs])).abs()
+    assert len(gap) == 256
+    assert 0 < gap.mean() <= 0.01
+    assert gap.max() <= 0.1

@@ -89,6 +89,7 @@ def test_what_keeps_it_from_starting(tmp_path: Path, capsys: pytest.CaptureFixtu
     for setting, said in (
         ("http.key_env=FORGE_NO_SUCH_KEY", "export it, or set http.key_env to null"),
         ("model.path=/nowhere", "has no config.json"),
+        ("roles.generator.gpus=1", "set generator.backend: vllm, the one GPU sampler, or 0"),
         ("http.listen=203.0.113.1:1", "set http.key_env to an environment variable"),
     ):
         assert forge(["serve", SERVE, "--set", setting, "--set", f"library={tmp_path}"]) == 2

@@ -6,15 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rank_jobs import JOBS, STEPS
 from safetensors.torch import load_file
+from twins import Twin
 
-from learning.model.distributed import ALONE, join
-from protocols.errors import RunError
+from learning.model.decoder import LanguageModel
+from learning.model.distributed import ALONE, ProcessGroup, divide_base, held_bytes, join
+from learning.model.loading import load_model
+from protocols.errors import DataError, RunError
 from protocols.records.token_scores import decoded
 
 Told = dict[str, list[dict[str, Any]]]
@@ -26,7 +30,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
     subprocess.run([sys.executable, "-m", "rank_jobs", str(out), *JOBS], check=True, timeout=240)
     # Rank 1 dies in the last job, on purpose.
-    assert json.loads((out / "codes.json").read_text()) == [0, 3, 0]
+    assert json.loads((out / "codes.json").read_text()) == [0, 3, 0, 0]
     return out
 
 
@@ -51,7 +55,7 @@ def assert_same_curve(found: list[dict[str, Any]], expected: list[dict[str, Any]
         assert ours["cosines"] == pytest.approx(theirs["cosines"], abs=1e-4)
 
 
-@pytest.mark.parametrize("job", ["two", "three"])
+@pytest.mark.parametrize("job", ["two", "three", "grid"])
 def test_ranks_tell_every_token_s_score(told: Told, job: str) -> None:
     (alone,) = told["one"]
     assert sum(len(result["token_scores"]) for result in alone["results"]) > STEPS
@@ -89,7 +93,9 @@ def test_ranks_make_the_updates_that_one_makes(told: Told, out: Path) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("job", ["two", "three", "sharded", "several_two", "rest", "nan"])
+@pytest.mark.parametrize(
+    "job", ["two", "three", "sharded", "several_two", "divided", "grid", "rest", "nan"]
+)
 def test_every_rank_holds_the_same_bits_and_tells_the_same(told: Told, job: str) -> None:
     first, *others = told[job]
     assert len(others) == JOBS[job][0] - 1
@@ -105,6 +111,54 @@ def test_a_checkpoint_moves_between_numbers_of_ranks(told: Told, out: Path) -> N
     assert_same_curve(found, told["one"][0]["results"])
     manifest = json.loads((out / "half/version-000002/manifest.json").read_text())
     assert manifest["facts"]["position"] == {"by": 0}  # written by rank 0 alone
+
+
+@pytest.mark.parametrize("job", ["divided", "grid"])
+def test_ranks_over_a_divided_base_train_what_one_trains(told: Told, out: Path, job: str) -> None:
+    """Layers divided over two ranks; and over two of four, with the copies sharded and the batch
+    between them."""
+    (alone,) = told["one"]
+    for ours, theirs in zip(told[job][0]["results"], alone["results"], strict=True):
+        assert ours["kl"] == pytest.approx(theirs["kl"], rel=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    assert_same_curve(told[job][0]["results"], alone["results"])
+    ours, theirs = (load_file(out / f"{j}.safetensors")["trainable"] for j in (job, "one"))
+    # Six updates of Adam, which divides by the gradient's size, however small.
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5)
+    whole = held_bytes(load_model(str(out / "llama")))
+    # The vocabulary of 97 is not divided by two: every rank has embedding and head.
+    vocabulary = 2 * 97 * 64 * 4
+    for rank in told[job]:
+        copies = len(told[job]) // 2
+        expected = ((whole - vocabulary) / 2 + vocabulary) / copies
+        assert rank["held"] == pytest.approx(expected, rel=0.02)
+        before, after, moved = rank["base_hashes"]
+        assert before == after != moved
+        assert before == told["sharded"][0]["base_hashes"][0]
+
+
+def test_a_divided_base_reads_and_scores_what_the_whole_one_does(told: Told) -> None:
+    """The reader, whose vocabulary is divided, and whose embedding is its projection."""
+    for rank in told["divided_reader"]:
+        whole, divided = rank["whole"], rank["divided"]
+        assert divided["held"] == pytest.approx(whole["held"] / 2, rel=0.01)
+        assert (whole["own"], divided["own"]) == ([4, 2, 2, 40, 32], [4, 2, 1, 40, 32])
+        assert divided["base_hash"] == whole["base_hash"]
+        assert divided["kl"] == pytest.approx(whole["kl"], rel=1e-6)
+        assert divided["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5)
+        for name in ("kv", "scores", "grad"):
+            ours, theirs = torch.tensor(divided[name]), torch.tensor(whole[name])
+            assert (ours - theirs).norm() < 1e-5 * theirs.norm(), name
+
+
+def test_what_a_base_cannot_be_divided_by_is_named(llama: Twin) -> None:
+    with pytest.raises(DataError, match="4 ranks cannot stand in groups of 3"):
+        join(0, 4, "file:///nowhere", tensor=3)
+    ranks = ProcessGroup(0, 3, tensor=3, mesh=SimpleNamespace(get_group=lambda _: None))
+    with pytest.raises(DataError, match="3 does not divide this model's 4 attention heads"):
+        divide_base(llama.model, ranks)
+    with pytest.raises(DataError, match="models of our own decoder"):
+        divide_base(LanguageModel(), ranks)
 
 
 def test_a_sharded_base_is_held_in_parts_and_is_the_same(told: Told) -> None:

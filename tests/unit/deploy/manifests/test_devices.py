@@ -7,13 +7,49 @@ from pathlib import Path
 import pytest
 
 from deploy.manifests.devices import CONTEXT_BYTES, VLLM_BYTES, device_loads, with_share
-from deploy.manifests.sizing import model_size, role_needs
+from deploy.manifests.sizing import model_size, part_bytes, role_needs
 from forge_run.cli import forge
 from forge_run.preflight import unmet
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
 
 MESH = str(Path(__file__).parents[4] / "meshes/longhealth_3b_1gpu.yaml")
+
+
+MESHES = Path(MESH).parent
+
+
+@pytest.mark.parametrize(
+    ("mesh", "roles"),
+    [
+        ("longhealth_3b_8gpu", ["generator"] * 4 + ["doc_teacher"] * 2 + ["trainer"] * 2),
+        # A whole host is left to the trainer: the other two fill one.
+        ("llama70b_2x8", ["generator"] * 4 + ["doc_teacher"] * 4 + ["trainer"] * 8),
+    ],
+)
+def test_larger_meshes_have_one_process_a_gpu_and_fit(mesh: str, roles: list[str]) -> None:
+    spec = load_spec(str(MESHES / f"{mesh}.yaml")).spec
+    loads = device_loads(spec, model_size(spec.learn.model))
+    assert [[role for role, _ in load.processes] for load in loads] == [[role] for role in roles]
+    assert spec.mesh.gpus is not None
+    assert max(load.held for load in loads) <= 0.8 * spec.mesh.gpus.gb * 1e9
+    assert not [fault for fault in unmet(spec) if "gpus.gb" in fault.text]
+
+
+def test_a_base_that_is_divided_is_held_in_parts() -> None:
+    """By hand: 80 layers of 855,638,016 weights, and 8,192 x 128,256 of the head, in bfloat16."""
+    spec = load_spec(str(MESHES / "llama70b_2x8.yaml")).spec
+    size = model_size(spec.learn.model)
+    whole = 2 * (80 * 855_638_016 + 8192 * 128_256)
+    for role, parts in (("generator", 4), ("doc_teacher", 4), ("trainer", 8)):
+        assert dict(role_needs(spec, role, size).items)["weights"] == whole // parts
+    # A quarter of four documents of 12,000 tokens of 327,680 bytes.
+    held = dict(role_needs(spec, "doc_teacher", size).items)["document KV"]
+    assert held == 4 * 12_000 * 327_680 // 4
+    # Whole on each: 4 cartridges of 2,047 trained tokens, 16 bytes a number.
+    bank = dict(role_needs(spec, "trainer", size).items)["cartridges, gradient, Adam"]
+    assert bank == 4 * 2047 * 163_840 * 16
+    assert part_bytes(size, 5) == 2 * (80 * 855_638_016 // 5 + 8192 * 128_256)  # 128,256 / 5
 
 
 def spec_of(*sets: str) -> RunSpec:

@@ -29,7 +29,7 @@ def test_a_key_has_type_bounds_default_meaning_and_file() -> None:
         ("data.held_out", "a number, > 0, <= 1", "1.0"),
         ("teacher.top_k", "a whole number or full", "20"),
         ("loss.direction", None, None),
-        ("plane", "one of torchstore, shared_memory", "'torchstore'"),
+        ("plane", "one of torchstore, shared_memory, auto", "'torchstore'"),
         ("rollout.chunk", "a whole number or null, >= 1", "null"),
         ("train.recompute_layers", "true or false", "false"),
         ("roles.trainer.threads", "a whole number, >= 1", "1"),

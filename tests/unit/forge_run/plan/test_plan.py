@@ -156,6 +156,41 @@ def test_replicas_share_a_phase_and_documents_are_no_more_than_there_are() -> No
     assert phases["student"][0] == roofline.student(LLAMA_3B, STEP)
 
 
+def test_a_step_of_the_one_gpu_mesh_takes_at_most_its_two_seconds_by_count() -> None:
+    """With what it moves over the host's link: eight cartridges of 235 MB out of the trainer and
+    into the sampler, and their 1.41 GB of state each. The disk is not counted."""
+    spec = load_spec(str(REPOSITORY / "meshes/longhealth_3b_1gpu.yaml")).spec
+    phases = {low.name: high for low, high in step_phases(spec, LLAMA_3B, STEP)}
+    cartridge = 2048 * 57_344
+    assert phases["publish"].bytes == 8 * 2 * cartridge * 2
+    assert phases["last state"].bytes == 8 * (2047 * 57_344 * 12 + 57_344 * 4)
+    del phases["teacher, document re-read"]
+    assert sum(phase.seconds(roofline.H200) for phase in phases.values()) <= 2.1
+
+
+def test_ranks_that_divide_a_base_share_its_work() -> None:
+    mesh = str(REPOSITORY / "meshes/llama70b_2x8.yaml")
+    spec = load_spec(mesh).spec
+    shape = spec.learn.model.shape
+    assert shape is not None
+    phases = {low.name: low for low, _ in step_phases(spec, shape, STEP)}
+    for name, alone, parts in (
+        ("rollout", roofline.rollout, 4),
+        ("teacher", roofline.teacher_cached, 4),
+        ("student", roofline.student, 8),
+    ):
+        whole = alone(shape, STEP)
+        assert (phases[name].flops, phases[name].bytes) == (
+            whole.flops / parts,
+            whole.bytes / parts,
+        )
+    told = rows(planned("llama70b_2x8.yaml"), "memory")["divided"]
+    assert told == (
+        "generator by 4, doc_teacher by 4, trainer by 8: 64 heads, 8 of keys and values, 28,672 "
+        "inner values",
+    )
+
+
 def test_a_cache_too_small_for_all_documents_says_how_many_fit() -> None:
     small = "teacher.max_kv_bytes=4000000000"  # 2 x 1.376 GB fit, 3 do not
     for host, gpus, verdict in [

@@ -80,7 +80,7 @@ BAD_FILES = [
      "known here: replicas, procs, threads, gpus, router, attempts, max_ongoing, restarts, "
      "autoscale"),
     (M, "plane: torchstore", "plane: sharedmemory",
-     f"plane must be one of torchstore, shared_memory: got 'sharedmemory' at {M}:5 (plane); "
+     f"plane must be one of torchstore, shared_memory, auto: got 'sharedmemory' at {M}:5 (plane); "
      "did you mean shared_memory?"),
     (M, "name: tiny", "name: Tiny-1",
      "name must be lower-case letters, digits and _, a letter first: got 'Tiny-1' "
@@ -255,9 +255,8 @@ BAD_OVERRIDES = [
     ("train.stpes=3",
      "unknown key stpes at --set train.stpes=3 (train.stpes); did you mean steps? known here: "
      "steps, lr, lr_scale, warmup_steps, clip, updates_per_rollout, minibatches, staleness, seed, "
-     "row_tokens, logit_chunk_mb, recompute_layers, shard_base, checkpoint_every, offline_texts, "
-     "keep_checkpoints, compose, sampler_gap, "
-     "warm_start"),
+     "row_tokens, logit_chunk_mb, recompute_layers, shard_base, tensor_parallel, "
+     "checkpoint_every, offline_texts, keep_checkpoints, compose, sampler_gap, warm_start"),
     ("rollout.kinds=[recite",
      "the text must be valid YAML: expected ',' or ']', but got '<stream end>' at "
      "--set rollout.kinds=[recite:1; check indentation, colons, quotes and brackets"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -91,3 +92,19 @@ def test_names_follow_the_run_directory_they_make() -> None:
         }
     )
     assert RunSpec(mesh=spec, learn=learn).default_run_root.as_posix() == "runs/a_1"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "plane", "carrier", "reason"),
+    [
+        ({"kind": "local"}, "auto", "shared_memory", "all processes are on this host"),
+        ({"kind": "slurm", "insecure": True}, "auto", "torchstore", "hosts.kind is slurm"),
+        ({"kind": "local"}, "torchstore", "torchstore", "asked for"),
+    ],
+)
+def test_auto_picks_a_plane_and_says_why(
+    hosts: dict[str, Any], plane: str, carrier: str, reason: str
+) -> None:
+    mesh = MeshSpec.model_validate({"name": "m", "config": "c", "hosts": hosts, "plane": plane})
+    assert mesh.carrier == carrier
+    assert mesh.carrier_reason.startswith(reason)

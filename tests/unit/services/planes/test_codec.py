@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from second_device import elsewhere
 
 from protocols.errors import PlaneError
 from protocols.types import TensorLayout
-from services.planes.codec import check_key, layout_of, pack, packed_bytes, packed_chunks, unpack
+from services.planes.codec import (
+    check_key,
+    layout_of,
+    pack,
+    packed_bytes,
+    packed_chunks,
+    staged,
+    unpack,
+)
 
 DTYPES = (
     torch.bool,
@@ -145,3 +156,28 @@ def test_bad_keys_are_refused(key: str) -> None:
 @pytest.mark.parametrize("key", ["a", "cartridge/patient_01@7", "a.b..c", "/a", "ü 1"])
 def test_good_keys_pass(key: str) -> None:
     assert check_key(key) == key
+
+
+def test_the_next_copy_is_under_way_while_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device whose copies take their time: begun and awaited by hand."""
+    log: list[str] = []
+
+    def begin(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+        name = str(int(tensor))
+        log.append(f"begin {name}")
+        return tensor, lambda: log.append(f"wait {name}")
+
+    monkeypatch.setattr("services.planes.codec._begin_copy", begin)
+    for copy in staged([torch.tensor(i) for i in range(3)]):
+        log.append(f"use {int(copy)}")
+    assert log == [
+        "begin 0", "begin 1", "wait 0", "use 0", "begin 2", "wait 1", "use 1", "wait 2", "use 2",
+    ]  # fmt: skip
+
+
+def test_what_lies_on_another_device_is_packed_by_value() -> None:
+    named = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(5).bfloat16()}
+    expected = b"".join(packed_chunks(named))
+    with elsewhere():
+        there = {name: tensor.to("elsewhere") for name, tensor in named.items()}
+        assert b"".join(packed_chunks(there)) == expected

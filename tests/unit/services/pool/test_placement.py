@@ -98,6 +98,16 @@ def gpu_host(name: str, gpus: int | None, *taken: int) -> ProcessHost:
     return found
 
 
+def test_a_process_with_gpus_goes_where_the_fewest_are_left_that_suffice() -> None:
+    """So that the one which asks for a whole host finds it."""
+    hosts = [gpu_host("a", 8), gpu_host("b", 8)]
+    assert choose(hosts, "generator", None, 4) is hosts[0]
+    hosts = [gpu_host("a", 8), gpu_host("b", 8, 0, 1, 2, 3)]
+    assert choose(hosts, "doc_teacher", None, 4) is hosts[1]
+    assert choose(hosts, "trainer", None, 8) is hosts[0]
+    assert choose(hosts, "environment") is hosts[0]  # without one: where the fewest processes are
+
+
 def test_a_ninth_process_with_a_gpu_goes_to_no_host_of_eight() -> None:
     full, other = gpu_host("a", 8, *range(8)), gpu_host("b", 8, *range(7))
     assert choose([full], "generator", gpus=1) is None

@@ -44,6 +44,7 @@ from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Samp
 
 TOP = 20
 NAME = "document"
+LOGIT_SPREAD = 1.1  # standard deviation of random logits; weights of width 3,072 have one of 0.02
 PHASES = ("rollout", "teacher", "student", "publish")
 
 
@@ -96,7 +97,7 @@ def random_model(shape: ShapeSpec, dtype: str, device: torch.device) -> Decoder:
         if name.endswith("norm"):
             parameter.fill_(1.0)
         else:
-            parameter.normal_(0.0, 0.02, generator=draws)
+            parameter.normal_(0.0, LOGIT_SPREAD / shape.hidden**0.5, generator=draws)
     return model
 
 

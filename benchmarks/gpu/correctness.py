@@ -1,0 +1,190 @@
+"""Check on a device that the numbers are right, before any of them is timed.
+
+Attention against float64, a step against the same step in float32 on the CPU, the sampler against
+the trainer, and the student against a teacher that reads the same numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.gpu.phase_step import synchronize
+from benchmarks.gpu.rows import Check, Outcome
+from benchmarks.gpu.scene import NAME, CheckScene
+from learning.decoding.decode_batch import generate
+from learning.losses.doc_kl import doc_kl
+from learning.model.attention import attend
+from learning.model.decoder import Decoder
+from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.model.layout import layout_of
+from learning.packing import context_of, pack, response_logits, token_logprobs
+from learning.sampler_gap import DEFAULTS
+from learning.scoring import TeacherDistribution, contexts_of, response_logprobs, score_kept, top_k
+from protocols.spec.objective import LossSpec
+from protocols.types import Completion, Sample
+
+SPREADS = (1, 3, 6)  # standard deviations of scores
+OVER_TORCH = 1.5  # times the error of torch's own attention
+GAP_MEAN, GAP_MAX = DEFAULTS["bfloat16", "vllm"]  # nats; a run refuses a step beyond them
+# Nats, between bfloat16 and float32: its rounding alone. A wrong position or head costs whole nats.
+ROUNDED_MEAN, ROUNDED_MAX = 0.05, 0.5
+COSINE = 0.999  # of two gradients, of bfloat16 and of float32
+ALIGNED = 1e-3  # nats a token; a shift by one token costs whole nats
+TOP = 20
+
+
+def correctness(scene: CheckScene) -> list[Check]:
+    """Return the rows of this module, in order."""
+    gap = f"mean <= {GAP_MEAN:g}, max <= {GAP_MAX:g} nats"
+    return [
+        *(
+            Check(
+                f"attention in bfloat16, score spread {spread}",
+                f"error <= {OVER_TORCH:g} x torch's own",
+                lambda spread=spread: _attention(scene, spread),  # type: ignore[misc]
+            )
+            for spread in SPREADS
+        ),
+        Check(
+            "step against float32 on the CPU",
+            f"mean <= {ROUNDED_MEAN:g}, max <= {ROUNDED_MAX:g} nats; slopes' cosine >= {COSINE:g}",
+            lambda: _step(scene),
+        ),
+        Check("embedded sampler against the trainer", gap, lambda: _sampler(scene)),
+        Check(
+            "whole document as the cartridge", f"doc_kl <= {ALIGNED:g} nats a token",
+            lambda: _alignment(scene),
+        ),
+    ]  # fmt: skip
+
+
+def attention_errors(device: torch.device, spread: int) -> tuple[float, float]:
+    """Return the norms of the errors against float64 of our attention and of torch's in bfloat16,
+    over a prefix and own tokens, where scores have a standard deviation of `spread`."""
+    heads, shared, size, prefix, own = 6, 2, 64, 512, 128
+    draws = torch.Generator().manual_seed(spread)
+
+    def drawn(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=draws) * scale).bfloat16().to(device)
+
+    q = drawn(own, heads, size, scale=spread**0.5)
+    k = drawn(prefix + own, shared, size, scale=spread**0.5)
+    v = drawn(prefix + own, shared, size)
+    seen = torch.ones(own, prefix + own, dtype=torch.bool, device=device).tril(prefix)
+
+    def of_torch(dtype: torch.dtype) -> Tensor:
+        asked, keys, values = (x.transpose(0, 1)[None].to(dtype) for x in (q, k, v))
+        found = F.scaled_dot_product_attention(
+            asked, keys, values, seen, scale=size**-0.5, enable_gqa=True
+        )
+        return found[0].transpose(0, 1)
+
+    exact = of_torch(torch.float64)
+    kv = torch.stack([k[:prefix].transpose(0, 1), v[:prefix].transpose(0, 1)])
+    layout = layout_of([own], [1], torch.arange(prefix, prefix + own, device=device))
+    found = attend(q, k[prefix:], v[prefix:], layout, [kv], size**-0.5)
+    ours, theirs = ((x.double() - exact).norm().item() for x in (found, of_torch(torch.bfloat16)))
+    return ours, theirs
+
+
+def _attention(scene: CheckScene, spread: int) -> Outcome:
+    ours, theirs = attention_errors(scene.device, spread)
+    over = ours / theirs
+    return Outcome(f"{over:.2f} x", over <= OVER_TORCH, {"over_torch": over})
+
+
+def _student(
+    model: Decoder, cartridge: Tensor, samples: list[Sample], teacher: TeacherDistribution
+) -> tuple[Tensor, Tensor, float]:
+    """Return log-probabilities [N], the cartridge's gradient, both float32 on the CPU, and doc_kl
+    a token."""
+    kv = cartridge.detach().to(model.device, torch.float32).requires_grad_()
+    rows = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
+    packed = pack(samples, {NAME: kv.shape[3]}, rows)
+    logits = response_logits(model, packed, [kv.to(model.dtype)])
+    total, count = doc_kl(logits, teacher, LossSpec(form="tail"))
+    (total / count).backward()
+    synchronize(model.device)
+    assert kv.grad is not None
+    own = token_logprobs(logits.detach(), packed.targets)
+    return own.cpu(), kv.grad.cpu(), float(total.detach()) / count
+
+
+def _step(scene: CheckScene) -> Outcome:
+    work = scene.setting.reference
+    there, here = scene.shallow()
+    document = scene.ids(work.document)
+    samples = [
+        scene.sample(i, scene.ids(work.response), prompt=scene.ids(work.prompt))
+        for i in range(work.samples)
+    ]
+    with torch.no_grad():
+        kv = document_kv(here, document)
+        rows = work.sample_tokens
+        packed = pack(samples, {NAME: work.document}, rows)
+        teacher = TeacherDistribution(None, *top_k(response_logits(here, packed, [kv]), TOP))
+    cartridge = kv[..., : work.cartridge, :].contiguous()
+    exact, slope, loss = _student(here, cartridge, samples, teacher)
+    found, gradient, near = _student(there, cartridge, samples, teacher)
+    gap = (found - exact).abs()
+    cosine = F.cosine_similarity(gradient.flatten().double(), slope.flatten().double(), dim=0)
+    mean, most, alike = gap.mean().item(), gap.max().item(), cosine.item()
+    figures = {
+        "mean": mean, "max": most, "cosine": alike, "doc_kl": near, "doc_kl_exact": loss,
+        "norm_ratio": (gradient.norm() / slope.norm()).item(), "layers": scene.setting.layers,
+    }  # fmt: skip
+    return Outcome(
+        f"mean {mean:.2g}, max {most:.2g} nats; cosine {alike:.5f}",
+        mean <= ROUNDED_MEAN and most <= ROUNDED_MAX and alike >= COSINE,
+        figures,
+    )
+
+
+def gap_outcome(scene: CheckScene, done: list[Completion], cartridge: Tensor) -> Outcome:
+    """Return the gap between a sampler's log-probabilities of what it drew over a cartridge
+    [L, 2, H_kv, P, D] and the trainer's."""
+    samples = [scene.sample(i, one.token_ids, one.logprobs) for i, one in enumerate(done)]
+    rows = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
+    own = response_logprobs(scene.model, samples, {NAME: cartridge}, rows).double().cpu()
+    told = torch.tensor([x for one in done for x in one.logprobs], dtype=torch.float64)
+    gap = (own - told).abs()
+    mean, most = gap.mean().item(), gap.max().item()
+    return Outcome(
+        f"mean {mean:.2g}, max {most:.2g} nats of {len(gap)} tokens",
+        mean <= GAP_MEAN and most <= GAP_MAX,
+        {"mean": mean, "max": most, "tokens": len(gap)},
+    )
+
+
+def _sampler(scene: CheckScene) -> Outcome:
+    tokens = min(64, scene.setting.step.work.response)
+    done = generate(
+        scene.model, scene.requests(tokens=tokens), lambda _: scene.cartridge, frozenset()
+    )
+    return gap_outcome(scene, done, scene.cartridge)
+
+
+def _alignment(scene: CheckScene) -> Outcome:
+    work = scene.setting.step.work
+    samples = [scene.sample(i, scene.ids(work.response)) for i in range(min(2, work.samples))]
+    kv = scene.document_kv
+    cache = DocumentKVCache(lambda _: kv, {NAME: scene.document}, kv.nbytes)
+    kept = score_kept(
+        scene.model, samples, contexts_of(samples, cache), work.sample_tokens, TOP,
+        prefix=context_of,
+    )  # fmt: skip
+    with torch.no_grad():
+        packed = pack(samples, {NAME: work.document}, work.sample_tokens)
+        logits = response_logits(scene.model, packed, [kv.float().to(kv.dtype)])
+        total, count = doc_kl(logits, TeacherDistribution(**kept), LossSpec(form="tail"))
+        # What a shift by one token would give: the row sees what it is there for.
+        shifted = TeacherDistribution(**{name: x.roll(1, 0) for name, x in kept.items()})
+        wrong, _ = doc_kl(logits, shifted, LossSpec(form="tail"))
+    each, off = total.item() / count, wrong.item() / count
+    return Outcome(
+        f"{each:.1e} nats a token (shifted by one: {off:.2g})",
+        abs(each) <= ALIGNED < off,
+        {"doc_kl": each, "shifted": off},
+    )

@@ -1,0 +1,160 @@
+"""Check vLLM's engine with cartridges against the trainer, and what it costs to start."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.base import ModelSource, NoPlane, missing_vllm
+from actors.engine_generator import build_engine, environment
+from benchmarks.gpu.correctness import GAP_MAX, GAP_MEAN, gap_outcome
+from benchmarks.gpu.phase_step import bounds, synchronize
+from benchmarks.gpu.rows import Check, Outcome
+from benchmarks.gpu.scene import NAME, CheckScene
+from deploy.manifests.devices import process_bytes
+from deploy.manifests.sizing import model_size
+from forge_run.plan.roofline import DevicePeaks
+from protocols.spec.sections import GeneratorSpec
+from protocols.types import Completion, GenerateRequest
+
+START_SECONDS = 240.0  # to load, compile and capture graphs
+SHORT = 32  # tokens of a response where numbers are compared
+PART_OF_GPU = 0.9  # most of the device's memory that an engine is given
+
+
+def engine(scene: CheckScene, ceilings: Callable[[], DevicePeaks]) -> list[Check]:
+    """Return the rows of this module, in order. All need the engine that the first one starts."""
+    if missing_vllm():
+        return []
+    held = _Started(scene)
+    gap = f"mean <= {GAP_MEAN:g}, max <= {GAP_MAX:g} nats"
+    return [
+        Check("vLLM starts and compiles", f"<= {START_SECONDS:g} s", held.start),
+        Check("vLLM against the trainer", gap, held.compared),
+        Check("hot swap", f"old and new at once; each {gap}", held.swapped),
+        Check("rollout on vLLM", "beside its roofline", lambda: held.rollout(ceilings)),
+    ]
+
+
+class _Started:
+    """Hold the engine, from the row that starts it on."""
+
+    def __init__(self, scene: CheckScene) -> None:
+        self._scene = scene
+
+    @cached_property
+    def _engine(self) -> Any:
+        scene, setting = self._scene, self._scene.setting
+        with tempfile.TemporaryDirectory(prefix="forge-gpu-check-") as made:
+            path = scene.write_model(Path(made))
+            base = ModelSource(str(path), setting.step.dtype, 1, {"none": (1,)}, 1 << 20, NoPlane())
+            os.environ.update(environment(base))
+            share = None
+            if scene.device.type == "cuda":
+                spec = scene.spec
+                needed = process_bytes(spec, "generator", model_size(spec.learn.model))
+                whole = torch.cuda.get_device_properties(scene.device).total_memory
+                share = min(PART_OF_GPU, needed / whole)
+            # The number of tokens of a step is a prompt's and its response's: no longer ones occur.
+            return build_engine(
+                base,
+                frozenset(),
+                GeneratorSpec(
+                    backend="vllm", block_tokens=setting.block_tokens, chunk_tokens=2048,
+                    kv_gib=setting.kv_gib, gpu_share=share,
+                ),
+            )  # fmt: skip
+
+    def start(self) -> Outcome:
+        begun = time.perf_counter()
+        self._engine.hold({(NAME, 0): self._scene.cartridge})
+        seconds = time.perf_counter() - begun
+        begun = time.perf_counter()
+        self._run(self._scene.requests(tokens=2)[:1])
+        first = time.perf_counter() - begun
+        return Outcome(
+            f"{seconds:.1f} s, and {first:.2f} s to a first response of two tokens",
+            seconds <= START_SECONDS,
+            {"start_s": seconds, "first_s": first},
+        )
+
+    def _run(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Return the completions in the order of the requests. Raises RuntimeError for one that was
+        refused."""
+        for request in requests:
+            self._engine.add(request.id, request, request.prefix)
+        done: dict[str, Completion] = {}
+        while len(done) < len(requests):
+            for key, news in self._engine.step():
+                if isinstance(news, Completion):
+                    done[key] = news
+        for one in done.values():
+            if one.error:
+                raise RuntimeError(one.error)
+        return [done[request.id] for request in requests]
+
+    def _length(self) -> int:
+        return min(SHORT, self._scene.setting.step.work.response)
+
+    def compared(self) -> Outcome:
+        done = self._run(self._scene.requests(tokens=self._length()))
+        return gap_outcome(self._scene, done, self._scene.cartridge)
+
+    def swapped(self) -> Outcome:
+        """Publish a second version while requests over the first are decoded."""
+        scene = self._scene
+        old = scene.requests(tokens=self._length())
+        for request in old:
+            self._engine.add(request.id, request, request.prefix)
+        done: dict[str, Completion] = {}
+
+        def some() -> None:
+            for key, news in self._engine.step():
+                if isinstance(news, Completion):
+                    done[key] = news
+
+        some()
+        # Other values to the same keys. Other places would be the same function: attention over a
+        # prefix does not depend on the order of its tokens.
+        second: Tensor = torch.cat([scene.cartridge[:, :1], -scene.cartridge[:, 1:]], dim=1)
+        self._engine.hold({(NAME, 1): second})
+        new = scene.requests(1, self._length())
+        for request in new:
+            self._engine.add(request.id, request, request.prefix)
+        while len(done) < len(old) + len(new):
+            some()
+        kept = gap_outcome(scene, [done[r.id] for r in old], scene.cartridge)
+        moved = gap_outcome(scene, [done[r.id] for r in new], second)
+        wrong = gap_outcome(scene, [done[r.id] for r in new], scene.cartridge)
+        apart = wrong.figures["mean"] > GAP_MEAN
+        return Outcome(
+            f"old: {kept.found}; new: {moved.found}; new by the old numbers: mean "
+            f"{wrong.figures['mean']:.2g}",
+            bool(kept.passed and moved.passed and apart),
+            {"old": kept.figures, "new": moved.figures, "crossed": wrong.figures},
+        )
+
+    def rollout(self, ceilings: Callable[[], DevicePeaks]) -> Outcome:
+        """Time the whole rollout of a step, after one that warms up."""
+        scene, lasted = self._scene, []
+        for _ in range(3):
+            synchronize(scene.device)
+            begun = time.perf_counter()
+            done = self._run(scene.requests())
+            lasted.append(time.perf_counter() - begun)
+        seconds = min(lasted[1:])
+        bound = bounds(scene.setting.step)["rollout"].seconds(ceilings())
+        tokens = sum(len(one.token_ids) for one in done)
+        return Outcome(
+            f"{seconds:.2f} s, {tokens / seconds:,.0f} tokens/s, {seconds / bound:.1f} x its bound",
+            None,
+            {"seconds": seconds, "rounds": lasted, "tokens": tokens, "bound_s": bound},
+        )
