@@ -23,6 +23,7 @@ class MutualTlsRequests(ThreadingMixIn):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # of 5, a burst's further connections are tried again after a second
     context: Callable[[], ssl.SSLContext] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
