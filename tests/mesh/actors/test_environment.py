@@ -26,7 +26,7 @@ async def pool_of(spec: EnvironmentSpec, n: int) -> AsyncIterator[Pool]:
     service = await Service.of(this_host(), call_timeout_s=120.0, spawn_timeout_s=120.0)
     try:
         pool = service.spawn(
-            EnvironmentActor, n=n, args=(spec,), role="environment", spec=RoleSpec()
+            EnvironmentActor, n=n, args=((spec,), 12), role="environment", spec=RoleSpec()
         )
         await service.ready()
         yield pool

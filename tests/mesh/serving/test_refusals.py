@@ -16,7 +16,7 @@ from serving_setup import (
 @pytest.mark.parametrize(
     ("more", "param", "said"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "tools are not served"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "field required"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "is not served"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "leave it out, or send 0"),
         ({"temprature": 1}, "temprature", "is no field of this request"),
