@@ -86,8 +86,11 @@ class SlurmHosts:
         self._name = f"forge-{spec.mesh.name}-{secrets.token_hex(4)}"
         self._job: SlurmJob | None = None
         self._submitting: asyncio.Future[None] | None = None
+        self._over: RunError | None = None  # why there is no job any more
 
     async def workers(self) -> AsyncGenerator[tuple[HostWorker, ...]]:
+        if self._over is not None:  # asked again: a run has one job, and who ended it meant that
+            raise self._over
         try:
             job = self._job = self._make()
             self._submitting = in_thread(job.apply)
@@ -97,10 +100,12 @@ class SlurmHosts:
             yield tuple(HostWorker(f"host{i}", "", mesh=mesh) for i, mesh in enumerate(meshes))
             await self._ended()
         except RunError as error:
+            self._over = error
             try:
                 await self.close()
             except RunError as left:
-                raise RunError(f"{error}; {left}") from error
+                self._over = RunError(f"{error}; {left}")
+                raise self._over from error
             raise
         except asyncio.CancelledError:
             await self.close()

@@ -95,7 +95,12 @@ def test_a_job_that_ends_in_the_queue(
 ) -> None:
     monkeypatch.setattr(slurm_hosts, "LIST_SECONDS", 0.2)
     slurm.set(state=state, reason=reason, silent=0 if state == "gone" else 1)
-    assert said in failure(SlurmHosts(spec_of()))
+    source = SlurmHosts(spec_of())
+    told = failure(source)
+    assert said in told
+    # The service asks a source again and again. It does not submit a job each time.
+    monkeypatch.setattr(source, "_make", None)
+    assert failure(source) == told
 
 
 def test_a_job_whose_workers_do_not_start(slurm: Cluster, tmp_path: Path) -> None:
