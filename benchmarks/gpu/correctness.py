@@ -43,7 +43,7 @@ def correctness(scene: CheckScene) -> list[Check]:
             Check(
                 f"attention in bfloat16, score spread {spread}",
                 f"error <= {OVER_TORCH:g} x torch's own",
-                lambda spread=spread: _attention(scene, spread),  # type: ignore[misc]
+                lambda spread=spread: _attention(scene, spread),  # type: ignore[misc]  # bound now
             )
             for spread in SPREADS
         ),

@@ -100,7 +100,7 @@ def _messages(place: str, spec: RowsSpec, prompt: Any) -> tuple[AgentMessage, ..
     for message in prompt:
         match message:
             case {"role": str(role), "content": str(content)} if role in get_args(Role):
-                found.append(AgentMessage(role, content))  # type: ignore[arg-type]
+                found.append(AgentMessage(role, content))  # type: ignore[arg-type]  # as the guard says
             case _:
                 raise _wrong(place, spec, "prompt", form, message)
     if found[-1].role not in ("user", "tool"):
