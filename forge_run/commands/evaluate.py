@@ -145,9 +145,9 @@ def _contamination(
     runs: Sequence[FinishedRun], paper: EvalSuite, spec: EvalSpec, out: Path
 ) -> Contamination:
     """Count the duplicates. Raises DataError where the rule is to fail and there are some."""
+    from documents.contamination import clean
     from documents.near_duplicates import overlaps
     from training.evaluation.runs import trained_on
-    from training.recipes.contamination import clean
 
     evaluate = runs[0].learn.evaluate
     rule = spec.contamination or evaluate.contamination

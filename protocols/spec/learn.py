@@ -72,6 +72,11 @@ def _rules(spec: LearnSections) -> Iterator[Rule]:
         "writes other runs no text, or rows that are read again in any case",
         "remove it",
     )
+    yield (
+        spec.rollout.repair is not None and not templates,
+        "rollout.repair must be null but for patients without self_study or rsa",
+        "remove it",
+    )
     yield from _of_channels(spec)
     yield from _of_documents(spec)
     unnamed = spec.episodes is not None or spec.rsa is not None

@@ -250,6 +250,13 @@ class RolloutSpec(SpecSection):
         min_length=1,
         description="self-study prompts to draw from",
     )
+    repair: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="the first token of a response to which the document's teacher gives less than "
+        "this probability is replaced by its likeliest, and the student continues; null: none",
+    )
 
     _kinds_once = field_validator("kinds")(unique)
 

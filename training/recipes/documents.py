@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from documents.contamination import clean
 from documents.corpus import Corpus
 from documents.drafts import SynthesisPlan
 from documents.near_duplicates import LocatedText, overlaps
@@ -51,7 +52,6 @@ from training.recipes.agreement import (
     users_answer,
 )
 from training.recipes.base import Recipe, Route, drawn_steps, own_cartridge
-from training.recipes.contamination import clean
 from training.recipes.question_files import UserQuestion
 from training.recipes.study_gain import gains, weighed
 from training.recipes.study_prompts import (

@@ -13,6 +13,7 @@ from protocols.train_batch import TrainBatch
 from services.run_directory import RunDirectory
 from training.recipes.base import Recipe, Route, drawn_steps, own_cartridge
 from training.recipes.longhealth_prompts import LongHealthPrompts, LongHealthQuestion
+from training.recipes.prefix_repair import repaired
 from training.recipes.study_prompts import answered_over, texts_of
 from training.rollouts import (
     Rollout,
@@ -51,7 +52,12 @@ class LongHealthRecipe(Recipe):
         begun = time.perf_counter()
         prompts = self._tasks.rollout(step, version)
         requests = [p.request for p in prompts]
-        completions, compute = await generate(requests, handed_over(prompts, ended))
+        if (least := self._tasks.repair) is None:
+            completions, compute = await generate(requests, handed_over(prompts, ended))
+        else:
+            written, first = await generate(requests)
+            completions, more = await repaired(prompts, written, least, self.end_ids, generate)
+            compute = first + more
         seconds = time.perf_counter() - begun
         return as_rollout(step, prompts, completions, seconds, compute, False)
 

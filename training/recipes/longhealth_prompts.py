@@ -146,6 +146,11 @@ class LongHealthPrompts:
         """Return the prompts of a step."""
         return self._spec.rollout.prompts
 
+    @property
+    def repair(self) -> float | None:
+        """Return the least teacher's probability of a token that is not replaced."""
+        return self._spec.rollout.repair
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return a response's text without special tokens, for people and for answer parsing."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)

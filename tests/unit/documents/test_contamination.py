@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from documents.contamination import clean
 from documents.near_duplicates import LocatedText, PromptOverlap
 from protocols.errors import DataError
-from training.recipes.contamination import clean
 
 FOUND = [
     PromptOverlap(

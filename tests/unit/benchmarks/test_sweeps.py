@@ -1,0 +1,75 @@
+"""A sweep that was begun in one place goes on in another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.results import records, sweeps
+from forge_run.experiments.sweep import planned
+from forge_run.experiments.trials import read_runs, unfit, write_record
+from protocols.files import REPOSITORY
+from protocols.spec.experiments import SweepSpec
+from protocols.spec.loading import load_file
+from protocols.spec.yaml_source import dump_yaml
+from services.run_directory import RunDirectory
+
+SWEEP = """\
+name: two-rates
+mesh: {mesh}
+seeds: 2
+seed_keys: [train.seed]
+reference: rate
+set: {{train.lr: {rate}, evaluate.arms: [on_policy]}}
+variants:
+  - arms: {{on_policy: rate}}
+"""
+
+
+def written(folder: Path, rate: float) -> Path:
+    path = folder / "two.yaml"
+    path.write_text(SWEEP.format(mesh=REPOSITORY / "meshes" / "longhealth.yaml", rate=rate))
+    return path
+
+
+def finish_first(path: Path, root: Path) -> None:
+    """Write the run of the sweep's first trial, and begin that of the second."""
+    spec = load_file(SweepSpec, path)
+    plan = planned(spec, spec.mesh)
+    runs = {}
+    for trial, status in zip(plan, ("finished", "stopped"), strict=True):
+        run = RunDirectory.create(root, "longhealth", dump_yaml(trial.spec.as_dict()))
+        (run.path / "results.json").write_text(json.dumps({"status": status}))
+        (run.path / "answers.jsonl").write_text('{"right": 1.0}\n')
+        (run.path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+        runs[trial.name] = run.id
+    (root / "sweep-two-rates").mkdir()
+    write_record(root / "sweep-two-rates" / "sweep.json", mesh="longhealth", runs=runs)
+
+
+def test_the_finished_runs_of_a_sweep_come_back_in_another_folder(tmp_path: Path) -> None:
+    path, home = written(tmp_path, 0.1), tmp_path / "kept"
+    finish_first(path, tmp_path / "here")
+    assert sweeps.keep(path, tmp_path / "here", home) == [home / "two_rates" / "rate-0"]
+    there = tmp_path / "there"
+    assert sweeps.restore(path, there, home) == ["rate, seed 0"]
+    spec = load_file(SweepSpec, path)
+    first, _ = planned(spec, spec.mesh)
+    runs = read_runs(there / "sweep-two-rates" / "sweep.json")
+    assert list(runs) == [first.name]
+    directory = RunDirectory(there / "longhealth" / runs[first.name])
+    assert unfit(directory, first) is None
+    assert (directory.path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert sweeps.restore(path, there, home) == []
+
+
+def test_a_record_of_other_settings_is_not_restored(tmp_path: Path) -> None:
+    home = tmp_path / "kept"
+    finish_first(written(tmp_path, 0.1), tmp_path / "here")
+    sweeps.keep(tmp_path / "two.yaml", tmp_path / "here", home)
+    assert sweeps.restore(written(tmp_path, 0.2), tmp_path / "there", home) == []
+    assert not (tmp_path / "there").exists()
+
+
+def test_nothing_is_kept_of_a_sweep_that_never_ran(tmp_path: Path) -> None:
+    assert sweeps.keep(written(tmp_path, 0.1), tmp_path / "here", records.HOME) == []
