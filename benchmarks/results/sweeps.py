@@ -69,6 +69,12 @@ def restore(path: Path, root: Path, home: Path = records.HOME) -> list[str]:
     return restored
 
 
+def planned_trials(path: Path) -> list[tuple[str, Trial]]:
+    """Return every trial of the sweep in file `path` with the name of its record."""
+    spec, plan = _read(path)
+    return [(_name(spec, trial), trial) for trial in plan]
+
+
 def _read(path: Path) -> tuple[SweepSpec, tuple[Trial, ...]]:
     spec = load_file(SweepSpec, path)
     return spec, planned(spec, str((path.parent / spec.mesh).resolve()))

@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.results import records
 from benchmarks.results.corpus_tables import seeds, shared_facts
+from benchmarks.results.study_tables import collapses, over_reference
 from protocols.files import REPOSITORY
 from protocols.records.intervals import wilson_interval
 from training.evaluation.comparison import AnswerSource, compare_groups, grouped
@@ -28,6 +29,7 @@ from training.evaluation.comparison import AnswerSource, compare_groups, grouped
 PAGES = (
     "README.md",
     "docs/corpus.md",
+    "docs/studies/channels.md",
     *(f"docs/explanation/{name}.md" for name in (
         "cartridges", "channels", "compression", "on_policy", "performance", "results", "rsa",
         "scaling", "test_time_compute",
@@ -154,6 +156,8 @@ TABLES: dict[str, Callable[[str], Lines]] = {
     "frontier": frontier,
     "shared_facts": lambda names: table(*shared_facts(names)),
     "seeds": lambda folder: table(*seeds(folder)),
+    "over_reference": lambda sweep: table(*over_reference(sweep)),
+    "collapses": lambda sweep: table(*collapses(sweep)),
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from benchmarks.results import records, tables
 from benchmarks.results.corpus_tables import seeds, shared_facts
+from benchmarks.results.study_tables import collapses, over_reference
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY, iter_rows, json_lines
 from protocols.records.answers import Answer, to_row
@@ -152,3 +155,41 @@ def test_seeds_stand_side_by_side_with_their_interval(
             ["whole: on policy", "0.0%", "", "0.0%", ""],
         ],
     )
+
+
+def test_arms_of_a_sweep_are_paired_with_the_reference_by_desk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GRPO 0.25 and 0.5, with hints 0.75 and 1: 50 points each, so the interval has no width. Of
+    means 37.5 and 87.5 it is -+ 12.706 * 17.678 / sqrt(2) = 158.8, cut to 0 to 100. The first
+    rewards are 0.1, the last five's mean 0.3 and, once, 0.06."""
+    monkeypatch.setattr(records, "HOME", tmp_path)
+    desk = "study_channels_desk"
+
+    def kept(variant: str, seed: int, right: Mapping[str, float], last: float) -> None:
+        folder = tmp_path / desk / f"{variant}-{seed}"
+        folder.mkdir(parents=True)
+        answers = [
+            {"arm": arm, "sampled": False, "right": float(i < 4 * share)}
+            for arm, share in right.items()
+            for i in range(4)
+        ]
+        steps = [{"arm": "on_policy", "episodes": {"reward": r}} for r in (0.1, *[last] * 5)]
+        for file, rows in (("answers", answers), ("metrics", steps)):
+            (folder / f"{file}.jsonl.gz").write_bytes(gzip.compress(json_lines(rows).encode()))
+
+    for seed, share, last in ((100, 0.25, 0.3), (101, 0.5, 0.06)):
+        alone = {"document": 1.0, "untrained": 0.25, "on_policy": share}
+        kept("document+untrained+GRPO", seed, alone, last)
+        kept("GRPO_+_SDPO", seed, {"on_policy": share + 0.5}, 0.3)
+    heads, body = over_reference(desk)
+    assert heads == [
+        "arm", "units", "right, %", "95% interval", "over GRPO, points", "95% interval",
+    ]  # fmt: skip
+    assert body == [
+        ["document", "2", "100.0", "100.0 to 100.0", "+62.5", "-96.3 to +221.3"],
+        ["untrained", "2", "25.0", "25.0 to 25.0", "-12.5", "-171.3 to +146.3"],
+        ["GRPO", "2", "37.5", "0.0 to 100.0", "", ""],
+        ["GRPO + SDPO", "2", "87.5", "0.0 to 100.0", "+50.0", "+50.0 to +50.0"],
+    ]
+    assert collapses(desk)[1] == [["GRPO", "+12.5", "-0.04"], ["GRPO + SDPO", "+62.5", "+0.20"]]
