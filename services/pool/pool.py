@@ -83,6 +83,7 @@ class Pool:
         self._router = new_router(spec.router)
         self._ids = itertools.count(1)
         self._changed = asyncio.Event()
+        self._seekers = 0  # requests that wait for a replica
 
     def __len__(self) -> int:
         return len(self.replicas)
@@ -295,7 +296,7 @@ class Pool:
                 raise RunError(self._silence(request, limit, "did not answer")) from error
             finally:
                 replica.ongoing -= 1
-                if not replica.ongoing or self._waiting():
+                if not replica.ongoing or self._seekers:
                     self.changed()
                 facts: dict[str, str | int | float] = {
                     "request": request.id, "attempt": attempt, "outcome": outcome,
@@ -323,11 +324,14 @@ class Pool:
             given_up = self.failed is not None and all(r.life.over for r in self.replicas)
             if why := self.closed or (str(self.failed) if given_up else ""):
                 raise RunError(f"{request.method} found no {self.role}: {why}")
+            self._seekers += 1
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._change()
             except TimeoutError as error:
                 raise RunError(self._silence(request, limit, "found no replica")) from error
+            finally:
+                self._seekers -= 1
 
     async def _catch_up(self, replica: Replica) -> None:
         while missed := self._missed(replica):
@@ -368,9 +372,6 @@ class Pool:
             for u in updates
             if u.version > replica.told.get(u.topic, -1)
         ]
-
-    def _waiting(self) -> bool:
-        return any(not r.replica for r in self.in_flight.values())
 
     async def _change(self) -> None:
         await self._changed.wait()

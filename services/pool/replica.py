@@ -45,7 +45,8 @@ class Replica:
     `actor` is the actor's handle, or that of rank 0; `others` are the handles of the other ranks.
     `told` holds the newest version it received, by topic; `catching_up` is the task that sends
     missed updates. `begun` and `beaten` are the start and the last heartbeat (monotonic seconds).
-    `calls` are the calls in flight; when it dies, `ended` is set and they are cancelled.
+    `calls` are the time limits of the calls in flight; when it dies, `ended` is set and they are
+    over at once.
     """
 
     role: str
@@ -62,7 +63,7 @@ class Replica:
     beaten: float = field(default_factory=time.monotonic)
     told: dict[str, int] = field(default_factory=dict)
     catching_up: asyncio.Task[None] | None = None
-    calls: set[asyncio.Future[Any]] = field(default_factory=set)
+    calls: set[asyncio.Timeout] = field(default_factory=set)
     ended: str = ""
 
     @property
@@ -82,8 +83,8 @@ class Replica:
         """Mark the replica dead and fail every call in flight with ReplicaLost."""
         self.ended = self.ended or reason
         self.life = lost(self.life)
-        for call in list(self.calls):
-            call.cancel()
+        for limit in self.calls:
+            limit.reschedule(0.0)
 
     def status(self) -> ReplicaStatus:
         process = self.process
@@ -100,19 +101,21 @@ async def ask(replica: Replica, method: str, args: tuple[Any, ...], deadline: fl
     """
     if replica.ended:
         raise ReplicaLost(replica.ended)
-    call = asyncio.ensure_future(_call(replica, method, args))
-    replica.calls.add(call)
+    # A death ends the wait as the deadline does, so that a call needs no task of its own.
+    limit = asyncio.timeout(max(0.0, deadline - time.monotonic()))
     try:
-        await asyncio.wait({call}, timeout=max(0.0, deadline - time.monotonic()))
-        if not call.done():
-            raise ReplicaTimeout(f"{replica.name}.{method} did not answer in time")
-        if call.cancelled():
-            raise ReplicaLost(replica.ended)
-        return call.result()
-    finally:
-        replica.calls.discard(call)
-        if not call.done():
-            call.cancel()
+        async with limit:
+            replica.calls.add(limit)
+            try:
+                return await _call(replica, method, args)
+            finally:
+                replica.calls.discard(limit)
+    except TimeoutError as error:
+        if not limit.expired():  # the actor's own
+            raise
+        if replica.ended:
+            raise ReplicaLost(replica.ended) from error
+        raise ReplicaTimeout(f"{replica.name}.{method} did not answer in time") from error
 
 
 async def _call(replica: Replica, method: str, args: tuple[Any, ...]) -> Any:

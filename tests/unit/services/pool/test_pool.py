@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,10 +266,13 @@ def test_one_answer_even_when_it_comes_with_the_death() -> None:
     async def scenario() -> None:
         actors = [Actor("a"), Actor("b")]
         pool = pool_of(*actors)
-        asked = asyncio.create_task(pool.route("work", 1, 1.0))
+        reply = asyncio.get_running_loop().create_future()
+        endpoint = SimpleNamespace(call_one=lambda *_: reply)  # Monarch's calls are futures
+        pool.replicas[0].actor = SimpleNamespace(work=endpoint)
+        asked = asyncio.create_task(pool.route("work", 1))
         await asyncio.sleep(0.5)
-        (call,) = pool.replicas[0].calls
-        call.add_done_callback(lambda _: pool.replicas[0].end("killed"))
+        reply.set_result(("a", 1))
+        pool.replicas[0].end("killed")
         assert await asked == ("a", 1)
         assert actors[1].asked == []
         assert pool.status().retries == 0
