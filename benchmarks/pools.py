@@ -8,13 +8,15 @@
     bare       the trivial actor called without a pool, for what routing adds
 
 A closed loop keeps `max_ongoing` calls of every replica in flight. Efficiency is the rate of n
-replicas over n times the rate of one.
+replicas over n times the rate of one. With 100 calls in flight on two replicas, routed and bare
+calls take turns; their ratio is that of the medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import statistics
 import time
@@ -32,6 +34,7 @@ from services.pool.service import Service
 WAIT_S = 0.05
 SIZES = (1, 2, 4, 8)
 ONGOING = 4  # concurrent calls of one replica
+CROWD, ROUNDS = 100, 5  # calls in flight on two replicas, and rounds of routed and bare ones
 TIMEOUT_S = 120.0
 
 
@@ -91,6 +94,26 @@ async def alone_ms(ask: Callable[[], Awaitable[Any]], calls: int = 500) -> float
     return 1e3 * statistics.median(laps)
 
 
+async def crowded(service: Service, seconds: float) -> tuple[float, float]:
+    """Return calls per second, routed and bare, with CROWD in flight on two replicas each."""
+    spec = RoleSpec(replicas=2, max_ongoing=CROWD // 2)
+    pool = service.spawn(BenchWorker, role="crowded", spec=spec)
+    await pool.settled(TIMEOUT_S)
+    meshes = [this_host().spawn_procs(per_host={"procs": 1}, name=f"crowd{i}") for i in range(2)]
+    turns = itertools.cycle([m.spawn("crowd", BenchWorker).echo.call_one for m in meshes])
+
+    async def bare() -> Any:
+        return await next(turns)()
+
+    found: dict[str, list[float]] = {"routed": [], "bare": []}
+    for _ in range(ROUNDS):
+        for name, ask in (("routed", partial(pool.route, "echo")), ("bare", bare)):
+            found[name].append(await rate(ask, CROWD, seconds))
+    for mesh in meshes:
+        await mesh.stop()
+    return statistics.median(found["routed"]), statistics.median(found["bare"])
+
+
 async def run(seconds: float) -> tuple[dict[str, float], dict[str, Any]]:
     """Return ratios, and the calls' figures by the number of replicas."""
     service = await Service.of(this_host(), call_timeout_s=TIMEOUT_S, spawn_timeout_s=TIMEOUT_S)
@@ -122,13 +145,19 @@ async def run(seconds: float) -> tuple[dict[str, float], dict[str, Any]]:
             if size > 1:
                 ratios[f"waiting, {size} replicas over {size} x 1"] = efficiency
         await bare_mesh.stop()
+        routed_crowd, bare_crowd = await crowded(service, seconds)
+        ratios["trivial, 100 in flight over bare calls"] = routed_crowd / bare_crowd
+        print(f"with {CROWD} in flight: bare {bare_crowd:.0f}/s, routed {routed_crowd:.0f}/s")
     finally:
         await service.stop()
     first, last = table.rows[0], table.rows[-1]
     ratios["waiting, 8 replicas over ideal"] = last["waiting"] / last["ideal_waiting"]
     ratios["trivial, 8 replicas over 1"] = last["trivial"] / first["trivial"]
     ratios["trivial, 1 replica over bare calls"] = first["trivial"] / flat
-    calls = {"bare": {"call_ms": direct, "calls_per_second": flat}, "routed": {"call_ms": routed}}
+    calls = {
+        "bare": {"call_ms": direct, "calls_per_second": flat}, "routed": {"call_ms": routed},
+        "crowded": {"routed_per_second": routed_crowd, "bare_per_second": bare_crowd},
+    }  # fmt: skip
     return ratios, {**calls, "pools": table.rows}
 
 
