@@ -4,37 +4,26 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from episode_setup import Students, conversation
 
-from environments.action_parsing import JSON
-from environments.rollout import over_cartridge
-from environments.training_signals import rl_samples
-from environments.verifiers.episodes import verifiers_episodes
-from environments.verifiers.worker_process import PYTHON, VerifiersWorker
-from protocols.episodes import Episode, Task
+from environments.verifiers.worker_process import PYTHON, VerifiersOutcome, VerifiersWorker
+from protocols.episodes import Task
 from protocols.errors import DataError
-from protocols.teacher_replay import AgentMessage
-from protocols.types import Sampling
+from protocols.teacher_replay import TeacherUsage
+from protocols.wire.openai_chat import HarnessRequest
+from protocols.wire.openai_replies import ChatReply, FunctionCall
 
 TASKSETS = Path(__file__).resolve().parents[3] / "data/tasksets"
 
-TALK = conversation("with_tool_token")
-
 HANGS = b"sleep\x008639.25"  # what the taskset starts when it is to hang
 
-CALLS = ('{"arguments":{"number":4},"tool":"successor"}', "5", "6")
+ANSWERS = ("5", "6")  # what is right after 4
 
 T = TypeVar("T")
-
-
-def script(member: int, turn: int) -> str:
-    """After 4: 5, then 6. The second member miscounts."""
-    return str(5 + turn * (1 + member))
 
 
 class Verifiers:
@@ -53,14 +42,20 @@ class Verifiers:
         wanted = self.worker.tasks("forge_numbers", arguments, most=most, document="desk_01")
         return self.run(wanted)
 
-    def episodes(self, tasks: list[Task], say: Any = script, group: int = 2) -> list[Episode]:
-        return self.run(
-            verifiers_episodes(
-                self.worker, tasks, Students(TALK, say), TALK, group_size=group,
-                sampling=Sampling(), prefix=over_cartridge(3), seed_of=len, max_context=500,
-                max_turns=5, dialect=JSON,
-            )
-        )  # fmt: skip
+    async def rollout(
+        self, task: Task, answers: Sequence[str | FunctionCall] = ANSWERS
+    ) -> tuple[VerifiersOutcome, list[HarnessRequest]]:
+        """A rollout whose student gives these answers, and what the harness asked."""
+        asked: list[HarnessRequest] = []
+
+        async def answer(request: HarnessRequest) -> ChatReply:
+            asked.append(request)
+            said = answers[len(asked) - 1]
+            text, calls = (said, ()) if isinstance(said, str) else ("", (said,))
+            return ChatReply(text, False, False, TeacherUsage(0, 0), calls)
+
+        with self.worker.endpoint.serving(answer) as url:
+            return await self.worker.play(task, url), asked
 
 
 @pytest.fixture(scope="module")
@@ -101,23 +96,30 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def test_rewards_of_two_turns(verifiers: Verifiers) -> None:
     tasks = verifiers.tasks({"numbers": [4, 9]}, most=5)
-    assert [t.id for t in tasks] == ["forge_numbers/0", "forge_numbers/1"]
-    right, wrong, *others = verifiers.episodes(tasks)
-    assert [e.reward for e in (right, wrong, *others)] == [1.0, 0.0, 0.0, 0.0]
-    assert right.opening.messages == (AgentMessage("user", "after 4?"),)
-    assert right.turns[0].observation.messages == (AgentMessage("user", "and after that?"),)
-    assert [t.text.strip() for t in right.turns] == ["5", "6"]
-    assert [t.text.strip() for t in wrong.turns] == ["5", "7"]
-    assert [s.reward for s in rl_samples([right, wrong])] == [1.0, 0.0]
-    assert verifiers.episodes(tasks) == [right, wrong, *others]
+    assert [(t.id, t.document) for t in tasks] == [
+        ("forge_numbers/0", "desk_01"), ("forge_numbers/1", "desk_01")
+    ]  # fmt: skip
+
+    async def both() -> list[tuple[VerifiersOutcome, list[HarnessRequest]]]:
+        wrong = verifiers.rollout(tasks[0], ["5", "7"])
+        return await asyncio.gather(verifiers.rollout(tasks[0]), wrong, verifiers.rollout(tasks[1]))
+
+    (right, asked), (wrong, _), (other, _) = verifiers.run(both())
+    assert [right.reward, wrong.reward, other.reward] == [1.0, 0.0, 0.0]
+    assert right.metrics["turns"] == 2.0
+    assert [[(m.speaker, m.text) for m in request.messages] for request in asked] == [
+        [("user", "after 4?")],
+        [("user", "after 4?"), ("assistant", "5"), ("user", "and after that?")],
+    ]
 
 
 def test_calls_reach_the_taskset_s_tools(verifiers: Verifiers) -> None:
     tasks = verifiers.tasks({"task": {"tools": True}})
-    (episode,) = verifiers.episodes(tasks, lambda member, turn: CALLS[turn], group=1)
-    assert [t.name for t in episode.opening.tools] == ["successor"]
-    assert episode.turns[0].observation.messages == (AgentMessage("tool", "5"),)
-    assert (episode.reward, [t.branch for t in episode.turns]) == (1.0, [0, 0, 0])
+    call = FunctionCall("call_1", "successor", '{"number":4}')
+    outcome, asked = verifiers.run(verifiers.rollout(tasks[0], [call, *ANSWERS]))
+    assert [tool.name for tool in asked[0].offered] == ["successor"]
+    assert [(m.speaker, m.text) for m in asked[1].messages[2:]] == [("tool", "5")]
+    assert outcome.reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -128,10 +130,10 @@ def test_calls_reach_the_taskset_s_tools(verifiers: Verifiers) -> None:
     ],
 )
 def test_what_a_taskset_raises_costs_the_reward(verifiers: Verifiers, fault: str, why: str) -> None:
-    (episode,) = verifiers.episodes(verifiers.tasks({"fault": fault}), group=1)
-    assert (episode.reward, episode.error_kind) == (None, "environment_refused")
-    assert [t.text.strip() for t in episode.turns] == ["5", "6"]
-    assert episode.turns[1].observation.error == f"environment_refused: {why}"
+    (task,) = verifiers.tasks({"fault": fault})
+    outcome, asked = verifiers.run(verifiers.rollout(task))
+    assert (outcome.reward, outcome.error) == (None, f"environment_refused: {why}")
+    assert len(asked) == 2
 
 
 def test_what_cannot_be_played_is_named(verifiers: Verifiers) -> None:
@@ -141,8 +143,8 @@ def test_what_cannot_be_played_is_named(verifiers: Verifiers) -> None:
         verifiers.run(verifiers.worker.tasks("forge_pair", most=1))
     first = Task("x", "desk_01", {"taskset": "forge_numbers", "arguments": {}, "index": 0})
     beyond = Task("x", "desk_01", {**first.arguments, "index": 7})
-    (episode,) = verifiers.episodes([beyond], group=1)
-    assert "has 2 tasks, none of index 7" in episode.opening.error
+    outcome, _ = verifiers.run(verifiers.rollout(beyond))
+    assert "has 2 tasks, none of index 7" in outcome.error
     outcome = verifiers.run(verifiers.worker.play(first, "http://127.0.0.1:9/v1"))
     assert outcome.error.startswith("environment_refused: ProviderError")
 
@@ -150,36 +152,35 @@ def test_what_cannot_be_played_is_named(verifiers: Verifiers) -> None:
 def test_a_rollout_ends_at_its_deadline(
     verifiers: Verifiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tasks = verifiers.tasks({"fault": "hang"})
+    (task,) = verifiers.tasks({"fault": "hang"})
     monkeypatch.setattr(verifiers.worker, "_timeout_s", 1.0)
-    (episode,) = verifiers.episodes(tasks, group=1)
-    assert episode.opening.error == "environment_died: no end within 1 s"
+    outcome, _ = verifiers.run(verifiers.rollout(task))
+    assert outcome.error == "environment_died: no end within 1 s"
     verifiers.run(until(lambda: not running(HANGS)))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_worker_that_dies_costs_the_rewards(verifiers: Verifiers, how: signal.Signals) -> None:
-    tasks = verifiers.tasks({"fault": "hang"}, most=2)
+    tasks = verifiers.tasks({"fault": "hang"}, most=2) * 2
 
     async def killed() -> None:
         await until(lambda: len(running(HANGS)) == 4)
         assert verifiers.worker._process is not None
         os.kill(verifiers.worker._process.pid, how)
 
-    async def both() -> list[Episode]:
+    async def both() -> list[VerifiersOutcome]:
         killing = asyncio.create_task(killed())
-        episodes = await verifiers_episodes(
-            verifiers.worker, tasks, Students(TALK, script), TALK, group_size=2,
-            sampling=Sampling(), prefix=over_cartridge(3), seed_of=len, max_context=500,
-            max_turns=5,
-        )  # fmt: skip
+        rollouts = await asyncio.gather(*(verifiers.rollout(task) for task in tasks))
         await killing
         await until(lambda: not running(HANGS))
-        return episodes
+        return [outcome for outcome, _ in rollouts]
 
-    episodes = verifiers.run(both())
-    assert [(e.reward, e.error_kind) for e in episodes] == [(None, "environment_died")] * 4
+    outcomes = verifiers.run(both())
+    assert [(o.reward, o.error.partition(":")[0]) for o in outcomes] == [
+        (None, "environment_died")
+    ] * 4
     if how == signal.SIGKILL:
-        assert "it ended with -9" in episodes[0].opening.error
+        assert "it ended with -9" in outcomes[0].error
         # The next rollouts have a worker again.
-        assert [e.reward for e in verifiers.episodes(verifiers.tasks({}))] == [1.0, 0.0]
+        outcome, _ = verifiers.run(verifiers.rollout(verifiers.tasks({})[0]))
+        assert outcome.reward == 1.0
