@@ -22,7 +22,7 @@ from torch import Tensor
 
 from actors.base import VLLM_REMEDY, ModelSource, missing_vllm
 from actors.engine_thread import Engine, EngineThread
-from learning.cartridge.transfer import get_missing, since_of
+from learning.cartridge.versions import get_missing, since_of
 from learning.decoding.engine import TorchEngine
 from learning.decoding.grammar import Grammars
 from learning.model.document_kv import DocumentKVCache, document_kv

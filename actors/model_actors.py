@@ -19,8 +19,7 @@ from torch import Tensor
 from actors.base import ModelSource, RankPlace
 from learning.cartridge.composition import composed
 from learning.cartridge.fingerprint import Fingerprints
-from learning.cartridge.transfer import get_missing, since_of
-from learning.cartridge.versions import CartridgeVersions
+from learning.cartridge.versions import CartridgeVersions, get_missing, since_of
 from learning.decoding.decode_batch import generate
 from learning.decoding.grammar import Grammars
 from learning.losses.dpo import with_references

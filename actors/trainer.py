@@ -22,7 +22,7 @@ from learning.cartridge.bank import CartridgeBank
 from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.initialization import CartridgeInit, initial_bank
 from learning.cartridge.sources import init_sources
-from learning.cartridge.transfer import put_changed
+from learning.cartridge.versions import put_changed
 from learning.checkpoint import read_checkpoint
 from learning.model.decoder import LanguageModel
 from learning.model.distributed import divide_base, join, shard_base

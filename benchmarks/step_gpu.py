@@ -32,7 +32,7 @@ from benchmarks.meters import FigureTable, one_thread
 from benchmarks.record import benchmark
 from forge_run.formatting import bytes_text, count_text
 from forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost
-from learning.model.layout import layout_of
+from learning.model.attention import layout_of
 from learning.packing import pack
 from services.planes.shared_memory import SharedMemoryPlane
 

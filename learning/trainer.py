@@ -25,10 +25,9 @@ from learning.policy_scores import shared_logprobs
 from learning.progress import CartridgeProgress, LearningRateSchedule, tensor_rms
 from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution, score_over
-from learning.snapshot import Snapshots, TrainerSnapshot
 from learning.step import train_step
 from learning.token_scores import TokenScores
-from learning.trainer_state import TrainerState
+from learning.trainer_state import Snapshots, TrainerSnapshot, TrainerState
 from learning.updates import run_updates
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
@@ -192,14 +191,18 @@ class CartridgeTrainer:
                 ranks=self._ranks,
             )
 
-        result = run_updates(
-            self._completed(batch, channels, version),
-            update,
-            state.progress,
-            passes=spec.updates_per_rollout,
-            minibatches=spec.minibatches,
-            stream=f"minibatch/{spec.seed}/{state.arm}",
-        )
+        batch = self._completed(batch, channels, version)
+        if spec.updates_per_rollout * spec.minibatches == 1:
+            result = update(batch, True)
+        else:
+            result = run_updates(
+                batch,
+                update,
+                state.progress,
+                passes=spec.updates_per_rollout,
+                minibatches=spec.minibatches,
+                stream=f"minibatch/{spec.seed}/{state.arm}",
+            )
         self.token_scores = {} if scores is None else scores.of_all(self._ranks)
         return result
 

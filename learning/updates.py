@@ -44,8 +44,6 @@ def run_updates(
     divisions, with the cartridge's own step. After an error the cartridges are as before the first
     update; `progress` is that of each.
     """
-    if passes * minibatches == 1:
-        return update(batch, True)
     learning = {_cartridge(s) for s in (*batch.doc, *(r.sample for r in batch.rl), *batch.pairs)}
     learning |= {_cartridge(item) for items in batch.extra.values() for item in items}
     held = {name: own.hold() for name, own in progress.items() if name in learning}
@@ -111,8 +109,6 @@ def joined_output(outputs: Sequence[TrainStepOutput], passes: int) -> TrainStepO
     updates, a cartridge's over those that trained it; channels' gradients were compared in the
     first.
     """
-    if len(outputs) == 1:
-        return outputs[0]
     terms = {
         name: _joined_term([output.terms[name] for output in outputs], passes)
         for name in outputs[0].terms

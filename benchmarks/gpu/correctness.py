@@ -15,10 +15,9 @@ from benchmarks.gpu.rows import Check, Outcome
 from benchmarks.gpu.scene import NAME, CheckScene
 from learning.decoding.decode_batch import generate
 from learning.losses.doc_kl import doc_kl
-from learning.model.attention import attend
+from learning.model.attention import attend, layout_of
 from learning.model.decoder import Decoder
 from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.model.layout import layout_of
 from learning.packing import context_of, pack, response_logits, token_logprobs
 from learning.sampler_gap import DEFAULTS
 from learning.scoring import TeacherDistribution, contexts_of, response_logprobs, score_kept, top_k

@@ -22,7 +22,7 @@ from forge_run.formatting import bytes_text
 from forge_run.plan.roofline import DevicePeaks
 from learning.cartridge.bank import CartridgeBank
 from learning.cartridge.fingerprint import Fingerprints
-from learning.cartridge.transfer import get_missing, put_changed
+from learning.cartridge.versions import get_missing, put_changed
 from learning.model.document_kv import DocumentKVCache
 from learning.packing import context_of
 from learning.scoring import TeacherDistribution, contexts_of, score_kept

@@ -15,7 +15,7 @@ from monarch.actor import endpoint
 from torch import Tensor
 
 from actors.model_actors import GeneratorActor
-from learning.cartridge.transfer import since_of
+from learning.cartridge.versions import since_of
 from learning.decoding.decode_batch import generate
 from protocols.types import (
     CARTRIDGE,

@@ -56,6 +56,7 @@ from training.recipes.question_files import UserQuestion
 from training.recipes.study_gain import gains, weighed
 from training.recipes.study_prompts import (
     answered_over,
+    context_choice,
     context_ref,
     contexts_of,
     in_company,
@@ -74,7 +75,6 @@ from training.recipes.study_rows import (
     studied_of,
     user_question,
 )
-from training.recipes.teacher_contexts import context_choice
 from training.rollouts import (
     Rollout,
     ScoreGroup,

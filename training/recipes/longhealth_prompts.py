@@ -50,6 +50,7 @@ from protocols.teacher_replay import AgentMessage
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 from training.recipes.base import Route, own_cartridge
 from training.recipes.study_prompts import (
+    context_choice,
     context_ref,
     in_company,
     in_turns,
@@ -57,7 +58,6 @@ from training.recipes.study_prompts import (
     titled,
     titles_of,
 )
-from training.recipes.teacher_contexts import context_choice
 from training.rollouts import StudyPrompt
 
 

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 from learning.cartridge.fingerprint import Fingerprints, fingerprint
-from learning.cartridge.transfer import get_missing, packet_names, put_changed, since_of
-from learning.cartridge.versions import CartridgeVersions
+from learning.cartridge.versions import (
+    CartridgeVersions,
+    get_missing,
+    packet_names,
+    put_changed,
+    since_of,
+)
 from protocols.errors import PublishError
 from protocols.types import PublishedCartridge
 from services.planes.codec import layout_of, packed_bytes

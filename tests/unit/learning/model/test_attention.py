@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from learning.model import attention, kernels
 from learning.model.adapter import load_by_transformers
-from learning.model.attention import FlatAttention, attend
-from learning.model.layout import layout_of
+from learning.model.attention import FlatAttention, attend, layout_of
 from learning.packing import pack, response_logits
 
 if TYPE_CHECKING:

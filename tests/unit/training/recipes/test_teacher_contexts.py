@@ -9,7 +9,7 @@ from protocols.layout import CartridgeLayout
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
 from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
-from training.recipes.teacher_contexts import context_choice
+from training.recipes.study_prompts import context_choice
 
 MESH = str(ROOT / "meshes" / "longhealth.yaml")
 TEXTS = {"a.1": "the sodium is 140", "a.2": "the ecg is normal", "b": "the sodium of bob is low"}
