@@ -22,7 +22,7 @@ from environments.renderer import ChatRenderer
 from learning.decoding.decode_batch import generate
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model, load_tokenizer
-from protocols.spec.sections import DataSpec
+from protocols.spec.users.data import DataSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from strategies.rsa.engine import RSAEngine
 from strategies.samplers.token_sampler import TokenSampler

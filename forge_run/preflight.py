@@ -16,7 +16,7 @@ from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.hosts import HostsSpec, is_loopback_host, is_tls
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
-from protocols.spec.model_shape import model_shape
+from protocols.spec.model import model_shape
 from protocols.spec.teacher_replay import ReplayTeacherSpec
 from protocols.spec.users.rows import ROW_SOURCES
 from protocols.spec.yaml_source import SourceLocation

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from protocols.errors import DataError
-from protocols.spec.sections import CartridgeSpec
+from protocols.spec.cartridge import CartridgeSpec
 
 CORPUS = "corpus"  # the name of the cartridge of all documents
 

@@ -18,8 +18,7 @@ from typing import Any
 from learning.cartridge.fingerprint import fingerprint
 from protocols.errors import CheckpointError, DataError
 from protocols.files import write_atomically
-from protocols.spec.sections import CartridgeSpec
-from protocols.spec.start import RUN_PREFIX, StartSpec
+from protocols.spec.cartridge import RUN_PREFIX, CartridgeSpec, StartSpec
 from registry.formats import convert, forge, run_checkpoint
 from registry.formats.base_model import BaseModelInfo, misfits
 from registry.formats.cartridge_file import CartridgeFile

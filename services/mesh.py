@@ -22,7 +22,8 @@ from monarch.actor import this_host
 from actors.base import ModelSource, NoPlane, warm_up
 from protocols.errors import PlaneError, SpecError
 from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
-from protocols.spec.sections import GeneratorSpec, ModelSpec
+from protocols.spec.model import ModelSpec
+from protocols.spec.sections import GeneratorSpec
 from protocols.spec.services import HealthSpec
 from protocols.types import TraceSpan
 from services.clients import TrainerClient, use_plane

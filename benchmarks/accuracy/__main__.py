@@ -44,8 +44,8 @@ from typing import Any, get_args
 from benchmarks.accuracy.extraction import extraction
 from benchmarks.accuracy.study import StudyBench, share, told
 from benchmarks.record import benchmark
+from protocols.spec.cartridge import Init
 from protocols.spec.loading import load_spec
-from protocols.spec.start import Init
 from protocols.types import PrefixRef, composed_ref
 from training.recipes.longhealth_prompts import LongHealthQuestion
 from training.recipes.study_prompts import context_ref

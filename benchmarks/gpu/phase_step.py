@@ -37,8 +37,8 @@ from learning.progress import CartridgeProgress, LearningRateSchedule
 from learning.scoring import TeacherDistribution, contexts_of, score_kept
 from learning.step import train_step
 from protocols.ports import TensorPlane
+from protocols.spec.model import ShapeSpec
 from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.spec.sections import ShapeSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
 

@@ -25,7 +25,7 @@ from learning.model.decoder import WEIGHTS, Decoder
 from learning.model.document_kv import document_kv
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
-from protocols.spec.sections import ShapeSpec
+from protocols.spec.model import ShapeSpec
 from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 
 NAME = "document"

@@ -13,8 +13,7 @@ from deploy.manifests.objects import Resources
 from protocols.errors import SpecError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
-from protocols.spec.model_shape import VALUE_BYTES, model_shape
-from protocols.spec.sections import ModelSpec, ShapeSpec
+from protocols.spec.model import VALUE_BYTES, ModelSpec, ShapeSpec, model_shape
 from protocols.spec.serving import ServeSpec
 
 GIB = 1024**3

@@ -19,7 +19,7 @@ from documents.rows.records import DatasetRow, checked, fingerprint, split
 from protocols.errors import DataError
 from protocols.limited_process import BrokenLimitError, LimitedProcess, ProcessLimits
 from protocols.spec.learn import LearnSpec
-from protocols.spec.sections import DataSpec
+from protocols.spec.users.data import DataSpec
 
 SUFFIX = {"jsonl": ".jsonl", "parquet": ".parquet"}
 NAME_LETTERS = 12  # of a text's hash, which names its document

@@ -28,7 +28,8 @@ from protocols.errors import DataError, RunError, SpecError
 from protocols.home import model_names, models_folder
 from protocols.secrets import secret_text
 from protocols.spec.loading import load_resolved, load_serve
-from protocols.spec.sections import GeneratorSpec, ModelSpec
+from protocols.spec.model import ModelSpec
+from protocols.spec.sections import GeneratorSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from registry.formats.base_model import BaseModelInfo

@@ -9,8 +9,7 @@ from pathlib import Path
 from forge_run.commands import note
 from forge_run.formatting import TableSection, facts
 from protocols.home import model_names, models_folder
-from protocols.spec.model_shape import model_shape
-from protocols.spec.sections import ModelSpec
+from protocols.spec.model import ModelSpec, model_shape
 from registry.base_models.kept import Dtype, add_model, kept_model, kept_models
 
 POLL_SECONDS = 2.0  # between two looks for a model that another process adds

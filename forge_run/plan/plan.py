@@ -41,8 +41,7 @@ from learning.model.decoder_config import decoder_config
 from protocols.layout import length_warning
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import RunSpec
-from protocols.spec.model_shape import VALUE_BYTES, model_shape
-from protocols.spec.sections import ShapeSpec
+from protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
 from protocols.spec.users.rows import ROW_SOURCES
 from protocols.spec.yaml_source import SourceLocation
 

@@ -22,7 +22,7 @@ from deploy.manifests.sizing import (
     kv_values_per_token,
     matmul_parameters,
 )
-from protocols.spec.sections import ShapeSpec
+from protocols.spec.model import ShapeSpec
 
 MFU = 0.5  # share of peak FLOP/s that large matrix products reach in practice
 

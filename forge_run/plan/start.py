@@ -8,9 +8,9 @@ from pathlib import Path
 from forge_run.resuming import differences
 from protocols.errors import SpecError
 from protocols.files import read_rows
+from protocols.spec.cartridge import StartSpec
 from protocols.spec.loading import load_resolved
 from protocols.spec.mesh import RunSpec
-from protocols.spec.start import StartSpec
 from registry.formats.base_model import read_base
 from registry.formats.run_checkpoint import chosen_checkpoint
 from registry.starting import EVERY, read_start, record_of, require_fit_of, told

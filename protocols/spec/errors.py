@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from protocols.errors import SpecError
 from protocols.secrets import HIDDEN
+from protocols.spec.cartridge import TAG
 from protocols.spec.keys import (
     CONFIG_FILE,
     MESH_FILE,
@@ -28,7 +29,6 @@ from protocols.spec.keys import (
 )
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MeshSpec
-from protocols.spec.start import TAG
 from protocols.spec.yaml_source import Key, SourceLocation, show
 
 

@@ -11,10 +11,10 @@ from pydantic import model_validator
 
 from protocols.rsa import shape_fault
 from protocols.spec.base import SpecSection, broken
+from protocols.spec.cartridge import StartSpec
 from protocols.spec.objective import HINT_SOURCE, HINT_WRITER, EpisodesSpec
 from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec
 from protocols.spec.sections import LearnSections
-from protocols.spec.start import StartSpec
 from protocols.spec.users.rows import FUNCTION, ROW_SOURCES
 
 OF_EPISODES = ("desk", "environment")

@@ -46,8 +46,9 @@ from protocols.spec.keys import (
 )
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
-from protocols.spec.sections import DataSpec, ModelSpec
+from protocols.spec.model import ModelSpec
 from protocols.spec.serving import SERVE_KEYS, ServeSpec
+from protocols.spec.users.data import DataSpec
 from protocols.spec.users.rows import ROW_SOURCES
 from protocols.spec.yaml_source import Key, SourceLocation, YamlDocument, parse_value, read_yaml
 

@@ -10,7 +10,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from protocols.secrets import SecretName
 from protocols.spec.base import AsTuple, SpecSection, broken
 from protocols.spec.mesh import RoleSpec
-from protocols.spec.sections import GeneratorSpec, ModelSpec
+from protocols.spec.model import ModelSpec
+from protocols.spec.sections import GeneratorSpec
 from protocols.spec.services import LOOPBACK, HealthSpec, host_and_port
 from protocols.spec.teacher_replay import ProcessRewardSpec, open_url
 

@@ -45,7 +45,7 @@ from protocols.layout import layout_of
 from protocols.records.answers import Answer, hash_of
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
-from protocols.spec.sections import DataSpec
+from protocols.spec.users.data import DataSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 from training.recipes.base import Route, own_cartridge

@@ -17,7 +17,7 @@ from protocols.errors import DataError
 from protocols.layout import CartridgeLayout
 from protocols.records.answers import Answer
 from protocols.spec.learn import LearnSpec
-from protocols.spec.sections import DataSpec
+from protocols.spec.users.data import DataSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.types import SEPARATOR, GenerateRequest, PrefixRef, Sampling, composed_ref
 from training.rollouts import StudyPrompt

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from benchmarks.record import read
-from protocols.spec.start import Init
+from protocols.spec.cartridge import Init
 
 
 def rows_of(module: str, out: Path, *options: str) -> list[dict[str, Any]]:

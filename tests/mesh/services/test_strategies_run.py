@@ -23,7 +23,8 @@ from learning.decoding.decode_batch import generate
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model, load_tokenizer
 from protocols.spec.mesh import RoleSpec
-from protocols.spec.sections import GeneratorSpec, ModelSpec
+from protocols.spec.model import ModelSpec
+from protocols.spec.sections import GeneratorSpec
 from protocols.spec.services import HealthSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Completion, GenerateRequest, PrefixRef

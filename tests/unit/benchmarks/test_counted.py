@@ -22,7 +22,7 @@ from forge_run.plan import roofline
 from forge_run.plan.roofline import EXPLICIT, Workload
 from learning.decoding.decode_cache import DecodeCache
 from learning.model.document_kv import PREFILL_CHUNK, document_kv
-from protocols.spec.sections import ShapeSpec
+from protocols.spec.model import ShapeSpec
 from services.planes.codec import layout_of, packed_bytes
 
 CPU = torch.device("cpu")

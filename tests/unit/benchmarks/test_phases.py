@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.gpu.phase_step import PHASES, SETTINGS, PhaseStep, Setting
 from benchmarks.step_gpu import measure, measured, published_bound
 from forge_run.plan.roofline import DevicePeaks, Workload
-from protocols.spec.sections import ShapeSpec
+from protocols.spec.model import ShapeSpec
 from protocols.types import TensorRef
 from services.planes.codec import pack, unpack
 

@@ -4,7 +4,7 @@ import pytest
 
 from protocols.errors import DataError
 from protocols.layout import CartridgeLayout, layout_of, length_warning
-from protocols.spec.sections import CartridgeSpec
+from protocols.spec.cartridge import CartridgeSpec
 
 # Contexts with their documents: a is cut in two.
 CONTEXTS = {"a.part_01": "a", "a.part_02": "a", "b": "b", "c": "c"}

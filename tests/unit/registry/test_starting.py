@@ -12,8 +12,7 @@ from format_setup import ROPE, cartridge, checkpoint_of, write
 from learning.cartridge.fingerprint import fingerprint
 from learning.checkpoint import write_checkpoint
 from protocols.errors import CheckpointError, DataError
-from protocols.spec.sections import CartridgeSpec
-from protocols.spec.start import StartSpec
+from protocols.spec.cartridge import CartridgeSpec, StartSpec
 from registry.formats import run_checkpoint
 from registry.formats.base_model import BaseModelInfo
 from registry.formats.cartridge_file import CartridgeFile, Provenance

@@ -18,7 +18,7 @@ from forge_run.cli import forge
 from forge_run.commands.k8s import MONITORING, render
 from protocols.errors import SpecError
 from protocols.spec.loading import load_serve, load_spec
-from protocols.spec.sections import ShapeSpec
+from protocols.spec.model import ShapeSpec
 from services.hosts.worker import address
 from serving.metrics import ServingMetrics
 

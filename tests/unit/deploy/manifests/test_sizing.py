@@ -42,7 +42,7 @@ from learning.scoring import top_k
 from learning.trainer_state import TrainerState
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import HINTED_TEACHER
-from protocols.spec.sections import ShapeSpec
+from protocols.spec.model import ShapeSpec
 from protocols.types import Sample
 
 ALL_AT_ONCE = ("objective.micro_tokens=null", "train.recompute_layers=false",

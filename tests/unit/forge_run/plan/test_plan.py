@@ -16,8 +16,7 @@ from forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost
 from forge_run.preflight import require_runnable
 from protocols.errors import DataError, SpecError
 from protocols.spec.loading import load_spec
-from protocols.spec.model_shape import model_shape
-from protocols.spec.sections import ModelSpec, ShapeSpec
+from protocols.spec.model import ModelSpec, ShapeSpec, model_shape
 
 REPOSITORY = Path(__file__).parents[4]
 ARTICLES = REPOSITORY / "tests" / "data" / "articles"

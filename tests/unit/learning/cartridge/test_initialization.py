@@ -24,7 +24,7 @@ from learning.cartridge.initialization import (
 )
 from learning.model.loading import text_ids
 from protocols.errors import DataError
-from protocols.spec.start import Init, StartSpec
+from protocols.spec.cartridge import Init, StartSpec
 
 if TYPE_CHECKING:
     from twins import Twin

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from protocols.errors import SpecError
+from protocols.spec.cartridge import CartridgeSpec, StartSpec
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
-from protocols.spec.sections import CartridgeSpec
-from protocols.spec.start import StartSpec
 
 MESH = "meshes/longhealth.yaml"
 

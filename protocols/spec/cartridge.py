@@ -1,4 +1,4 @@
-"""Configure what cartridges are before the first step: an initialization, or trained cartridges."""
+"""Configure cartridges: their size, what each learns, and what they are before the first step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
 
-from protocols.spec.base import SpecSection, broken
+from protocols.spec.base import AsTuple, SpecSection, bounded, broken
 from protocols.spec.yaml_source import Key
 
 Init = Literal[
@@ -92,3 +100,74 @@ InitOrStart = Annotated[
     Annotated[Init, Tag(f"{TAG}init")] | Annotated[StartSpec, Tag(f"{TAG}start")],
     Discriminator(_kind),
 ]
+
+
+# A group's name is the cartridge's: one part of a file's name.
+GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+DocumentPatterns = Annotated[tuple[str, ...], AsTuple, Field(min_length=1)]
+
+
+class CartridgeSpec(SpecSection):
+    """Configure the trainable KV prefixes, and which documents each learns from."""
+
+    tokens: int = Field(ge=2, description="KV positions P of a cartridge, tokens")
+    per: Literal["document", "corpus", "group"] = Field(
+        default="document",
+        description="a cartridge for each document, one named corpus for all, or one for each of "
+        "`groups`",
+    )
+    groups: dict[GroupName, DocumentPatterns] | None = Field(
+        default=None,
+        min_length=1,
+        validate_default=True,
+        description="with per: group, the documents of each cartridge, as names or patterns with * "
+        "and ?; one that several groups match is trained in each, and asked about over the first",
+    )
+    init: InitOrStart = Field(
+        default="first_tokens",
+        description="where training starts: the KV of the document's first P tokens (of several "
+        "documents or chunks, an equal share of each, read as one text), of random tokens, or of "
+        "sampled chunks of the document; random vectors of the size of its KV; all of its KV, "
+        "compacted to P by attention matching; or {from: trained cartridges}",
+    )
+    frozen: int | None = Field(
+        default=None,
+        ge=0,
+        validate_default=True,
+        description="leading attention-sink tokens that are not trained, tokens; null: 1, or as "
+        "many as in the cartridges of init.from",
+    )
+
+    _some_trainable = bounded("frozen", "<", "cartridge.tokens", "leave tokens to train")
+
+    @field_validator("groups")
+    @classmethod
+    def _of_per_group(cls, value: Any, info: ValidationInfo) -> Any:
+        per = info.data.get("per")
+        if per is not None and (per == "group") != (value is not None):
+            raise broken("must be given with cartridge.per group, and only then", "set both")
+        return value
+
+    @field_validator("frozen")
+    @classmethod
+    def _keeps_a_sink(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if isinstance(info.data.get("init"), StartSpec):
+            return value
+        if value == 0:
+            raise broken("must be >= 1", "set it to 1 or more")
+        return 1 if value is None else value
+
+    @property
+    def start(self) -> StartSpec | None:
+        """Return the section of trained cartridges; None where no cartridge starts from one."""
+        return self.init if isinstance(self.init, StartSpec) else None
+
+    @property
+    def fresh(self) -> Init | None:
+        """Return how a cartridge starts that is not a trained one; None where every one is."""
+        return self.init.otherwise if isinstance(self.init, StartSpec) else self.init
+
+    @property
+    def frozen_tokens(self) -> int:
+        """Return `frozen`, or 1 while the cartridges that decide it are not read."""
+        return 1 if self.frozen is None else self.frozen

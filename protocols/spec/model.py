@@ -1,0 +1,74 @@
+"""Configure the base model, and read its shape from its config.json or from the spec."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from protocols.errors import SpecError
+from protocols.spec.base import SpecSection, broken
+
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class ShapeSpec(SpecSection):
+    """Describe a Llama-like model's shape, for a plan without the model's config.json."""
+
+    layers: int = Field(ge=1, description="transformer layers")
+    hidden: int = Field(ge=1, description="width of the residual stream")
+    heads: int = Field(ge=1, description="query heads")
+    kv_heads: int = Field(ge=1, description="key/value heads")
+    head_dim: int = Field(ge=1, description="size of a head")
+    intermediate: int = Field(ge=1, description="width of the gated MLP")
+    vocab: int = Field(ge=1, description="vocabulary, tokens")
+
+    @field_validator("kv_heads")
+    @classmethod
+    def _heads_share_evenly(cls, value: int, info: ValidationInfo) -> int:
+        heads = info.data.get("heads")
+        if heads is not None and heads % value:
+            raise broken(f"must divide heads ({heads})", "copy both from the model's config.json")
+        return value
+
+
+class ModelSpec(SpecSection):
+    """Configure the frozen base model."""
+
+    path: str = Field(
+        min_length=1,
+        description="directory of the model, relative to the config file; a name of "
+        "`forge models list`; or a hub id",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="type of weights and KV in memory"
+    )
+    shape: ShapeSpec | None = Field(
+        default=None, description="the model's shape, for a plan without its config.json"
+    )
+
+
+def model_shape(model: ModelSpec) -> ShapeSpec | None:
+    """Return the shape in config.json, else `model.shape`. Raises SpecError for other models."""
+    path = Path(model.path) / "config.json"
+    if not path.is_file():
+        return model.shape
+    try:
+        config = json.loads(path.read_bytes())
+        heads = config["num_attention_heads"]
+        return ShapeSpec(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            intermediate=config["intermediate_size"],
+            vocab=config["vocab_size"],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise SpecError(
+            f"{path} is not the config of a Llama-like model ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}); set model.path to another directory"
+        ) from error
