@@ -26,8 +26,6 @@ from deploy.checks.references import dangling, unlabelled
 from deploy.checks.schemas import Definition, built_in, custom, defined_in, definitions
 from deploy.checks.shapes import misshapen
 
-LATER = "what objects mean together is checked once each has its kind's form"
-
 
 @dataclass(frozen=True)
 class CheckResult:

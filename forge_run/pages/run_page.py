@@ -128,10 +128,6 @@ def probe_interval(accuracy: float, questions: int) -> list[float] | None:
     return list(wilson_interval(round(right), questions))
 
 
-def _validated(row: Mapping[str, Any]) -> bool:
-    return row.get("accuracy") is not None
-
-
 def _since(
     followed: FollowedRows,
     generation: int,

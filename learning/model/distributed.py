@@ -312,18 +312,6 @@ def vocabulary(model: LanguageModel) -> Callable[[Tensor], Tensor]:
     return lambda hidden: projected(hidden, weight, head.bias, model.vocabulary, model.tensor)
 
 
-def held_bytes(model: LanguageModel) -> int:
-    """Return the bytes of parameters that this rank holds between steps."""
-    return sum(local(p).nbytes for p in model.parameters())
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's share of a sharded tensor; any other tensor as it is."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def whole(tensor: Tensor) -> Tensor:
     """Return a sharded tensor gathered (all ranks must call this); any other tensor as it is."""
     from torch.distributed.tensor import DTensor

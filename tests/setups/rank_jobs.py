@@ -25,18 +25,19 @@ from typing import Any
 import torch
 from channel_setup import ALL, changed, in_chunks, scene, trained
 from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from twins import Twin, build
 
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
+from learning.model.decoder import LanguageModel
 from learning.model.distributed import (
     ALONE,
     ProcessGroup,
     divide_base,
-    held_bytes,
     join,
     leave,
-    local,
     shard_base,
 )
 from learning.model.document_kv import document_kv, own_document_kv
@@ -61,6 +62,16 @@ class House:
     out: Path
     twin: Twin
     lessons: list[TrainBatch]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's share of a sharded tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held_bytes(model: LanguageModel) -> int:
+    """The bytes of parameters that this rank holds between steps."""
+    return sum(local(p).nbytes for p in model.parameters())
 
 
 def lessons_of(twin: Twin) -> list[TrainBatch]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from rank_jobs import JOBS, STEPS
+from rank_jobs import JOBS, STEPS, held_bytes
 from safetensors.torch import load_file
 from twins import Twin
 
 from learning.model.decoder import LanguageModel
-from learning.model.distributed import ALONE, ProcessGroup, divide_base, held_bytes, join
+from learning.model.distributed import ALONE, ProcessGroup, divide_base, join
 from learning.model.loading import load_model
 from protocols.errors import DataError, RunError
 from protocols.records.token_scores import decoded
