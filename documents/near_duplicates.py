@@ -1,4 +1,4 @@
-"""Find training prompts that duplicate evaluation questions, exactly or nearly.
+"""Find training prompts that duplicate evaluation questions, and fail or warn where there are some.
 
 Only texts about the same document are compared, because the same words about another document have
 another answer. Every pair of similarity at least `alike` is found, and found exactly: such a pair
@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from documents.filters import WORD, jaccard, normalised, rarest, shingles
+from protocols.errors import DataError
+from protocols.files import json_lines, write_atomically
+
+Rule = Literal["fail", "warn"]
+TOLD = 5  # in an error message; the file has all of them
 
 
 @dataclass(frozen=True)
@@ -83,3 +89,23 @@ def overlaps(
 def _short(text: str) -> str:
     plain = " ".join(text.split())
     return repr(plain if len(plain) <= 60 else f"{plain[:57]}...")
+
+
+def clean(found: Sequence[PromptOverlap], rule: Rule, file: Path) -> None:
+    """Write the duplicates to `file`, one JSON object a line, or remove it where there are none.
+
+    Raises DataError with the first few when the rule is "fail".
+    """
+    if not found:
+        file.unlink(missing_ok=True)
+        return
+    write_atomically(file, json_lines(item.as_dict() for item in found))
+    if rule == "warn":
+        return
+    told = "".join(f"\n  {item}" for item in found[:TOLD])
+    more = f"\n  and {len(found) - TOLD} more" if len(found) > TOLD else ""
+    raise DataError(
+        f"{len(found)} training prompts double evaluation questions, so that the questions would "
+        f"measure memory:{told}{more}\nAll are in {file}; take them out of the rows or out of the "
+        "questions, or set evaluate.contamination: warn (forge eval: --contamination warn)"
+    )

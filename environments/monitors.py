@@ -1,10 +1,11 @@
-"""Flag episodes whose reward may not be earned or whose text is degenerate.
+"""Count episodes, and flag those whose reward may not be earned or whose text is degenerate.
 
 Flags are for people who inspect a run; they do not change training. The module does no I/O.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,6 +46,19 @@ def flagged(episode: Episode, dialect: ActionFormat) -> Episode:
 def count_flags(episodes: Sequence[Episode]) -> Counter[str]:
     """Return the number of episodes with each flag."""
     return Counter(flag for e in episodes for flag in e.flags)
+
+
+def environment_counts(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return count, errors and mean reward of each environment's episodes."""
+    counts: dict[str, float] = {}
+    for name in sorted({e.task.environment for e in episodes}):
+        own = [e for e in episodes if e.task.environment == name]
+        rewards = [e.reward for e in own if e.reward is not None]
+        counts[f"environment/{name}/count"] = len(own)
+        counts[f"environment/{name}/errored"] = len(own) - len(rewards)
+        if rewards:
+            counts[f"environment/{name}/reward"] = math.fsum(rewards) / len(rewards)
+    return counts
 
 
 def claimed(action: Action) -> str:

@@ -145,8 +145,7 @@ def _contamination(
     runs: Sequence[FinishedRun], paper: EvalSuite, spec: EvalSpec, out: Path
 ) -> Contamination:
     """Count the duplicates. Raises DataError where the rule is to fail and there are some."""
-    from documents.contamination import clean
-    from documents.near_duplicates import overlaps
+    from documents.near_duplicates import clean, overlaps
     from training.evaluation.runs import trained_on
 
     evaluate = runs[0].learn.evaluate

@@ -3,12 +3,9 @@
     questions   A writes questions about passages (documents.synthesis); of a user's documents some
                 are held out by the hash of their words
     step        other questions -> answers on policy -> doc_kl of the teacher
-    measure     held-out questions: the teacher's own sampled answers, read by each arm; the user's
-                questions, or LongHealth's held-out ones: answers
+    measure     training.recipes.study_exam
 
-For an answer y sampled by the teacher T, the sum of log T(y_t) - log S(y_t) is an unbiased estimate
-of KL(T || S). It needs only the arm S's log-probabilities of y, and is reported per token, with the
-share of tokens at which both have the same likeliest token.
+Neither the held-out questions nor those of the user are trained on.
 """
 
 from __future__ import annotations
@@ -17,14 +14,13 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from documents.contamination import clean
 from documents.corpus import Corpus
 from documents.drafts import SynthesisPlan
-from documents.near_duplicates import LocatedText, overlaps
+from documents.near_duplicates import LocatedText, clean, overlaps
 from documents.rows.reading import RowSet
 from documents.rows.records import DatasetRow
 from documents.synthesis import model_name, read_rows, write_study
@@ -33,40 +29,28 @@ from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE
 from protocols.errors import DataError
 from protocols.files import json_lines, write_atomically
-from protocols.records.answers import Answer, KeepAnswers, mean_nll
+from protocols.records.answers import KeepAnswers
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
-from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import PrecomputedScores, TrainBatch
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.types import Completion, GenerateRequest, Sampling
 from services.run_directory import RunDirectory
 from strategies.samplers.token_sampler import TokenSampler
-from training.recipes.agreement import (
-    HeldOutQuestion,
-    StudyQuestion,
-    agreement,
-    answered,
-    split,
-    teachers_answer,
-    users_answer,
-)
+from training.recipes.agreement import StudyQuestion, split
 from training.recipes.base import Recipe, Route, drawn_steps, own_cartridge
 from training.recipes.question_files import UserQuestion
-from training.recipes.study_gain import gains, weighed
+from training.recipes.study_exam import StudyExam
 from training.recipes.study_prompts import (
-    answered_over,
     context_choice,
     context_ref,
-    contexts_of,
     in_company,
-    reading,
     texts_of,
     titled,
-    titled_messages,
 )
 from training.recipes.study_rows import (
     context_titles,
+    gains,
     note_documents,
     of_parts,
     require_scores,
@@ -74,6 +58,7 @@ from training.recipes.study_rows import (
     said,
     studied_of,
     user_question,
+    weighed,
 )
 from training.rollouts import (
     Rollout,
@@ -110,13 +95,10 @@ class DocumentsRecipe(Recipe):
         self.texts = texts_of(parts.layout, parts.texts)
         self._choose = context_choice(spec, parts.layout, parts.texts, self.documents)
         self.end_ids = frozenset({tokenizer.eos_token_id})
-        self._rows, self._asked = rows, list(asked)
+        self._rows = rows
+        self._exam = StudyExam(spec, parts, self._conversation, self._titles, asked)
         self._getting_ready = asyncio.Lock()
         self._training: dict[str, list[StudyQuestion]] = {}
-        self._held_out: list[StudyQuestion] = []
-        self._exams: list[HeldOutQuestion] = []
-        abouts = (*parts.parts, *(q.document for q in asked))
-        self._hashes = {about: parts.hashes[contexts_of(about)[0]] for about in abouts}
         note_documents(parts, directory)
         if rows is not None:
             self._take(rows)
@@ -142,7 +124,7 @@ class DocumentsRecipe(Recipe):
             share = 0.0 if data.source == "longhealth" else data.held_out
             training, held_out = split(filter(None, found), share)
             lacking = [name for name in self._parts.parts if not training.get(name)]
-            if lacking or not (held_out or self._asked):
+            if lacking or not (held_out or self._exam.asked):
                 raise DataError(
                     f"self-study has no question to train on about {lacking or 'any document'}: "
                     "raise self_study.questions, lower data.held_out or self_study.least_gain, set "
@@ -152,7 +134,7 @@ class DocumentsRecipe(Recipe):
             if self._study.scores == "stored":
                 require_scores([s for pool in training.values() for s in pool], self._study.rows)
             self._require_clean(training, held_out)
-            self._held_out = held_out[: self._spec.evaluate.questions]
+            self._exam.held_out = held_out[: self._spec.evaluate.questions]
             self._training = training
 
     def _take(self, rows: RowSet) -> None:
@@ -173,10 +155,8 @@ class DocumentsRecipe(Recipe):
                 f"({self._spec.rollout.max_tokens}); raise it"
             )
         most = self._spec.evaluate.questions
-        self._asked = [user_question(s, row) for s, row in held_out if row.answer is not None]
-        self._held_out = [s for s, row in held_out if row.answer is None][:most]
-        abouts = {q.document for q in self._asked}
-        self._hashes |= {a: self._parts.hashes[contexts_of(a)[0]] for a in abouts}
+        self._exam.asked = [user_question(s, row) for s, row in held_out if row.answer is not None]
+        self._exam.held_out = [s for s, row in held_out if row.answer is None][:most]
         self._training = training
 
     def _require_clean(
@@ -185,23 +165,25 @@ class DocumentsRecipe(Recipe):
         """Raise DataError, as `clean` does, before anything is trained."""
         evaluate = self._spec.evaluate
         trained = [
-            LocatedText(self._document(s.document), message.content, f"self-study: {s.key}")
+            LocatedText(self._exam.document(s.document), message.content, f"self-study: {s.key}")
             for pool in training.values()
             for s in pool
             for message in s.messages
         ]
         key = "data.questions" if self._spec.data.questions else "data.path"
         asked = [
-            LocatedText(self._document(q.document), text, f"{key}: {q.id}")
-            for q in self._asked
+            LocatedText(self._exam.document(q.document), text, f"{key}: {q.id}")
+            for q in self._exam.asked
             for text in q.forms
         ] or [
-            LocatedText(self._document(s.document), s.messages[-1].content, f"held out: {s.key}")
+            LocatedText(
+                self._exam.document(s.document), s.messages[-1].content, f"held out: {s.key}"
+            )
             for s in held_out
         ]
         clean(
             overlaps(trained, asked, evaluate.alike),
-            evaluate.contamination or ("fail" if self._asked else "warn"),
+            evaluate.contamination or ("fail" if self._exam.asked else "warn"),
             self._directory.contamination,
         )
 
@@ -223,43 +205,12 @@ class DocumentsRecipe(Recipe):
         asked = [r for r in rows if r.kept and r.gain is None]
         read = (studied_of(r, self._spec, self._conversation, self._titles) for r in asked)
         studied = [s for s in read if s is not None]
-        bare = {s.key: self._prompt_ids(s.document, s.messages, bare=True) for s in studied}
+        bare = {s.key: self._exam.prompt_ids(s.document, s.messages, bare=True) for s in studied}
         found = weighed(rows, await gains(studied, bare, generate), least)
         if self._study.rows is None:
             lines = json_lines(row.as_dict() for row in found)
             write_atomically(self._directory.selfstudy, lines)
         return found
-
-    def _document(self, about: str) -> str:
-        """Return the document of contexts that are read as one text."""
-        return self.layout.documents[contexts_of(about)[0]]
-
-    def _prompt_ids(
-        self, about: str, messages: Sequence[AgentMessage], bare: bool = False
-    ) -> tuple[int, ...]:
-        """Return the ids of a prompt about contexts, after any prefix or without one."""
-        context = contexts_of(about)[0]
-        said = titled_messages(self._titles, context, messages)
-        return self._conversation.opening(None if bare else context, said)
-
-    def _ref(
-        self, about: str, messages: Sequence[AgentMessage], prefix: str, version: int, route: Route
-    ) -> PrefixRef:
-        """Return the prefix of an arm before a prompt about contexts; `route` reads its last turn
-        as a server does, after the title."""
-        if prefix == NO_DOCUMENT:
-            return BARE
-        if prefix == "document":
-            return context_ref(contexts_of(about))
-        cartridge = self.layout.cartridge_of(self._document(about))
-        asked = titled(self._titles, contexts_of(about)[0], messages[-1].content)
-        return PrefixRef(f"{prefix}/{route(cartridge, asked)}", version)
-
-    def _kept(self, answer: Answer) -> Answer:
-        """Return the record of an answer to a question about contexts, by their document."""
-        contexts, document = contexts_of(answer.document), self._document(answer.document)
-        cartridge = self.layout.cartridge_of(document)
-        return replace(answer, document=document, cartridge=cartridge, contexts=contexts)
 
     def _prompts(self, arm: str, step: int) -> list[tuple[StudyQuestion, StudyPrompt]]:
         """Return a step's prompts: contexts take turns, each with every cartridge that learns from
@@ -344,106 +295,16 @@ class DocumentsRecipe(Recipe):
             )
         return TrainBatch(doc=tuple(rollout.samples), doc_stored=stored)
 
-    # -- measures -------------------------------------------------------------------------------
-
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
-        """Return the agreement with the teacher on held-out questions; where questions are asked,
-        their answers decide the accuracy."""
         await self._ready(generate)
-        await self._examine(generate)
-        exams = self._exams[:most]
-        measured: MeasuredAccuracy | None = None
-        if exams:
-            requests = [self._reading(e, f"evaluate/{arm}", prefix, version, route) for e in exams]
-            completions, _ = await generate(requests)
-            measured = agreement(exams, completions)
-            if keep is not None:
-                both = zip(exams, completions, strict=True)
-                told = [teachers_answer(e, c, self._hashes, self._decode) for e, c in both]
-                keep(answered_over([self._kept(answer) for answer in told], requests))
-            if not self._asked:
-                return measured
-        asked = self._asked[: most or self._spec.evaluate.questions]
-        sampling = Sampling(temperature=0.0, max_tokens=self._spec.evaluate.max_tokens)
-        requests = [
-            GenerateRequest(
-                f"evaluate/{arm}/asked/{q.id}",
-                self._prompt_ids(q.document, q.messages, bare=prefix == NO_DOCUMENT),
-                self._ref(q.document, q.messages, prefix, version, route),
-                sampling,
-                stream_seed(f"asked/{q.id}"),
-            )
-            for q in asked
-        ]
-        answers, _ = await generate(requests)
-        said = [self._decode(c.token_ids) for c in answers]
-        if keep is not None:
-            ids = [self._conversation.saying(q.wording) if q.wording else () for q in asked]
-            readings = [reading(r, own) for r, own in zip(requests, ids, strict=True) if own]
-            read, _ = await generate(readings) if readings else ([], 0.0)
-            of_reading = iter(read)
-            nll = [mean_nll(next(of_reading), len(own)) if own else None for own in ids]
-            rows = zip(asked, answers, said, nll, strict=True)
-            told = [users_answer(q, c, t, lost, self._hashes) for q, c, t, lost in rows]
-            keep(answered_over([self._kept(answer) for answer in told], requests))
-        found = answered(asked, said)
-        return found if measured is None else {**found, "agreement": measured["agreement"]}
-
-    async def _examine(self, generate: TimedGenerate) -> None:
-        """Sample the teacher's answers to the held-out questions, once."""
-        async with self._getting_ready:
-            if self._exams or not self._held_out:
-                return
-            # Untruncated and at temperature 1: only then is the estimate one of KL(T || S).
-            sampling = Sampling(max_tokens=self._spec.evaluate.max_tokens)
-            seed = self._spec.train.seed
-            answers, _ = await generate(
-                [
-                    GenerateRequest(
-                        f"teacher/{s.key}", s.prompt_ids, context_ref((s.document,)), sampling,
-                        stream_seed(f"teacher/{seed}/{s.key}"),
-                    )
-                    for s in self._held_out
-                ]
-            )  # fmt: skip
-            exams = [
-                HeldOutQuestion(
-                    s, self._prompt_ids(s.document, s.messages, bare=True), c.token_ids, (), ()
-                )
-                for s, c in zip(self._held_out, answers, strict=True)
-            ]
-            read, _ = await generate(
-                [self._reading(e, "teacher/read", "document", 0) for e in exams]
-            )
-            self._exams = [
-                HeldOutQuestion(
-                    e.studied, e.bare_ids, e.answer_ids,
-                    c.prompt_logprobs[-len(e.answer_ids) :],
-                    c.prompt_likeliest[-len(e.answer_ids) :],
-                )
-                for e, c in zip(exams, read, strict=True)
-            ]  # fmt: skip
-
-    def _reading(
-        self, exam: HeldOutQuestion, name: str, prefix: str, version: int,
-        route: Route = own_cartridge,
-    ) -> GenerateRequest:  # fmt: skip
-        """Return a request that reads the teacher's answer, for its log-probabilities."""
-        studied = exam.studied
-        ids = exam.bare_ids if prefix == NO_DOCUMENT else studied.prompt_ids
-        ref = self._ref(studied.document, studied.messages, prefix, version, route)
-        return GenerateRequest(
-            f"{name}/{exam.studied.key}", (*ids, *exam.answer_ids), ref,
-            Sampling(temperature=0.0, max_tokens=1), 0, prompt_logprobs=True,
-        )  # fmt: skip
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._conversation.decode(ids).strip()
+        return await self._exam.measure(
+            arm, prefix, version, most=most, generate=generate, keep=keep, route=route
+        )
 
     # -- records --------------------------------------------------------------------------------
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
-        directory.append_rollouts(as_rows(rollout, arm, step, self._decode))
+        directory.append_rollouts(as_rows(rollout, arm, step, self._exam.decode))

@@ -15,16 +15,16 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from environments.episode_files import to_row
 from environments.hints import TurnHint, expected_of
-from environments.monitors import count_flags, flagged
+from environments.monitors import count_flags, environment_counts
 from environments.renderer import NO_DOCUMENT, ChatRenderer
-from environments.rollout import BARE, Moving, over_cartridge, over_document, run_episodes
+from environments.rollout import BARE, Moving, over_cartridge, over_document
 from environments.single_turn import answer_rows
 from environments.training_signals import (
     branch_samples,
@@ -39,13 +39,12 @@ from protocols.layout import layout_of
 from protocols.records.answers import Answer, KeepAnswers, hash_of
 from protocols.records.intervals import wilson_interval
 from protocols.records.run_files import MeasuredAccuracy
-from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import HINTED_TEACHER
 from protocols.spec.users.rows import ROW_SOURCES
 from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import HintedTurn, PreferencePair, TrainBatch, hinted
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.types import PrefixRef, Sampling
 from services.clients import EnvironmentClient
 from services.mesh import Mesh
 from services.pool.pool import gather
@@ -58,6 +57,7 @@ from training.recipes.ahead import (
     oldest_version,
 )
 from training.recipes.base import Recipe, Route, drawn_steps, own_cartridge
+from training.recipes.episode_play import EpisodePlay
 from training.recipes.hint_writers import HintWriter
 from training.recipes.preferences import AskedState, PreferenceQueue
 from training.rollouts import (
@@ -82,11 +82,12 @@ class ToolEpisodesRecipe(Recipe):
         self._spec, self._objective, self._episodes = spec, spec.objective, spec.episodes
         self._pools = mesh.pools
         of_rows = spec.data.source in ROW_SOURCES
-        self._move: Moving = answer_rows if of_rows else EnvironmentClient(mesh.pools).move
+        move: Moving = answer_rows if of_rows else EnvironmentClient(mesh.pools).move
         self._rewards = EpisodeRewards(spec, mesh.pools)
         self._source, self._texts = source, dict(source.texts)
         self.layout = layout_of(spec.cartridge, {name: name for name in self._texts})
         self._conversation = ChatRenderer(tokenizer, self._texts)
+        self._player = EpisodePlay(spec, source, self._conversation, move, self._rewards)
         self._hints = HintWriter(
             spec.objective.hints, source.hints, self._conversation, self._texts, mesh.pools,
             spec.train.row_tokens,
@@ -120,7 +121,7 @@ class ToolEpisodesRecipe(Recipe):
         episodes: list[Episode] = []
         first, wanted, compute = 0, each, 0.0
         for _ in range(1 + self._objective.refills):
-            played, seconds = await self._step(
+            played, seconds = await self._player.step(
                 "on_policy", step, range(first, first + wanted), over_cartridge(version), generate,
                 partial(self._hand_over, ended),
             )  # fmt: skip
@@ -179,7 +180,7 @@ class ToolEpisodesRecipe(Recipe):
         """Return the episodes of one task, none of which waits for another; each turn is drawn over
         the newest version."""
         members = await gather(
-            self._step(
+            self._player.step(
                 "on_policy", step, [number], lambda task: over_cartridge(newest())(task),
                 joined.timed, member=m,
             )
@@ -196,7 +197,7 @@ class ToolEpisodesRecipe(Recipe):
         """Return one step's episodes as the model plays them that has the document in context. The
         tasks are those of the on-policy step `first`."""
         begun = time.perf_counter()
-        episodes, compute = await self._step(
+        episodes, compute = await self._player.step(
             "offline", first, range(self._episodes.tasks), over_document, generate
         )
         episodes = [written_offline(e) for e in episodes]
@@ -223,7 +224,7 @@ class ToolEpisodesRecipe(Recipe):
             return over_document(task) if prefix == "document" else over_cartridge(version)(task)
 
         # The draw does not depend on the arm, so that arms differ by their prefix alone.
-        episodes, _ = await self._play(tasks, 1, sampling, over, f"answer/{seed}/", generate)
+        episodes, _ = await self._player.play(tasks, 1, sampling, over, f"answer/{seed}/", generate)
         if keep is not None:
             keep([self._answer(f"exam/{seed}/{i}", e) for i, e in enumerate(episodes)])
         right = sum(self._rewards.is_right(e) for e in episodes)
@@ -250,68 +251,6 @@ class ToolEpisodesRecipe(Recipe):
             reward=episode.reward, tokens=sum(len(t.response_ids) for t in turns),
             cartridge=task.document, contexts=(task.document,),
         )  # fmt: skip
-
-    async def _step(
-        self,
-        arm: str,
-        step: int,
-        numbers: Sequence[int],
-        prefix: Callable[[Task], PrefixRef],
-        generate: TimedGenerate,
-        ended: Callable[[Sequence[Episode]], Awaitable[None]] | None = None,
-        member: int | None = None,
-    ) -> tuple[list[Episode], float]:
-        """Return the episodes of a step's tasks with these numbers, or `member` of each alone, and
-        the model time. Tasks do not depend on the arm."""
-        each, seed = self._episodes.tasks, self._spec.train.seed
-        tasks = [
-            self._source.task(
-                f"{arm}/{step + 1}/{i}", step * each + i, f"task/{seed}/{step}/{i}", held_out=False
-            )
-            for i in numbers
-        ]
-        sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
-        group, first = (self._episodes.group, 0) if member is None else (1, member)
-        episodes, compute = await self._play(
-            tasks, group, sampling, prefix, f"sample/{seed}/", generate, ended, first
-        )
-        return [flagged(e, self._source.dialect) for e in episodes], compute
-
-    async def _play(
-        self,
-        tasks: Sequence[Task],
-        group: int,
-        sampling: Sampling,
-        prefix: Callable[[Task], PrefixRef],
-        stream: str,
-        generate: TimedGenerate,
-        ended: Callable[[Sequence[Episode]], Awaitable[None]] | None = None,
-        first: int = 0,
-    ) -> tuple[list[Episode], float]:
-        """Return the episodes and the model time of all their turns. Draws depend on `stream` and
-        on the part of a request's name after the arm."""
-        spent: list[float] = []
-
-        async def timed(requests: Sequence[GenerateRequest]) -> list[Completion]:
-            completions, compute = await generate(requests)
-            spent.append(compute)
-            return completions
-
-        episodes = await run_episodes(
-            tasks,
-            timed,
-            self._move,
-            self._conversation,
-            group_size=group,
-            sampling=sampling,
-            prefix=prefix,
-            seed_of=lambda name: stream_seed(stream + name.partition("/")[2]),
-            max_context=self._episodes.max_context,
-            max_turns=self._episodes.max_turns,
-            ended=ended,
-            first=first,
-        )
-        return await self._rewards.judge(episodes), sum(spent)
 
     async def _hand_over(self, ended: ScoreGroup, episodes: Sequence[Episode]) -> None:
         """Send samples of ended episodes to the teachers, as `lesson` makes them."""
@@ -404,7 +343,7 @@ class ToolEpisodesRecipe(Recipe):
             )
             counts |= refill_counts(self._episodes.tasks, len(groups), len(kept))
         if len({e.task.environment for e in episodes}) > 1:
-            counts |= _by_environment(episodes)
+            counts |= environment_counts(episodes)
         if self._newest is not None:
             counts["ahead/dropped"] = record.rollout.dropped
         counts |= {f"error/{kind}": n for kind, n in sorted(errors.items())}
@@ -433,19 +372,6 @@ class ToolEpisodesRecipe(Recipe):
             await self._ahead[0].close()
         if self._preferences is not None:
             await self._preferences.close()
-
-
-def _by_environment(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return count, errors and mean reward of each environment's episodes."""
-    counts: dict[str, float] = {}
-    for name in sorted({e.task.environment for e in episodes}):
-        own = [e for e in episodes if e.task.environment == name]
-        rewards = [e.reward for e in own if e.reward is not None]
-        counts[f"environment/{name}/count"] = len(own)
-        counts[f"environment/{name}/errored"] = len(own) - len(rewards)
-        if rewards:
-            counts[f"environment/{name}/reward"] = math.fsum(rewards) / len(rewards)
-    return counts
 
 
 def _doc_batch(episodes: Sequence[Episode]) -> TrainBatch:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from documents.contamination import clean
-from documents.near_duplicates import LocatedText, PromptOverlap
+from documents.near_duplicates import LocatedText, PromptOverlap, clean
 from protocols.errors import DataError
 
 FOUND = [

@@ -93,7 +93,7 @@ def test_prompts_are_questions_that_are_not_held_out(house: House) -> None:
     house.measure("none")
     rows = {row.key: row for row in read_rows(house.directory.selfstudy)}
     assert len(rows) == 18
-    held_out = {e.studied.text for e in house.course._exams}
+    held_out = {e.studied.text for e in house.course._exam.questions}
     assert len(held_out) >= 3
     asked: list[str] = []
     for step in range(6):
@@ -192,7 +192,7 @@ def test_losses_of_the_teachers_answers_differ_by_the_divergence(house: House) -
 def test_a_teachers_answers_are_those_it_samples(house: House) -> None:
     house.measure("none")
     told = {r.id: r for r in house.requests if r.id.startswith("teacher/")}
-    exam = house.course._exams[0]
+    exam = house.course._exam.questions[0]
     request = told[f"teacher/{exam.studied.key}"]
     assert request.sampling.temperature == 1.0
     assert request.prefix == PrefixRef(f"document/{exam.studied.document}", 0)
@@ -331,7 +331,7 @@ def test_a_conversation_is_trained_measured_and_evaluated_with_all_its_turns(
     house = House(tmp_path, "self_study.rounds=2", "self_study.answer_tokens=40")
     house.measure("none")
     rows = {row.key: row for row in read_rows(house.directory.selfstudy)}
-    exams = house.course._exams
+    exams = house.course._exam.questions
     assert any(len(e.studied.messages) == 3 for e in exams)
     for exam in exams:
         assert exam.studied.messages == rows[exam.studied.key].messages

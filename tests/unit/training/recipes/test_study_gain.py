@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from documents.synthesis_rows import StudyRow
 from protocols.types import Completion, GenerateRequest
 from training.recipes.agreement import StudyQuestion
-from training.recipes.study_gain import gains, weighed
+from training.recipes.study_rows import gains, weighed
 
 
 def question(key: str, answer: tuple[int, ...]) -> StudyQuestion:
