@@ -1,18 +1,28 @@
-"""Implement `Backend` over a pool of generators, with routing, retries and streamed tokens."""
+"""Implement `Backend` over a pool of generators, with routing, retries and streamed tokens; open
+a pool for cartridges to measure."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from protocols.errors import PublishError, RunError
 from protocols.records.status import ReplicaState
+from protocols.spec.mesh import RunSpec
 from protocols.types import Completion, GenerateRequest
 from services.clients import GeneratorClient, remember_files
+from services.mesh import open_generators
 from services.pool.pool import Pool
 from serving.backend import OnTokens
+
+ONGOING = 4096  # concurrent calls of one generator: its engine queues the rest
 
 
 class PoolBackend:
@@ -63,3 +73,33 @@ class PoolBackend:
 
     def _remember(self) -> None:
         remember_files(self._pool, self._held)
+
+
+@asynccontextmanager
+async def cartridge_pool(
+    spec: RunSpec,
+    documents: Mapping[str, tuple[int, ...]],
+    end_ids: frozenset[int],
+    cartridges: Mapping[int, tuple[str, Tensor]],
+) -> AsyncIterator[PoolBackend]:
+    """Yield a pool of generators configured as a run's own, for commands that measure its
+    cartridges; they stop at the end of the block. `documents` (name -> token ids) and `cartridges`
+    (version -> name and KV [L, 2, H_kv, P, D]) are loaded."""
+    mesh = spec.mesh
+    role = mesh.roles.generator.model_copy(update={"max_ongoing": ONGOING})
+    service, pool = await open_generators(
+        spec.learn.model, spec.learn.generator, role, documents, end_ids,
+        health=mesh.health, spawn_timeout_s=mesh.spawn_timeout_s,
+        call_timeout_s=mesh.call_timeout_s,
+    )  # fmt: skip
+    try:
+        await service.ready()
+        backend = PoolBackend(pool, mesh.call_timeout_s)
+        with tempfile.TemporaryDirectory(prefix="forge-cartridges-") as made:
+            for version, (name, kv) in cartridges.items():
+                file = Path(made) / f"{version}.safetensors"
+                save_file({"kv": kv.contiguous()}, file)
+                await backend.load(version, name, file)
+            yield backend
+    finally:
+        await service.stop()

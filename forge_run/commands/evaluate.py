@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from forge_run.commands import note
-from forge_run.commands.cartridge_pool import cartridge_pool
 from forge_run.console import shown_path
 from forge_run.formatting import TableSection
 from forge_run.report.evaluation import cells, markdown, pair_section, plots, section, write_page
@@ -169,6 +168,7 @@ async def _measure(
     spec: EvalSpec,
     show: Callable[[EvalRow], None],
 ) -> list[ArmAnswers]:
+    from serving.pool_backend import cartridge_pool
     from training.evaluation.arms import sit
 
     most = spec.max_tokens or run.learn.evaluate.max_tokens

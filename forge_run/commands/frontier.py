@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from forge_run.commands import note
-from forge_run.commands.cartridge_pool import cartridge_pool
 from forge_run.formatting import TableSection
 from forge_run.report.frontier import HEADS, cells
 from protocols.errors import SpecError
@@ -79,6 +78,7 @@ async def _measure(
     # Imported here: a bad spec is refused before torch is imported.
     from learning.model.loading import load_tokenizer
     from registry.formats.run_checkpoint import chosen_checkpoint, read_cartridges
+    from serving.pool_backend import cartridge_pool
     from strategies.judges.opening import opened_judge
     from strategies.samplers.token_sampler import TokenSampler
     from training.recipes.longhealth_prompts import open_prompts
