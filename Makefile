@@ -177,6 +177,9 @@ run-vllm: install-vllm ## the main job, sampled by vLLM
 
 # Three tiers by directory. A run's roles take turns, so that of two cores one is often idle: two
 # files of tests side by side (tests/conftest.py says what stays together).
+# Compiled modules are kept, whatever the caller's environment says: to compile anew, each worker and
+# each process of a run, is a fifth of the time it takes to import.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
 SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 FORGE_REQUIRE_DOCS=1 FORGE_REQUIRE_HELM=1 \
   FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \

@@ -1,4 +1,5 @@
-"""`forge make` from a folder to an answer: plan, run, library, `forge ask` with --beside."""
+"""`forge make` from a folder to an answer: plan, run, library, `forge ask` with --beside;
+and mistakes, answered before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from small_run import ROOT
+
+from forge_run.cli import forge
 
 pytestmark = [pytest.mark.timeout(900)]
 
@@ -56,3 +59,31 @@ def test_a_folder_becomes_a_cartridge_that_answers(tmp_path: Path) -> None:
     (texts / "salt.txt").write_text(article + " And more.")
     changed = forge("ask", "tales", "what is salt?", "--beside")
     assert (changed.returncode, "have changed since" in changed.stderr) == (2, True)
+
+
+def test_mistakes_are_told_with_their_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORGE_HOME", str(tmp_path / "home"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("The harbour keeps nine boats.")
+    for words, said in (
+        (["missing"], "there is no file or folder"),
+        (["empty"], "no document in"),
+        (["texts"], "no model 'smollm2-135m'"),
+        (["texts"], "add it with forge models add smollm2-135m"),
+        (["texts", "--minutes", "0"], "--minutes must be > 0 and --ratio > 1: got 0 and None"),
+        (["texts", "--ratio", "1"], "got 20 and 1.0"),
+        (["texts", "--name", "my book"], "'my book' is no cartridge's name"),
+    ):
+        assert forge(["make", str(tmp_path / words[0]), *words[1:]]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_mistake_is_answered_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from forge_run.cli import forge; forge(['make', sys.argv[1]]); "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 0

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from format_setup import cartridge, files_of, same, write
 from safetensors.torch import save_file
 
 from protocols.errors import DataError
+from protocols.limited_process import LimitedProcess, ProcessLimits
+from registry.formats import hazyresearch
 from registry.formats.cartridge_file import Provenance
 from registry.formats.convert import FORMATS, read
 
@@ -76,3 +81,23 @@ def test_a_text_nested_without_end_is_refused(tmp_path: Path, name: str, file: s
     save_file({"kv": SMALL.kv}, tmp_path / "c.safetensors", metadata={"forge": "[" * 200_000})
     with pytest.raises(DataError, match="says of itself cannot be read"):
         read(tmp_path / "c.safetensors")
+
+
+def test_a_pickle_that_hashes_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tuple of two equal tuples, forty deep, takes 2**40 steps to be a dict's key."""
+    deep: Any = ()
+    for _ in range(40):
+        deep = (deep, deep)
+    # A dict of it would take as long to make: the pickle is written by hand.
+    body = pickle.dumps(deep, protocol=2)[:-1]
+    with zipfile.ZipFile(tmp_path / "c.pt", "w") as file:
+        file.writestr("c/data.pkl", b"\x80\x02}" + body[2:] + b"K\x01s.")
+        file.writestr("c/version", b"3\n")
+    assert (tmp_path / "c.pt").stat().st_size < 1000
+    limited = ProcessLimits(cpu_s=2, wall_s=300, memory=2**29, file_bytes=2**30)
+    process = LimitedProcess("registry.formats.pickle_process:convert", limited)
+    monkeypatch.setattr(hazyresearch, "PROCESS", process)
+    with process, pytest.raises(DataError, match=r"c.pt is refused: it takes more than 2 s of"):
+        read(tmp_path / "c.pt")

@@ -19,8 +19,6 @@ from safetensors.torch import save_file
 from torch.nn import Parameter, ParameterList
 
 from protocols.errors import DataError
-from protocols.limited_process import LimitedProcess, ProcessLimits
-from registry.formats import hazyresearch
 from registry.formats.cartridge_file import HEADER_BYTES, CartridgeFile, Provenance
 from registry.formats.convert import FORMATS, detect, read
 
@@ -250,26 +248,6 @@ def test_what_is_no_cartridge_is_told(tmp_path: Path) -> None:
     for path in (tmp_path / "c.gguf", tmp_path):
         with pytest.raises(DataError, match="is no cartridge: give"):
             detect(path)
-
-
-def test_a_pickle_that_hashes_without_end_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A tuple of two equal tuples, forty deep, takes 2**40 steps to be a dict's key."""
-    deep: Any = ()
-    for _ in range(40):
-        deep = (deep, deep)
-    # A dict of it would take as long to make: the pickle is written by hand.
-    body = pickle.dumps(deep, protocol=2)[:-1]
-    with zipfile.ZipFile(tmp_path / "c.pt", "w") as file:
-        file.writestr("c/data.pkl", b"\x80\x02}" + body[2:] + b"K\x01s.")
-        file.writestr("c/version", b"3\n")
-    assert (tmp_path / "c.pt").stat().st_size < 1000
-    limited = ProcessLimits(cpu_s=2, wall_s=300, memory=2**29, file_bytes=2**30)
-    process = LimitedProcess("registry.formats.pickle_process:convert", limited)
-    monkeypatch.setattr(hazyresearch, "PROCESS", process)
-    with process, pytest.raises(DataError, match=r"c.pt is refused: it takes more than 2 s of"):
-        read(tmp_path / "c.pt")
 
 
 def test_a_header_that_is_too_long_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
