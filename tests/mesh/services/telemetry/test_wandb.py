@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from telemetry_stream import STEPS, tell
 from wandb.proto.wandb_internal_pb2 import Record
 
+from protocols.errors import SpecError
 from services.telemetry.wandb import WandbSink
 
 BLOCK = 32 * 1024
@@ -115,3 +117,16 @@ def test_its_service_does_not_outlive_a_killed_run(
     while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in service):
         time.sleep(0.05)
     assert not [pid for pid in service if Path(f"/proc/{pid}").exists()]
+
+
+def test_no_key_is_a_mistake_of_the_spec_and_asks_nobody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(SpecError, match=r"telemetry\.sinks: .*WANDB_API_KEY, or WANDB_MODE=offl"):
+        WandbSink(tmp_path, "run-1", "small", {})
+    wandb.teardown()  # it would remember that there was no key

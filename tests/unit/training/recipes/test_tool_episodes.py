@@ -12,10 +12,16 @@ from typing import Any
 import pytest
 from desk_tasks import replayed
 
-from environments.clinic.desk import TOOLS, call_text, draw_case, draw_desk
+from environments.clinic.desk import (
+    TOOLS,
+    ShiftState,
+    call_text,
+    draw_case,
+    draw_desk,
+    draw_shift,
+    reply_in_shift,
+)
 from environments.clinic.fake_teachers import next_call
-from environments.openenv.desk_env import DeskEnvironment
-from environments.openenv.wire import observed
 from learning.model.loading import load_tokenizer
 from protocols.episodes import EnvironmentRequest, Observation
 from protocols.errors import RunError, SpecError
@@ -56,11 +62,26 @@ def said(move: EnvironmentRequest) -> Observation:
 
 
 def said_in_shift(move: EnvironmentRequest) -> Observation:
-    """What the environment that is served says, as it arrives."""
-    env = DeskEnvironment()
-    seen = env.reset(**move.task.arguments, replay_actions=move.actions)
-    data = {"observation": seen.model_dump(), "reward": seen.reward, "done": seen.done}
-    return observed(data, opening=not move.actions)
+    """What a desk of several cases says, by the pure world."""
+    given = move.task.arguments
+    desk = draw_desk(given["desk_seed"], given["desk"], given["fields"])
+    cases = draw_shift(desk, given["seed"], given["cases"])
+    before, shift = ShiftState(), ShiftState()
+    for text in move.actions:
+        before = shift
+        shift = reply_in_shift(cases, shift, text, given["max_turns"] // given["cases"])
+    reply = shift.reply
+    if reply is None:
+        return Observation((AgentMessage("user", cases[0].question),), TOOLS)
+    messages = [AgentMessage("tool", reply.text)]
+    if reply.question:
+        messages.append(AgentMessage("user", reply.question))
+    decides = reply.done and before.right == before.ended
+    return Observation(
+        tuple(messages), (), reply.done, reply.reward, reply.error_kind, reply.hint_key,
+        reply.hint_facts, expected=cases[before.ended].value if decides else None,
+        new_conversation=bool(reply.question),
+    )  # fmt: skip
 
 
 class Environment:
