@@ -35,9 +35,10 @@ def trainer_of(
     return CartridgeTrainer(twin.model, bank_of(twin, names), spec, last, objective=objective)
 
 
-def lessons(twin: Twin) -> list[TrainBatch]:
+@pytest.fixture(scope="module")
+def lessons(llama: Twin) -> list[TrainBatch]:
     """Five steps: of both cartridges, and the second and the fourth of a alone."""
-    whole = [scene(twin, bank_of(twin), v, v) for v in range(STEPS)]
+    whole = [scene(llama, bank_of(llama), v, v) for v in range(STEPS)]
     whole = [replace(b, scores={k: v for k, v in b.scores.items() if k != "ref"}) for b in whole]
     return [of_cartridge(b, "a") if v in (1, 3) else b for v, b in enumerate(whole)]
 
@@ -65,7 +66,9 @@ FORMS: dict[str, tuple[ObjectiveSpec, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_two_together_become_what_each_becomes_alone(llama: Twin, form: str) -> None:
+def test_two_together_become_what_each_becomes_alone(
+    llama: Twin, lessons: list[TrainBatch], form: str
+) -> None:
     """To the bit where every forward is the same (here: of one sample), numbers, moments and norms;
     each has its own steps of the schedule, so b's second step is the run's third."""
     objective, train = FORMS[form]
@@ -75,7 +78,7 @@ def test_two_together_become_what_each_becomes_alone(llama: Twin, form: str) -> 
     planned = {"b": 3}
     for trainer in (both, *alone.values()):
         trainer.begin("on_policy", STEPS, planned)
-    for v, batch in enumerate(lessons(llama)):
+    for v, batch in enumerate(lessons):
         before = state_of(both, "b")
         found = both.step_on(batch, v)
         for name, trainer in alone.items():
@@ -93,13 +96,15 @@ def test_two_together_become_what_each_becomes_alone(llama: Twin, form: str) -> 
 
 
 @pytest.mark.parametrize("form", ["doc_kl", "as weighted", "kto"])
-def test_in_one_forward_they_are_equal_but_for_rounding(llama: Twin, form: str) -> None:
+def test_in_one_forward_they_are_equal_but_for_rounding(
+    llama: Twin, lessons: list[TrainBatch], form: str
+) -> None:
     objective, _ = FORMS[form]
     both = trainer_of(llama, "ab", objective)
     alone = {name: trainer_of(llama, name, objective) for name in "ab"}
     for trainer in (both, *alone.values()):
         trainer.begin("on_policy", STEPS)
-    batch = lessons(llama)[0]
+    batch = lessons[0]
     both.step_on(batch, 0)
     for name, trainer in alone.items():
         trainer.step_on(of_cartridge(batch, name), 0)
@@ -108,22 +113,24 @@ def test_in_one_forward_they_are_equal_but_for_rounding(llama: Twin, form: str) 
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * scale)
 
 
-def test_a_rare_cartridge_s_rate_falls_over_its_own_steps(llama: Twin) -> None:
+def test_a_rare_cartridge_s_rate_falls_over_its_own_steps(
+    llama: Twin, lessons: list[TrainBatch]
+) -> None:
     trainer = trainer_of(llama, "ab", ObjectiveSpec(), warmup_steps=0)
     trainer.begin("on_policy", STEPS, {"b": 3})
-    rates = [dict(trainer.step_on(batch, v).cartridges) for v, batch in enumerate(lessons(llama))]
+    rates = [dict(trainer.step_on(batch, v).cartridges) for v, batch in enumerate(lessons)]
     # From 1 to .1 along a cosine, at 0, 1/3 and 2/3 of the way.
     assert [r["b"]["lr"] for r in rates if "b" in r] == pytest.approx([0.02, 0.0155, 0.0065])
     assert len([r["a"]["lr"] for r in rates]) == 5
     assert rates[4]["a"]["lr"] == pytest.approx(0.02 * (0.1 + 0.45 * (1 + -0.809017)), rel=1e-5)
 
 
-def test_a_snapshot_shares_what_did_not_change(llama: Twin) -> None:
+def test_a_snapshot_shares_what_did_not_change(llama: Twin, lessons: list[TrainBatch]) -> None:
     objective = changed(ObjectiveSpec(), alpha=0.5, sdpo=SdpoSpec(teacher="ema"))
     trainer = trainer_of(llama, "ab", objective, staleness=2)
     trainer.begin("on_policy", STEPS)
     taken = [trainer.snapshot(0)]
-    for v, batch in enumerate(lessons(llama)[:3]):
+    for v, batch in enumerate(lessons[:3]):
         trainer.step_on(batch, v)
         taken.append(trainer.snapshot(v + 1))
     assert [dict(s.since) for s in taken] == [
@@ -145,13 +152,13 @@ def test_a_snapshot_shares_what_did_not_change(llama: Twin) -> None:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_successor_publishes_the_same_and_shares_the_same(
-    llama: Twin, tmp_path: Path, staleness: int
+    llama: Twin, lessons: list[TrainBatch], tmp_path: Path, staleness: int
 ) -> None:
     objective = changed(ALL, sdpo=SdpoSpec(teacher="ema"))
     lost = trainer_of(llama, "ab", objective, tmp_path / "last", staleness=staleness)
     lost.begin("on_policy", STEPS)
     lost.snapshot(0)
-    for v, batch in enumerate(lessons(llama)[:4]):
+    for v, batch in enumerate(lessons[:4]):
         lost.step_on(batch, v)
         if v < 3:
             lost.snapshot(v + 1)
@@ -169,14 +176,16 @@ def test_a_successor_publishes_the_same_and_shares_the_same(
         successor.snapshot(3 - staleness)
     if staleness:
         assert successor.snapshot(4).kv["b"] is successor.snapshot(3).kv["b"]
-    both = [t.step_on(lessons(llama)[4], 4) for t in (lost, successor)]
+    both = [t.step_on(lessons[4], 4) for t in (lost, successor)]
     assert both[0] == both[1]
 
 
-def test_a_checkpoint_links_what_a_step_left_alone(llama: Twin, tmp_path: Path) -> None:
+def test_a_checkpoint_links_what_a_step_left_alone(
+    llama: Twin, lessons: list[TrainBatch], tmp_path: Path
+) -> None:
     trainer = trainer_of(llama, "ab", ALL)
     trainer.begin("on_policy", STEPS, {"b": 3})
-    for v, batch in enumerate(lessons(llama)[:2]):
+    for v, batch in enumerate(lessons[:2]):
         trainer.step_on(batch, v)
         trainer.save(tmp_path, {}, v + 1)
     first, second = list_checkpoints(tmp_path)
@@ -187,7 +196,7 @@ def test_a_checkpoint_links_what_a_step_left_alone(llama: Twin, tmp_path: Path) 
     assert (first / names[0][1]).stat().st_ino == (second / names[0][1]).stat().st_ino
     resumed = trainer_of(llama, "ab", ALL)
     resumed.restore(read_checkpoint(second))
-    for v, batch in enumerate(lessons(llama)[2:], start=2):
+    for v, batch in enumerate(lessons[2:], start=2):
         assert resumed.step_on(batch, v) == trainer.step_on(batch, v)
     (tmp_path / "further").mkdir()
     resumed.save(tmp_path / "further", {}, STEPS)
@@ -196,11 +205,13 @@ def test_a_checkpoint_links_what_a_step_left_alone(llama: Twin, tmp_path: Path) 
             assert torch.equal(state_of(resumed, name)[key], tensor)
 
 
-def test_a_checkpoint_of_all_cartridges_together_goes_on(llama: Twin, tmp_path: Path) -> None:
+def test_a_checkpoint_of_all_cartridges_together_goes_on(
+    llama: Twin, lessons: list[TrainBatch], tmp_path: Path
+) -> None:
     """Of schema 2: one count of steps and one schedule for all of them."""
     trainer = trainer_of(llama, "a", ALL)
     trainer.begin("on_policy", STEPS)
-    batches = [of_cartridge(batch, "a") for batch in lessons(llama)]
+    batches = [of_cartridge(batch, "a") for batch in lessons]
     trainer.step_on(batches[0], 0)
     new = read_checkpoint(trainer.save(tmp_path, {"step": 1}, 1))
     own = new.facts["cartridges"]["a"]
@@ -226,9 +237,9 @@ def write_stacked(path: Path, facts: dict[str, Any], tensors: dict[str, Tensor])
     return path
 
 
-def test_the_output_is_json(llama: Twin) -> None:
+def test_the_output_is_json(llama: Twin, lessons: list[TrainBatch]) -> None:
     trainer = trainer_of(llama, "ab", ALL)
     trainer.begin("on_policy", STEPS)
-    told = asdict(trainer.step_on(lessons(llama)[0], 0))
+    told = asdict(trainer.step_on(lessons[0], 0))
     assert json.loads(json.dumps(told["cartridges"])) == told["cartridges"]
     assert {name: own["tokens"] for name, own in told["cartridges"].items()} == {"a": 25, "b": 19}
