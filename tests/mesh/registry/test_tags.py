@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from format_setup import ROPE, cartridge
+from openai import NotFoundError, OpenAI
+from serving_setup import CHAT, MODEL, Served
 
 from protocols.errors import DataError
 from registry.formats.base_model import BaseModelInfo
@@ -29,3 +31,17 @@ def library(tmp_path: Path) -> CartridgeStore:
 def test_what_is_no_tag_is_refused(library: CartridgeStore, tag: str) -> None:
     with pytest.raises(DataError, match="is no tag"):
         library.tag(CartridgeName("ward"), tag)
+
+
+def test_a_request_may_name_a_tag(served: Served, client: OpenAI) -> None:
+    def say(model: str) -> tuple[str | None, object]:
+        asked = client.chat.completions.create(model=model, messages=CHAT, seed=3, max_tokens=8)
+        return asked.choices[0].message.content, asked.forge["cartridge"]  # type: ignore[attr-defined]
+
+    served.house.library.tag(CartridgeName("p1", 1), "best")
+    assert say(f"{MODEL}+p1@best") == say(f"{MODEL}+p1@1")
+    served.house.library.tag(CartridgeName("p1", 2), "best")
+    assert say(f"{MODEL}+p1@best") == say(f"{MODEL}+p1@2")
+    served.house.library.untag("p1", "best")
+    with pytest.raises(NotFoundError, match="p1 has no tag best"):
+        say(f"{MODEL}+p1@best")

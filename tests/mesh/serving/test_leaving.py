@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from openai import OpenAI
 from serving_setup import (
     MODEL,
     Served,
@@ -52,3 +55,70 @@ def test_every_request_has_a_deadline(tmp_path: Path) -> None:
     last = content.decode().split("\n\n")[-2]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
     assert "[DONE]" not in content.decode()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_the_decoding(slow: Served, stream: bool) -> None:
+    before = slow.backend.cancelled
+    body = json.dumps(never_ending(stream=stream)).encode()
+    host, _, port = slow.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % len(body) + body
+        )
+        if stream:
+            assert b"200 OK" in client.recv(4096)
+        wait_until(lambda: slow.backend.decoding() == 1)
+    # Long before its deadline, and before it would have ended by itself.
+    wait_until(lambda: slow.backend.cancelled == before + 1)
+    wait_until(lambda: slow.backend.decoding() == 0)
+    wait_until(lambda: slow.door.handler.admission.pending == 0)
+
+
+def disconnects(served: Served) -> float:
+    lines = raw(served, "/metrics", method="GET")[2].decode().splitlines()
+    return next(float(x.split()[1]) for x in lines if x.startswith("forge_serve_disconnects_total"))
+
+
+def test_who_reads_a_stream_to_its_end_has_not_left(slow: Served) -> None:
+    before = disconnects(slow)
+    for _ in range(5):
+        raw(slow, "/v1/completions", never_ending(stream=True, max_tokens=2))
+    assert disconnects(slow) == before
+
+
+def test_the_official_client_that_stops_reading(slow: Served) -> None:
+    before, left = slow.backend.cancelled, disconnects(slow)
+    with OpenAI(base_url=f"{slow.url}/v1", api_key="none") as client:
+        with client.completions.create(**never_ending(stream=True)) as stream:
+            next(iter(stream))
+        wait_until(lambda: slow.backend.decoding() == 0)
+    assert slow.backend.cancelled == before + 1
+    assert disconnects(slow) == left + 1
+
+
+def test_the_queue_is_bounded_and_says_when_to_come_again(slow: Served) -> None:
+    with OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0) as client:
+        streams = [client.completions.create(**never_ending(stream=True)) for _ in range(4)]
+        wait_until(lambda: slow.door.handler.admission.pending == 4)
+        with pytest.raises(openai.RateLimitError) as full:
+            client.completions.create(**never_ending())
+        assert int(full.value.response.headers["retry-after"]) >= 1
+        assert full.value.code == "queue_full"
+        for stream in streams:
+            stream.close()
+        wait_until(lambda: slow.door.handler.admission.pending == 0)
+        client.completions.create(model=MODEL, prompt=[60], max_tokens=1)
+
+
+def test_bodies_too_large_and_too_torn(slow: Served) -> None:
+    status, _, message = refused(slow, "/v1/completions", {**LONG, "user": "x" * 4096})
+    assert (status, message) == (
+        413, "the body is larger than 2048 bytes; send less at a time",
+    )  # fmt: skip
+    for torn in (b"", b"{", b'{"model": NaN', b"[1]", b'"x"', b"\xff\xfe", b"[" * 2000):
+        status, _, content = raw(slow, "/v1/chat/completions", torn)
+        assert (status, "error" in json.loads(content)) == (400, True)
+    plain = {"content-type": "text/plain"}
+    assert raw(slow, "/v1/completions", LONG, **plain)[0] == 400

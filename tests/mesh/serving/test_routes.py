@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
-from openai import AsyncOpenAI
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
 from serving_setup import (
     CHAT,
     MODEL,
+    QUESTION,
     Served,
+    raw,
 )
 
 
@@ -29,3 +34,206 @@ def test_many_at_once_say_what_each_says_alone(served: Served) -> None:
 
     together, alone = asyncio.run(all_at_once())
     assert together == alone
+
+
+def test_a_chat_whole_and_streamed_say_the_same(client: OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": CHAT, "max_tokens": 9, "seed": 3, "n": 3}
+    asked |= {"logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**asked)
+    told = [""] * 3
+    tokens: list[list[Any]] = [[], [], []]
+    reasons: list[Any] = [None] * 3
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    assert [c.choices[0].delta.role for c in chunks[:3]] == ["assistant"] * 3
+    assert [c.choices[0].index for c in chunks[:3]] == [0, 1, 2]
+    for chunk in chunks[:-1]:
+        assert chunk.usage is None
+        (choice,) = chunk.choices
+        assert reasons[choice.index] is None, "nothing comes behind the last"
+        told[choice.index] += choice.delta.content or ""
+        tokens[choice.index] += choice.logprobs.content if choice.logprobs else []
+        reasons[choice.index] = choice.finish_reason
+    assert told == [c.message.content for c in whole.choices]
+    assert reasons == [c.finish_reason for c in whole.choices]
+    for mine, choice in zip(tokens, whole.choices, strict=True):
+        assert choice.logprobs is not None
+        assert mine == choice.logprobs.content
+        text = b"".join(bytes(t.bytes or []) for t in mine).decode()
+        assert text == choice.message.content
+        for token in mine:
+            assert len(token.top_logprobs) == 2
+            assert token.logprob <= token.top_logprobs[0].logprob + 1e-6
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == 12  # <bos> <user> 8 words <end> <assistant>, once
+    # Sampled: the tokens told, and one end token for each response that ended by itself.
+    ended = sum(r == "stop" for r in reasons)
+    assert whole.usage.completion_tokens == sum(map(len, tokens)) + ended
+    assert whole.choices[0].message.role == "assistant"
+
+
+def test_a_seed_gives_the_same_again_and_every_answer_tells_its_own(client: OpenAI) -> None:
+    def say(**more: Any) -> Any:
+        return client.completions.create(model=MODEL, prompt=QUESTION, max_tokens=6, **more)
+
+    first = say()
+    assert say(seed=first.forge["seed"]).choices[0].text == first.choices[0].text
+    assert len({say(seed=s).choices[0].text for s in range(5)}) > 1
+    assert say(temperature=0).choices == say(temperature=0, seed=9).choices
+    assert say(top_p=0).choices[0].text == say(temperature=0).choices[0].text
+
+
+def test_prompts_of_every_kind(client: OpenAI, served: Served) -> None:
+    ids = list(served.house.texts.prompt(QUESTION, True, "prompt").ids)
+
+    def say(prompt: Any, **more: Any) -> Any:
+        return client.completions.create(
+            model=MODEL, prompt=prompt, temperature=0, max_tokens=5, **more
+        )
+
+    text = say(QUESTION)
+    assert text.usage.prompt_tokens == len(ids) + 1
+    assert say(ids).choices == text.choices
+    assert say([1, *ids]).choices == text.choices  # begins once
+    several = say([QUESTION, "What is the age?"], n=2)
+    assert [c.index for c in several.choices] == [0, 1, 2, 3]
+    assert several.choices[0].text == several.choices[1].text == text.choices[0].text
+    assert several.choices[2].text == say("What is the age?").choices[0].text
+    assert say([ids, ids]).choices[1].text == text.choices[0].text
+
+
+def test_completions_logprobs(client: OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt=QUESTION, max_tokens=5, temperature=0, logprobs=3
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert "".join(logprobs.tokens or []) == answer.choices[0].text
+    assert logprobs.text_offset is not None
+    assert logprobs.tokens is not None
+    assert logprobs.top_logprobs is not None
+    for token, at, best, logprob in zip(
+        logprobs.tokens, logprobs.text_offset, logprobs.top_logprobs,
+        logprobs.token_logprobs or [], strict=True,
+    ):  # fmt: skip
+        assert answer.choices[0].text[at : at + len(token)] == token
+        assert max(best, key=best.__getitem__) == token  # greedy
+        assert best[token] == logprob
+    none = client.completions.create(model=MODEL, prompt=QUESTION, max_tokens=2)
+    assert none.choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("stop", [" surgeon", ["zzz", " surg"], "eon", "says surg"])
+def test_stops_are_left_out_whole_and_streamed(client: OpenAI, stop: Any) -> None:
+    asked: Any = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 12}
+    full = client.chat.completions.create(**asked).choices[0].message.content
+    assert full is not None
+    cuts = [full.find(s) for s in ([stop] if isinstance(stop, str) else stop)]
+    cut = min(c for c in cuts if c >= 0)
+    answer = client.chat.completions.create(**asked, stop=stop)
+    assert answer.choices[0].message.content == full[:cut]
+    assert answer.choices[0].finish_reason == "stop"
+    stream = list(client.chat.completions.create(**asked, stop=stop, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in stream) == full[:cut]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens < 7  # decoding ended there
+
+
+def test_a_cartridge_by_name_by_version_and_by_field(client: OpenAI) -> None:
+    def say(model: str = MODEL, **forge: Any) -> Any:
+        extra = {"forge": forge} if forge else None
+        return client.chat.completions.create(
+            model=model, messages=CHAT, seed=1, max_tokens=9, extra_body=extra
+        )
+
+    old, new = say(f"{MODEL}+p1@1"), say(f"{MODEL}+p1")
+    assert old.forge["cartridge"] == {"name": "p1", "version": 1, "tokens": 8}
+    assert new.forge["cartridge"] == {"name": "p1", "version": 2, "tokens": 12}
+    assert say(cartridge="p1@1").choices == old.choices
+    assert say(f"{MODEL}+p1@latest", cartridge="p1").choices == new.choices
+    bare = say()
+    assert bare.forge["cartridge_tokens"] == 0
+    assert "cartridge" not in bare.forge
+    # A cartridge's tokens are no prompt tokens; the first token is the cartridge's own.
+    assert (old.usage.prompt_tokens, bare.usage.prompt_tokens) == (11, 12)
+
+
+def test_several_cartridges_are_composed_in_their_order(served: Served, client: OpenAI) -> None:
+    def say(*cartridges: str) -> Any:
+        return client.completions.create(
+            model=MODEL, prompt=QUESTION, temperature=0, max_tokens=9, logprobs=1,
+            extra_body={"forge": {"cartridges": list(cartridges)}},
+        )  # fmt: skip
+
+    def logprobs(answer: Any) -> Any:
+        return answer.choices[0].logprobs.token_logprobs
+
+    both, turned = say("p1@1", "p1@2"), say("p1@2", "p1@1")
+    assert both.forge["cartridges"] == [
+        {"name": "p1", "version": 1, "tokens": 8},
+        {"name": "p1", "version": 2, "tokens": 12},
+    ]
+    assert both.forge["cartridge_tokens"] == 20
+    assert "cartridge" not in both.forge
+    assert logprobs(both) != pytest.approx(logprobs(turned), abs=1e-4)
+    one = say("p1@1")
+    assert one.forge["cartridge"] == {"name": "p1", "version": 1, "tokens": 8}
+    assert logprobs(one) != pytest.approx(logprobs(both), abs=1e-4)
+    local = [{"id": "p1", "source": "local"}] * 2
+    body = {"model": "todo", "prompt": QUESTION, "max_tokens": 9, "logprobs_in_fingerprint": True}
+    answers = [
+        json.loads(raw(served, "/custom/cartridge/completions", {**body, **more})[2])
+        for more in ({"cartridges": local}, {"cartridges": local[:1]})
+    ]
+    assert [a["forge"]["cartridge_tokens"] for a in answers] == [24, 12]
+    assert answers[0]["system_fingerprint"] != answers[1]["system_fingerprint"]
+
+
+def test_a_strategy_and_what_it_tells(client: OpenAI) -> None:
+    answer: Any = client.chat.completions.create(
+        model=f"{MODEL}+p1:twice", messages=CHAT, max_tokens=9, seed=5
+    )
+    told = answer.forge["strategy"]
+    assert (told["name"], told["calls"], told["asks"]) == ("twice", 1, 2)
+    assert told["answer"] == answer.choices[0].message.content
+    assert answer.usage.completion_tokens == told["tokens"] == sum(told["details"]["votes"])
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=CHAT, max_tokens=9, seed=5, stream=True,
+            extra_body={"forge": {"strategy": "twice", "options": {"pause": 0.2}}},
+        )
+    )  # fmt: skip
+    assert len(chunks) == 3  # the role, all of the answer, the end
+    assert chunks[-1].forge["strategy"]["options"] == {"pause": 0.2}  # type: ignore[attr-defined]
+
+
+def test_the_models_that_there_are(client: OpenAI) -> None:
+    (model,) = client.models.list().data  # Tokasaurus' client wants one, of the name it expects
+    assert model.id == MODEL
+    listed = {"cartridges": {"p1": [1, 2]}, "strategies": ["twice"], "auto": []}
+    assert model.forge == listed  # type: ignore[attr-defined]
+    assert client.models.retrieve(f"{MODEL}+p1@2:twice").id == f"{MODEL}+p1@2:twice"
+    for name in ("gpt-4", f"{MODEL}+p9", f"{MODEL}+p1@9", f"{MODEL}:none", "../x"):
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve(name)
+
+
+def test_the_stream_by_hand(served: Served) -> None:
+    body = {"model": f"{MODEL}:twice", "messages": CHAT, "max_tokens": 4, "stream": True}
+    body["forge"] = {"options": {"pause": 0.3}}
+    status, headers, content = raw(served, "/v1/chat/completions", body)
+    assert status == 200
+    assert headers["content-type"].startswith("text/event-stream")
+    events = content.decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    told = [e for e in events[:-2] if not e.startswith(":")]
+    assert len(events) - 2 - len(told) >= 2, "comments while nothing is told"
+    chunks = [json.loads(e.removeprefix("data: ")) for e in told]
+    assert all(e.startswith("data: ") and "\n" not in e for e in told)
+    assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
+    assert len({(c["id"], c["created"], c["model"]) for c in chunks}) == 1
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["choices"][0]["finish_reason"] in ("stop", "length")

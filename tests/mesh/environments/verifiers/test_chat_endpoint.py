@@ -4,23 +4,21 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
-from environments.verifiers.chat_endpoint import ChatEndpoint
+from environments.verifiers.chat_endpoint import BadChatRequest, ChatEndpoint
 from protocols.teacher_replay import TeacherUsage
 from protocols.wire.openai_chat import HarnessRequest
 from protocols.wire.openai_replies import ChatReply, FunctionCall
 
 WORDS = ChatReply("let me see note 17.", False, False, TeacherUsage(7, 5))
-
 CALLS = ChatReply(
     "find", False, False, TeacherUsage(7, 5),
     (FunctionCall("call_1", "find", '{"a":1}'), FunctionCall("call_2", "read", "{}")),
 )  # fmt: skip
-
 CUT = ChatReply("let me", False, True, TeacherUsage(7, 2))
-
 Use = Callable[[openai.AsyncOpenAI, str], Awaitable[Any]]
 
 
@@ -86,3 +84,56 @@ def test_a_stream_says_what_a_whole_answer_says(endpoint: ChatEndpoint, said: Ch
         else:
             assert choice.message.content == said.text
             assert choice.finish_reason == ("length" if said.cut else "stop")
+
+
+def test_only_the_key_and_the_address_open_an_episode(endpoint: ChatEndpoint) -> None:
+    async def knock(client: openai.AsyncOpenAI, url: str) -> Any:
+        stranger = client.with_options(api_key="sk-wrong")
+        with pytest.raises(openai.AuthenticationError) as refused:
+            await create(stranger)
+        assert "sk-wrong" not in str(refused.value)
+        other = client.with_options(base_url=url.replace("/episodes/", "/episodes/x"))
+        with pytest.raises(openai.NotFoundError):
+            await create(other)
+        async with httpx2.AsyncClient(headers={"authorization": f"Bearer {endpoint.key}"}) as http:
+            bad = await http.post(f"{url}/chat/completions", content=b'{"messages": 1}')
+            got = await http.get(f"{url}/chat/completions")
+        return url, bad.status_code, got.status_code
+
+    url, *codes = using(endpoint, always(WORDS), knock)
+    assert codes == [400, 404]
+    over = httpx2.post(
+        f"{url}/chat/completions", headers={"authorization": f"Bearer {endpoint.key}"}, json={}
+    )
+    assert over.status_code == 404
+
+
+def test_refusals_and_failures_are_told_apart(endpoint: ChatEndpoint) -> None:
+    async def refuses(_: HarnessRequest) -> ChatReply:
+        raise BadChatRequest("the episode is over: context_full")
+
+    async def fails(_: HarnessRequest) -> ChatReply:
+        raise OSError("secrets of the host")
+
+    async def ask(client: openai.AsyncOpenAI, _: str) -> Any:
+        with pytest.raises(openai.APIStatusError) as raised:
+            await create(client)
+        return raised.value.status_code, str(raised.value)
+
+    status, why = using(endpoint, refuses, ask)
+    assert status == 400
+    assert "context_full" in why
+    status, why = using(endpoint, fails, ask)
+    assert status == 500
+    assert "secrets" not in why
+
+
+def test_an_answer_that_is_called_off_is_a_failure(endpoint: ChatEndpoint) -> None:
+    async def called_off(_: HarnessRequest) -> ChatReply:
+        raise asyncio.CancelledError
+
+    async def ask(client: openai.AsyncOpenAI, _: str) -> Any:
+        with pytest.raises(openai.InternalServerError):
+            await create(client)
+
+    using(endpoint, called_off, ask)
