@@ -4,11 +4,13 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from desk_tasks import a_task, expected_after, solution
 
 from environments.openenv.client import OpenEnvClient
+from environments.openenv.server import LocalEnvironment
 from protocols.episodes import EnvironmentRequest
 from protocols.spec.environment import EnvironmentSpec
 
@@ -60,3 +62,16 @@ def test_a_server_that_is_killed_mid_episode_and_comes_back_is_played_again(
             process.wait()
 
     asyncio.run(play())
+
+
+def test_the_thread_ends_though_sessions_are_open() -> None:
+    async def play() -> None:
+        client = OpenEnvClient(EnvironmentSpec(kind="openenv", url=server.url), most_turns=64)
+        await client.move(EnvironmentRequest(TASK))
+        await asyncio.to_thread(server.__exit__, None, None, None)
+        await client.close()
+
+    server = LocalEnvironment()
+    with server:
+        asyncio.run(play())
+    assert "local environment" not in {thread.name for thread in threading.enumerate()}
