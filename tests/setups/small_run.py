@@ -34,6 +34,8 @@ SMALL = {
     "spares": 0,  # a process that imports for seconds, and that most tests would not use
 }
 
+END_SECONDS = 120.0
+
 STALE: dict[str, Any] = {"train.staleness": 1, "evaluate.arms": ["on_policy"]}
 
 
@@ -139,3 +141,18 @@ def running(words: list[str], root: Path) -> Iterator[Running]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.communicate(timeout=30)
+
+
+def end_of(run: Running) -> str:
+    """What the run said, once it has ended by itself with exit code 1 and left no process."""
+    said, _ = run.process.communicate(timeout=END_SECONDS)
+    assert run.process.returncode == 1, said
+    assert "Traceback" not in said
+    run.wait_until_gone(END_SECONDS)
+    return " ".join(said.split())
+
+
+def whole_and_resumed(root: Path, reference: Path) -> None:
+    process = run_to_end(command(root, "--resume"))
+    assert process.returncode == 0, process.stdout + process.stderr
+    same_outcome(latest(root), reference)

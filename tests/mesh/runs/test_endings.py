@@ -5,76 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
 from small_run import (
     Finished,
-    Running,
     command,
-    latest,
+    end_of,
     rows,
     run_to_end,
     running,
     same_outcome,
+    whole_and_resumed,
 )
 
 LIMIT_SECONDS = 120.0
 LONG: dict[str, Any] = {"train.steps": 1000, "evaluate.arms": ["on_policy"]}
-
-
-def end_of(run: Running) -> str:
-    """What the run said, once it has ended by itself with exit code 1 and left no process."""
-    said, _ = run.process.communicate(timeout=LIMIT_SECONDS)
-    assert run.process.returncode == 1, said
-    assert "Traceback" not in said
-    run.wait_until_gone(LIMIT_SECONDS)
-    return " ".join(said.split())
-
-
-def whole_and_resumed(root: Path, reference: Path) -> None:
-    process = run_to_end(command(root, "--resume"))
-    assert process.returncode == 0, process.stdout + process.stderr
-    same_outcome(latest(root), reference)
-
-
-def fill(path: Path) -> None:
-    """Take all room that a file system has."""
-    with path.open("wb", buffering=0) as filler, suppress(OSError):
-        while True:
-            filler.write(bytes(2**12))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MB of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)]
-    if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root may mount a file system; the test of a full file needs none")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_full_disk_ends_the_run_with_its_last_checkpoint(
-    small_disk: Path, finished: Finished
-) -> None:
-    with running(command(small_disk), small_disk) as run:
-        path = run.wait_for("on_policy", 2)
-        fill(small_disk / "filler")
-        said = end_of(run)
-    assert f"error: no room on the disk of {path}: No space left on device" in said
-    newest = max(p.name for p in (path / "checkpoints").glob("version-*"))
-    assert f"kept: checkpoint {newest}; make room, then go on with --resume {path.name}" in said
-    steps = rows(path / "metrics.jsonl")
-    assert newest == f"version-{len(steps):06d}", "the reserve had room for the last step's state"
-    (small_disk / "filler").unlink()
-    whole_and_resumed(small_disk, finished.path)
 
 
 def test_a_file_that_takes_no_more_ends_the_run(tmp_path: Path, finished: Finished) -> None:

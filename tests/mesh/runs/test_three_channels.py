@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from channel_runs import (
+    GROUP,
+    STEPS,
+    TASKS,
+    WITHOUT_TEACHERS,
+    command,
+    directory,
+    pids,
+    wait_for,
+    whole_run,
+)
 from chaos import OF_CHANNELS
-from small_run import ROOT, Finished, run_to_end, running
+from small_run import Finished, run_to_end, running
 
 from environments.episode_files import from_row
 from learning.checkpoint import read_checkpoint
@@ -22,33 +31,6 @@ from protocols.files import read_rows
 from protocols.teacher_replay import NANO, PanelVerdict
 from teachers.vote_records import from_row as record_from
 
-STEPS, TASKS, GROUP = 4, 2, 3
-SMALL: dict[str, Any] = {
-    "train.steps": STEPS,
-    "train.warmup_steps": 1,
-    "train.checkpoint_every": 1,
-    "episodes.tasks": TASKS,
-    "episodes.group": GROUP,
-    "objective.alpha_warmup_steps": 0,
-    "objective.compare_every": 1,
-    "evaluate.questions": 6,
-    "evaluate.probe_every": 2,
-    "evaluate.probe_questions": 4,
-    "evaluate.sampled": False,
-    "roles.generator.replicas": 1,
-    "roles.teacher_replay.replicas": 1,
-    "roles.trainer.threads": 1,
-    "health.heartbeat_s": 0.3,
-}
-WITHOUT_TEACHERS = {"replay": None, "objective.beta": 0.0}
-SEVERAL_UPDATES = {
-    "train.updates_per_rollout": 2,
-    "train.minibatches": 2,
-    "objective.grpo.kl": 0.05,
-    "objective.grpo.kl_reference": "version",
-    "objective.grpo.kl_refresh": 3,
-    "objective.grpo.refill": 2,
-}
 AHEAD_STEPS, BOUND = 6, 2
 AHEAD: dict[str, Any] = {
     **WITHOUT_TEACHERS,
@@ -57,26 +39,6 @@ AHEAD: dict[str, Any] = {
     "evaluate.arms": ["on_policy"],
     "evaluate.probe_every": 0,
 }
-WITHOUT_ASKING = tuple(role for role in OF_CHANNELS if role != "teacher_replay")
-
-
-def command(root: Path, *extra: str, **sets: Any) -> list[str]:
-    code = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
-    mesh = str(ROOT / "meshes" / "three_channels.yaml")
-    words = [sys.executable, "-c", code, mesh, "--run-dir", str(root), *extra]
-    for key, value in {**SMALL, **sets}.items():
-        words += ["--set", f"{key}={json.dumps(value)}"]
-    return words
-
-
-def directory(root: Path) -> Path:
-    return (root / "three_channels" / "latest").resolve()
-
-
-def whole_run(root: Path, **sets: Any) -> Finished:
-    process = run_to_end(command(root, **sets))
-    assert process.returncode == 0, process.stdout + process.stderr
-    return Finished(process, directory(root))
 
 
 @pytest.fixture(scope="module")
@@ -144,41 +106,6 @@ def test_what_was_spent_is_told_with_each_step(done: Finished) -> None:
     spent = [sum(step["dollars"].values()) for step in told]
     assert spent == sorted(spent)
     assert 0 < spent[-1] <= 2.0
-
-
-def test_deaths_of_desk_hint_teacher_and_controller_change_nothing(tmp_path: Path) -> None:
-    """kill -9 of each while it is wanted, then of the controller: the run that goes on by itself,
-    and is resumed, ends as the undisturbed one does, to the byte. Also with four updates a step, a
-    reference that is renewed, refills, the average of the cartridges that reads the hints, and
-    hints that the generator writes."""
-    hints = {"objective.sdpo.teacher": "ema", "objective.sdpo.hints": "model"}
-    sets = WITHOUT_TEACHERS | SEVERAL_UPDATES | hints
-    calm = whole_run(tmp_path / "calm", **sets).path
-    rows = read_rows(calm / "metrics.jsonl")
-    assert all(row["channels"]["grpo"].get("updates") == 4 for row in rows)
-    assert sum(row["episodes"]["refill/sampled"] for row in rows) > 0
-    assert any(row["channels"]["grpo"].get("approx_kl_last", 0) > 0 for row in rows)
-    root = tmp_path / "struck"
-    with running(command(root, **sets), root) as run:
-        wait_for(root, 1)
-        for role in WITHOUT_ASKING:
-            (pid,) = pids(root)[role]
-            os.kill(pid, signal.SIGKILL)
-        wait_for(root, 2)
-        (controller,) = [json.loads((directory(root) / "endpoints.json").read_text())["pid"]]
-        os.kill(controller, signal.SIGKILL)
-        run.process.communicate(timeout=180)
-        run.wait_until_gone(60)
-    lost = [
-        e["role"]
-        for e in read_rows(directory(root) / "events.jsonl")
-        if e["event"] == "replica_lost"
-    ]
-    assert set(lost) >= set(WITHOUT_ASKING)
-    process = run_to_end(command(root, "--resume", **sets))
-    assert process.returncode == 0, process.stdout + process.stderr
-    for name in ("metrics.jsonl", "episodes.jsonl"):
-        assert (directory(root) / name).read_bytes() == (calm / name).read_bytes(), name
 
 
 def test_teachers_that_are_all_down_are_done_without(tmp_path: Path) -> None:
@@ -299,18 +226,3 @@ def test_a_run_that_is_stopped_trains_what_it_had_sampled(tmp_path: Path) -> Non
         if row["channels"]["grpo"]["count"]:  # else all its groups had one reward
             assert row["channels"]["grpo"]["ratio"] == pytest.approx(1.0)
             assert row["channels"]["grpo"]["mismatch_weight"] > 0
-
-
-def wait_for(root: Path, step: int, timeout: float = 180.0) -> None:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        metrics = directory(root) / "metrics.jsonl"
-        if metrics.exists() and any(row["step"] >= step for row in read_rows(metrics)):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} did not come within {timeout} s")
-
-
-def pids(root: Path) -> dict[str, list[int]]:
-    events = read_rows(directory(root) / "events.jsonl")
-    return {e["role"]: e["pids"] for e in events if e["event"] == "role_ready"}

@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,13 @@ from small_run import (
     STALE,
     Finished,
     command,
+    end_of,
     latest,
     rows,
     run_to_end,
     running,
     same_outcome,
+    whole_and_resumed,
 )
 
 STOP_SECONDS = 120.0
@@ -121,3 +126,38 @@ def test_another_spec_is_refused(cut_short: Path) -> None:
     process = run_to_end(command(cut_short, "--resume", train__lr=0.123, rollout__prompts=8))
     assert process.returncode == 2
     assert "differs in learn.rollout.prompts, learn.train.lr" in process.stderr
+
+
+def fill(path: Path) -> None:
+    """Take all room that a file system has."""
+    with path.open("wb", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(bytes(2**12))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MB of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)]
+    if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a file system; the test of a full file needs none")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_ends_the_run_with_its_last_checkpoint(
+    small_disk: Path, finished: Finished
+) -> None:
+    with running(command(small_disk), small_disk) as run:
+        path = run.wait_for("on_policy", 2)
+        fill(small_disk / "filler")
+        said = end_of(run)
+    assert f"error: no room on the disk of {path}: No space left on device" in said
+    newest = max(p.name for p in (path / "checkpoints").glob("version-*"))
+    assert f"kept: checkpoint {newest}; make room, then go on with --resume {path.name}" in said
+    steps = rows(path / "metrics.jsonl")
+    assert newest == f"version-{len(steps):06d}", "the reserve had room for the last step's state"
+    (small_disk / "filler").unlink()
+    whole_and_resumed(small_disk, finished.path)
