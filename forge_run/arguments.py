@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any, NoReturn
 
 from protocols.errors import DataError, SpecError
 
+MOST = 2**32 - 1  # of a number that control.proto carries
+
 
 def whole_number(text: str) -> int:
-    """Parse a whole number that fits the protocol's uint32."""
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more: got {text!r}")
+    """Parse a whole number that control.proto can carry."""
+    if not re.fullmatch(r"[0-9]{1,10}", text) or int(text) > MOST:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {MOST}: got {text!r}")
     return int(text)
 
 

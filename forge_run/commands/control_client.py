@@ -19,7 +19,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 from pydantic import SecretStr
 
-from protocols.errors import ControlError
+from forge_run.arguments import MOST
+from protocols.errors import ControlError, DataError
 from protocols.files import utc_text
 from protocols.records.status import PoolStatus, RunStatus
 from protocols.wire import control_pb2 as pb
@@ -84,6 +85,13 @@ class ControlClient:
         return answer.run, run_status(answer.status)
 
     def scale(self, role: str, replicas: int) -> PoolStatus:
+        """Set a pool's target; returns its status. Raises DataError for what is no number of
+        replicas; the run itself refuses those beyond its bound."""
+        if type(replicas) is not int or not 1 <= replicas <= MOST:
+            raise DataError(
+                "replicas must be a whole number, >= 1 and <= control.max_replicas of the run "
+                f"(never above {MOST}); give such a number"
+            )
         answer = self._call(self._stub.Scale, pb.ScaleRequest(role=role, replicas=replicas))
         return pool_status(answer.pool)
 

@@ -61,9 +61,9 @@ class LiveRun:
             if action != "scale":
                 raise DataError(f"action must be one of {', '.join(ACTIONS)}: got {action[:40]!r}")
             role, replicas = arguments.get("role"), arguments.get("replicas")
-            if not isinstance(role, str) or not isinstance(replicas, int) or replicas < 0:
-                raise DataError("scale needs role, a text, and replicas, a whole number from 0")
-            pool = client.scale(role, replicas)
+            if not isinstance(role, str):
+                raise DataError("scale needs role, a text, and replicas, a whole number")
+            pool = client.scale(role, replicas)  # type: ignore[arg-type]  # which checks it
             return f"{pool.role}: {pool.target} wanted, {len(pool.replicas)} now"
 
     def _ask(self) -> Any:

@@ -4,6 +4,7 @@ is found, and what is said when there is none."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -23,8 +25,9 @@ from rich.console import Console
 
 from forge_run.cli import forge
 from forge_run.commands import control_client
+from forge_run.commands.control_client import ControlClient, ControlTarget
 from forge_run.commands.status_view import status_view
-from protocols.errors import ControlError, RunError
+from protocols.errors import ControlError, DataError, RunError
 from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
 from protocols.spec.loading import load_spec
 from protocols.spec.services import ControlSpec
@@ -473,11 +476,24 @@ def test_options_that_do_not_go_together(
     assert capsys.readouterr() == ("", f"error: {expected}\n")
 
 
+@pytest.mark.parametrize("replicas", [0, -1, 10**30, math.nan, math.inf, True, "8", None])
+def test_no_number_of_replicas_is_refused_with_the_bound_and_not_sent(
+    replicas: Any, running: tuple[Path, Served]
+) -> None:
+    _, here = running
+    with ControlClient(ControlTarget(here.address)) as client:
+        with pytest.raises(DataError, match=r">= 1 and <= control\.max_replicas .* 4294967295"):
+            client.scale("generator", replicas)
+        client.stop()
+    assert here.steering.asked == [("stop",)]
+
+
 @pytest.mark.parametrize(
     "argv",
     [
         ["scale", "generator"], ["scale", "generator", "-1"], ["scale", "generator", "many"],
-        ["scale", "generator", str(2**32)], ["events", "--replay", "1.5"], ["resume", "a", "b"],
+        ["scale", "generator", str(2**32)], ["scale", "generator", "1" + 5000 * "0"],
+        ["scale", "generator", "nan"], ["events", "--replay", "1.5"], ["resume", "a", "b"],
     ],
     ids=" ".join,
 )  # fmt: skip

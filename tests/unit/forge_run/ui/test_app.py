@@ -427,7 +427,9 @@ def test_a_refusal_of_the_run_is_shown(
     assert steer(client, run, action="scale", role="cook", replicas=2) == (
         409, "there is no role cook; roles: generator",
     )  # fmt: skip
-    assert steer(client, run, action="scale", role="generator", replicas="2")[0] == 400
+    for replicas in ("2", 0, -1, 10**30, 1.5, True, None):
+        status, told = steer(client, run, action="scale", role="generator", replicas=replicas)
+        assert (status, told[:45]) == (400, "replicas must be a whole number, >= 1 and <= ")
     status, told = steer(client, run, action="explode")
     assert (status, told[:22]) == (400, "action must be one of ")
 
