@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import astuple
 from functools import partial
 from typing import Any, TypeVar
 
@@ -118,12 +119,13 @@ class RequestHandler:
             return RequestCost(request.responses, read + request.responses * most)
         with self.api_errors("forge.options"):
             cost = self.config.strategies.cost(strategy)
-        sampled = min(cost.responses, UNCOUNTED) * most
+        sequences, responses, again, words = (min(n, UNCOUNTED) for n in astuple(cost))
+        sampled = responses * most
         if strategy.budget is not None:
             # A strategy may make room for every response before the budget ends it.
-            sampled = max(min(sampled, strategy.budget), cost.responses)
-        sequences = min(cost.sequences, UNCOUNTED)
-        read = sequences * request.prompt_tokens
+            sampled = max(min(sampled, strategy.budget), responses)
+            most = min(most, strategy.budget)
+        read = responses * (request.prompt_tokens + words + again * most)
         return RequestCost(sequences, read + sampled, "forge.options")
 
     def _write_down(self, request: ServingRequest, caller: Caller, scope: Scope) -> None:

@@ -67,7 +67,7 @@ class AdaptiveScaling(SpecSection):
     detector: Detector = Field(default=Detector(), description="where steps end")
 
     def cost(self) -> StrategyCost:
-        return StrategyCost(self.candidates, self.candidates * (self.max_steps + 1))
+        return StrategyCost(self.candidates, self.candidates * (self.max_steps + 1), again=1)
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         by = scorer(self.scorer, question)

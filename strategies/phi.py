@@ -65,7 +65,7 @@ class PhiDecoding(SpecSection):
 
     def cost(self) -> StrategyCost:
         grown = self.beams * self.rollouts  # and as many look-aheads
-        return StrategyCost(grown, 2 * grown * self.max_steps)
+        return StrategyCost(grown, 2 * grown * self.max_steps, again=1)
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         require(meter, "phi_decoding", "continue", "until", "logprobs")

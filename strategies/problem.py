@@ -20,10 +20,14 @@ Judge = Callable[[Sequence[str]], Awaitable[Sequence[float]]]
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """Bound what a strategy asks of a sampler: `sequences` of one call, `responses` in all."""
+    """Bound what a strategy asks of a sampler: `sequences` of one call, `responses` in all. Each
+    reads the messages, `again` responses of before, its own beginning included, and `words` tokens
+    of the strategy's own prompts."""
 
     sequences: int
     responses: int
+    again: int = 0
+    words: int = 0
 
 
 @dataclass(frozen=True)

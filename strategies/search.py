@@ -83,7 +83,7 @@ class BeamSearch(SpecSection):
 def _cost(strategy: BestOfN | BeamSearch, beams: int) -> StrategyCost:
     """Return the bound: every step grows each beam, and each beam concludes once."""
     grown = beams * strategy.candidates
-    return StrategyCost(grown, grown * (strategy.max_steps + 1))
+    return StrategyCost(grown, grown * (strategy.max_steps + 1), again=1)
 
 
 async def _search(

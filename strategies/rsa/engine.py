@@ -29,7 +29,7 @@ from strategies.answers.votes import AnswerVote, tally
 from strategies.problem import StrategyCost, StrategyProblem, StrategyResult
 from strategies.rsa.islands import Parents, RSAShape
 from strategies.rsa.populations import METRICS, RSAPopulation, ask, chosen_of, measure
-from strategies.rsa.prompts import as_task
+from strategies.rsa.prompts import ATTEMPT_WORDS, PROMPT_WORDS, as_task
 from strategies.samplers.sampler import Sampler, SampleRequest, SampleResult
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget, TokenSpend
 
@@ -207,7 +207,10 @@ class RecursiveSelfAggregation(SpecSection):
     T: int = Field(default=3, ge=1, description="populations, the first included")
 
     def cost(self) -> StrategyCost:
-        return StrategyCost(self.M * self.N, self.M * self.N * self.T)
+        if self.T == 1:  # nothing is aggregated
+            return StrategyCost(self.M * self.N, self.M * self.N)
+        words = PROMPT_WORDS + ATTEMPT_WORDS * self.K
+        return StrategyCost(self.M * self.N, self.M * self.N * self.T, self.K, words)
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         """Return the majority's response. Raises DataError for inconsistent numbers, BudgetSpent

@@ -30,6 +30,7 @@ AGGREGATE = (
     "hold, and combine what is useful into one solution that is better than any of them. If all "
     "attempts fail, set them aside and solve the problem in another way."
 )
+PROMPT_WORDS, ATTEMPT_WORDS = 640, 24  # characters, and so tokens at most: of all but the attempts
 INSTRUCTIONS: Mapping[Form, str] = {
     "general": "",
     "math": "Reason step by step, and end with the final answer in \\boxed{}.",

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from documents.contamination import clean
 from documents.corpus import Corpus
 from documents.drafts import SynthesisPlan
 from documents.near_duplicates import LocatedText, clean, overlaps

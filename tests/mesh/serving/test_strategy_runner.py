@@ -6,6 +6,7 @@ import asyncio
 import json
 import resource
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from serving_setup import (
     wait_until,
 )
 
+from protocols.wire.openai_chat import ChatRequest
+from serving.access.keys import anyone
 from serving.strategy_runner import CatalogueStrategies
 from strategies.catalog import STRATEGIES
 
@@ -121,6 +124,32 @@ def test_a_giant_strategy_is_refused_before_it_is_built(
     assert served.backend.calls == calls
     assert served.door.handler.admission.pending == served.door.handler.admission.tokens == 0
     assert resident_bytes() - before < 64 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "responses", "again", "words"),
+    [
+        ("self_consistency", {"samples": 6}, 6, 0, 0),
+        ("beam_search", {"beams": 2, "candidates": 4, "max_steps": 3}, 32, 1, 0),
+        ("rsa", {"M": 1, "N": 4, "K": 3, "T": 2}, 8, 3, 712),
+    ],
+)
+def test_what_is_read_again_is_in_the_cost(
+    served: Served, strategy: str, options: Any, responses: int, again: int, words: int
+) -> None:
+    """Each response samples 10 tokens, and reads the prompt, `again` times 10 and `words`."""
+    handler = served.door.handler
+    body = {
+        "model": MODEL, "messages": CHAT, "max_tokens": 10,
+        "forge": {"strategy": strategy, "options": options},
+    }  # fmt: skip
+    request = handler.parser(anyone()).chat(ChatRequest.model_validate(body))
+    cost = handler._cost(request)
+    assert cost.tokens == responses * (request.prompt_tokens + words + again * 10 + 10)
+    assert request.strategy is not None
+    spare = replace(request, strategy=replace(request.strategy, budget=4))
+    told = handler._cost(spare)
+    assert told.tokens == responses * (request.prompt_tokens + words + again * 4 + 1)
 
 
 @pytest.mark.parametrize("depth", [400, 900, 3000, 100_000])

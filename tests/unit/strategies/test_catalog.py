@@ -1,15 +1,19 @@
 """Strategies by name: all that are advertised can be had, and mistakes are told."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from strategy_setup import VARIANTS, solve
+from strategy_setup import ASKED, VARIANTS, solve
 
 from protocols.errors import DataError
+from protocols.teacher_replay import AgentMessage
+from strategies.answers.extract import FORMS, Form
 from strategies.catalog import STRATEGIES, parse
 from strategies.deepconf import DeepConf
 from strategies.problem import StrategyCost
+from strategies.rsa.prompts import ATTEMPT_WORDS, PROMPT_WORDS, aggregation_prompt
 from strategies.search import BeamSearch
 
 
@@ -67,24 +71,37 @@ def test_no_strategy_samples_more_than_its_cost(variant: int) -> None:
         _, sampler = solve(variant, seed)
         assert max(map(len, sampler.calls)) <= cost.sequences
         assert sum(map(len, sampler.calls)) <= cost.responses
+        asks = [ask for call in sampler.calls for ask in call]
+        read = [words_of(ask.messages) + len(ask.begun.token_ids) for ask in asks]
+        assert max(read) <= words_of(ASKED) + cost.again * 30 + cost.words
+
+
+def words_of(messages: Sequence[AgentMessage]) -> int:
+    return sum(len(m.content.split()) for m in messages)
+
+
+@pytest.mark.parametrize("task", FORMS)
+@pytest.mark.parametrize("count", [1, 2, 1000])
+def test_the_words_around_attempts_are_no_more_than_told(task: Form, count: int) -> None:
+    prompt = aggregation_prompt("", [""] * count, task)
+    assert len(prompt) <= PROMPT_WORDS + ATTEMPT_WORDS * count
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "sequences", "responses"),
+    ("name", "options", "cost"),
     [
-        ("chain_of_thought", {}, 1, 1),
-        ("self_consistency", {"samples": 7}, 7, 7),
-        ("deepconf", {"traces": 9}, 9, 9),
-        ("deepconf", {"mode": "online", "traces": 9, "warmup": 3}, 6, 9),
-        ("deepconf", {"mode": "online", "traces": 9, "warmup": 3, "consensus": True}, 6, 9),
-        ("best_of_n", {"candidates": 4, "max_steps": 3}, 4, 16),
-        ("beam_search", {"beams": 2, "candidates": 4, "max_steps": 3}, 8, 32),
-        ("phi_decoding", {"beams": 2, "rollouts": 3, "max_steps": 4}, 6, 48),
-        ("adaptive_scaling", {"candidates": 4, "max_steps": 3}, 4, 16),
-        ("rsa", {"M": 2, "N": 4, "T": 3}, 8, 24),
+        ("chain_of_thought", {}, (1, 1)),
+        ("self_consistency", {"samples": 7}, (7, 7)),
+        ("deepconf", {"traces": 9}, (9, 9)),
+        ("deepconf", {"mode": "online", "traces": 9, "warmup": 3}, (6, 9)),
+        ("deepconf", {"mode": "online", "traces": 9, "warmup": 3, "consensus": True}, (6, 9)),
+        ("best_of_n", {"candidates": 4, "max_steps": 3}, (4, 16, 1)),
+        ("beam_search", {"beams": 2, "candidates": 4, "max_steps": 3}, (8, 32, 1)),
+        ("phi_decoding", {"beams": 2, "rollouts": 3, "max_steps": 4}, (6, 48, 1)),
+        ("adaptive_scaling", {"candidates": 4, "max_steps": 3}, (4, 16, 1)),
+        ("rsa", {"M": 2, "N": 4, "K": 3, "T": 3}, (8, 24, 3, 712)),
+        ("rsa", {"M": 2, "N": 4, "T": 1}, (8, 8)),
     ],
 )
-def test_the_cost_by_hand(
-    name: str, options: dict[str, Any], sequences: int, responses: int
-) -> None:
-    assert parse(name, options).cost() == StrategyCost(sequences, responses)
+def test_the_cost_by_hand(name: str, options: dict[str, Any], cost: tuple[int, ...]) -> None:
+    assert parse(name, options).cost() == StrategyCost(*cost)
