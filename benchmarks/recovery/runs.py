@@ -2,10 +2,10 @@
 
     make chaos        a table; runs/bench/runs.json has every figure and what was said
 
-The run is the shipped mesh, cut down to small steps. `ended` counts from the fault to the end of
-the command that a user waits for, `gone` to the end of its last process, `resumed` from the next
-command to the first step of the resumed run, and `back` to the time when every role is healthy
-again.
+The run is the shipped mesh, cut down to small steps. `told` counts from the fault to the line that
+says what happened, `ended` to the end of the command that a user waits for, which writes a report,
+`gone` to the end of its last process, `resumed` from the next command to the first step of the
+resumed run, and `back` to the time when every role is healthy again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -47,6 +48,7 @@ class FaultOutcome:
     command, and the last line that begins with "error:" or "kept:"."""
 
     fault: str
+    told: float | None = None
     ended: float | None = None
     gone: float | None = None
     resumed: float | None = None
@@ -96,16 +98,28 @@ def outcome(name: str, root: Path, fault: Fault, resumes: bool) -> FaultOutcome:
         run.wait_for("on_policy", 25, START_S)
         begun = time.monotonic()
         fault(root, run)
-        said, _ = run.process.communicate(timeout=END_S)
+        lines = said(run, begun)
         ended = time.monotonic() - begun
         run.wait_until_gone(END_S)
         gone = time.monotonic() - begun
-    told = [line for line in said.splitlines() if line.startswith(("error:", "kept:", "stopped"))]
+    told = [(at, line) for at, line in lines if line.startswith(("error:", "kept:", "stopped"))]
     (root / "filler").unlink(missing_ok=True)
     return FaultOutcome(
-        name, ended, gone, resumed_s(root) if resumes else None, None, run.process.returncode,
-        told[-1] if told else said.strip().splitlines()[-1],
+        name, told[0][0] if told else None, ended, gone, resumed_s(root) if resumes else None, None,
+        run.process.returncode, (told or lines)[-1][1],
     )  # fmt: skip
+
+
+def said(run: Running, begun: float) -> list[tuple[float, str]]:
+    """Return the lines that the command prints until it ends, with the seconds since `begun`."""
+    late = threading.Timer(END_S, run.process.kill)
+    late.start()
+    try:
+        lines = [(time.monotonic() - begun, line.rstrip()) for line in run.process.stdout or ()]
+        run.process.wait(END_S)
+    finally:
+        late.cancel()
+    return lines
 
 
 def resumed_s(root: Path) -> float:
@@ -128,14 +142,13 @@ def read_only(root: Path) -> FaultOutcome:
     subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
     begun = time.monotonic()
     with running(command(root, "--resume", **SETS), root) as run:
-        said, _ = run.process.communicate(timeout=END_S)
+        told = [pair for pair in said(run, begun) if pair[1].startswith("error:")]
         ended = time.monotonic() - begun
         run.wait_until_gone(END_S)
         gone = time.monotonic() - begun
     subprocess.run(["mount", "-o", "remount,rw", str(root)], check=True)
-    told = [line for line in said.splitlines() if line.startswith("error:")]
-    code = run.process.returncode
-    return FaultOutcome("--resume on a read-only disk", ended, gone, code=code, said=told[-1])
+    code, (at, line) = run.process.returncode, told[0]
+    return FaultOutcome("--resume on a read-only disk", at, ended, gone, code=code, said=line)
 
 
 def second_owner(root: Path) -> FaultOutcome:
@@ -144,14 +157,13 @@ def second_owner(root: Path) -> FaultOutcome:
         run.wait_for("on_policy", 2, START_S)
         begun = time.monotonic()
         with running(command(root, "--resume", **SETS), root) as second:
-            said, _ = second.process.communicate(timeout=END_S)
+            told = [pair for pair in said(second, begun) if pair[1].startswith("error:")]
             ended = time.monotonic() - begun
             second.wait_until_gone(END_S)
             gone = time.monotonic() - begun
         assert run.process.poll() is None, "the first owner goes on"
-    told = [line for line in said.splitlines() if line.startswith("error:")]
-    code = second.process.returncode
-    return FaultOutcome("--resume of a run in progress", ended, gone, code=code, said=told[-1])
+    code, (at, line) = second.process.returncode, told[0]
+    return FaultOutcome("--resume of a run in progress", at, ended, gone, code=code, said=line)
 
 
 def all_roles(root: Path) -> FaultOutcome:
@@ -218,7 +230,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
     return {}, {"unit": "seconds", "rows": rows}
 
 
-TIMES = ("ended", "gone", "resumed", "back")
+TIMES = ("told", "ended", "gone", "resumed", "back")
 
 
 def _trials() -> dict[str, Callable[[Path], FaultOutcome]]:
