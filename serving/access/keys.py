@@ -19,13 +19,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocols.spec.serving import RIGHTS, ApiKeySpec, HttpSpec, Right
 from serving.access.admission import KeyQuota
-from serving.access.audit import AuditLog
+from serving.access.audit import NOBODY, AuditLog
 from serving.errors import ApiError
 
 OPEN = ("/health", "/ready", "/ping")  # served to all: they reveal the server's health only
 CALLER = "forge.caller"  # the key of a scope
 ABOUT_CHARACTERS = 200  # of what was refused, in the audit log
-NOBODY = "-"  # in the audit log, for a caller without a key
 
 
 @dataclass(frozen=True)
@@ -178,8 +177,8 @@ def written_down(refusal: ApiError, audit: AuditLog, scope: Scope) -> ApiError:
     caller = scope.get(CALLER)
     about = {} if refusal.about is None else {"cartridges": [refusal.about[:ABOUT_CHARACTERS]]}
     try:
-        audit.write(
-            "refused", caller.name if caller else NOBODY, peer_of(scope),
+        audit.refused(
+            caller.name if caller else NOBODY, peer_of(scope),
             path=scope["path"][:200], code=refusal.code, **about,
         )  # fmt: skip
     except ApiError as error:
