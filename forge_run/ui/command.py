@@ -13,7 +13,12 @@ from protocols.secrets import read_secret
 from protocols.spec.services import host_and_port
 from protocols.spec.serving import HttpSpec
 from services.control.endpoints import is_loopback
-from serving.access.connections import LimitedServer, limited
+from serving.access.connections import (
+    MOST_SHAKING,
+    LimitedServer,
+    TlsListener,
+    limited,
+)
 
 GRACE_SECONDS = 2  # for replies in flight, after Ctrl-C
 
@@ -41,11 +46,14 @@ def command(
     )
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     # Who has no token may connect all the same: silent clients must not keep the others out.
+    bounds = limited(HttpSpec(), 0 if tls_cert is None else MOST_SHAKING)
+    if tls_cert is not None:
+        listening = TlsListener(listening, bounds["http"].connections_open)
     server = LimitedServer(
         uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
             timeout_graceful_shutdown=GRACE_SECONDS, ssl_certfile=tls_cert, ssl_keyfile=tls_key,
-            **limited(HttpSpec()),
+            loop="auto" if tls_cert is None else "asyncio", **bounds,
         )
     )  # fmt: skip
     listening.listen()  # who reads the next line may connect at once

@@ -100,7 +100,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def tokenizer_of(path: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer. AutoTokenizer imports every model's code to choose a class;
-    TokenizersBackend, which the files of our own models name, is loaded directly."""
+    TokenizersBackend, which the files of our own models name, is loaded directly. Raises DataError
+    where there is none."""
     config = Path(path) / "tokenizer_config.json"
     named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else ""
     if named == "TokenizersBackend":
@@ -110,7 +111,15 @@ def tokenizer_of(path: str) -> PreTrainedTokenizerBase:
         return tokenizer
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        gone = Path(path).is_absolute() and not Path(path).exists()
+        why = "the folder is gone" if gone else str(error).splitlines()[0]
+        raise DataError(
+            f"no tokenizer at {path!r}: {why}; put the model's files back there, or set model.path "
+            "to a directory that has them, or to a hub id that this machine can reach"
+        ) from error
 
 
 def text_of(path: str) -> Callable[[Sequence[int]], str]:

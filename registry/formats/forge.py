@@ -68,7 +68,7 @@ _OURS = {"config_sha256": "base_config_sha256", "weights_sha256": "base_weights_
 
 def save(cartridge: CartridgeFile, folder: Path) -> None:
     """Write a cartridge's directory at a path that is free."""
-    folder.mkdir()
+    folder.mkdir(mode=0o700)  # it is as confidential as its document
     write_file(cartridge, folder / FILE)
     write_manifest(folder, manifest_of(cartridge, folder / FILE))
 

@@ -17,8 +17,10 @@ first, because torch does not.
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,7 +53,8 @@ def save(cartridge: CartridgeFile, file: Path) -> None:
     keys, values = _parameters(kept[:, 0], False), _parameters(kept[:, 1], False)
     for spelling in SPELLINGS:
         state |= {f"{spelling}_keys": keys, f"{spelling}_values": values}
-    with file.open("wb") as opened:  # torch.save stores the name of a path in the file
+    # torch.save stores the name of a path in the file. It is as confidential as its document.
+    with open(file, "wb", opener=partial(os.open, mode=0o600)) as opened:
         torch.save(state, opened)
 
 

@@ -49,7 +49,7 @@ def save(cartridge: CartridgeFile, folder: Path) -> None:
         "token_dim": cartridge.heads * cartridge.head_dim,
         "num_transformer_submodules": 1,
     }
-    folder.mkdir()
+    folder.mkdir(mode=0o700)  # it is as confidential as its document
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     metadata = {"format": "pt", LABEL: cartridge.label()}
     save_file({TENSOR: rows_of(cartridge.kv)}, folder / WEIGHTS, metadata=metadata)

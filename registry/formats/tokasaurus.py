@@ -45,7 +45,7 @@ def save(cartridge: CartridgeFile, folder: Path) -> None:
     }
     if cartridge.facts.base:
         config["model"] = {"pretrained_model_name_or_path": cartridge.facts.base}
-    folder.mkdir()
+    folder.mkdir(mode=0o700)  # it is as confidential as its document
     hazyresearch.save(cartridge, folder / FILE)
     (folder / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
 

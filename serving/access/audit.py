@@ -9,7 +9,9 @@
                `cartridges` has the one that the key is not for
 
 Who has no key could fill the disk with refusals: of those NOBODY_ROWS are written at once and then
-NOBODY_PER_MINUTE, and the next row tells in `unwritten` how many were not. The text of messages and prompts is written only where the server is told to (`http.audit_text`).
+NOBODY_PER_MINUTE, and the next row tells in `unwritten` how many were not.
+
+The text of messages and prompts is written only where the server is told to (`http.audit_text`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from typing import Any
 from protocols.errors import SpecError
 from protocols.files import utc_text
 from serving.errors import ApiError
-
 
 NOBODY = "-"  # a caller without a key
 NOBODY_ROWS, NOBODY_PER_MINUTE = 60, 10  # refusals of such: 14,400 rows of some 250 bytes a day

@@ -12,6 +12,7 @@ the headers or a part of the body is closed: the parser keeps headers and traile
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import socket
@@ -30,6 +31,7 @@ SPARE_FILES = 64  # descriptors that stay free for files, generators, and connec
 ACCEPTED_AT_ONCE = 16
 BACKLOG = 1024  # connections that the kernel holds until they are accepted
 HEAD_BYTES = 2**16  # of a request's line and headers; of trailers, and between parts of a body
+MOST_SHAKING, SHAKING_PER_PEER = 64, 32  # connections whose handshake of TLS is not done
 GRACE_SECONDS = 1.0  # the middleware's answer to a late body comes first
 LATE, LONG = (
     b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % status
@@ -45,6 +47,21 @@ class OpenConnections:
         self.most, self.per_peer = most, per_peer
         self.waiting: dict[LimitedProtocol, None] = {}
         self.peers: Counter[str] = Counter()
+        self._shaking: dict[int, tuple[socket.socket, str]] = {}  # by descriptor, oldest first
+
+    def begin_handshake(self, accepted: socket.socket, peer: str) -> None:
+        """Count a connection that shakes hands, and end the oldest of its peer, or of all, where
+        too many do."""
+        held = {at: (one, of) for at, (one, of) in self._shaking.items() if one.fileno() == at}
+        same = [at for at, (_, of) in held.items() if of == peer]
+        ended = same[0] if len(same) >= SHAKING_PER_PEER else next(iter(held), -1)
+        if len(same) >= SHAKING_PER_PEER or len(held) >= MOST_SHAKING:
+            with contextlib.suppress(OSError):  # it has just ended
+                held.pop(ended)[0].shutdown(socket.SHUT_RDWR)
+        self._shaking = {**held, accepted.fileno(): (accepted, peer)}
+
+    def end_handshake(self, descriptor: int) -> None:
+        self._shaking.pop(descriptor, None)
 
     def make_room(self, peer: str) -> bool:
         """Return whether one more connection of `peer` fits, after ending one that waits."""
@@ -73,6 +90,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._since = 0  # bytes since the last end of headers or part of a body
         self._counted = False
         self.peer = self.client[0] if self.client else ""
+        self.connections_open.end_handshake(transport.get_extra_info("socket").fileno())
         if not self.connections_open.make_room(self.peer):
             transport.abort()
             return
@@ -154,6 +172,20 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
+class TlsListener(socket.socket):
+    """Take over a bound socket, and count what it accepts in `bounds` until hands are shaken: only
+    then does uvicorn tell of a connection. For asyncio's own loop, which accepts by this class."""
+
+    def __init__(self, bound: socket.socket, bounds: OpenConnections) -> None:
+        super().__init__(fileno=bound.detach())
+        self._bounds = bounds
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        accepted, address = super().accept()
+        self._bounds.begin_handshake(accepted, address[0])
+        return accepted, address
+
+
 class LimitedServer(uvicorn.Server):
     """Serve with `limited` settings. What the kernel queues is more than is accepted at once."""
 
@@ -163,10 +195,11 @@ class LimitedServer(uvicorn.Server):
             listening.listen(BACKLOG)
 
 
-def limited(http: HttpSpec) -> dict[str, Any]:
-    """Return the settings of a `uvicorn.Config` that bound connections and times as `http` says."""
+def limited(http: HttpSpec, shaking: int = 0) -> dict[str, Any]:
+    """Return the settings of a `uvicorn.Config` that bound connections and times as `http` says.
+    `shaking` descriptors stay free for connections that a TlsListener accepts."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = soft - len(os.listdir("/proc/self/fd")) - SPARE_FILES - ACCEPTED_AT_ONCE
+    free = soft - len(os.listdir("/proc/self/fd")) - SPARE_FILES - ACCEPTED_AT_ONCE - shaking
     most = max(1, min(http.max_connections, free))
     bounds = OpenConnections(most, http.max_connections_per_peer)
     kind = type("LimitedProtocol", (LimitedProtocol,), {"connections_open": bounds, "http": http})

@@ -7,15 +7,27 @@ import http.client
 import json
 import resource
 import socket
+import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trustme
+import uvicorn
 from openai import OpenAI
 from serving_setup import MODEL, Served, an_api_key, raw, serving, wait_until
 
 from protocols.spec.serving import HttpSpec
-from serving.access.connections import HEAD_BYTES, limited
+from serving.access.connections import (
+    HEAD_BYTES,
+    MOST_SHAKING,
+    SHAKING_PER_PEER,
+    LimitedServer,
+    TlsListener,
+    limited,
+)
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-never: "
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -187,3 +199,44 @@ def test_a_big_body_is_refused_at_its_first_bytes(tmp_path: Path) -> None:
     with serving(tmp_path, max_body_bytes=2048) as one:
         status, _, content = raw(one, "/v1/completions", b" " * 5000)
         assert (status, json.loads(content)["error"]["code"]) == (413, "body_too_large")
+
+
+def test_silent_clients_of_a_tls_listener_are_few_and_keep_nobody_out(
+    tmp_path: Path,
+) -> None:
+    """Of a connection that has shaken no hands uvicorn tells nothing: the listener counts it."""
+    authority = trustme.CA()
+    pair = tmp_path / "pair.pem"
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(pair))
+    trusted = ssl.create_default_context()
+    authority.configure_trust(trusted)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    bounds = limited(HttpSpec(), MOST_SHAKING)
+    bound = socket.create_server(("127.0.0.1", 0))
+    address = bound.getsockname()
+    listening = TlsListener(bound, bounds["http"].connections_open)
+    server = LimitedServer(
+        uvicorn.Config(app, lifespan="off", log_config=None, loop="asyncio",
+                       ssl_certfile=str(pair), ssl_keyfile=str(pair), **bounds)
+    )  # fmt: skip
+    serving = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    serving.start()
+    wait_until(lambda: server.started)
+    with contextlib.ExitStack() as held:
+        silent = [
+            held.enter_context(socket.create_connection(address, timeout=20)) for _ in range(200)
+        ]
+        for _ in range(3):
+            one = http.client.HTTPSConnection(*address, timeout=20, context=trusted)
+            one.request("GET", "/")
+            assert one.getresponse().status == 204
+            one.close()
+        wait_until(lambda: sum(map(is_open, silent)) < SHAKING_PER_PEER)
+        assert all(map(is_open, silent[-SHAKING_PER_PEER + 3 :]))
+    server.should_exit = True
+    serving.join(20)
+    listening.close()

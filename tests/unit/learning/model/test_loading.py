@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from learning.model.loading import base_hash, load_model, read_ahead
+from learning.model.loading import base_hash, load_model, load_tokenizer, read_ahead
 from protocols.errors import DataError
 
 if TYPE_CHECKING:
@@ -30,6 +30,13 @@ def test_a_missing_model_is_named_with_the_remedy(tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"no model at '.*nowhere'.*set model.path to a directory"):
         load_model(missing)
+
+
+def test_a_missing_tokenizer_is_named_with_the_remedy(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    told = r"no tokenizer at '.*nowhere': the folder is gone; put the model's files back there, or"
+    with pytest.raises(DataError, match=told):
+        load_tokenizer(missing)
 
 
 def test_the_hash_sees_a_single_bit_of_a_single_weight(llama: Twin) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,16 @@ def test_a_write_that_fails_leaves_nothing(
     with pytest.raises(OSError, match="No space"):
         write(cartridge(), tmp_path, name)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_written_is_this_users_alone(name: str, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        path = write(cartridge(), tmp_path, name)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o077 == 0
 
 
 def test_what_would_be_lost_is_told() -> None:
