@@ -13,6 +13,7 @@ safetensors are read: no pickle.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
@@ -69,7 +70,8 @@ class CartridgeStore:
         self.base = base
         self.directory.mkdir(parents=True, exist_ok=True)
         for left in (self.directory / INCOMING).glob("*"):  # of a process that was killed
-            if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+            old = time.time() - left.stat().st_mtime > ABANDONED_SECONDS
+            if old and not _is_in_use(left):  # the clock may have been set forward
                 shutil.rmtree(left, ignore_errors=True)
 
     def names(self) -> list[str]:
@@ -160,10 +162,13 @@ class CartridgeStore:
         """Yield the path of a file for `add`; what is left of it at the end is removed."""
         folder = self.directory / INCOMING / secrets.token_hex(8)
         folder.mkdir(parents=True)
+        in_use = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(in_use, fcntl.LOCK_EX)
         try:
             yield folder / FILE
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            os.close(in_use)
 
     def add(
         self, name: str, file: Path, source: Mapping[str, Any], passages: Passages = ()
@@ -232,3 +237,15 @@ class CartridgeStore:
 
     def _note_last(self, name: str, version: int) -> None:
         write_atomically(self.directory / name / LAST, str(max(version, self._last(name))))
+
+
+def _is_in_use(folder: Path) -> bool:
+    """Return whether a process holds the lock of `CartridgeStore.incoming`."""
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,18 @@ def test_the_manifest_is_plain_json(library: CartridgeStore) -> None:
     assert len(plain.pop("manifest_sha256")) == 64
     assert plain["schema"] == 2
     assert plain == entry.manifest.as_dict()
+
+
+def test_a_file_that_comes_in_is_kept_whatever_the_clock_says(library: CartridgeStore) -> None:
+    """An hour's leftovers of a killed process are removed, unless the file is still being written:
+    the clock may have been set forward meanwhile."""
+    left = library.directory / INCOMING / "left"
+    with library.incoming() as file:
+        left.mkdir()
+        for folder in (left, file.parent):
+            os.utime(folder, (0, 0))
+        CartridgeStore(library.directory, BASE)
+        assert not left.exists()
+        save_file({"kv": kv()}, file)
+        assert library.add("p1", file, {"by": "test"}).key == ("p1", 1)
+    assert not any((library.directory / INCOMING).iterdir())
