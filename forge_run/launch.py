@@ -43,6 +43,10 @@ POLL_SECONDS = 0.25
 STOP_SECONDS = 6.0
 END_SECONDS = 1.5  # STOP_SECONDS, twice this and the report fit in 10 s
 STATUS_TIMEOUT = 30.0
+LOCAL_ENVIRONMENT = {
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "36500d",
+}
 OF_THE_MESH = (b"monarch", b"forkserver")  # in the command lines of its processes
 
 
@@ -54,13 +58,16 @@ def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, 
     silent, Monarch waits for `health.dead_after_s` instead of 30 s: calls to a lost tensor store
     hang that long in the actors that made them. With other hosts than this one, not `local`, a
     message is kept for as long as its link may be down.
+
+    Monarch ends a process whose owner's last call has expired by the host's clock: every one, where
+    that clock is set forward. Local processes end with their parents anyway, so none expires.
     """
     patience = f"{math.ceil(health.dead_after_s)}s"
     return {
         "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
-        **({"HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s"} if local else LINK_ENVIRONMENT),
+        **(LOCAL_ENVIRONMENT if local else LINK_ENVIRONMENT),
     }
 
 
@@ -103,7 +110,6 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
             error = failure
     if cut_off:
         error = RunError(cut_off)
-        print(f"error: {error}", file=sys.stderr, flush=True)  # before the report, which takes 2 s
     if directory.path.is_dir():
         _tell_results(directory, console)
     code = 128 + caught.first if caught.first else 0
@@ -181,8 +187,9 @@ def _drive(
     ready: Callable[[], None],
     listen: str | None,
 ) -> str | None:
-    """Return None for a run that ended in order, else why it was cut off, "" for a user's wish:
-    then no part of Monarch may be used any more. `listen` is where other hosts reach this one."""
+    """Return None for a run that ended in order, else why it was cut off, which is printed, "" for
+    a user's wish: then no part of Monarch may be used any more. `listen` is where other hosts reach
+    this one."""
     import monarch.actor as monarch
 
     from actors.base import bootstrap
@@ -247,6 +254,8 @@ def _drive(
             running.get(timeout=STATUS_TIMEOUT)
     except MeshLost as loss:
         cut_off = str(loss)
+        # At once: to end the rest and to write the report takes seconds, more on a busy host.
+        print(f"error: {cut_off}", file=sys.stderr, flush=True)
     except Exception as error:  # an ActorError around what the controller raised
         cause = getattr(error, "exception", error)
         raise cause if isinstance(cause, ForgeError) else RunError(str(cause)) from error

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import threading
 import time
@@ -72,6 +73,7 @@ class SpendLedger:
         self._books = Budget(limits)
         self._offset = 0
         self._lines = 0
+        self._looked = -math.inf  # when the file was read last
         self._lock_timeout_s = lock_timeout_s
         self._mine = threading.Lock()
         self._owner = uuid.uuid4().hex
@@ -167,14 +169,15 @@ class SpendLedger:
         """Add the rows appended since the last read; with `cut`, cut off a torn last line."""
         size = os.fstat(self._file).st_size
         fresh = os.pread(self._file, size - self._offset, self._offset)
-        whole = fresh.rfind(b"\n") + 1
+        whole, now = fresh.rfind(b"\n") + 1, time.monotonic()
         for line in fresh[:whole].split(b"\n")[:-1]:
             self._lines += 1
             row = self._row(line)
-            # Another process wrote it, maybe before a clock was set: a row cannot be of the future.
-            age = max(0.0, time.time() - row.time)
-            self._books.add(row, time.monotonic() - age)
-        self._offset += whole
+            # Another process wrote it, maybe before the clock was set: no row is of the future, or
+            # older than the last look at the file.
+            at = now - max(0.0, time.time() - row.time)
+            self._books.add(row, max(at, self._looked))
+        self._offset, self._looked = self._offset + whole, now
         if cut and whole < len(fresh):
             os.ftruncate(self._file, self._offset)
             os.fsync(self._file)

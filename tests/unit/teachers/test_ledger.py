@@ -170,3 +170,22 @@ def test_a_clock_that_is_set_moves_no_rate_limit(
         assert 0 < later.seconds <= 7
         other.close()
     first.close()
+
+
+def test_a_clock_that_is_set_forward_ages_no_row_past_the_last_look(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two replicas share 2 calls a minute. One makes both; the clock is set an hour forward; the
+    other, which looked at the file before, must still wait for the minute's end."""
+    spec = a_spec(a_teacher("a", "http://127.0.0.1:1", requests_per_minute=2))
+    first, second = (SpendLedger(path, limits_of(spec), lock_timeout_s=5.0) for _ in range(2))
+    for key in ("k1", "k2"):
+        assert isinstance(first.admit(TeacherCall(key, "a", "run", 5)), CallNow)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    later = second.admit(TeacherCall("k3", "a", "run", 5))
+    assert isinstance(later, CallLater)
+    assert 50 < later.seconds <= 60
+    assert later.why == "rate_limited"
+    first.close()
+    second.close()
