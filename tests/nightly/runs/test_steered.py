@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
+import pytest
 from chaos import REPLACED
 from small_run import ROOT, command, rows, running
+
+from forge_run.commands.control_client import ControlClient, ControlTarget
+from protocols.errors import ControlError, DataError
+from protocols.wire import control_pb2 as pb
+from protocols.wire.control_pb2_grpc import ControlStub
+from services.control.endpoints import read_endpoints
 
 FORGE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
 SECONDS = 180.0  # of patience
@@ -92,3 +103,53 @@ def test_a_run_is_steered_from_outside(tmp_path: Path) -> None:
     for name in ("paused", "resumed", "stopping", "checkpoint", "finished"):
         assert name in names
     assert json.loads((path / "results.json").read_text())["status"] == "stopped"
+
+
+def test_followers_that_read_nothing_and_absurd_sizes_keep_nobody_from_stopping(
+    tmp_path: Path,
+) -> None:
+    """64 followers, each over a connection of its own, of which half read nothing and half read one
+    event a second; and numbers of replicas that no run has."""
+    sets = {"train__steps": 5000, "evaluate__arms": ["on_policy"], "evaluate__probe_every": 0}
+    with contextlib.ExitStack() as held, running(command(tmp_path, **sets), tmp_path) as run:
+        path = run.wait_for("on_policy", 2)
+        address = read_endpoints(path).control
+        followers = []
+        for _ in range(64):
+            channel = held.enter_context(
+                grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+            )
+            followers.append(ControlStub(channel).Events(pb.EventsRequest(replay=2**32 - 1)))
+        for follower in followers[::2]:
+            threading.Thread(target=read_slowly, args=(follower,), daemon=True).start()
+        refused = 0
+        for follower in followers[1::2]:  # those beyond the bound are told at once
+            with contextlib.suppress(grpc.RpcError):
+                next(follower)
+                continue
+            refused += follower.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert 0 < refused <= 32
+
+        with ControlClient(ControlTarget(address, path)) as client:
+            for replicas in (10**9, 2**32 - 1):
+                with pytest.raises(ControlError, match=r">= 1 and <= 64 \(control.max_replicas\)"):
+                    client.scale("generator", replicas)
+            for replicas in (0, -1, 10**30, math.nan):
+                with pytest.raises(DataError, match=r">= 1 and <= control.max_replicas"):
+                    client.scale("generator", replicas)  # type: ignore[arg-type]
+            with pytest.raises(grpc.RpcError) as zero:
+                client._stub.Scale(pb.ScaleRequest(role="generator", replicas=0), timeout=SECONDS)
+            assert "replicas must be >= 1 and <= 64" in zero.value.details()
+            step = client.status()[1].step or 0
+            wait_until(lambda: (client.status()[1].step or 0) > step)
+            client.stop()
+        said, _ = run.process.communicate(timeout=SECONDS)
+        run.wait_until_gone(SECONDS)
+    assert run.process.returncode == 0, said
+    assert json.loads((path / "results.json").read_text())["status"] == "stopped"
+
+
+def read_slowly(follower: Any) -> None:
+    with contextlib.suppress(grpc.RpcError):
+        for _ in follower:
+            time.sleep(1.0)
