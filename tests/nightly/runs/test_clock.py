@@ -203,5 +203,7 @@ def test_a_server_goes_on_and_its_quotas_return_as_before(
             late = asked(190)
         assert late.status_code == 429, late.text
         assert 1 <= int(late.headers["retry-after"]) <= 60
+        time.sleep(10.0)  # of supervision on the new time
         assert client.get("/health").status_code == 200
+        assert asked(1).status_code == 200
         assert process.poll() is None
