@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import Eye
 from small_run import ROOT, Running, running
 
 from environments.clinic.fake_teachers import KEY_ENV, at, local_provider
+from forge_run.commands.control_client import ControlClient, ControlTarget
+from protocols.errors import ControlError
 from protocols.spec.loading import load_spec
 from protocols.spec.teacher_replay import LocalSpec
 from protocols.teacher_replay import NANO
@@ -79,12 +80,17 @@ def wait_for_a_call(run: Running, more_than: int) -> None:
 
 
 def pids_of_teachers(run: Running) -> list[int]:
-    eye, found = Eye(run, time.monotonic() + PATIENCE_S), list[int]()
-    while not found:
-        assert run.process.poll() is None, run.process.communicate()[0]
-        found = [r.pid for r in eye.replicas("teacher_replay") if r.state == "healthy"]
-    eye.close()
-    return found
+    path = latest(run.root)
+    deadline = time.monotonic() + PATIENCE_S
+    with ControlClient(ControlTarget(read_endpoints(path).control, path)) as client:
+        while time.monotonic() < deadline:
+            with suppress(ControlError):  # it starts
+                pools = [p for p in client.status()[1].pools if p.role == "teacher_replay"]
+                found = [r.pid for p in pools for r in p.replicas if r.state == "healthy"]
+                if found:
+                    return found
+            time.sleep(0.1)
+    raise AssertionError("no teacher came back")
 
 
 def strike(run: Running, who: str, rng: random.Random) -> bool:
