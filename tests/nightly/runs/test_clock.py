@@ -34,7 +34,7 @@ Clock = Callable[[int], None]
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = tmp_path_factory.mktemp("clock") / "set_clock.so"
-    source = ROOT / "tests/fakes/set_clock.c"
+    source = ROOT / "tests/nightly/set_clock.c"
     words = [str(COMPILER), "-shared", "-fPIC", "-O1", "-o", str(built), str(source)]
     subprocess.run(words, check=True, timeout=60)
     return built
