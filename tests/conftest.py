@@ -81,7 +81,7 @@ OF_ONE_RUN = tuple(
     for name in (
         "mesh/runs/test_eval", "mesh/runs/test_frontier", "nightly/runs/test_interrupted",
         "mesh/runs/test_endings", "mesh/runs/test_whole", "nightly/runs/test_ranks",
-        "nightly/runs/test_stalled",
+        "nightly/runs/test_stalled", "nightly/runs/test_clock",
     )
 )  # fmt: skip
 
