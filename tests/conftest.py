@@ -86,9 +86,16 @@ OF_ONE_RUN = tuple(
 )  # fmt: skip
 
 
-def group(path: str) -> str:
-    """Return what a file of tests stays with under `--dist loadfile`: the tests of vLLM with each
-    other, and those that read one finished run; else itself."""
+# Files of one long test in parts, which need not stay together.
+IN_PARTS = ("tests/nightly/runs/test_sequences.py",)
+
+
+def group(nodeid: str) -> str:
+    """Return what a test stays with under `--dist loadfile`: the tests of vLLM with each other, and
+    those that read one finished run; a part with none; else the tests of its file."""
+    path = nodeid.partition("::")[0]
+    if path in IN_PARTS:
+        return nodeid
     return "vllm" if path in OF_VLLM else "one run" if path in OF_ONE_RUN else path
 
 
@@ -102,7 +109,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Groups(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return group(nodeid.partition("::")[0])
+            return group(nodeid)
 
     return Groups(config, log)
 
@@ -111,8 +118,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs first: they take longest, and nobody waits for one at the end."""
 
     def late(item: pytest.Item) -> tuple[bool, bool]:
-        path = item.nodeid.partition("::")[0]
-        return "/runs/" not in path, group(path) != "one run"
+        return "/runs/" not in item.nodeid.partition("::")[0], group(item.nodeid) != "one run"
 
     items.sort(key=late)
 

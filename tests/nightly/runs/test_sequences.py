@@ -1,8 +1,9 @@
 """Any order of kills, stops, control calls, full disks, damage and resumes: the end is that of the
-calm run, to the byte, and nothing is left behind.
+calm run, to the byte, nothing is left behind, and what was paid is within the cap, once a call.
 
 The files alone are under many more orders in tests/unit/services/test_run_model.py. Here every
-process is real, so an order takes most of a minute. FORGE_RUN_SEQUENCES is their number.
+process is real. FORGE_RUN_SEQUENCES is the number of orders; every fifth is of a run that pays a
+teacher for hints. Part n draws with the seed n, and xdist plays two parts side by side.
 
 Another number of generators means other batches of decoding, whose sums are rounded otherwise: a
 log-probability differs in its seventh digit. So after `scale` the same tokens are asked for, each
@@ -12,132 +13,70 @@ once, and not the same bytes.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from chaos import HASTY, REPLACED, Eye, shared_memory, wait_until_freed
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
-from small_run import Finished, Running, command, latest, rows, running, same_outcome
+from chaos import shared_memory, wait_until_freed
+from forkserver_of_runs import Start, warm_runs
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from orders import (
+    CAP,
+    LIMIT_SECONDS,
+    PAYING,
+    PLAIN,
+    STEPS,
+    TEACHER,
+    Kind,
+    Order,
+    calm_run,
+    disk,
+    play,
+)
+from small_run import ROOT, latest, rows, same_outcome
 
-from forge_run.commands.control_client import ControlClient, ControlTarget
-from protocols.errors import ControlError
-from services.control.endpoints import read_endpoints
+from environments.clinic.fake_teachers import local_provider
+from protocols.spec.teacher_replay import LocalSpec, ReplaySpec, ReplayTeacherSpec
+from protocols.teacher_replay import NANO
+from teachers.budget import UNKNOWN
+from teachers.fake_provider.app import FakeProvider
 
 SEQUENCES = int(os.environ.get("FORGE_RUN_SEQUENCES", "4"))
-LIMIT_SECONDS = 300.0
-STEPS = 12  # of both trained arms
-Blow = Callable[[Running], None]
+PAID = -(-SEQUENCES // 5)
+PART = 20  # orders of one test
 
 
-def signal_client(number: signal.Signals) -> Blow:
-    return lambda run: run.process.send_signal(number)
+@pytest.fixture(scope="session")
+def start() -> Iterator[Start]:
+    models = [ROOT / "models" / name for name in ("clinic-reader", "clinic-clerk")]
+    with warm_runs(models) as start:
+        yield start
 
 
-def kill_controller(run: Running) -> None:
-    os.kill(read_endpoints(latest(run.root)).pid, signal.SIGKILL)
+def parts(sequences: int) -> pytest.MarkDecorator:
+    """Marks a test to be played in parts: (seed, number of orders)."""
+    sizes = [min(PART, sequences - first) for first in range(0, sequences, PART)]
+    return pytest.mark.parametrize(("part", "orders"), list(enumerate(sizes)))
 
 
-def full_disk(run: Running) -> None:
-    """Take all room, where the test has a disk of its own."""
-    if not os.path.ismount(run.root):
-        return
-    with (run.root / "filler").open("wb", buffering=0) as filler, suppress(OSError):
-        while True:
-            filler.write(bytes(2**12))
+def play_all(kind: Kind, part: int, orders: int, check: Callable[[Order], None]) -> None:
+    @seed(part)
+    @settings(
+        max_examples=orders,
+        deadline=None,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(order=kind.orders())
+    def played(order: Order) -> None:
+        before = shared_memory()
+        check(order)
+        wait_until_freed(before)
 
-
-def kill_replica(role: str) -> Blow:
-    def blow(run: Running) -> None:
-        eye = Eye(run, 0.0)
-        with suppress(ProcessLookupError, IndexError):
-            os.kill(eye.replicas(role)[0].pid, signal.SIGKILL)
-        eye.close()
-
-    return blow
-
-
-def control(act: Callable[[ControlClient], object]) -> Blow:
-    def blow(run: Running) -> None:
-        path = latest(run.root)
-        # A run may end before it is asked, or while it answers.
-        with (
-            suppress(ControlError),
-            ControlClient(ControlTarget(read_endpoints(path).control, path)) as client,
-        ):
-            act(client)
-
-    return blow
-
-
-def pause_and_resume(client: ControlClient) -> None:
-    client.pause()
-    client.resume()
-
-
-BLOWS: Mapping[str, Blow] = {
-    "client killed": signal_client(signal.SIGKILL),
-    "stopped": signal_client(signal.SIGTERM),
-    "hung up": signal_client(signal.SIGHUP),
-    "controller killed": kill_controller,
-    "disk full": full_disk,
-    "paused and resumed": control(pause_and_resume),
-    "checkpoint": control(lambda client: client.checkpoint()),
-    "scaled to 3": control(lambda client: client.scale("generator", 3)),
-    "scaled to 1": control(lambda client: client.scale("generator", 1)),
-    **{f"{role} killed": kill_replica(role) for role in REPLACED},
-}
-ORDERS = st.lists(
-    st.tuples(st.sampled_from(sorted(BLOWS)), st.integers(1, STEPS)), min_size=1, max_size=4
-).map(lambda order: sorted(order, key=lambda act: act[1]))
-
-
-def steps_done(root: Path) -> int:
-    path = latest(root) / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.is_file() else 0
-
-
-def damage(path: Path) -> None:
-    """Cut the newest checkpoint's cartridge, unless it is the only one, and tear a log's end."""
-    found = sorted((path / "checkpoints").glob("version-*"))
-    if len(found) > 1:
-        part = next(found[-1].glob("cartridge-*"))
-        part.write_bytes(part.read_bytes()[:-1])
-    with (path / "events.jsonl").open("ab") as log:
-        log.write(b'{"time')
-
-
-def play(root: Path, order: list[tuple[str, int]]) -> list[str]:
-    """Run to the end, with each blow once so many steps are recorded; returns what happened."""
-    told, left, extra = [], list(order), ()
-    for _ in range(len(order) + 1):
-        with running(command(root, *extra, **HASTY), root) as run:
-            eye = Eye(run, float("inf"))
-            while left:
-                name, step = left[0]
-                if not eye.wait(lambda step=step: steps_done(root) >= step, to_end=True):
-                    break
-                left.pop(0)
-                told.append(f"step {steps_done(root)}: {name}")
-                BLOWS[name](run)
-                eye.idle(0.2)  # so that an end is seen before the next blow falls
-            eye.close()
-            said, _ = run.process.communicate(timeout=LIMIT_SECONDS)
-            run.wait_until_gone(LIMIT_SECONDS)
-        told.append(f"exit code {run.process.returncode}: {said[-300:]}")
-        assert "Traceback" not in said, told
-        if run.process.returncode == 0:
-            return told
-        (root / "filler").unlink(missing_ok=True)
-        if latest(root).joinpath("events.jsonl").is_file():
-            damage(latest(root))
-        extra = ("--resume",)
-    raise AssertionError("\n".join(told))
+    played()
 
 
 def same_tokens(path: Path, reference: Path) -> None:
@@ -150,27 +89,69 @@ def same_tokens(path: Path, reference: Path) -> None:
     assert found == wanted
 
 
-@pytest.mark.timeout(SEQUENCES * 600)
-@settings(
-    max_examples=SEQUENCES,
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-@given(order=ORDERS)
-def test_any_order_ends_as_the_calm_run(finished: Finished, order: list[tuple[str, int]]) -> None:
-    before = shared_memory()
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "disk"
-        root.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(root)]
-        mounted = os.getuid() == 0 and not subprocess.run(mount, capture_output=True).returncode
-        try:
-            told = play(root, order)
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calm_run(PLAIN, tmp_path_factory.mktemp("calm"))
+
+
+@pytest.mark.timeout(PART * 2 * LIMIT_SECONDS)
+@parts(SEQUENCES - PAID)
+def test_any_order_ends_as_the_calm_run(calm: Path, start: Start, part: int, orders: int) -> None:
+    def check(order: Order) -> None:
+        with disk() as root:
+            told = play(PLAIN, start, root, order)
             scaled = any("scaled" in line for line in told)
-            (same_tokens if scaled else same_outcome)(latest(root), finished.path)
-        finally:
-            if mounted:
-                subprocess.run(["umount", "--lazy", str(root)], check=True)
-    wait_until_freed(before)
+            (same_tokens if scaled else same_outcome)(latest(root), calm)
+
+    play_all(PLAIN, part, orders, check)
+
+
+def provider() -> FakeProvider:
+    """A provider in this process, which no kill of a run reaches."""
+    spec = ReplaySpec(teachers=(ReplayTeacherSpec(**TEACHER),), quorum=1, cap=CAP)
+    return local_provider(spec, LocalSpec(latency_s=0.1))
+
+
+def at(found: FakeProvider) -> dict[str, Any]:
+    return {"replay.teachers": [{**TEACHER, "base_url": found.openai_url}]}
+
+
+def paid_once_and_within_the_cap(path: Path, found: FakeProvider) -> None:
+    """The provider's own count against the ledger: no call but a reserved one, none twice but one
+    that a kill left without an answer, and no dollar that the ledger does not know."""
+    ledger = rows(path / "teachers.jsonl")
+    reserved = {row["attempt"]: row for row in ledger if row["kind"] == "reserved"}
+    settled = {row["attempt"]: row for row in reversed(ledger) if row["kind"] == "settled"}
+    assert set(settled) == set(reserved)
+    spent = sum(row["nanodollars"] for row in settled.values())
+    assert found.money() <= spent <= CAP * NANO
+    assert {call.attempt for call in found.served} <= set(reserved)
+    asked = Counter(reserved[call.attempt]["key"] for call in found.served)
+    unknown = Counter(row["key"] for row in settled.values() if row["outcome"] in UNKNOWN)
+    assert all(times <= 1 + unknown[key] for key, times in asked.items())
+
+
+@pytest.fixture(scope="session")
+def calm_paid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch, provider() as found:
+        patch.setenv(TEACHER["key_env"], "sk-of-no-provider")
+        path = calm_run(PAYING, tmp_path_factory.mktemp("calm_paid"), **at(found))
+        assert len(found.served) == len({call.prompt for call in found.served}) > STEPS
+        paid_once_and_within_the_cap(path, found)
+        yield path
+
+
+@pytest.mark.timeout(PART * 2 * LIMIT_SECONDS)
+@parts(PAID)
+def test_any_order_of_a_run_that_pays_ends_as_the_calm_one_within_its_cap(
+    calm_paid: Path, start: Start, part: int, orders: int
+) -> None:
+    def check(order: Order) -> None:
+        with disk() as root, provider() as found:
+            play(PAYING, start, root, order, **at(found))
+            path = latest(root)
+            for name in ("metrics.jsonl", "episodes.jsonl", "answers.jsonl"):
+                assert (path / name).read_bytes() == (calm_paid / name).read_bytes(), name
+            paid_once_and_within_the_cap(path, found)
+
+    play_all(PAYING, part, orders, check)

@@ -1,0 +1,241 @@
+"""Play an order of blows over a short run with real processes: kills, stops, control calls, full
+disks, damage, and a resume after each end that is not the last.
+
+    told = play(PLAIN, start, root, [("client killed", 2), ("paused", 3)])
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chaos import HASTY, OF_CHANNELS, REPLACED, Eye
+from forkserver_of_runs import Start
+from hypothesis import strategies as st
+from small_run import MESH, ROOT, SMALL, Running, command, latest, run_to_end
+
+from forge_run.commands.control_client import ControlClient, ControlTarget
+from protocols.errors import ControlError
+from services.control.endpoints import read_endpoints
+
+LIMIT_SECONDS = 300.0
+STEPS = 4  # of each trained arm
+Blow = Callable[[Running], None]
+Order = list[tuple[str, int]]
+
+# Starts and ends are what a run of few steps takes, so evaluations are as small as they can be.
+FEW: dict[str, Any] = {
+    **HASTY,
+    "train.steps": STEPS,
+    "train.warmup_steps": 2,
+    "train.checkpoint_every": 2,
+    "evaluate.arms": ["on_policy", "offline"],
+    "evaluate.questions": 2,
+    "evaluate.probe_every": 3,
+    "evaluate.probe_questions": 2,
+    "evaluate.sampled": False,
+}
+CAP, AT_ONCE = 0.5, 8
+TEACHER: dict[str, Any] = {
+    "name": "gpt", "provider": "openai", "model": "local-gpt", "key_env": "FORGE_TEST_TEACHER_KEY",
+    "prices": {"input": 1.25, "output": 10.0}, "concurrency": AT_ONCE, "backoff_s": 0.01,
+}  # fmt: skip
+# Hints are waited for, so that the bytes do not hang on when an answer comes.
+PAID: dict[str, Any] = {
+    **FEW,
+    "evaluate.arms": ["on_policy"],
+    "episodes.tasks": 2,
+    "episodes.group": 3,
+    "objective.alpha_warmup_steps": 0,
+    "objective.beta": 0.0,
+    "objective.compare_every": 0,
+    "objective.sdpo.hints": "model",
+    "objective.sdpo.hint_writer": "gpt",
+    "objective.sdpo.hint_timeout_s": 120.0,
+    "replay.cap": CAP,
+    "replay.quorum": 1,
+    "replay.local": None,
+    "roles.generator.replicas": 1,
+    "roles.teacher_replay.replicas": 1,
+    "roles.trainer.threads": 1,
+    **{f"roles.{role}.restarts": 1000 for role in OF_CHANNELS},
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A run that orders are played over: its mesh, its overrides, and the steps that it records."""
+
+    mesh: str
+    sets: Mapping[str, Any]
+    steps: int
+    blows: Mapping[str, Blow]
+
+    def words(self, root: Path, *extra: str, **sets: Any) -> list[str]:
+        """The command line, behind the command. Every run is in the folder that `latest` reads."""
+        words = [str(ROOT / "meshes" / f"{self.mesh}.yaml"), "--run-dir", str(root), *extra]
+        for key, value in {"name": MESH.stem, **self.sets, **sets}.items():
+            words += ["--set", f"{key}={json.dumps(value)}"]
+        return words
+
+    def orders(self) -> st.SearchStrategy[Order]:
+        act = st.tuples(st.sampled_from(sorted(self.blows)), st.integers(1, self.steps))
+        acts = st.lists(act, min_size=1, max_size=4)
+        return acts.map(lambda order: sorted(order, key=lambda act: act[1]))
+
+
+def signal_client(number: signal.Signals) -> Blow:
+    return lambda run: run.process.send_signal(number)
+
+
+def kill_controller(run: Running) -> None:
+    """Kill it, unless it is yet to start: the file may be of the run that died before."""
+    with suppress(ControlError):
+        if (pid := read_endpoints(latest(run.root)).pid) in run.alive():
+            os.kill(pid, signal.SIGKILL)
+
+
+def full_disk(run: Running) -> None:
+    """Take all room, where the test has a disk of its own."""
+    if not os.path.ismount(run.root):
+        return
+    with (run.root / "filler").open("wb", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(bytes(2**12))
+
+
+def kill_replica(role: str) -> Blow:
+    def blow(run: Running) -> None:
+        eye = Eye(run, 0.0)
+        with suppress(ProcessLookupError, IndexError):
+            os.kill(eye.replicas(role)[0].pid, signal.SIGKILL)
+        eye.close()
+
+    return blow
+
+
+def control(act: Callable[[ControlClient], object]) -> Blow:
+    def blow(run: Running) -> None:
+        path = latest(run.root)
+        # A run may end before it is asked, or while it answers.
+        with (
+            suppress(ControlError),
+            ControlClient(ControlTarget(read_endpoints(path).control, path)) as client,
+        ):
+            act(client)
+
+    return blow
+
+
+def scaled(role: str, replicas: int) -> Blow:
+    return control(lambda client: client.scale(role, replicas))
+
+
+PAUSED = "paused"  # until the next blow has fallen
+resume = control(lambda client: client.resume())
+OF_ANY: Mapping[str, Blow] = {
+    "client killed": signal_client(signal.SIGKILL),
+    "stopped": signal_client(signal.SIGTERM),
+    "hung up": signal_client(signal.SIGHUP),
+    "controller killed": kill_controller,
+    "disk full": full_disk,
+    PAUSED: control(lambda client: client.pause()),
+    "checkpoint": control(lambda client: client.checkpoint()),
+    **{f"{role} killed": kill_replica(role) for role in REPLACED},
+}
+PLAIN = Kind(
+    "longhealth", {**SMALL, **FEW, "rollout.prompts": 4}, 2 * STEPS,
+    {**OF_ANY, "scaled to 3": scaled("generator", 3), "scaled to 1": scaled("generator", 1)},
+)  # fmt: skip
+PAYING = Kind(
+    "three_channels", PAID, STEPS,
+    {
+        **OF_ANY,
+        **{f"{role} killed": kill_replica(role) for role in OF_CHANNELS},
+        "teachers scaled to 2": scaled("teacher_replay", 2),
+    },
+)  # fmt: skip
+
+
+def steps_done(root: Path) -> int:
+    path = latest(root) / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def damage(path: Path) -> None:
+    """Cut the newest checkpoint's cartridge, unless it is the only one, and tear a log's end."""
+    found = sorted((path / "checkpoints").glob("version-*"))
+    if len(found) > 1:
+        part = next(found[-1].glob("cartridge-*"))
+        part.write_bytes(part.read_bytes()[:-1])
+    with (path / "events.jsonl").open("ab") as log:
+        log.write(b'{"time')
+
+
+def play(kind: Kind, start: Start, root: Path, order: Order, **sets: Any) -> list[str]:
+    """Run to the end, with each blow once so many steps are recorded; returns what happened."""
+    told, left, extra = [], list(order), ()
+    for _ in range(len(order) + 1):
+        with start(kind.words(root, *extra, **sets), root) as run:
+            strike(kind, run, left, told)
+            said, _ = run.process.communicate(timeout=LIMIT_SECONDS)
+            run.wait_until_gone(LIMIT_SECONDS)
+        told.append(f"exit code {run.process.returncode}: {said[-300:]}")
+        assert "Traceback" not in said, told
+        if run.process.returncode == 0:
+            return told
+        (root / "filler").unlink(missing_ok=True)
+        if latest(root).joinpath("events.jsonl").is_file():
+            damage(latest(root))
+        extra = ("--resume",)
+    raise AssertionError("\n".join(told))
+
+
+def strike(kind: Kind, run: Running, left: Order, told: list[str]) -> None:
+    """Let the blows of `left` fall, until none is left or the run has ended."""
+    eye, paused = Eye(run, float("inf")), False
+    while left:
+        name, step = left[0]
+        least = 0 if paused else step
+        if not eye.wait(lambda least=least: steps_done(run.root) >= least, to_end=True):
+            break
+        left.pop(0)
+        told.append(f"step {steps_done(run.root)}: {name}")
+        kind.blows[name](run)
+        eye.idle(0.2)  # so that an end is seen before the next blow falls
+        if paused:
+            resume(run)
+        paused = name == PAUSED
+    if paused:
+        resume(run)
+    eye.close()
+
+
+@contextmanager
+def disk() -> Iterator[Path]:
+    """A folder, of its own file system where the test may mount one."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "disk"
+        root.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(root)]
+        mounted = os.getuid() == 0 and not subprocess.run(mount, capture_output=True).returncode
+        try:
+            yield root
+        finally:
+            if mounted:
+                subprocess.run(["umount", "--lazy", str(root)], check=True)
+
+
+def calm_run(kind: Kind, root: Path, **sets: Any) -> Path:
+    """The run of `kind` that nothing befalls, started as a user starts it."""
+    process = run_to_end([*command(root)[:3], *kind.words(root, **sets)])
+    assert process.returncode == 0, process.stdout + process.stderr
+    return latest(root)
