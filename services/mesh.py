@@ -76,7 +76,7 @@ class Mesh:
         plane = await open_plane(self._kind, procs, self._timeout_s)
         if before is not None:
             for role, pool in self.pools.items():
-                if role != "store":
+                if role in MODEL_ROLES:  # the others pass no tensors, and know no plane
                     # An update that refers to the lost plane fails; `refill` sends it again.
                     with contextlib.suppress(PlaneError):
                         await use_plane(pool, life, plane)

@@ -31,7 +31,7 @@ from small_run import ROOT, Running
 
 MODULES = (
     "forge_run.cli", "forge_run.launch", "forge_run.pages.export", "torch.distributed.checkpoint",
-    "openai", "anthropic",
+    "matplotlib.figure", "matplotlib.backends.backend_svg", "grpc", "openai.resources.chat",
 )  # fmt: skip
 NUMBER = struct.Struct("i")
 Start = Callable[[Sequence[str], Path], AbstractContextManager[Running]]

@@ -45,7 +45,7 @@ from teachers.fake_provider.app import FakeProvider
 
 SEQUENCES = int(os.environ.get("FORGE_RUN_SEQUENCES", "4"))
 PAID = -(-SEQUENCES // 5)
-PART = 20  # orders of one test
+PART = 10  # orders of one test
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +70,7 @@ def play_all(kind: Kind, part: int, orders: int, check: Callable[[Order], None])
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(order=kind.orders())
+    @given(order=kind.orders(part))
     def played(order: Order) -> None:
         before = shared_memory()
         check(order)

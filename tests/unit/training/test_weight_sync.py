@@ -133,8 +133,15 @@ class Generator:
         self.loaded.append(snapshot.version)
 
 
+class Environment:
+    """Passes no tensors, as the environment's, the teachers' and the judges' actors."""
+
+    async def ready(self) -> int:
+        return 1
+
+
 class World:
-    """A mesh of a store, a trainer and two generators, none of them a process."""
+    """A mesh of a store, a trainer, two generators and an environment, none of them a process."""
 
     def __init__(self, h: House, mesh: Mesh, weights: WeightSync) -> None:
         self.h, self.mesh, self.weights = h, mesh, weights
@@ -183,6 +190,7 @@ async def world(monkeypatch: pytest.MonkeyPatch, keep: int = 1, store: bool = Tr
         await mesh.open_plane()
     h.service.spawn(Trainer, args=(mesh,), n=1)
     h.service.spawn(Generator, args=(mesh,), n=2)
+    h.service.spawn(Environment, n=1)
     await h.service.ready()
     return World(h, mesh, WeightSync(mesh, keep))
 
