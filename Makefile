@@ -194,7 +194,7 @@ test: install-vllm install-verifiers install-prometheus install-helm install-doc
 
 test-all: test install-browser install-slurm install-trl install-verl ## and tests/nightly: kills at any phase, hosts, recipes, long runs
 	FORGE_SEQUENCES=200 $(PYTEST) tests/unit/services/test_run_model.py
-	FORGE_RUN_SEQUENCES=20 FORGE_REQUIRE_BROWSER=$(if $(and $(shell command -v chromium),$(shell command -v npm)),1) \
+	FORGE_RUN_SEQUENCES=200 FORGE_REQUIRE_BROWSER=$(if $(and $(shell command -v chromium),$(shell command -v npm)),1) \
 	  $(SLOW_PYTEST) tests/nightly
 
 bench-against: install ## speed of the main job in this tree against that of BASE (9fc9f6f)

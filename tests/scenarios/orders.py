@@ -1,7 +1,7 @@
 """Play an order of blows over a short run with real processes: kills, stops, control calls, full
 disks, damage, and a resume after each end that is not the last.
 
-    told = play(PLAIN, start, root, [("client killed", 2), ("paused", 3)])
+    told = play(PLAIN, start, root, [("client killed", 2, 0), ("paused", 3, 4)])
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from services.control.endpoints import read_endpoints
 LIMIT_SECONDS = 300.0
 STEPS = 4  # of each trained arm
 Blow = Callable[[Running], None]
-Order = list[tuple[str, int]]
+Order = list[tuple[str, int, int]]  # blow, steps that are recorded by then, tenths of a second more
 
 # Starts and ends are what a run of few steps takes, so evaluations are as small as they can be.
 FEW: dict[str, Any] = {
@@ -87,13 +87,13 @@ class Kind:
         return words
 
     def orders(self, first: int) -> st.SearchStrategy[Order]:
-        """One to four blows by step. Blow `first`, alone after step 1, is the first that is drawn:
-        hypothesis begins with the simplest."""
+        """One to four blows by time. Blow `first`, alone right after step 1, is the first that is
+        drawn: hypothesis begins with the simplest."""
         names = sorted(self.blows)
         names = [*names[first % len(names) :], *names[: first % len(names)]]
-        act = st.tuples(st.sampled_from(names), st.integers(1, self.steps))
+        act = st.tuples(st.sampled_from(names), st.integers(1, self.steps), st.integers(0, 5))
         acts = st.lists(act, min_size=1, max_size=4)
-        return acts.map(lambda order: sorted(order, key=lambda act: act[1]))
+        return acts.map(lambda order: sorted(order, key=lambda act: act[1:]))
 
 
 def signal_client(number: signal.Signals) -> Blow:
@@ -207,11 +207,12 @@ def strike(kind: Kind, run: Running, left: Order, told: list[str]) -> None:
     """Let the blows of `left` fall, until none is left or the run has ended."""
     eye, paused = Eye(run, float("inf")), False
     while left:
-        name, step = left[0]
+        name, step, tenths = left[0]
         least = 0 if paused else step
         if not eye.wait(lambda least=least: steps_done(run.root) >= least, to_end=True):
             break
         left.pop(0)
+        eye.idle(tenths / 10)
         told.append(f"step {steps_done(run.root)}: {name}")
         kind.blows[name](run)
         eye.idle(0.2)  # so that an end is seen before the next blow falls

@@ -109,7 +109,7 @@ def test_any_order_ends_as_the_calm_run(calm: Path, start: Start, part: int, ord
 def provider() -> FakeProvider:
     """A provider in this process, which no kill of a run reaches."""
     spec = ReplaySpec(teachers=(ReplayTeacherSpec(**TEACHER),), quorum=1, cap=CAP)
-    return local_provider(spec, LocalSpec(latency_s=0.1))
+    return local_provider(spec, LocalSpec(latency_s=0.3))
 
 
 def at(found: FakeProvider) -> dict[str, Any]:

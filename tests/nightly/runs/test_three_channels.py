@@ -21,10 +21,10 @@ SEVERAL_UPDATES = {
     "objective.grpo.kl_refresh": 3,
     "objective.grpo.refill": 2,
 }
-WITHOUT_ASKING = tuple(role for role in OF_CHANNELS if role != "teacher_replay")
+WITHOUT_ASKING = (*(role for role in OF_CHANNELS if role != "teacher_replay"), "store")
 
 
-def test_deaths_of_desk_hint_teacher_and_controller_change_nothing(tmp_path: Path) -> None:
+def test_deaths_of_desk_hint_teacher_store_and_controller_change_nothing(tmp_path: Path) -> None:
     """kill -9 of each while it is wanted, then of the controller: the run that goes on by itself,
     and is resumed, ends as the undisturbed one does, to the byte. Also with four updates a step, a
     reference that is renewed, refills, the average of the cartridges that reads the hints, and
