@@ -72,7 +72,7 @@ class ArmMeasured(RunEvent):
 
 @dataclass(frozen=True)
 class RunWarning(RunEvent):
-    """Tell of a setting that is allowed and probably not meant."""
+    """Tell of what is allowed and probably not meant: a setting, or a step without rewards."""
 
     message: str
 

@@ -230,12 +230,16 @@ def _drive(
                 return f"the controller died; go on with --resume {directory.id}"
             return lease.lost
 
-        while not _is_over(running):
+        def tell() -> None:
+            nonlocal told
             status, notes = _answer(controller.status.call_one(), STATUS_TIMEOUT, lost)
             for line in notes[told:]:
                 display.line(line)
             told = len(notes)
             display.update(status)
+
+        while not _is_over(running):
+            tell()
             if untold and directory.start.exists():
                 untold = False
                 _tell_fresh(directory, display)
@@ -250,7 +254,7 @@ def _drive(
                 break
             time.sleep(POLL_SECONDS)
         else:
-            display.update(_answer(controller.status.call_one(), STATUS_TIMEOUT, lost)[0])
+            tell()
             running.get(timeout=STATUS_TIMEOUT)
     except MeshLost as loss:
         cut_off = str(loss)

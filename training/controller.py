@@ -65,7 +65,7 @@ class ControllerActor(Actor):
         self._control: ControlPlane | None = None
         self._watching: asyncio.Task[None] | None = None
         self._whole: Position | None = None  # up to where the rows are; None for all
-        self._notes: list[str] = []  # what was healed
+        self._notes: list[str] = []  # what was healed, and warnings
         self._metrics_url: str | None = None
 
     def __supervise__(self, failure: MeshFailure) -> bool:
@@ -234,8 +234,7 @@ class ControllerActor(Actor):
         documents, contexts = course.documents, course.layout.contexts
         sizes = {c: sum(len(documents[name]) for name in of) for c, of in contexts.items()}
         if warning := length_warning(spec.learn.cartridge.tokens, sizes):
-            recorder.event("warned", message=warning)
-            self._show(message=f"warning: {warning}")
+            self._warn(warning)
         # It is left from an interrupted run; this one starts from its own checkpoint.
         shutil.rmtree(self._directory.last_state, ignore_errors=True)
         self._directory.last_state.with_suffix(".safetensors").unlink(missing_ok=True)  # older form
@@ -251,7 +250,8 @@ class ControllerActor(Actor):
                 seconds=round(time.perf_counter() - begun, 3),
             )
         self._run = TrainingRun(
-            spec, course, mesh, self._directory, recorder, self._show, helm.between_steps
+            spec, course, mesh, self._directory, recorder, self._show, self._warn,
+            helm.between_steps,
         )  # fmt: skip
         if spec.mesh.hosts.kind == "local":
             self._cpu_before = self._cpu_so_far()
@@ -312,6 +312,12 @@ class ControllerActor(Actor):
                 self._run.replica_lost()
 
         return note
+
+    def _warn(self, message: str) -> None:
+        """Tell the user, in the run's events and above the panel, of what is probably not meant."""
+        assert self._recorder is not None
+        self._recorder.event("warned", message=message)
+        self._notes.append(f"warning: {message}")
 
     def _whole_status(self) -> RunStatus:
         pools = () if self._mesh is None else self._mesh.pools.values()

@@ -9,8 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from environments.failures import all_failed
 from environments.renderer import NO_DOCUMENT
 from learning.sampler_gap import gap_bounds
+from protocols.episodes import Episode
 from protocols.errors import RunError, StaleTokenError
 from protocols.files import iter_rows
 from protocols.records.answers import Answer, to_row
@@ -50,7 +52,8 @@ from training.weight_sync import WeightSync
 
 
 class TrainingRun:
-    """Train and evaluate the arms. `show` updates the run's status. `between_steps` carries out the
+    """Train and evaluate the arms. `show` updates the run's status, `warn` tells
+    the user of what was probably not meant. `between_steps` carries out the
     run commands that arrived (checkpoint, pause, stop), and raises StopRequested."""
 
     def __init__(
@@ -61,6 +64,7 @@ class TrainingRun:
         directory: RunDirectory,
         recorder: RunLog,
         show: Callable[..., None],
+        warn: Callable[[str], None],
         between_steps: Callable[[Callable[[], Awaitable[str]]], Awaitable[None]],
     ) -> None:
         self._spec, self._learn = spec, spec.learn
@@ -82,7 +86,7 @@ class TrainingRun:
         self._answers = RememberedAnswers(self._generator.generate)
         self._validation = OverlappedValidation(self._validate, recorder.metric)
         self._directory = directory
-        self._recorder, self._show = recorder, show
+        self._recorder, self._show, self._warn = recorder, show, warn
         self._between_steps = between_steps
         self._state = RunState()
         self._times = PhaseTimes()
@@ -91,6 +95,7 @@ class TrainingRun:
         self._resumed = False
         self._begun_arm = False
         self._scores_full = False
+        self._told_failed = False
 
     # -- the arms -------------------------------------------------------------------------------
 
@@ -230,6 +235,7 @@ class TrainingRun:
         )  # fmt: skip
         self._course.record(record.rollout, arm, step, self._directory)
         self._keep_token_scores(arm, step, output.token_scores)
+        self._tell_failed(step, record.rollout.episodes)
         every = self._learn.evaluate.probe_every
         if arm == "on_policy" and every and step % every == 0:
             self._validation.hold(row)
@@ -270,11 +276,16 @@ class TrainingRun:
             return
         if not self._directory.append_token_scores(arm, step, scores, most * 2**20):
             self._scores_full = True
-            self._recorder.event(
-                "warned",
-                message=f"token_scores.jsonl has reached records.token_scores_mib ({most}): "
-                f"scores of tokens are not recorded from step {step} on; raise it in a new run",
+            self._warn(
+                f"token_scores.jsonl has reached records.token_scores_mib ({most}): "
+                f"scores of tokens are not recorded from step {step} on; raise it in a new run"
             )
+
+    def _tell_failed(self, step: int, episodes: Sequence[Episode]) -> None:
+        """Warn once of a step whose episodes all have no reward: it trains little or nothing."""
+        if not self._told_failed and (failed := all_failed(episodes)):
+            self._told_failed = True
+            self._warn(f"step {step}: {failed}")
 
     async def _validate(self, version: int) -> float:
         """Return accuracy on the first `evaluate.probe_questions` held-out questions."""

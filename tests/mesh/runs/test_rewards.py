@@ -41,6 +41,14 @@ def faulty(prompt, completion, number):
         return None
     return len(completion)
 """
+BROKEN = """\
+class Broken:
+    def reset(self, seed):
+        return "say something."
+
+    def step(self, text):
+        raise ValueError("too late")
+"""
 
 
 def forge_run(mesh: Path, run_dir: Path, *extra: str, **sets: Any) -> list[str]:
@@ -136,3 +144,20 @@ def test_a_faulty_function_costs_its_episodes_alone_and_rows_may_not_change(
     again = run_to_end(forge_run(mesh, tmp_path, "--resume", **sets))
     assert again.returncode == 2
     assert "changed since the run began" in again.stdout + again.stderr
+
+
+def test_a_run_whose_episodes_all_fail_says_so_once(tmp_path: Path) -> None:
+    mesh = copied("code_fixing", tmp_path / "example")
+    (mesh.parent / "mine.py").write_text(BROKEN)
+    broken = {"kind": "python", "factory": "mine:Broken", "folder": str(mesh.parent)}
+    sets = {"episodes.environment": broken, "train.steps": 2}
+    process = run_to_end(forge_run(mesh, tmp_path, **sets))
+    assert process.returncode == 0, process.stdout + process.stderr
+    told = (
+        "step 1: none of 8 episodes has a reward; 8 of them: environment_refused: "
+        "ValueError: too late (mine.py:6); forge env check MESH plays a few"
+    )
+    run = (tmp_path / "code_fixing" / "latest").resolve()
+    warned = [e["message"] for e in read_rows(run / "events.jsonl") if e["event"] == "warned"]
+    assert [w for w in warned if w.startswith("step")] == [told]
+    assert process.stdout.count(f"warning: {told}") == 1
