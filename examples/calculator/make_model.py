@@ -13,8 +13,8 @@ from pathlib import Path
 from examples.tiny_model import Message, make, page
 
 WORDS = ("numbers", "tools", "answers")
-GUESSES = {"careful": 0.05, "hasty": 0.8}  # how often the model submits before it has calculated
-SLIPS = {"careful": 0.02, "hasty": 0.3}  # how often it submits another number than it read
+GUESSES = {"careful": 0.0, "hasty": 0.5}  # how often the model submits before it has calculated
+SLIPS = {"careful": 0.0, "hasty": 0.3}  # how often it submits another number than it read
 
 
 PRODUCTS = sorted({a * b for a in range(2, 10) for b in range(2, 10)})

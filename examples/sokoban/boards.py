@@ -69,7 +69,7 @@ def solution(board: Board) -> tuple[str, ...] | None:
     return None
 
 
-def draw_board(seed: int, size: int = 3, moves: tuple[int, int] = (2, 6)) -> Board:
+def draw_board(seed: int, size: int = 3, moves: tuple[int, int] = (2, 4)) -> Board:
     """Return a board whose shortest solution has `moves` (least, most) moves."""
     rng = random.Random(f"sokoban/{seed}")
     places = [(row, column) for row in range(size) for column in range(size)]

@@ -5,7 +5,7 @@ from boards import draw_board  # type: ignore[import-not-found]  # beside this f
 
 
 class SokobanTaskConfig(vf.TaskConfig):
-    most: int = 8  # moves of an episode
+    most: int = 5  # moves of an episode
 
 
 class SokobanConfig(vf.TasksetConfig):

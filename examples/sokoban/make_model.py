@@ -13,8 +13,8 @@ from examples.sokoban.boards import MOVES, Board, draw_board, solution
 from examples.tiny_model import Message, make, page
 
 WORDS = ("boxes", "moves", "walls")
-CARELESS = {"careful": 0.02, "hasty": 0.65}  # how often a move is any move
-MOST = 8  # moves of an episode
+CARELESS = {"careful": 0.0, "hasty": 0.6}  # how often a move is any move
+MOST = 5  # moves of an episode
 
 
 def draw(rng: random.Random) -> Sequence[Message]:

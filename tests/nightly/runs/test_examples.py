@@ -1,4 +1,4 @@
-"""The calculator and Sokoban run from their mesh files; the whole code-fixing example learns."""
+"""The calculator, Sokoban and code fixing learn, whole, from their mesh files."""
 
 from __future__ import annotations
 
@@ -68,3 +68,13 @@ def risen(name: str, folder: Path, sets: Mapping[str, str]) -> None:
 
 def test_code_fixing_learns(tmp_path: Path) -> None:
     risen("code_fixing", tmp_path, {})
+
+
+def test_the_calculator_learns(tmp_path: Path) -> None:
+    with calculator() as live:
+        risen("calculator", tmp_path, live)
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="make install-verifiers")
+def test_sokoban_learns(tmp_path: Path) -> None:
+    risen("sokoban", tmp_path, {})
