@@ -231,7 +231,13 @@ async def between_steps(
             spec, course.documents, course.layout.contexts, course.end_ids, mesh, directory
         )
         run = TrainingRun(
-            spec, course, mesh, directory, recorder, lambda **_: None, lambda _: None,
+            spec,
+            course,
+            mesh,
+            directory,
+            recorder,
+            lambda **_: None,
+            lambda _: None,
             lambda _: work(run),
         )
         await run.go()
