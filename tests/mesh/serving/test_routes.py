@@ -223,14 +223,14 @@ def test_the_models_that_there_are(client: OpenAI) -> None:
 
 def test_the_stream_by_hand(served: Served) -> None:
     body = {"model": f"{MODEL}:twice", "messages": CHAT, "max_tokens": 4, "stream": True}
-    body["forge"] = {"options": {"pause": 0.3}}
+    body["forge"] = {"options": {"pause": 1.0}}
     status, headers, content = raw(served, "/v1/chat/completions", body)
     assert status == 200
     assert headers["content-type"].startswith("text/event-stream")
     events = content.decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     told = [e for e in events[:-2] if not e.startswith(":")]
-    assert len(events) - 2 - len(told) >= 2, "comments while nothing is told"
+    assert len(events) - 2 - len(told) >= 1, "comments while nothing is told"
     chunks = [json.loads(e.removeprefix("data: ")) for e in told]
     assert all(e.startswith("data: ") and "\n" not in e for e in told)
     assert {c["object"] for c in chunks} == {"chat.completion.chunk"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,8 @@ from training.recipes.rsa import RSARecipe, RSARollout
 from training.recipes.rsa_problems import ByNumber, OfPatients
 from training.rollouts import StepRecord, StepTimes
 from training.run_results import aggregation_gain
+
+tokenizer_at = cache(load_tokenizer)
 
 MESH = Path(__file__).resolve().parents[4] / "meshes" / "rsagent.yaml"
 SMALL = (
@@ -82,7 +85,7 @@ class Student:
         self, learn: LearnSpec, script: Script, problems: Callable[[str], RSAProblem]
     ) -> None:
         self.batches: list[list[GenerateRequest]] = []
-        self._tokenizer = load_tokenizer(learn.model.path)
+        self._tokenizer = tokenizer_at(learn.model.path)
         self._script, self._problems = script, problems
 
     async def __call__(self, requests: Sequence[GenerateRequest]) -> tuple[list[Completion], float]:
@@ -104,7 +107,7 @@ class Scene:
         self.learn = spec(*sets)
         self.aggregators = Aggregators(self.learn, broken)
         mesh: Any = SimpleNamespace(pools={"rsa_aggregator": self.aggregators})
-        self.course = RSARecipe(self.learn, load_tokenizer(self.learn.model.path), mesh)
+        self.course = RSARecipe(self.learn, tokenizer_at(self.learn.model.path), mesh)
 
         def said(name: str, problem: RSAProblem) -> str:
             facts = problem.facts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,8 @@ from protocols.types import Completion, GenerateRequest, TrainStepOutput
 from training.recipes.tool_episodes import ToolEpisodesRecipe
 from training.rollouts import Rollout, StepRecord, StepTimes, is_offline
 from training.task_sources.desk import DeskTasks
+
+tokenizer_at = cache(load_tokenizer)
 
 MESH = Path(__file__).resolve().parents[4] / "meshes" / "three_channels.yaml"
 QUIET = (
@@ -105,7 +108,7 @@ class Clerk:
     """A student that knows the handbook, or never finds anything."""
 
     def __init__(self, learn: LearnSpec, able: bool = True) -> None:
-        self.tokenizer = load_tokenizer(learn.model.path)
+        self.tokenizer = tokenizer_at(learn.model.path)
         self.desks = {
             d.id: d.document
             for d in (draw_desk(learn.data.seed, i, learn.data.facts or 0) for i in (1, 2))
@@ -134,7 +137,7 @@ class Clerk:
 
 def course(learn: LearnSpec, environment: Environment | None = None) -> ToolEpisodesRecipe:
     mesh = SimpleNamespace(pools={"environment": environment or Environment()})
-    tokenizer = load_tokenizer(learn.model.path)
+    tokenizer = tokenizer_at(learn.model.path)
     return ToolEpisodesRecipe(learn, DeskTasks(learn), tokenizer, mesh)  # type: ignore[arg-type]
 
 
