@@ -202,11 +202,9 @@ def _material(learn: LearnSpec, tokenizer: Any) -> Corpus:
 
 def tokenizer_at(path: str) -> Any:
     """Return None for an absent model. Raises DataError for one without a chat template."""
-    from learning.model.loading import load_tokenizer
+    from learning.model.loading import NoTokenizer, load_tokenizer
 
     try:
         return load_tokenizer(path)
-    except DataError:
-        raise
-    except (OSError, ValueError):
+    except NoTokenizer:
         return None

@@ -90,6 +90,10 @@ def flush_denormals() -> None:
     torch.set_flush_denormal(True)
 
 
+class NoTokenizer(DataError):
+    """Report that a model's folder or hub id has no tokenizer that can be read here."""
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer beside a model. Raises DataError for one without a chat template."""
     tokenizer = tokenizer_of(path)
@@ -100,8 +104,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def tokenizer_of(path: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer. AutoTokenizer imports every model's code to choose a class;
-    TokenizersBackend, which the files of our own models name, is loaded directly. Raises DataError
-    where there is none."""
+    TokenizersBackend, which the files of our own models name, is loaded directly. Raises
+    NoTokenizer where there is none."""
     config = Path(path) / "tokenizer_config.json"
     named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else ""
     if named == "TokenizersBackend":
@@ -116,7 +120,7 @@ def tokenizer_of(path: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         gone = Path(path).is_absolute() and not Path(path).exists()
         why = "the folder is gone" if gone else str(error).splitlines()[0]
-        raise DataError(
+        raise NoTokenizer(
             f"no tokenizer at {path!r}: {why}; put the model's files back there, or set model.path "
             "to a directory that has them, or to a hub id that this machine can reach"
         ) from error
