@@ -29,6 +29,7 @@ from training.evaluation.comparison import AnswerSource, compare_groups, grouped
 PAGES = (
     "README.md",
     "docs/corpus.md",
+    "docs/studies/ahead.md",
     "docs/studies/channels.md",
     *(f"docs/explanation/{name}.md" for name in (
         "cartridges", "channels", "compression", "on_policy", "performance", "results", "rsa",
