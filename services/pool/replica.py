@@ -84,7 +84,8 @@ class Replica:
         self.ended = self.ended or reason
         self.life = lost(self.life)
         for limit in self.calls:
-            limit.reschedule(0.0)
+            if not limit.expired():  # its call may take turns to be cancelled
+                limit.reschedule(0.0)
 
     def status(self) -> ReplicaStatus:
         process = self.process

@@ -280,6 +280,19 @@ def test_one_answer_even_when_it_comes_with_the_death() -> None:
     run(scenario())
 
 
+def test_a_replica_may_be_ended_again_while_its_calls_are_cancelled() -> None:
+    async def scenario() -> None:
+        pool = pool_of(Actor("a"), Actor("b"))
+        asked = asyncio.create_task(pool.route("work", 1, 1.0))
+        await asyncio.sleep(0.5)
+        for _ in range(3):  # a turn each
+            pool.replicas[0].end("killed")
+            await asyncio.sleep(0)
+        assert await asked == ("b", 1)
+
+    run(scenario())
+
+
 def test_a_request_that_kills_every_replica_gives_up() -> None:
     async def scenario() -> None:
         pool = pool_of(*[Actor() for _ in range(5)], attempts=3)
