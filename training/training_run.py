@@ -52,9 +52,9 @@ from training.weight_sync import WeightSync
 
 
 class TrainingRun:
-    """Train and evaluate the arms. `show` updates the run's status, `warn` tells
-    the user of what was probably not meant. `between_steps` carries out the
-    run commands that arrived (checkpoint, pause, stop), and raises StopRequested."""
+    """Train and evaluate the arms. `show` updates the run's status, `warn` tells the user of what
+    was probably not meant. `between_steps` carries out the run commands that arrived (checkpoint,
+    pause, stop), and raises StopRequested."""
 
     def __init__(
         self,
