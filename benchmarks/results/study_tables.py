@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 
@@ -50,6 +51,20 @@ def over_reference(name: str) -> tuple[Cells, list[Cells]]:
         body.append([arm, str(len(own)), *_with_interval(own, ".1f", (0.0, 1.0)), *gain])
     heads = ["arm", "units", "right, %", "95% interval", f"over {reference}, points"]
     return [*heads, "95% interval"], body
+
+
+def between(name: str) -> tuple[Cells, list[Cells]]:
+    """Return heads and rows: the paired difference of each two trained arms but the reference, the
+    later in the sweep minus the earlier, with Student's 95% interval."""
+    spec, arms = _spec(name), by_arm(name)
+    trained = dict.fromkeys(shown["on_policy"] for _, shown, _ in _kept(name))
+    pairs = combinations([arm for arm in trained if arm != spec.reference], 2)
+    body = [
+        [f"{late} over {early}", *_with_interval(paired, "+.1f", None)]
+        for early, late in pairs
+        if (paired := [arms[late][s] - arms[early][s] for s in arms[late] if s in arms[early]])
+    ]
+    return ["arms", "difference, points", "95% interval"], body
 
 
 def collapses(name: str) -> tuple[Cells, list[Cells]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.results import records
 from benchmarks.results.corpus_tables import seeds, shared_facts
-from benchmarks.results.study_tables import collapses, over_reference
+from benchmarks.results.study_tables import between, collapses, over_reference
 from protocols.files import REPOSITORY
 from protocols.records.intervals import wilson_interval
 from training.evaluation.comparison import AnswerSource, compare_groups, grouped
@@ -158,6 +158,7 @@ TABLES: dict[str, Callable[[str], Lines]] = {
     "shared_facts": lambda names: table(*shared_facts(names)),
     "seeds": lambda folder: table(*seeds(folder)),
     "over_reference": lambda sweep: table(*over_reference(sweep)),
+    "between": lambda sweep: table(*between(sweep)),
     "collapses": lambda sweep: table(*collapses(sweep)),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from benchmarks.results import records, tables
 from benchmarks.results.corpus_tables import seeds, shared_facts
-from benchmarks.results.study_tables import collapses, over_reference
+from benchmarks.results.study_tables import between, collapses, over_reference
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY, iter_rows, json_lines
 from protocols.records.answers import Answer, to_row
@@ -182,6 +183,14 @@ def test_arms_of_a_sweep_are_paired_with_the_reference_by_desk(
         alone = {"document": 1.0, "untrained": 0.25, "on_policy": share}
         kept("document+untrained+GRPO", seed, alone, last)
         kept("GRPO_+_SDPO", seed, {"on_policy": share + 0.5}, 0.3)
+    assert between(desk)[1] == []
+    kept("GRPO_+_replay", 100, {"on_policy": 0.5}, 0.3)
+    kept("GRPO_+_replay", 101, {"on_policy": 0.5}, 0.3)
+    # -25 and -50 points: -37.5 -+ 12.706 * 17.678 / sqrt(2)
+    found = ["GRPO + replay over GRPO + SDPO", "-37.5", "-196.3 to +121.3"]
+    assert between(desk)[1] == [found]
+    for seed in (100, 101):
+        shutil.rmtree(tmp_path / desk / f"GRPO_+_replay-{seed}")
     heads, body = over_reference(desk)
     assert heads == [
         "arm", "units", "right, %", "95% interval", "over GRPO, points", "95% interval",
