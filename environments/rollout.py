@@ -37,6 +37,12 @@ def over_document(task: Task) -> PrefixRef:
     return PrefixRef(f"document/{task.document}", 0)
 
 
+def resets(tasks: Sequence[Task], group_size: int) -> list[EnvironmentRequest]:
+    """Return the requests that open `group_size` episodes of each task, in order."""
+    members = ((task, m) for task in tasks for m in range(group_size))
+    return [EnvironmentRequest(replace(task, id=f"{task.id}/{m}")) for task, m in members]
+
+
 async def run_episodes(
     tasks: Sequence[Task],
     generate: Generate,
@@ -50,27 +56,28 @@ async def run_episodes(
     max_context: int,
     max_turns: int,
     ended: Ended | None = None,
-    first: int = 0,
+    part: slice = slice(None),
+    openings: Sequence[Observation] | None = None,
 ) -> list[Episode]:
-    """Return `group_size` finished episodes of each task, in order: its members from `first` on.
+    """Return `group_size` finished episodes of each task, in order; of these only `part`.
 
     Member m of the task "desk/12/0" is the episode "desk/12/0/m" of the group "desk/12/0". Its turn
     t has the request id "desk/12/0/m/t" and the seed that `seed_of` gives for that id. `prefix`
     maps a task to the prefix before its conversation; `BARE` has no document. An episode whose
     context exceeds `max_context` tokens ends as "context_full", one still open after `max_turns` as
-    "no_verdict". `ended` is awaited after each turn with the episodes that ended in it, in order.
-    Raises PublishError for a refused request.
+    "no_verdict". `openings` are the replies to the `resets` of the part, where they were asked for
+    before. `ended` is awaited after each turn with the episodes that ended in it, in order, and at
+    last with the others. Raises PublishError for a refused request.
     """
-    members = [
-        (replace(task, id=f"{task.id}/{m}"), task.id)
-        for task in tasks
-        for m in range(first, first + group_size)
-    ]
-    openings = await move([EnvironmentRequest(task) for task, _ in members]) if members else []
+    asked_first = resets(tasks, group_size)[part]
+    groups = [task.id for task in tasks for _ in range(group_size)][part]
+    if openings is None:
+        openings = await move(asked_first) if asked_first else []
     episodes = [
-        _judged(Episode(task, group, opening, (), sampling, None), opening)
-        for (task, group), opening in zip(members, openings, strict=True)
+        _judged(Episode(request.task, group, opening, (), sampling, None), opening)
+        for request, group, opening in zip(asked_first, groups, openings, strict=True)
     ]
+    told = set[int]()
     for t in range(max_turns):
         asked: dict[int, tuple[GenerateRequest, int]] = {}
         for i, e in enumerate(episodes):
@@ -101,9 +108,14 @@ async def run_episodes(
         for i, turn, seen in zip(asked, turns, observations, strict=True):
             turn = replace(turn, observation=seen)
             episodes[i] = _judged(replace(episodes[i], turns=(*episodes[i].turns, turn)), seen)
+        over = [i for i in asked if not _is_on(episodes[i])]
+        told.update(over)
         if ended is not None:
-            await ended([episodes[i] for i in asked if not _is_on(episodes[i])])
-    return [replace(e, error_kind="no_verdict") if _is_on(e) else e for e in episodes]
+            await ended([episodes[i] for i in over])
+    episodes = [replace(e, error_kind="no_verdict") if _is_on(e) else e for e in episodes]
+    if ended is not None and (rest := [e for i, e in enumerate(episodes) if i not in told]):
+        await ended(rest)
+    return episodes
 
 
 def _is_on(episode: Episode) -> bool:

@@ -109,10 +109,16 @@ class GeneratorClient(RoleClient):
         self._sampled: dict[str, str] = {}  # request -> the replica that replied, the newest ones
 
     async def generate(
-        self, requests: Sequence[GenerateRequest], replied: Replied = None, /
+        self,
+        requests: Sequence[GenerateRequest],
+        replied: Replied = None,
+        /,
+        *,
+        whole: bool = False,
     ) -> tuple[list[Completion], float]:
         """Return completions in the order of the requests, and the seconds in which at least one
-        generator computed. `replied` is called with the completions of each reply.
+        generator computed. `replied` is called with the completions of each reply. With `whole` one
+        replica gets all of the requests.
 
         Raises PublishError for a request that a generator refused, because a run requests only
         versions that it published, and StaleTokenError for one served from other numbers.
@@ -135,7 +141,9 @@ class GeneratorClient(RoleClient):
             return list(done.completions)
 
         most = None if replied is None else self._chunk
-        completions = await self.pool.split(requests, share, most)
+        completions = (
+            await share(requests) if whole else await self.pool.split(requests, share, most)
+        )
         for old in list(self._sampled)[:-REMEMBERED]:
             del self._sampled[old]
         return completions, busy(computed)

@@ -99,10 +99,10 @@ class OnPolicyLoop:
 
         with timer("rollout"):
             rollout = await self.rollouts.take(step)
-        with timer("score"):
+        with timer("score") as begun:
             self.validation.begin()  # the generators are idle from here on
             batch = await self.course.lesson(rollout, version)
-            batch, scoring = await self.teachers.score(key, batch, version, rollout.parts)
+            batch, scoring = await self.teachers.score(key, batch, version, rollout.parts, begun)
         with timer("train"):
             self.rollouts.prepare_after(step)
             output = await train_scored(self.trainer, self.teachers, key, batch, version)
@@ -158,6 +158,8 @@ class Rollouts:
     def prepare_after(self, step: int) -> None:
         """Prepare the prompts of the next rollout shortly, while the trainer works on `step`."""
         later = step + 1 + self._staleness
+        if later >= self._steps or (self._warm is not None and not self._state.warm_over):
+            return
         loop = asyncio.get_running_loop()
         self._preparing = loop.call_later(0.001, self._course.prepare, later)
 
@@ -244,17 +246,17 @@ class OverlappedValidation:
 
 
 class PhaseTimer:
-    """Time the phases of one step in wall seconds: `with timer("score"): ...`. Each phase begins
-    where the one before ended; `watch` is called with its name."""
+    """Time the phases of one step in wall seconds: `with timer("score") as begun: ...`. Each phase
+    begins where the one before ended; `watch` is called with its name."""
 
     def __init__(self, watch: Callable[[str], None] = lambda phase: None) -> None:
         self.seconds: dict[str, float] = {}
         self._watch, self._last = watch, time.perf_counter()
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> Iterator[float]:
         self._watch(phase)
-        yield
+        yield self._last
         now = time.perf_counter()
         self.seconds[phase], self._last = now - self._last, now
 

@@ -40,10 +40,16 @@ def unheard(role: str, samples: Sequence[Sample]) -> None:
 
 class TimedGenerate(Protocol):
     """Return completions in the order of the requests, and the seconds that any generator computed.
-    `replied` is called with the completions of each reply when it arrives."""
+    `replied` is called with the completions of each reply when it arrives. With `whole` one
+    generator gets all of the requests."""
 
     def __call__(
-        self, requests: Sequence[GenerateRequest], replied: Replied = None, /
+        self,
+        requests: Sequence[GenerateRequest],
+        replied: Replied = None,
+        /,
+        *,
+        whole: bool = False,
     ) -> Awaitable[tuple[list[Completion], float]]: ...
 
 
@@ -52,7 +58,7 @@ def counted(generate: TimedGenerate, told: Callable[[int, int], None]) -> TimedG
     come, and of all that were asked for."""
 
     async def counting(
-        requests: Sequence[GenerateRequest], replied: Replied = None, /
+        requests: Sequence[GenerateRequest], replied: Replied = None, /, *, whole: bool = False
     ) -> tuple[list[Completion], float]:
         done = 0
 
@@ -63,7 +69,7 @@ def counted(generate: TimedGenerate, told: Callable[[int, int], None]) -> TimedG
             if replied is not None:
                 replied(completions)
 
-        return await generate(requests, came)
+        return await generate(requests, came, whole=whole)
 
     return counting
 

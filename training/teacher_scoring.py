@@ -88,15 +88,21 @@ class TeacherScoring:
         )
 
     async def score(
-        self, key: str, batch: TrainBatch, version: int, parts: Sequence[tuple[str, ...]] = ()
+        self,
+        key: str,
+        batch: TrainBatch,
+        version: int,
+        parts: Sequence[tuple[str, ...]] = (),
+        begun: float | None = None,
     ) -> tuple[TrainBatch, ScoringCost]:
-        """Return the batch with the scores that its samples need, and their cost.
+        """Return the batch with the scores that its samples need, and their cost. What teachers
+        computed before `begun` (`time.perf_counter`'s; by default now) is hidden.
 
         Hinted turns are scored with the cartridges of `version`. Samples without pending or
         precomputed scores are scored now: document samples in the groups of `parts`, the rest of
         each role together. Raises RunError when a teacher scored too few tokens.
         """
-        asked = time.perf_counter()
+        asked = time.perf_counter() if begun is None else begun
         texts = batch.read_by
         there = {s.id for part in self._begun.get(key, []) for s in part.samples}
         there |= {batch.doc[stored.sample].id for stored in batch.doc_stored}

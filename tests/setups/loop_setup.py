@@ -145,7 +145,7 @@ class Collaborators:
         return batch
 
     async def score(
-        self, key: str, batch: TrainBatch, version: int, parts: Any
+        self, key: str, batch: TrainBatch, version: int, parts: Any, begun: float
     ) -> tuple[TrainBatch, ScoringCost]:
         return batch, self._cost
 

@@ -134,9 +134,15 @@ class JoinedGenerate:
         return await waiting.reply
 
     async def timed(
-        self, requests: Sequence[GenerateRequest], replied: Replied = None, /
+        self,
+        requests: Sequence[GenerateRequest],
+        replied: Replied = None,
+        /,
+        *,
+        whole: bool = False,
     ) -> tuple[list[Completion], float]:
-        """Generate as `TimedGenerate`, in 0 seconds: `compute` has them, once for all callers."""
+        """Generate as `TimedGenerate`, in 0 seconds: `compute` has them, once for all callers.
+        Calls are joined, so `whole` means nothing."""
         completions = await self(requests)
         if replied is not None:
             replied(completions)

@@ -102,9 +102,9 @@ class RSARecipe(Recipe):
         sampling = self._sampling
 
         async def heard(
-            requests: Sequence[GenerateRequest], replied: Replied = None, /
+            requests: Sequence[GenerateRequest], replied: Replied = None, /, *, whole: bool = False
         ) -> tuple[list[Completion], float]:
-            completions, seconds = await generate(requests)
+            completions, seconds = await generate(requests, whole=whole)
             if self._spec.objective.reads_document:
                 said = zip(requests, completions, strict=True)
                 ended("doc_teacher", [as_sample(self._candidate(r), c) for r, c in said])

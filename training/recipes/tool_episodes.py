@@ -24,7 +24,7 @@ from environments.episode_files import to_row
 from environments.hints import TurnHint, expected_of
 from environments.monitors import count_flags, environment_counts
 from environments.renderer import NO_DOCUMENT, ChatRenderer
-from environments.rollout import BARE, Moving, over_cartridge, over_document
+from environments.rollout import BARE, Ended, Moving, over_cartridge, over_document
 from environments.single_turn import answer_rows
 from environments.training_signals import (
     branch_samples,
@@ -47,7 +47,6 @@ from protocols.train_batch import HintedTurn, PreferencePair, TrainBatch, hinted
 from protocols.types import PrefixRef, Sampling
 from services.clients import EnvironmentClient
 from services.mesh import Mesh
-from services.pool.pool import gather
 from services.run_directory import RunDirectory
 from teachers.ledger import RunSpending
 from training.recipes.ahead import (
@@ -57,7 +56,7 @@ from training.recipes.ahead import (
     oldest_version,
 )
 from training.recipes.base import Recipe, Route, drawn_steps, own_cartridge
-from training.recipes.episode_play import EpisodePlay
+from training.recipes.episode_play import EpisodePlay, in_groups
 from training.recipes.hint_writers import HintWriter
 from training.recipes.preferences import AskedState, PreferenceQueue
 from training.rollouts import (
@@ -92,6 +91,7 @@ class ToolEpisodesRecipe(Recipe):
             spec.objective.hints, source.hints, self._conversation, self._texts, mesh.pools,
             spec.train.row_tokens,
         )  # fmt: skip
+        self._alone = spec.generator.backend == "vllm"
         self._newest: Callable[[], int] | None = None  # set where rollouts run ahead
         self._ahead: tuple[GroupsAhead[list[Episode]], JoinedGenerate] | None = None
         self._preferences: PreferenceQueue | None = None
@@ -111,19 +111,22 @@ class ToolEpisodesRecipe(Recipe):
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> Rollout:
-        """Return a step's episodes; those that end in the same turn are scored together at once.
+        """Return a step's episodes; those of a wave that end in the same turn are scored together.
         Further tasks are sampled for groups that GRPO drops, in `refill` rounds at most. Where
         rollouts run ahead, episodes do not wait for each other (`training.recipes.ahead`)."""
         if self._newest is not None:
             return await self._sample_ahead(step, version, self._newest, generate, ended)
         begun = time.perf_counter()
         each = self._episodes.tasks
+        handed: Ended = partial(self._hand_over, ended)
+        if self._alone:
+            handed = in_groups(self._episodes.group, handed)
         episodes: list[Episode] = []
         first, wanted, compute = 0, each, 0.0
         for _ in range(1 + self._objective.refills):
             played, seconds = await self._player.step(
                 "on_policy", step, range(first, first + wanted), over_cartridge(version), generate,
-                partial(self._hand_over, ended),
+                handed, self._waves(self._episodes.tasks * self._episodes.group),
             )  # fmt: skip
             episodes += played
             compute += seconds
@@ -139,8 +142,17 @@ class ToolEpisodesRecipe(Recipe):
         seconds = time.perf_counter() - begun
         return Rollout(step, (), (), samples, seconds, compute, episodes, hints)
 
+    def prepare(self, step: int) -> None:
+        if self._newest is None:
+            self._player.prepare("on_policy", step)
+
     def follow(self, newest: Callable[[], int]) -> None:
         self._newest = newest
+
+    def _waves(self, episodes: int) -> int:
+        """Return in how many waves so many episodes are played: each embedded generator, which
+        decodes one call after the other, has one; over vLLM each episode moves alone."""
+        return episodes if self._alone else self._pools["generator"].target
 
     async def _sample_ahead(
         self,
@@ -179,14 +191,11 @@ class ToolEpisodesRecipe(Recipe):
     ) -> list[Episode]:
         """Return the episodes of one task, none of which waits for another; each turn is drawn over
         the newest version."""
-        members = await gather(
-            self._player.step(
-                "on_policy", step, [number], lambda task: over_cartridge(newest())(task),
-                joined.timed, member=m,
-            )
-            for m in range(self._episodes.group)
+        episodes, _ = await self._player.step(
+            "on_policy", step, [number], lambda task: over_cartridge(newest())(task), joined.timed,
+            waves=self._episodes.group,
         )  # fmt: skip
-        return [e for episodes, _ in members for e in episodes]
+        return episodes
 
     def _missing(self, groups: Sequence[Sequence[Episode]]) -> int:
         """Return how many tasks of a step are lacking, less those whose rewards do not vary."""
@@ -198,8 +207,9 @@ class ToolEpisodesRecipe(Recipe):
         tasks are those of the on-policy step `first`."""
         begun = time.perf_counter()
         episodes, compute = await self._player.step(
-            "offline", first, range(self._episodes.tasks), over_document, generate
-        )
+            "offline", first, range(self._episodes.tasks), over_document, generate,
+            waves=self._waves(self._episodes.tasks * self._episodes.group),
+        )  # fmt: skip
         episodes = [written_offline(e) for e in episodes]
         seconds = time.perf_counter() - begun
         return [Rollout(first, (), (), turn_samples(episodes), seconds, compute, episodes)]
@@ -224,7 +234,9 @@ class ToolEpisodesRecipe(Recipe):
             return over_document(task) if prefix == "document" else over_cartridge(version)(task)
 
         # The draw does not depend on the arm, so that arms differ by their prefix alone.
-        episodes, _ = await self._player.play(tasks, 1, sampling, over, f"answer/{seed}/", generate)
+        episodes, _ = await self._player.play(
+            tasks, 1, sampling, over, f"answer/{seed}/", generate, waves=self._waves(len(tasks))
+        )
         if keep is not None:
             keep([self._answer(f"exam/{seed}/{i}", e) for i, e in enumerate(episodes)])
         right = sum(self._rewards.is_right(e) for e in episodes)
@@ -368,6 +380,7 @@ class ToolEpisodesRecipe(Recipe):
             self._asking().stand(saved)
 
     async def close(self) -> None:
+        await self._player.close()
         if self._ahead is not None:
             await self._ahead[0].close()
         if self._preferences is not None:

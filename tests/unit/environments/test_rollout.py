@@ -139,7 +139,7 @@ def test_episodes_are_handed_over_in_the_turn_that_ends_them() -> None:
     students = Students(TALK, lambda m, t: "answer weber." if m == 1 else RIGHT[t])
     episodes = run(Desk(), students, group_size=3, ended=ended)
     assert told == [[episodes[1]], [], [episodes[0], episodes[2]]]
-    # One that is still on after the last turn ends by that, and is left to the caller.
+    # One that is still on after the last turn ends by that.
     told.clear()
     (cut,) = run(Desk(), Students(TALK, script), group_size=1, max_turns=1, ended=ended)
-    assert (cut.error_kind, told) == ("no_verdict", [[]])
+    assert (cut.error_kind, told) == ("no_verdict", [[], [cut]])

@@ -11,7 +11,7 @@ from training.rollouts import counted
 
 
 async def in_two_replies(
-    requests: Sequence[GenerateRequest], replied: Replied = None, /
+    requests: Sequence[GenerateRequest], replied: Replied = None, /, *, whole: bool = False
 ) -> tuple[list[Completion], float]:
     made = [Completion(r.id, (2,), (0.0,), (1,), "stop") for r in requests]
     assert replied is not None

@@ -50,7 +50,7 @@ class Engine:
         self.asked: list[GenerateRequest] = []
 
     async def __call__(
-        self, requests: Sequence[GenerateRequest], replied: object = None, /
+        self, requests: Sequence[GenerateRequest], replied: object = None, /, **settings: bool
     ) -> tuple[list[Completion], float]:
         self.asked += requests
         made = [Completion(r.id, r.prompt_ids, (), (), "stop") for r in requests]
@@ -104,7 +104,7 @@ def test_the_arm_routed_asks_the_routers_cartridge() -> None:
     kept: list[Sequence[Answer]] = []
 
     async def knows(
-        requests: Sequence[GenerateRequest], replied: object = None, /
+        requests: Sequence[GenerateRequest], replied: object = None, /, **settings: bool
     ) -> tuple[list[Completion], float]:
         """Answer rightly over the own cartridge, and not at all over another."""
         asked = {e.question.id: e.question for e in prompts.exams}

@@ -88,7 +88,9 @@ class Student:
         self._tokenizer = tokenizer_at(learn.model.path)
         self._script, self._problems = script, problems
 
-    async def __call__(self, requests: Sequence[GenerateRequest]) -> tuple[list[Completion], float]:
+    async def __call__(
+        self, requests: Sequence[GenerateRequest], replied: None = None, *, whole: bool = False
+    ) -> tuple[list[Completion], float]:
         self.batches.append(list(requests))
         return [self._answer(r) for r in requests], 0.25
 

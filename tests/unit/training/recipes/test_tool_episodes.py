@@ -114,10 +114,18 @@ class Clerk:
             for d in (draw_desk(learn.data.seed, i, learn.data.facts or 0) for i in (1, 2))
         }
         self.able = able
+        self.clock = 0.0
         self.requests: list[GenerateRequest] = []
+        self.calls: list[list[str]] = []
+        self.whole = set[bool]()
 
-    async def __call__(self, requests: Sequence[GenerateRequest]) -> tuple[list[Completion], float]:
+    async def __call__(
+        self, requests: Sequence[GenerateRequest], replied: None = None, *, whole: bool = False
+    ) -> tuple[list[Completion], float]:
         self.requests += requests
+        self.calls.append([r.id for r in requests])
+        self.whole.add(whole)
+        self.clock += 0.25
         return [self.answer(r) for r in requests], 0.25
 
     def answer(self, request: GenerateRequest) -> Completion:
@@ -135,10 +143,21 @@ class Clerk:
         return Completion(request.id, ids, (-0.1,) * len(ids), (version,) * len(ids), "stop")
 
 
-def course(learn: LearnSpec, environment: Environment | None = None) -> ToolEpisodesRecipe:
-    mesh = SimpleNamespace(pools={"environment": environment or Environment()})
+def course(
+    learn: LearnSpec, environment: Environment | None = None, generators: int = 1
+) -> ToolEpisodesRecipe:
+    pools = {
+        "environment": environment or Environment(), "generator": SimpleNamespace(target=generators)
+    }  # fmt: skip
+    mesh = SimpleNamespace(pools=pools)
     tokenizer = tokenizer_at(learn.model.path)
     return ToolEpisodesRecipe(learn, DeskTasks(learn), tokenizer, mesh)  # type: ignore[arg-type]
+
+
+def timed_by(clerk: Clerk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no time pass but what the clerk computes."""
+    clock = SimpleNamespace(perf_counter=lambda: clerk.clock)
+    monkeypatch.setattr("training.recipes.episode_play.time", clock)
 
 
 def sample(cases: ToolEpisodesRecipe, clerk: Clerk, step: int = 0, version: int = 7) -> Rollout:
@@ -151,9 +170,10 @@ def facts(cases: ToolEpisodesRecipe, rollout: Rollout) -> dict[str, float]:
     return found
 
 
-def test_a_clerk_with_the_handbook_is_right_in_three_turns() -> None:
+def test_a_clerk_with_the_handbook_is_right_in_three_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     learn = spec()
     cases, clerk = course(learn), Clerk(learn)
+    timed_by(clerk, monkeypatch)
     rollout = sample(cases, clerk)
     assert facts(cases, rollout) == {"count": 6, "errored": 0, "turns": 18, "reward": 1.0}
     assert rollout.compute == 3 * 0.25
@@ -166,6 +186,51 @@ def test_a_clerk_with_the_handbook_is_right_in_three_turns() -> None:
     assert [e.task.document for e in rollout.episodes][::2] == ["desk_01", "desk_02", "desk_01"]
     later = sample(course(learn), clerk, step=1)
     assert [e.task.document for e in later.episodes][::2] == ["desk_02", "desk_01", "desk_02"]
+
+
+def test_each_generator_has_a_wave_and_the_episodes_are_the_same() -> None:
+    learn = spec()
+    together, clerk = sample(course(learn), one := Clerk(learn)), Clerk(learn)
+    rollout = sample(course(learn, generators=2), clerk)
+    assert rollout.episodes == together.episodes
+    assert ([len(c) for c in one.calls], one.whole) == ([6] * 3, {False})
+    assert ([len(c) for c in clerk.calls], clerk.whole) == ([3] * 6, {True})
+    names = [e.task.id for e in rollout.episodes]
+    first = [[f"{name}/{t}" for name in names[::2]] for t in range(3)]
+    assert [c for c in clerk.calls if c[0].startswith(names[0])] == first
+
+
+def test_over_vllm_each_episode_moves_alone_and_groups_are_scored_whole() -> None:
+    """The members of a group end in any order; a teacher reads them together, in theirs."""
+    embedded, learn = spec(), spec("generator.backend=vllm")
+    told: list[list[str]] = []
+    clerk = Clerk(learn)
+    rollout = asyncio.run(
+        course(learn).sample(0, 7, clerk, lambda role, some: told.append([s.id for s in some]))
+    )
+    assert rollout.episodes == sample(course(embedded), Clerk(embedded)).episodes
+    assert [len(c) for c in clerk.calls] == [1] * 18
+    groups = [[f"on_policy/1/{task}/{m}" for m in range(2)] for task in range(3)]
+    assert sorted(ids for ids in told if ids) == groups
+
+
+def test_openings_are_asked_for_beforehand_and_once() -> None:
+    learn = spec()
+
+    async def go(prepared: int | None) -> tuple[Rollout, int, int]:
+        environment = Environment()
+        cases = course(learn, environment)
+        if prepared is not None:
+            cases.prepare(prepared)
+            await asyncio.sleep(0)
+        before = environment.calls
+        rollout = await cases.sample(1, 7, Clerk(learn))
+        await cases.close()
+        return rollout, before, environment.calls
+
+    plain, prepared, other = (asyncio.run(go(step)) for step in (None, 1, 2))
+    assert plain[0].episodes == prepared[0].episodes == other[0].episodes
+    assert [calls for _, *calls in (plain, prepared, other)] == [[0, 4], [1, 4], [1, 5]]
 
 
 SHIFT = ("episodes.cases=2", "episodes.max_turns=6")
@@ -330,10 +395,13 @@ def test_what_is_handed_over_is_what_the_lesson_has(sets: tuple[str, ...], able:
 
 
 @pytest.mark.parametrize("source", ["sibling", "model"])
-def test_hints_that_need_the_whole_step_are_scored_with_the_lesson(source: str) -> None:
+def test_hints_that_need_the_whole_step_are_scored_with_the_lesson(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clerk who finds nothing has no sibling; as the writer it says what is no help."""
     learn = spec(f"objective.sdpo.hints={source}")
     cases, clerk = course(learn), Clerk(learn, able=False)
+    timed_by(clerk, monkeypatch)
     told: list[str] = []
     rollout = asyncio.run(cases.sample(0, 7, clerk, lambda role, samples: told.append(role)))
     assert set(told) == {"doc_teacher"}
