@@ -1,4 +1,4 @@
-"""Sample episodes turn by turn in lockstep, one generator and one environment call a turn.
+"""Sample episodes turn by turn, one generator and one environment call a turn.
 
     reset    move([EnvironmentRequest(task)] of every member)                -> openings
     turn t   generate([context t] of all open episodes)                      -> responses
