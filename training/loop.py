@@ -104,7 +104,8 @@ class OnPolicyLoop:
             batch = await self.course.lesson(rollout, version)
             batch, scoring = await self.teachers.score(key, batch, version, rollout.parts, begun)
         with timer("train"):
-            self.rollouts.prepare_after(step)
+            if not self.validation.waiting:  # an environment may have no room for both
+                self.rollouts.prepare_after(step)
             output = await train_scored(self.trainer, self.teachers, key, batch, version)
         with timer("publish"):
             await self.validation.settled()  # it still reads the previous version
@@ -223,6 +224,11 @@ class OverlappedValidation:
         self._measure, self._tell = measure, tell
         self._row: MetricRow | None = None
         self._task: asyncio.Future[float] | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether a row waits for its measurement."""
+        return self._row is not None
 
     def hold(self, row: MetricRow) -> None:
         """Keep a step's row until its version is measured; one row at a time."""

@@ -125,6 +125,7 @@ class Collaborators:
 
     def __init__(self, house: House) -> None:
         self._house = house
+        self.waiting, self.prepared = False, list[int]()
         self.publish = house.publish
         self.step = house.train
 
@@ -135,7 +136,7 @@ class Collaborators:
         return await self._house.sample(step, version)
 
     def prepare(self, step: int) -> None:
-        pass
+        self.prepared.append(step)
 
     def parts(self, key: str) -> tuple[tuple[str, ...], ...]:
         return ()

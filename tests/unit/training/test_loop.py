@@ -1,6 +1,7 @@
 """The loop over fake ports: the order of events, what runs ahead, and nothing left behind."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,6 +35,24 @@ def test_a_strict_step_is_rollout_score_train_publish(first: int) -> None:
     assert sampled_versions(done) == [(s, first + s) for s in range(3)]
     assert [d.output.version for d in done] == [first + 1, first + 2, first + 3]
     assert [d.output.stale_tokens for d in done] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("waiting", "prepared"), [(False, [1, 2]), (True, [])])
+def test_the_next_rollout_is_prepared_unless_a_validation_runs(
+    waiting: bool, prepared: list[int]
+) -> None:
+    house = House(0, {0})
+
+    async def scenario() -> list[int]:
+        loop = house.loop(0, 3)
+        ports: Any = loop.validation
+        ports.waiting = waiting
+        for step in range(3):
+            await loop.step(step)
+            await asyncio.sleep(0.01)  # it is prepared a millisecond after training began
+        return list(ports.prepared)
+
+    assert run(scenario()) == prepared
 
 
 def test_the_phases_are_announced_in_their_order() -> None:
