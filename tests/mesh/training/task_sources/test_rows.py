@@ -70,7 +70,7 @@ def saying(learn: LearnSpec, texts: Sequence[str]) -> Callable[..., Any]:
     tokenizer = load_tokenizer(learn.model.path)
 
     async def generate(
-        requests: Sequence[GenerateRequest], replied: Any = None
+        requests: Sequence[GenerateRequest], replied: Any = None, *, whole: bool = False
     ) -> tuple[list[Completion], float]:
         found = []
         for number, r in enumerate(requests):
@@ -83,7 +83,8 @@ def saying(learn: LearnSpec, texts: Sequence[str]) -> Callable[..., Any]:
 
 
 def recipe(learn: LearnSpec, directory: RunDirectory | None = None, lost: bool = False) -> Any:
-    mesh: Any = SimpleNamespace(pools={"reward": Judge(lost)})
+    pools = {"reward": Judge(lost), "generator": SimpleNamespace(target=1)}
+    mesh: Any = SimpleNamespace(pools=pools)
     return open_course(SimpleNamespace(learn=learn), mesh, directory)  # type: ignore[arg-type]
 
 
