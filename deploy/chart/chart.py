@@ -23,7 +23,8 @@ from deploy.manifests.mesh import CONTROL_KEYS, CONTROL_SECRET, PEM_KEYS
 from deploy.manifests.model_volume import MOUNT, TOKEN
 from deploy.manifests.objects import DOMAIN, GPU, IMAGE, SECRETS, Object
 from deploy.manifests.sizing import GIB, ModelSize, runs_bytes
-from deploy.manifests.values import KEDA_API, QUEUE
+from deploy.manifests.placement import GROUP, GROUP_COUNT, GROUP_ROLE, GROUP_SERVES, QUEUE
+from deploy.manifests.values import KEDA_API
 from protocols.spec.hosts import DeploymentSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 
@@ -36,17 +37,18 @@ OUT_OF_THE_CLAIM = r"^/|(^|/)\.\.(/|$)"
 @dataclass(frozen=True)
 class Needs:
     """Hold the plan's least values: memory of one GPU in GB, and the claim of runs in GiB; 0 where
-    nothing is asked."""
+    nothing is asked. And whether it is a mesh."""
 
     gpu_gb: float = 0.0
     runs_gib: int = 0
+    is_mesh: bool = False
 
 
 def needs(spec: RunSpec, size: ModelSize) -> Needs:
     """Return what the values must give a mesh, as `render` refuses less."""
     models = [name for name, _ in spec.roles if name in MODEL_ROLES]
     most = max((process_bytes(spec, name, size) / GB for name in models), default=0.0)
-    return Needs(most, -(-runs_bytes(spec.learn, size) // GIB))
+    return Needs(most, -(-runs_bytes(spec.learn, size) // GIB), is_mesh=True)
 
 
 def chart_tree(tree: Tree, name: str, version: str, least: Needs, told: str) -> Tree:
@@ -106,6 +108,15 @@ def schema(overlays: Sequence[str], first: str, least: Needs) -> Object:
         {"required": ["value"], "properties": {"value": {"type": "string"}}},
         {"properties": {"value": {"type": "null"}}},
     )
+    keys = found["properties"]
+    if not least.is_mesh:
+        keys["gang"]["const"] = False
+        keys["rdma"] = {"type": "null", "description": keys["rdma"]["description"]}
+    queued = {"properties": {"queue": {"type": "string"}}, "required": ["queue"]}
+    found["if"], found["then"] = (
+        {"properties": {"gang": {"const": True}}, "required": ["gang"]},
+        queued,
+    )
     if least.gpu_gb:
         parts["GpuClassSpec"]["properties"]["gb"]["minimum"] = round(least.gpu_gb, 3)
     if least.runs_gib:
@@ -126,6 +137,11 @@ def _facts(overlays: Mapping[str, Sequence[Object]], least: Needs) -> Object:
         "controlKeys": f"{CONTROL_SECRET}: {' '.join(CONTROL_KEYS)}",
         "pemKeys": " ".join(PEM_KEYS),
         "queueKey": QUEUE,
+        "group": space["metadata"]["labels"][f"{DOMAIN}/instance"],
+        "groupKey": GROUP,
+        "groupCountKey": GROUP_COUNT,
+        "groupRoleKey": GROUP_ROLE,
+        "groupServesKey": GROUP_SERVES,
         "productKey": f"{GPU}.product",
         "kedaApi": KEDA_API,
         "hubToken": TOKEN,

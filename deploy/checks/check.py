@@ -7,6 +7,7 @@ labels           the labels of rendered objects
 hardening        rights, bounds, networks;  image, secrets: versions, keys in clear
 command, spec    a container's command by our parser, its ConfigMap as a spec
 meaning          ports, probes, env, files, grace, memory, pools;  rights, network, volumes
+scheduling       gang, rdma: pods that are admitted together, devices of all or none
 rules            PrometheusRules by promtool, where it is there
 """
 
@@ -23,6 +24,7 @@ from deploy.checks.hardening import exposed, unsafe
 from deploy.checks.meaning import meant
 from deploy.checks.reading import read_sets
 from deploy.checks.references import dangling, unlabelled
+from deploy.checks.scheduling import scheduled
 from deploy.checks.schemas import Definition, built_in, custom, defined_in, definitions
 from deploy.checks.shapes import misshapen
 
@@ -66,6 +68,7 @@ def check_objects(
     more, told = wrong_rules(manifests)
     mine = ours(manifests)
     faults += [*more, *dangling(mine), *unlabelled(mine), *unsafe(mine)]
+    faults += scheduled(mine)
     containers, wrong = our_containers(mine, parse)
     faults += [*wrong, *meant(mine, containers), *reachable(mine, containers)]
     return faults, [*notes, *told]

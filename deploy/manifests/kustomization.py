@@ -25,9 +25,16 @@ from deploy.manifests.objects import (
     dashed,
     mesh_name,
 )
+from deploy.manifests.placement import GROUP_COUNT, admitted_together
 from deploy.manifests.server import runs, server
 from deploy.manifests.sizing import ModelSize
-from deploy.manifests.values import fitted, image_of, on_gpu_nodes, require_fit
+from deploy.manifests.values import (
+    fitted,
+    image_of,
+    on_gpu_nodes,
+    require_fit,
+    require_server,
+)
 from protocols.spec.hosts import DeploymentSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.serving import ServeSpec
@@ -60,12 +67,15 @@ def mesh_tree(
         return fitted(objects, values, scope)
 
     parts = {name: fit(objects) for name, objects in base(spec, files, size, values).items()}
+    if values.gang and values.queue is not None:
+        admitted_together(parts["pools.yaml"], scope.instance, values.queue)
     tree = _folder("base", parts)
     watched = fit(monitoring(scope, rules, dashboard))
     tree |= _folder("components/monitoring", {"monitoring.yaml": watched}, kind="Component")
     for name, rights in (("scaling", scaling(spec)), ("provisioning", provisioning(spec))):
         tree |= _folder(f"components/{name}", {"access.yaml": fit(rights)}, kind="Component")
-    more = ["../../components/scaling"]
+    # A group of pods has one size, so nobody gets the right to change it.
+    more = [] if values.gang else ["../../components/scaling"]
     tree |= _folder(
         "overlays/cpu",
         {},
@@ -83,8 +93,12 @@ def mesh_tree(
     )
     if "teacher_replay" in dict(spec.roles):
         more_of_them = _replace("/spec/replicas", TEACHERS)
-        patch = _patch(POOL, mesh_name("teacher_replay"), more_of_them)
-        tree |= _folder("overlays/teachers", {}, base=["../gpu"], patches=[patch])
+        patches = [_patch(POOL, mesh_name("teacher_replay"), more_of_them)]
+        if values.gang:
+            others = sum(role.replicas for name, role in spec.roles if name != "teacher_replay")
+            count = f"/spec/podTemplate/metadata/annotations/{_escaped(GROUP_COUNT)}"
+            patches.append(_patch(POOL, None, _replace(count, str(others + TEACHERS))))
+        tree |= _folder("overlays/teachers", {}, base=["../gpu"], patches=patches)
     return _headed(tree, files)
 
 
@@ -110,6 +124,7 @@ def server_tree(
 ) -> Tree:
     """Return the server's overlays, with an image for CPUs, or for GPUs where the spec has any.
     Raises SpecError for a model that no pod would have."""
+    require_server(values)
     scope = Scope(dashed(spec.name))
     model = model_volume(spec.model.path, values.model)
     parts = server(spec, files, resources, model)
@@ -168,8 +183,21 @@ def gpu_patches(
             ]
             placed = on_gpu_nodes(values.gpu)
             added += [_add(f"/spec/podTemplate/spec/{key}", x) for key, x in placed.items()]
+            added += _rdma(values, CONTAINER)
             patches.append(_patch(POOL, mesh_name(name), *added))
+    if values.rdma is not None:  # the store is beside the controller
+        placed = on_gpu_nodes(values.gpu)
+        added = [_add(f"/spec/template/spec/{key}", x) for key, x in placed.items()]
+        patches.append(_patch("Job", "controller", *added, *_rdma(values, JOB_CONTAINER)))
     return [*patches, *_job_patches(parts, image)]
+
+
+def _rdma(values: DeploymentSpec, container: str) -> list[Object]:
+    """Return the changes by which a container asks for the values' RDMA devices, none without."""
+    if values.rdma is None:
+        return []
+    key, count = _escaped(values.rdma.resource), str(values.rdma.count)
+    return [_add(f"{container}/resources/{k}/{key}", count) for k in ("requests", "limits")]
 
 
 def _job_patches(

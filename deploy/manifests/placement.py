@@ -1,8 +1,16 @@
-"""Wish where a mesh's pods stand: near each other, and a role's pods on different nodes."""
+"""Place a mesh's pods: near each other, a role's pods on different nodes, all admitted together."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deploy.manifests.objects import Object, Scope
+
+QUEUE = "kueue.x-k8s.io/queue-name"
+GROUP = "kueue.x-k8s.io/pod-group-name"
+GROUP_COUNT = "kueue.x-k8s.io/pod-group-total-count"
+GROUP_ROLE = "kueue.x-k8s.io/role-hash"  # Kueue counts each role's pods apart
+GROUP_SERVES = "kueue.x-k8s.io/pod-group-serving"  # its pods do not end by themselves
 
 
 def together(mesh: Scope) -> Object:
@@ -26,3 +34,19 @@ def apart(role: Scope) -> Object:
         "labelSelector": {"matchLabels": role.labels},
     }
     return {"topologySpreadConstraints": [wish]}
+
+
+def admitted_together(pools: Sequence[Object], group: str, queue: str) -> None:
+    """Make the pods of all pools one pod group of Kueue, in place: they start once the queue has
+    room for all of them. The pools themselves, of a kind that Kueue does not know, lose its label.
+    """
+    total = sum(pool["spec"]["replicas"] for pool in pools)
+    for pool in pools:
+        pool["metadata"]["labels"].pop(QUEUE, None)
+        metadata = pool["spec"]["podTemplate"]["metadata"]
+        metadata["labels"] |= {QUEUE: queue, GROUP: group}
+        metadata["annotations"] = {
+            GROUP_COUNT: str(total),
+            GROUP_ROLE: pool["metadata"]["name"],
+            GROUP_SERVES: "true",
+        }

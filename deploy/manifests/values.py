@@ -7,12 +7,12 @@ from typing import Any
 
 from deploy.manifests.devices import GB, process_bytes
 from deploy.manifests.objects import GPU, IMAGE, Object, Scope
+from deploy.manifests.placement import QUEUE
 from deploy.manifests.sizing import GIB, ModelSize, runs_bytes
 from protocols.errors import SpecError
 from protocols.spec.hosts import DeploymentSpec, GpuClassSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 
-QUEUE = "kueue.x-k8s.io/queue-name"
 KEDA_API = "keda.sh/v1alpha1"
 LEAST_RUNS_GIB = 20  # rows, traces and reports beside the checkpoints
 
@@ -108,6 +108,13 @@ def require_fit(spec: RunSpec, size: ModelSize, gpu: GpuClassSpec) -> None:
             "larger class in --values, or lower what the plan counts (forge plan --sizing), such "
             "as objective.micro_tokens"
         )
+
+
+def require_server(values: DeploymentSpec) -> None:
+    """Raise SpecError for values that only a mesh can have."""
+    for key, given in (("gang", values.gang), ("rdma", values.rdma)):
+        if given:
+            raise SpecError(f"{key}: a server has one kind of pod and no tensor plane; leave it out")
 
 
 def runs_gib(spec: RunSpec, size: ModelSize, values: DeploymentSpec) -> int:

@@ -247,6 +247,16 @@ class ModelSourceSpec(SpecSection):
         return value
 
 
+class RdmaSpec(SpecSection):
+    """Configure the RDMA devices of the pods between which tensors go."""
+
+    resource: str = Field(
+        pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]{1,63}$",
+        description="what the cluster's device plugin offers: rdma/hca_shared_devices_a",
+    )
+    count: int = Field(default=1, ge=1, description="devices of a pod")
+
+
 class DeploymentSpec(SpecSection):
     """Configure the manifests of a cluster, `deploy/values.yaml`."""
 
@@ -266,6 +276,16 @@ class DeploymentSpec(SpecSection):
     queue: str | None = Field(
         default=None, description="Kueue's queue for MonarchMeshes and Jobs; null: none"
     )
+    gang: bool = Field(
+        default=False,
+        description="the queue admits all workers of a mesh together or none, as one pod group of "
+        "Kueue; the mesh then cannot be scaled",
+    )
+    rdma: RdmaSpec | None = Field(
+        default=None,
+        description="devices of the pods with a model, and of the controller, in overlays/gpu; "
+        "where a plugin of the cluster offers them. null: tensors go by TCP",
+    )
     keda: str | None = Field(
         default=None,
         pattern=r"^https?://",
@@ -277,3 +297,10 @@ class DeploymentSpec(SpecSection):
         description="Secret with ca.crt, tls.crt and tls.key of the control plane, such as "
         "cert-manager makes; null: they are in forge-control, beside the token",
     )
+
+    @field_validator("gang")
+    @classmethod
+    def _has_a_queue(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("queue") is None:
+            raise broken("must be given with queue", "name Kueue's queue, or leave gang out")
+        return value

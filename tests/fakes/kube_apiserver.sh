@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs a command beside a real API server: etcd and kube-apiserver on 127.0.0.1, RBAC on, nothing
-# else of a cluster. `make k8s-apiserver` runs the tests of services/hosts/kubernetes.py so.
+# Runs a command beside a real API server: etcd and kube-apiserver on 127.0.0.1 (the server on
+# $FORGE_KUBE_ADDRESS where that is set), RBAC on, nothing else of a cluster. `make k8s-apiserver` runs the tests of services/hosts/kubernetes.py so.
 #
 #   tests/fakes/kube_apiserver.sh COMMAND [ARGUMENT...]
 #
@@ -32,12 +32,14 @@ trap cleanup EXIT
 free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 store=$(free_port) peer=$(free_port) port=$(free_port)
 
+address=${FORGE_KUBE_ADDRESS:-127.0.0.1}
+
 cd "$dir"
 {
   openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=forge-test-ca -keyout ca.key -out ca.crt
   openssl req -newkey rsa:2048 -nodes -subj /CN=kube-apiserver -keyout tls.key -out tls.csr
   openssl x509 -req -in tls.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 -out tls.crt \
-    -extfile <(echo "subjectAltName=IP:127.0.0.1")
+    -extfile <(echo "subjectAltName=IP:$address")
   openssl genrsa -out accounts.key 2048
 } >openssl.log 2>&1
 
@@ -55,7 +57,7 @@ kind: Config
 current-context: test
 clusters:
 - name: real
-  cluster: {server: "https://127.0.0.1:$port", certificate-authority-data: $(base64 -w0 ca.crt)}
+  cluster: {server: "https://$address:$port", certificate-authority-data: $(base64 -w0 ca.crt)}
 users:
 - name: me
   user: {token: ${!user}}
@@ -69,7 +71,7 @@ etcd --data-dir etcd --listen-client-urls "http://127.0.0.1:$store" \
   --advertise-client-urls "http://127.0.0.1:$store" --listen-peer-urls "http://127.0.0.1:$peer" \
   >etcd.log 2>&1 &
 pids+=($!)
-kube-apiserver --etcd-servers "http://127.0.0.1:$store" --bind-address 127.0.0.1 --advertise-address 127.0.0.1 \
+kube-apiserver --etcd-servers "http://127.0.0.1:$store" --bind-address "$address" --advertise-address "$address" \
   --secure-port "$port" --tls-cert-file tls.crt --tls-private-key-file tls.key --cert-dir certs \
   --authorization-mode RBAC --token-auth-file tokens.csv --service-cluster-ip-range 10.0.0.0/24 \
   --service-account-key-file accounts.key --service-account-signing-key-file accounts.key \
@@ -80,7 +82,7 @@ pids+=($!)
 for _ in $(seq 120); do
   # The roles that every cluster begins with are made last.
   if curl -sf --cacert ca.crt -H "Authorization: Bearer $admin" \
-    "https://127.0.0.1:$port/readyz" >/dev/null; then ready=1; break; fi
+    "https://$address:$port/readyz" >/dev/null; then ready=1; break; fi
   kill -0 "${pids[@]}" 2>/dev/null || break
   sleep 0.5
 done

@@ -40,6 +40,10 @@ EVERYTHING: dict[str, Any] = {
 }
 CLAIM = {"gpu": {"gb": 180}, "model": {"claim": "ours", "path": "llama/3b"}}
 TOKEN = {"gpu": {"gb": 180, "product": None, "tolerations": []}, "model": {"token_secret": "hub"}}
+TOGETHER = {
+    "gpu": {"gb": 180}, "queue": "research", "gang": True,
+    "rdma": {"resource": "rdma/hca_shared_devices_a", "count": 2},
+}  # fmt: skip
 CASES = [
     (LARGE, {"gpu": {"gb": 180}}),
     (LARGE, EVERYTHING),
@@ -49,6 +53,10 @@ CASES = [
     (SMALL, {}),
     (SMALL, EVERYTHING),
     (SMALL, CLAIM),
+    (SMALL, TOGETHER),
+    (LARGE, TOGETHER),
+    (TEACHERS, TOGETHER),
+    (TEACHERS, {"rdma": {"resource": "rdma/ib"}}),
     (SERVE, {}),
     (SERVE, EVERYTHING | {"certificates": None}),
     (SERVE, CLAIM),
@@ -66,7 +74,7 @@ def ordered(found: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.parametrize("mesh", sorted({mesh for mesh, _ in CASES}))
 def test_helm_gives_the_objects_of_render(mesh: str, tmp_path: Path) -> None:
-    sets = ("data.path=/data",) if mesh == LARGE else ()
+    sets = {LARGE: ("data.path=/data",), TEACHERS: ("replay.local=null",)}.get(mesh, ())
     folder = tmp_path / "chart"
     assert chart_command(mesh=mesh, sets=sets, out=folder) == 0
     overlays = yaml.safe_load((folder / "values.schema.json").read_text())["properties"]["overlay"]
@@ -123,6 +131,8 @@ def test_helm_refuses_what_the_plan_does_not_fit_with_the_figure(tmp_path: Path)
         ({"model": {"claim": "ours", "path": "../x"}}, "at '/model/path'"),
         ({"gpu": {**fits, "tolerations": [{"key": "a", "operator": "Equal"}]}}, "tolerations/0"),
         ({"namespace": "Team A"}, "at '/namespace'"),
+        ({"gang": True}, "missing property 'queue'"),
+        ({"rdma": {"resource": "hca"}}, "at '/rdma"),
     ):
         assert words in refusal(tmp_path, **{"gpu": fits, **values}), values
 
