@@ -38,7 +38,7 @@ HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-slurm run run-real run-vllm serve test test-fast test-all bench-against \
-        lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts gpu-check chaos clean \
+        lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver k8s-control-plane bench bench-vllm bench-hosts gpu-check chaos clean \
         install-docs docs reference
 
 help: ## show this list
@@ -251,6 +251,9 @@ k8s-check: install install-prometheus ## manifests, alert rules and the .proto; 
 k8s-apiserver: install ## the cluster code against a real kube-apiserver, where it and etcd are on PATH
 	PYTHONPATH=$(HELPERS) tests/fakes/kube_apiserver.sh \
 	  $(BIN)/python -m pytest tests/mesh/services/kubernetes_apiserver.py
+
+k8s-control-plane: install ## a run in pods on a real control plane, where its binaries are on PATH, as root
+	$(BIN)/python -m pytest -rs tests/nightly/deploy/test_control_plane.py
 
 bench: install-vllm ## benchmarks against benchmarks/baseline.json, by ratio (BENCH=--quick: fewer)
 	$(BIN)/python -m benchmarks.record $(BENCH)

@@ -320,8 +320,11 @@ class ControllerActor(Actor):
         self._notes.append(f"warning: {message}")
 
     def _whole_status(self) -> RunStatus:
-        pools = () if self._mesh is None else self._mesh.pools.values()
-        return replace(self._status, pools=tuple(p.status() for p in pools))
+        if self._mesh is None:
+            return self._status
+        pools = tuple(pool.status() for pool in self._mesh.pools.values())
+        told = filter(None, [self._status.message, *self._mesh.service.lacking()])
+        return replace(self._status, pools=pools, message="; ".join(told))
 
     def _show(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)

@@ -64,6 +64,7 @@ class KubernetesHosts:
         self._tried: list[str] = []  # MonarchMeshes that this run may have made
         self._making: asyncio.Future[None] | None = None
         self._follower: PodWatcher | None = None
+        self._lacking: Sequence[str] = ()
 
     def _connect(self) -> KubernetesClient:
         return KubernetesClient(self._space, self._spec.context)
@@ -101,7 +102,8 @@ class KubernetesHosts:
                         if str(news) != str(trouble):
                             _log.warning("pods are not watched for now: %s", news)
                         trouble = news
-                if known is None and missing(pods, self._wanted, self._space):
+                self._lacking = missing(pods, self._wanted, self._space)
+                if known is None and self._lacking:
                     continue
                 now = workers(pods, attached, self._roles, self._secured)
                 if now != known:
@@ -126,6 +128,11 @@ class KubernetesHosts:
             )
         if found["spec"]["replicas"] != replicas:
             await asyncio.to_thread(self._api.scale, name, replicas)
+        self._wanted[role] = replicas
+
+    def lacking(self) -> Sequence[str]:
+        """Return what the pods that are not ready lack, by the last change of any pod."""
+        return self._lacking
 
     async def close(self) -> None:
         """End the watch and delete the run's MonarchMeshes within CLOSE_S. May be called twice."""

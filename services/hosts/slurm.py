@@ -114,6 +114,9 @@ class SlurmHosts:
     async def want(self, role: str, replicas: int) -> None:
         """Do nothing: the job's nodes are for all roles, and the job cannot grow."""
 
+    def lacking(self) -> tuple[str, ...]:
+        return ()
+
     async def close(self) -> None:
         """Cancel the job in any state. Raises RunError when it still runs."""
         job, self._job = self._job, None

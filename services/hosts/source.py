@@ -67,6 +67,11 @@ class HostSource(Protocol):
         empty by then, are removed. Has no effect where workers take any role."""
         ...
 
+    def lacking(self) -> Sequence[str]:
+        """Return a line for each worker that was requested and is not there, with its reason and
+        its remedy, where the source knows them."""
+        ...
+
     async def close(self) -> None:
         """Give back the workers that were made for the run."""
         ...
@@ -85,6 +90,9 @@ class AddressedHosts:
 
     async def want(self, role: str, replicas: int) -> None:
         pass
+
+    def lacking(self) -> Sequence[str]:
+        return ()
 
     async def close(self) -> None:
         pass

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -89,6 +89,10 @@ class HostMembership:
             await answers.aclose()
             raise failed[0]
         self._begin(self._keep_up(answers))
+
+    def lacking(self) -> Sequence[str]:
+        """Return what the source says of workers that are not there."""
+        return self._source.lacking()
 
     async def close(self) -> None:
         """Give back the hosts that the source made for the run, after all processes have ended."""

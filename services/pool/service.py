@@ -242,6 +242,10 @@ class Service:
         if self._membership is not None:
             await self._membership.close()
 
+    def lacking(self) -> Sequence[str]:
+        """Return what hosts lack that were requested and are not there; nothing on one host."""
+        return () if self._membership is None else self._membership.lacking()
+
     def noticed(self, failure: MeshFailure) -> bool:
         """Handle a report of Monarch's supervision, from any thread. Returns True (handled)."""
         name, report = failure.mesh_name or "", str(failure)

@@ -181,6 +181,19 @@ async def tells_what_pods_lack(cluster: Cluster) -> None:
     ]
 
 
+async def tells_what_pods_lack_while_it_runs(cluster: Cluster) -> None:
+    cluster.operator.apply(*POOLS)
+    async with hosts() as seen:
+        await seen.first()
+        assert list(seen.hosts.lacking()) == []
+        cluster.operator.set("generator-1", waiting("ImagePullBackOff", "Back-off pulling"))
+        await seen.until(lambda now: all(w.name != "generator-1" for w in now))
+        assert list(seen.hosts.lacking()) == [
+            "generator-1: ImagePullBackOff: Back-off pulling; push the image to where the nodes "
+            "find it, or correct its name"
+        ]
+
+
 async def scales(cluster: Cluster) -> None:
     """More teachers come, and the last are taken away."""
     cluster.grant("scaling")
@@ -194,6 +207,7 @@ async def scales(cluster: Cluster) -> None:
         await seen.hosts.want("teacher_replay", 8)  # nothing to do
         await seen.hosts.want("teacher_replay", 3)
         await seen.names(*others[:-1], *more[:3], "trainer-0")
+        assert list(seen.hosts.lacking()) == []
         with pytest.raises(RunError, match="trainer cannot have 0 replicas"):
             await seen.hosts.want("trainer", 0)
     assert cluster.operator.meshes()["teacherreplay"] == 3  # closing takes nothing away
@@ -273,6 +287,7 @@ SCENARIOS = (
     replaces,
     waits_for_late_pods,
     tells_what_pods_lack,
+    tells_what_pods_lack_while_it_runs,
     scales,
     may_not_scale,
     may_scale_its_own_alone,

@@ -50,6 +50,9 @@ class Source:
 
     async def want(self, role: str, replicas: int) -> None: ...
 
+    def lacking(self) -> tuple[str, ...]:
+        return ()
+
     async def close(self) -> None:
         self.closed = True
 

@@ -43,6 +43,9 @@ class Source:
         if self.refuses:
             raise RunError(self.refuses)
 
+    def lacking(self) -> tuple[str, ...]:
+        return ()
+
     async def close(self) -> None: ...
 
 
