@@ -22,8 +22,8 @@ from deploy.manifests.kustomization import Tree, text
 from deploy.manifests.mesh import CONTROL_KEYS, CONTROL_SECRET, PEM_KEYS
 from deploy.manifests.model_volume import MOUNT, TOKEN
 from deploy.manifests.objects import DOMAIN, GPU, IMAGE, SECRETS, Object
-from deploy.manifests.sizing import GIB, ModelSize, runs_bytes
 from deploy.manifests.placement import GROUP, GROUP_COUNT, GROUP_ROLE, GROUP_SERVES, QUEUE
+from deploy.manifests.sizing import GIB, ModelSize, runs_bytes
 from deploy.manifests.values import KEDA_API
 from protocols.spec.hosts import DeploymentSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec

@@ -114,7 +114,9 @@ def require_server(values: DeploymentSpec) -> None:
     """Raise SpecError for values that only a mesh can have."""
     for key, given in (("gang", values.gang), ("rdma", values.rdma)):
         if given:
-            raise SpecError(f"{key}: a server has one kind of pod and no tensor plane; leave it out")
+            raise SpecError(
+                f"{key}: a server has one kind of pod and no tensor plane; leave it out of --values"
+            )
 
 
 def runs_gib(spec: RunSpec, size: ModelSize, values: DeploymentSpec) -> int:

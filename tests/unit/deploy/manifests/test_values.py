@@ -150,9 +150,7 @@ def test_rdma_devices_are_of_the_pods_between_which_tensors_go(tmp_path: Path) -
         ({"rdma": {"resource": "hca"}}, "rdma.resource"),
     ],
 )
-def test_a_cluster_that_cannot_is_refused(
-    tmp_path: Path, given: dict[str, Any], said: str
-) -> None:
+def test_a_cluster_that_cannot_is_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         render(SMALL, values=values(tmp_path, **given))
 
