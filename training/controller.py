@@ -162,7 +162,10 @@ class ControllerActor(Actor):
             kept = f"checkpoint {checkpoints[-1].name}" if checkpoints else "no checkpoint"
             return storage_error(error, self._directory.path, kept)
         if isinstance(error, ForgeError):
-            return error
+            lacking = () if self._mesh is None else self._mesh.service.lacking()
+            if not lacking or not isinstance(error, RunError):
+                return error
+            return RunError("; ".join([str(error), *lacking]))  # often its cause
         what = "no hosts:" if self._mesh is None else "the run failed on"
         return RunError(f"{what} {error!r}")
 
