@@ -24,7 +24,8 @@ dir=$(mktemp -d)
 pids=()
 cleanup() {
   # At once: a server whose store has gone takes a minute to end by itself.
-  ((${#pids[@]})) && kill -KILL "${pids[@]}" 2>/dev/null && wait "${pids[@]}" 2>/dev/null
+  ((${#pids[@]})) && kill -KILL "${pids[@]}" 2>/dev/null
+  wait 2>/dev/null || true
   rm -rf "$dir"
 }
 trap cleanup EXIT

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 from applying import KINDS, PATHS, structural
-from mesh_scenario import joined, told, until
+from mesh_scenario import joined, until
 from namespaces import FORGE
 from operator_loop import MESHES, PODS, Admin
 from small_cluster import SETS, SmallCluster
@@ -144,7 +144,7 @@ def scenario(admin: Admin, cluster: SmallCluster, pems: Path) -> Object:
 
         def seen() -> bool:
             ended = (admin.call("GET", JOB) or {})["status"].get("conditions", ())
-            assert not any(c["type"] == "Failed" for c in ended), ended
+            assert not ended or name == "job ended", ended
             return so()
 
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} {name}\n")
@@ -185,7 +185,8 @@ def scenario(admin: Admin, cluster: SmallCluster, pems: Path) -> Object:
     run.paused()
     run.diagnose("first step")
 
-    report["refused"] = run.forge("scale", "generator", "4")
+    report["scaled_at"] = run.step()
+    run.forge("scale", "generator", "4")
     timed("scale 1 to 4", lambda: serving("generator", 4))
     run.diagnose("scale 1 to 4")
     run.forge("scale", "generator", "2")
@@ -225,16 +226,13 @@ def scenario(admin: Admin, cluster: SmallCluster, pems: Path) -> Object:
     cluster.lose(node)
     steps = run.step()
     run.forge("resume")  # calls are lost on the way
-    timed("node noticed", lambda: "generator-1" in {e["host"] for e in told(run.path, "host_lost")})
+    timed("node given up", lambda: "deletionTimestamp" in cluster.pods()["generator-1"]["metadata"])
     timed("steps without it", lambda: run.step() > steps + 1)
     run.paused()
-    run.diagnose("node lost")
-    timed("pods marked", lambda: "deletionTimestamp" in cluster.pods()["generator-1"]["metadata"])
     report["conditions"] = {
         n: [c.get("reason") for c in cluster.pods()[n]["status"]["conditions"]
             if c["type"] == "DisruptionTarget"] for n in before
     }  # fmt: skip
-    timed("pod said to be lost", lambda: "generator-1: NodeLost" in run.forge("status"))
     run.diagnose("node given up")
     admin.call("DELETE", f"/api/v1/nodes/{node}")  # as whoever runs the cluster does
     timed("node deleted", lambda: again(before))
@@ -245,7 +243,7 @@ def scenario(admin: Admin, cluster: SmallCluster, pems: Path) -> Object:
     timed("controller deleted", lambda: run.pod not in ("", first))
     timed("controller back", lambda: run.step() > steps)
     run.paused()
-    report["resumed"] = {"step": steps, "from": first, "to": run.pod, "last": cluster.logs(first)}
+    report["resumed"] = {"from": first, "to": run.pod}
 
     run.forge("resume")
     timed("job ended", lambda: bool((admin.call("GET", JOB) or {})["status"].get("conditions")))
