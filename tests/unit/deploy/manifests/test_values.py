@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rendered_cluster import findings, of_kind, pods, values
 
 from deploy.checks.check import check_objects
 from deploy.checks.findings import Manifest
@@ -24,36 +25,8 @@ REPOSITORY = Path(__file__).parents[4]
 SMALL = str(REPOSITORY / "meshes" / "longhealth.yaml")
 LARGE = str(REPOSITORY / "meshes" / "longhealth_3b.yaml")
 SERVE = str(REPOSITORY / "meshes" / "serve.yaml")
-TEACHERS = str(REPOSITORY / "meshes" / "three_channels.yaml")
-KUEUE = "kueue.x-k8s.io"
-QUEUE = f"{KUEUE}/queue-name"
+QUEUE = "kueue.x-k8s.io/queue-name"
 DIGEST = f"sha256:{'0f' * 32}"
-
-
-def values(folder: Path, **given: Any) -> Path:
-    path = folder / "values.yaml"
-    path.write_text(yaml.safe_dump(given), encoding="utf-8")
-    return path
-
-
-def of_kind(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    return {o["metadata"]["name"]: o for o in objects if o["kind"] == kind}
-
-
-def pods(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    found = {}
-    for value in objects:
-        spec = value.get("spec") or {}
-        spec = spec.get("jobTemplate", {}).get("spec", spec)
-        template = spec.get("podTemplate") or spec.get("template")
-        if isinstance(template, dict):
-            found[value["metadata"]["name"]] = template["spec"]
-    return found
-
-
-def findings(tree: dict[str, str], target: str) -> list[str]:
-    manifests = [Manifest(value) for value in build(tree, target)]
-    return [str(fault) for fault in check_objects(manifests, definitions(), parsed_elsewhere)[0]]
 
 
 def test_the_shipped_values_are_the_defaults() -> None:
@@ -99,107 +72,6 @@ def test_every_value_is_in_the_manifests_and_they_are_sound(tmp_path: Path) -> N
     )
     for target in targets(tree):
         assert findings(tree, target) == []
-
-
-def test_a_gang_is_one_pod_group_of_all_workers_that_nobody_may_scale(tmp_path: Path) -> None:
-    given = values(tmp_path, queue="research", gang=True)
-    tree = render(TEACHERS, ("replay.local=null",), given)
-    for overlay, count in (("gpu", 8), ("teachers", 14)):  # 6 others, and 2 or 8 teacher_replay
-        objects = build(tree, f"overlays/{overlay}")
-        pools = of_kind(objects, "MonarchMesh")
-        assert sum(pool["spec"]["replicas"] for pool in pools.values()) == count
-        for name, pool in pools.items():
-            metadata = pool["spec"]["podTemplate"]["metadata"]
-            assert (metadata["labels"][QUEUE], metadata["labels"][f"{KUEUE}/pod-group-name"]) == (
-                "research",
-                "three-channels",
-            )
-            assert metadata["annotations"] == {
-                f"{KUEUE}/pod-group-total-count": str(count),
-                f"{KUEUE}/role-hash": name,
-                f"{KUEUE}/pod-group-serving": "true",
-            }
-            assert QUEUE not in pool["metadata"]["labels"]  # Kueue would make a group of its own
-        assert of_kind(objects, "Job")["controller"]["metadata"]["labels"][QUEUE] == "research"
-        assert "forge-scale" not in of_kind(objects, "Role")
-        assert findings(tree, f"overlays/{overlay}") == []
-
-
-def test_rdma_devices_are_of_the_pods_between_which_tensors_go(tmp_path: Path) -> None:
-    given = values(tmp_path, rdma={"resource": "rdma/ib", "count": 2})
-    tree = render(TEACHERS, ("replay.local=null",), given)
-    objects = build(tree, "overlays/gpu")
-    asked = {
-        name: pod["containers"][0]["resources"]["limits"].get("rdma/ib")
-        for name, pod in pods(objects).items()
-    }
-    moved = ("controller", "docteacher", "generator", "sdpoteacher", "trainer")
-    assert asked == {name: "2" for name in moved} | {"environment": None, "teacherreplay": None}
-    controller, trainer = (pods(objects)[name] for name in ("controller", "trainer"))
-    assert controller["nodeSelector"] == trainer["nodeSelector"]
-    assert controller["tolerations"] == trainer["tolerations"]
-    assert "rdma" not in str(build(tree, "overlays/cpu"))
-    for target in targets(tree):
-        assert findings(tree, target) == []
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"gang": True}, "gang must be given with queue"),
-        ({"rdma": {"resource": "hca"}}, "rdma.resource"),
-    ],
-)
-def test_a_cluster_that_cannot_is_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(SpecError, match=said):
-        render(SMALL, values=values(tmp_path, **given))
-
-
-@pytest.mark.parametrize("given", [{"queue": "q", "gang": True}, {"rdma": {"resource": "rdma/ib"}}])
-def test_a_server_is_no_gang_and_moves_no_tensors(tmp_path: Path, given: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match="a server has one kind of pod and no tensor plane"):
-        render(SERVE, values=values(tmp_path, **given))
-
-
-def grouped(tmp_path: Path) -> list[dict[str, Any]]:
-    given = values(tmp_path, queue="q", gang=True, rdma={"resource": "rdma/ib"})
-    return build(render(SMALL, values=given), "overlays/gpu")
-
-
-def metadata(objects: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = of_kind(objects, "MonarchMesh")[name]["spec"]["podTemplate"]["metadata"]
-    return found
-
-
-def resources(objects: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = pods(objects)[name]["containers"][0]["resources"]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("break_it", "rule", "said"),
-    [
-        (lambda o: of_kind(o, "MonarchMesh")["generator"]["spec"].update(replicas=3), "gang",
-         "says that pod group longhealth has 4 pods, and it has 5"),
-        (lambda o: metadata(o, "trainer")["annotations"].pop(f"{KUEUE}/pod-group-total-count"),
-         "gang", "has no number of pods, and it has 4"),
-        (lambda o: metadata(o, "trainer")["labels"].pop(QUEUE), "gang", "names no queue"),
-        (lambda o: metadata(o, "trainer")["labels"].pop(f"{KUEUE}/pod-group-name"), "gang",
-         "is in no group"),
-        (lambda o: [resources(o, "trainer")[k].pop("rdma/ib") for k in ("requests", "limits")],
-         "rdma", "others of its mesh ask for rdma/ib"),
-        (lambda o: [resources(o, "controller")[k].pop("rdma/ib") for k in ("requests", "limits")],
-         "rdma", "others of its mesh ask for rdma/ib"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_a_group_or_its_devices_is_found(
-    tmp_path: Path, break_it: Any, rule: str, said: str
-) -> None:
-    objects = grouped(tmp_path)
-    break_it(objects)
-    faults = check_objects([Manifest(o) for o in objects], definitions(), parsed_elsewhere)[0]
-    assert {fault.rule for fault in faults} - {"pools"} == {rule}
-    assert said in " ".join(str(fault) for fault in faults)
 
 
 def test_a_digest_is_one_image_for_all_overlays(tmp_path: Path) -> None:
