@@ -27,7 +27,7 @@ from rich.console import Console
 
 from forge_run.console import ConsoleDisplay, print_results
 from forge_run.links import prepare_links
-from forge_run.resuming import open_directory
+from forge_run.opening import OpenRun, opened
 from protocols.errors import ForgeError, RunError
 from protocols.secrets import LOCAL_KEY
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
@@ -37,7 +37,6 @@ from services.hosts.source import LINK_ENVIRONMENT
 from services.planes.open import PLANE_IMPORTS
 from services.proc_info import descendants, has_ended
 from services.run_directory import RunDirectory, storage_error
-from services.run_lease import RunLease, hold_lease
 
 POLL_SECONDS = 0.25
 STOP_SECONDS = 6.0
@@ -83,35 +82,29 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     console = Console()
     error: ForgeError | None = None
     cut_off: str | None = None
-    with (
-        caught,
-        _forks(spec) as ready,
-        ConsoleDisplay(spec.mesh.name, console) as display,
-        contextlib.ExitStack() as held,
-    ):
-        try:
-            directory, resumed = open_directory(spec, run_dir, resume, display.line)
-        except OSError as unusable:
-            raise storage_error(unusable, run_dir or Path("runs")) from unusable
-        try:
-            lease = held.enter_context(hold_lease(directory.path, display.line))
-            if resumed:
-                directory.make_latest()
-        except OSError as unusable:
-            raise storage_error(unusable, directory.path) from unusable
-        display.line(f"run {directory.id}")
-        for warning in warnings:
-            display.line(warning)
-        try:
-            cut_off = _drive(spec, directory, resumed, display, caught, lease, ready, listen)
-        except OSError as unusable:
-            error = storage_error(unusable, directory.path)
-        except ForgeError as failure:
-            error = failure
-    if cut_off:
-        error = RunError(cut_off)
-    if directory.path.is_dir():
-        _tell_results(directory, console)
+    with contextlib.ExitStack() as held:
+        with (
+            caught,
+            _forks(spec) as ready,
+            ConsoleDisplay(spec.mesh.name, console) as display,
+        ):
+            run = held.enter_context(opened(spec, run_dir, resume, display.line))
+            directory = run.directory
+            display.line(f"run {directory.id}")
+            for warning in warnings:
+                display.line(warning)
+            try:
+                cut_off = _drive(spec, run, display, caught, ready, listen)
+            except OSError as unusable:
+                error = storage_error(unusable, directory.path)
+            except ForgeError as failure:
+                error = failure
+        if cut_off:
+            error = RunError(cut_off)
+        if directory.path.is_dir():
+            _tell_results(directory, console)
+        unstored = run.end()
+        error = error or unstored
     code = 128 + caught.first if caught.first else 0
     if cut_off is not None:
         # Monarch's shutdown in a client whose mesh was killed may hang, or exit with 1.
@@ -179,11 +172,9 @@ class SignalFlag:
 
 def _drive(
     spec: RunSpec,
-    directory: RunDirectory,
-    resume: bool,
+    run: OpenRun,
     display: ConsoleDisplay,
     caught: SignalFlag,
-    lease: RunLease,
     ready: Callable[[], None],
     listen: str | None,
 ) -> str | None:
@@ -197,6 +188,7 @@ def _drive(
     from services.roles import controller_variables
     from training.controller import ControllerActor
 
+    directory, resume = run.directory, run.resumed
     # TorchStore's index is an actor of this process. Importing torch later, for the message that
     # spawns it, would hold up Monarch's threads for seconds, and the controller would seem dead.
     import_plane(spec.mesh.carrier)
@@ -219,7 +211,7 @@ def _drive(
         )
         running = controller.run.call_one()
         patience = spec.mesh.spawn_timeout_s
-        pid = _answer(controller.process.call_one(), patience, lambda: lease.lost)
+        pid = _answer(controller.process.call_one(), patience, run.lost)
         caught.listen()
         asked: float | None = None
         told = 0
@@ -228,7 +220,7 @@ def _drive(
         def lost() -> str:
             if has_ended(pid):
                 return f"the controller died; go on with --resume {directory.id}"
-            return lease.lost
+            return run.lost()
 
         def tell() -> None:
             nonlocal told

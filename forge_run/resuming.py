@@ -14,7 +14,7 @@ from services.run_directory import RunDirectory
 
 UNFINISHED = "unfinished"  # `resume` value for the latest run, unless it finished
 MAY_CHANGE = (  # on resuming
-    "mesh.hosts", "mesh.roles.trainer.procs", "learn.train.shard_base",
+    "mesh.hosts", "mesh.records.store", "mesh.roles.trainer.procs", "learn.train.shard_base",
     "learn.train.tensor_parallel", "mesh.roles.doc_teacher.procs", "learn.teacher.tensor_parallel",
 )  # fmt: skip
 

@@ -112,16 +112,16 @@ def _take(run: Path, tell: Callable[[str], None]) -> LeaseRecord:
         with _locked(path) as file:
             held = _read(file)
             waited = time.monotonic() - since
-            if held is None or held.beat < 0 or _is_gone(held) or waited > STALE_SECONDS:
+            if held is None or held.beat < 0 or is_gone(held) or waited > STALE_SECONDS:
                 _write(file, record)
                 return record
-        if first is None and not _is_here(held):
+        if first is None and not is_here(held):
             tell(
                 f"run {run.name} was held by process {held.pid} on {held.host}; it is taken over "
                 f"after {STALE_SECONDS:g} s without a heartbeat"
             )
         first = first or held
-        if _is_here(held) or held != first:
+        if is_here(held) or held != first:
             raise RunError(
                 f"run {run.name} is held by process {held.pid} on {held.host}; wait for its end, "
                 f"end it (forge stop {run.name}), or name another run"
@@ -129,14 +129,14 @@ def _take(run: Path, tell: Callable[[str], None]) -> LeaseRecord:
         time.sleep(LOOK_SECONDS)
 
 
-def _is_here(record: LeaseRecord) -> bool:
+def is_here(record: LeaseRecord) -> bool:
     """Return whether the owner is a process that can be seen from here: of the same boot of the
     same machine, and of the same namespace."""
     return record.began.partition("/")[2] == began(os.getpid()).partition("/")[2]
 
 
-def _is_gone(record: LeaseRecord) -> bool:
-    return _is_here(record) and began(record.pid) != record.began
+def is_gone(record: LeaseRecord) -> bool:
+    return is_here(record) and began(record.pid) != record.began
 
 
 @contextmanager

@@ -141,7 +141,16 @@ class TelemetrySpec(SpecSection):
 
 
 class RecordsSpec(SpecSection):
-    """Configure what a run records only for those who look at it."""
+    """Configure where a run is kept beside its directory, and what it records only for those who
+    look at it."""
+
+    store: str | None = Field(
+        default=None,
+        pattern=r"^(s3|gs|az)://[^/@?#\s]+(/[^@?#\s]*)?$|^file:///[^@?#]+$",
+        description="object store to which the run is copied at checkpoints and at its end, and "
+        "from which --resume fetches it, such as s3://bucket/runs; credentials come from the "
+        "environment alone; null: none",
+    )
 
     token_scores: bool = Field(
         default=True,

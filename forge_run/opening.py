@@ -1,0 +1,136 @@
+"""Open the directory of a run and hold it: on this machine, and in an object store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_run.resuming import UNFINISHED, open_directory
+from protocols.errors import CheckpointError, RunError
+from protocols.spec.mesh import RunSpec
+from services.run_directory import LATEST, RunDirectory, storage_error
+from services.run_lease import RunLease, hold_lease
+
+if TYPE_CHECKING:  # most runs have no store
+    from services.run_mirror import RunMirror
+    from services.run_store import StoredRun, StoreLease
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """Hold an open run. `stored` copies it to the store of `records.store`; None without one."""
+
+    directory: RunDirectory
+    resumed: bool
+    lease: RunLease
+    stored: RunMirror | None = None
+
+    def lost(self) -> str:
+        """Return why the run is no longer this command's, "" while it is."""
+        return self.lease.lost or ("" if self.stored is None else self.stored.lost)
+
+    def end(self) -> RunError | None:
+        """Store the run's last state, where it is stored; return the error where that fails."""
+        why = "" if self.stored is None else self.stored.end()
+        if not why:
+            return None
+        path = self.directory.path
+        return RunError(
+            f"{why}; the run is whole in {path}; make the store reachable, then store it with "
+            f"--resume {path.name}"
+        )
+
+
+@contextmanager
+def opened(
+    spec: RunSpec, run_dir: Path | None, resume: str | None, tell: Callable[[str], None]
+) -> Iterator[OpenRun]:
+    """Hold a new run, or the one to resume, which is fetched from the store where that is ahead of
+    this machine. Raises ForgeError."""
+    root, url = (run_dir or Path("runs")).absolute(), spec.mesh.records.store
+    with ExitStack() as held:
+        stored = None
+        if url is not None or "://" in (resume or ""):
+            resume, stored = _from_store(spec, root, resume, tell, held)
+        try:
+            directory, resumed = open_directory(spec, root, resume, tell)
+            lease = held.enter_context(hold_lease(directory.path, tell))
+            if resumed:
+                directory.make_latest()
+        except OSError as unusable:
+            raise storage_error(unusable, root) from unusable
+        mirror = None
+        if url is not None:
+            mirror = _mirror(url, spec, directory, stored, tell, held)
+        yield OpenRun(directory, resumed, lease, mirror)
+
+
+def _from_store(
+    spec: RunSpec, root: Path, resume: str | None, tell: Callable[[str], None], held: ExitStack
+) -> tuple[str | None, tuple[StoredRun, StoreLease] | None]:
+    """Take the lease of the stored run that `resume` means, and fetch it where the store is ahead;
+    return what to resume, and the run with its lease. Neither where the store has no such run."""
+    from registry.object_store import ObjectStore
+    from services.run_store import fetch, is_ahead, stored_at, stored_runs
+
+    mesh, url = spec.mesh.name, spec.mesh.records.store
+    if resume is None:
+        return None, None
+    if "://" in resume:
+        run = stored_at(resume)
+        if run.mesh != mesh:
+            raise CheckpointError(f"{resume} is a run of {run.mesh}, and the mesh is {mesh}")
+    else:
+        assert url is not None
+        runs = {run.id: run for run in stored_runs(ObjectStore(url), mesh)}
+        latest = resume in ("", LATEST, UNFINISHED)
+        here = (root / mesh / LATEST).resolve().name if (root / mesh / LATEST).exists() else ""
+        name = max([*runs, here]) if latest else Path(resume).name
+        if name not in runs:
+            return resume, None
+        run = runs[name]
+    lease = _held(run, tell, held)
+    if is_ahead(run, root):
+        tell(f"fetching run {run.id} from {run.store.url}")
+        try:
+            RunDirectory(fetch(run, root)).make_latest()
+        except OSError as unusable:
+            raise storage_error(unusable, root / mesh / run.id) from unusable
+    same = url is not None and run.store.url.rstrip("/") == url.rstrip("/")
+    if not same:  # it goes on here alone, or in another store
+        lease.end()
+    return (resume if resume == UNFINISHED else run.id), ((run, lease) if same else None)
+
+
+def _mirror(
+    url: str,
+    spec: RunSpec,
+    directory: RunDirectory,
+    stored: tuple[StoredRun, StoreLease] | None,
+    tell: Callable[[str], None],
+    held: ExitStack,
+) -> RunMirror:
+    from registry.object_store import ObjectStore
+    from services.run_mirror import RunMirror
+    from services.run_store import StoredRun
+
+    if stored is None or stored[0].id != directory.id:
+        run = StoredRun(ObjectStore(url), spec.mesh.name, directory.id)
+        stored = run, _held(run, tell, held)
+    mirror = RunMirror(directory, *stored, tell)
+    mirror.start()
+    return mirror
+
+
+def _held(run: StoredRun, tell: Callable[[str], None], held: ExitStack) -> StoreLease:
+    """Take the lease of a stored run, and let go of it when `held` ends."""
+    from services.run_store import take_lease
+
+    lease = take_lease(run, tell)
+    held.callback(lease.end)
+    threading.Thread(target=lease.keep, daemon=True).start()
+    return lease
