@@ -328,6 +328,10 @@ COMMANDS = {
         _option("--run-dir", "DIR", "where runs are kept", type=Path, default=Path("runs")),
         _flag("--json", "print JSON, for programs", dest="as_json"),
     )),
+    "pull": Command("copy a run from an object store, for every other command", "runs:pull", (
+        _option("url", "URL", "of the run, such as s3://bucket/runs/longhealth/RUN"),
+        _option("--run-dir", "DIR", "where runs are kept", type=Path, default=Path("runs")),
+    )),
     "ui": Command("watch and steer runs in a browser, also those that ended",
                   "ui.command:command", (
         _option("where", "RUN|FOLDER", "a run's directory or id, or a folder of runs (default: "

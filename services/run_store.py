@@ -97,9 +97,9 @@ def fetch(run: StoredRun, root: Path) -> Path:
     for _ in range(TRIES):
         state = read_state(run.store, run.within(CONTROLLER))
         if "spec.yaml" not in state.files:
+            have = ", ".join(run.store.folders(run.mesh)) or "none"
             raise CheckpointError(
-                f"there is no run at {run.store.url}/{run.prefix}; `forge pull` with the URL of "
-                "all runs lists them"
+                f"there is no run at {run.store.url}/{run.prefix}; runs of {run.mesh} there: {have}"
             )
         trained = read_state(run.store, run.within(TRAINER))
         paid = read_state(run.store, run.within(TEACHERS))

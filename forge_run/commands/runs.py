@@ -1,4 +1,4 @@
-"""List runs with their state and result: `forge runs`."""
+"""List runs with their state and result, `forge runs`; copy one from a store, `forge pull`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forge_run.formatting import TableSection
 from protocols.errors import ForgeError
 from protocols.files import iter_rows
 from services.control.endpoints import is_running, runs_under
-from services.run_directory import RunDirectory, outcome
+from services.run_directory import RunDirectory, outcome, storage_error
 
 HEADS = ("run", "state", "step", "KL", "accuracy", "95% CI", "took", "directory")
 
@@ -45,6 +45,23 @@ def command(*, run_dir: Path, as_json: bool) -> int | tuple[TableSection, ...]:
         print(f"no runs under {run_dir}; forge-run longhealth makes one", file=sys.stderr)
         return 0
     return (TableSection(f"{len(found)} runs", HEADS, tuple(map(_row, found))),)
+
+
+def pull(*, url: str, run_dir: Path) -> int:
+    """Copy a run of an object store to `run_dir/<mesh>/<run>`, and print that path. One that is
+    there and has seen the stored state is left as it is. Raises ForgeError, and RunError for a
+    directory that cannot be written."""
+    from services.run_store import fetch, is_ahead, stored_at
+
+    run, root = stored_at(url), run_dir.absolute()
+    path = root / run.mesh / run.id
+    try:
+        if is_ahead(run, root):
+            fetch(run, root)
+    except OSError as unusable:
+        raise storage_error(unusable, path) from unusable
+    print(path)
+    return 0
 
 
 def summary_of(path: Path) -> RunSummary:
