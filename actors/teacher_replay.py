@@ -9,9 +9,11 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from actors.stored_files import LedgerFile
 from protocols.errors import DataError
 from protocols.spec.teacher_replay import ReplaySpec
 from protocols.teacher_replay import PanelVerdict, ReplayState
+from registry.stored_folder import StoredPlace
 from teachers.budget import SpendTotals
 from teachers.ledger import SpendLedger
 from teachers.panel import (
@@ -31,9 +33,20 @@ class TeacherReplayActor(Actor):
     host.
     """
 
-    def __init__(self, spec: ReplaySpec, ledger: str, run: str, offline: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ReplaySpec,
+        ledger: str,
+        run: str,
+        offline: bool = False,
+        stored: StoredPlace | None = None,
+    ) -> None:
         """Charge all calls to `run`, whose caps they share. With `offline` the ledger answers
-        alone, and neither keys nor a network are needed."""
+        alone, and neither keys nor a network are needed. `stored`: where the run is in an object
+        store, for a host that shares no directory with the controller's; the ledger is stored
+        before an answer is returned."""
+        self._stored = stored
+        self._file: LedgerFile | None = None
         self._spec, self._path, self._run, self._offline = spec, Path(ledger), run, offline
         self._desk: TeacherPanel | None = None
 
@@ -48,7 +61,9 @@ class TeacherReplayActor(Actor):
     async def vote(self, state: ReplayState) -> PanelVerdict:
         """Return the verdict and every vote on a state within `deadline_s`; failed teachers
         abstain."""
-        return await ask_teachers(self._at_desk(), state)
+        verdict = await ask_teachers(self._at_desk(), state)
+        await self._keep()
+        return verdict
 
     @concurrent_endpoint
     async def hint(
@@ -58,7 +73,9 @@ class TeacherReplayActor(Actor):
         of the state reports a failure; `asked` ends the prompt."""
         named = next(t for t in self._spec.teachers if t.name == teacher)
         deadline = time.monotonic() + timeout_s
-        return await hint_of_teacher(self._at_desk(), named, state, asked, deadline)
+        told = await hint_of_teacher(self._at_desk(), named, state, asked, deadline)
+        await self._keep()
+        return told
 
     @concurrent_endpoint
     async def score(
@@ -68,7 +85,9 @@ class TeacherReplayActor(Actor):
         within `timeout_s`, or (None, why)."""
         named = next(t for t in self._spec.teachers if t.name == teacher)
         deadline = time.monotonic() + timeout_s
-        return await score_of_teacher(self._at_desk(), named, state, rubric, reference, deadline)
+        told = await score_of_teacher(self._at_desk(), named, state, rubric, reference, deadline)
+        await self._keep()
+        return told
 
     @concurrent_endpoint
     async def totals(self) -> dict[str, SpendTotals]:
@@ -77,6 +96,10 @@ class TeacherReplayActor(Actor):
         names = ["", *(teacher.name for teacher in self._spec.teachers)]
         return {n: await asyncio.to_thread(ledger.totals, self._run, n) for n in names}
 
+    async def _keep(self) -> None:
+        if self._file is not None:
+            await asyncio.to_thread(self._file.keep)
+
     async def __cleanup__(self, _: Exception | None) -> None:
         if self._desk is not None:
             await self._desk.close()
@@ -84,6 +107,9 @@ class TeacherReplayActor(Actor):
     def _open(self) -> None:
         from teachers.clients import connect  # the SDKs take a second to import
 
+        if self._stored is not None:
+            self._file = LedgerFile(self._stored, self._path)
+            self._file.fetch()
         if self._offline and not self._path.is_file():
             raise DataError(f"no ledger to replay from at {self._path}; name one, or go online")
         clients = {} if self._offline else {t.name: connect(t) for t in self._spec.teachers}

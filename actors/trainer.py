@@ -18,6 +18,7 @@ from monarch.actor import endpoint
 
 from actors.base import ModelSource, RankPlace
 from actors.model_actors import ModelActor
+from actors.stored_files import TrainerFiles
 from learning.cartridge.bank import CartridgeBank
 from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.initialization import CartridgeInit, initial_bank
@@ -39,6 +40,7 @@ from protocols.types import CartridgeSnapshot, Sample, TrainStepOutput
 from registry.formats.base_model import other_weights, read_base
 from registry.formats.cartridge_file import CartridgeFile
 from registry.starting import keep_record, read_start, record_of, require_fit_of
+from registry.stored_folder import StoredPlace
 
 
 class TrainerActor(ModelActor):
@@ -53,11 +55,13 @@ class TrainerActor(ModelActor):
         shard: bool = False,
         silent_s: float = 60.0,
         keep_token_scores: bool = False,
+        stored: StoredPlace | None = None,
     ) -> None:
         """Keep every state in the file `last_state` before replying, and what trained cartridges
         they started from in `start_record`. With `shard` each rank keeps its share of the base; a
         rank waits at most `silent_s` for another. With `keep_token_scores` a step tells every
-        token's score."""
+        token's score. `stored`: where the run is in an object store, for a host that shares no
+        directory with the controller's."""
         place = RankPlace.here()
         device = claim_device(base.device, place.rank)
         # A base that is to be divided is first loaded whole on the host.
@@ -78,6 +82,9 @@ class TrainerActor(ModelActor):
         else:
             model.to(device)
         bank = bank_of(model, base, learn, given)
+        self._files = None
+        if stored is not None and self._ranks.leads:
+            self._files = TrainerFiles(stored, Path(start_record).parent)
         if given and self._ranks.leads:
             keep_record(Path(start_record), record_of(given, names, learn.cartridge))
         self._trainer = CartridgeTrainer(
@@ -104,13 +111,17 @@ class TrainerActor(ModelActor):
     @endpoint
     async def recover(self) -> int:
         """Restore the state of the trainer that died, and return its version."""
+        if self._files is not None:
+            self._files.fetch_last_state()
         return self._trainer.recover()
 
     @endpoint
     async def begin(self, arm: str, steps: int, updates: Mapping[str, int]) -> int:
         """Start an arm of `steps` steps from the untrained cartridges, as a new version. `updates`
         is the number of steps that will train a cartridge, where that is not all."""
-        return self._trainer.begin(arm, steps, updates)
+        version = self._trainer.begin(arm, steps, updates)
+        self._keep_last_state()
+        return version
 
     @endpoint
     async def step(self, lesson: TrainBatch, version: int) -> TrainStepOutput:
@@ -142,6 +153,7 @@ class TrainerActor(ModelActor):
         batch = replace(lesson, scores=scores)
         begun = time.perf_counter()
         output = self._trainer.step_on(batch, version)
+        self._keep_last_state()
         return replace(
             output,
             compute_seconds=time.perf_counter() - begun,
@@ -211,12 +223,23 @@ class TrainerActor(ModelActor):
     async def save(self, directory: str, position: dict[str, Any], version: int) -> str:
         """Write a checkpoint of cartridges, optimizer, versions and the run state `position`, which
         is at `version`; return its path."""
-        return str(self._trainer.save(Path(directory), position, version))
+        path = self._trainer.save(Path(directory), position, version)
+        if self._files is not None:
+            self._files.keep_checkpoints()
+        return str(path)
 
     @endpoint
     async def restore(self, path: str) -> dict[str, Any]:
         """Continue from a checkpoint; return the run state that was saved with it."""
-        return self._trainer.restore(read_checkpoint(Path(path)))
+        if self._files is not None:
+            self._files.fetch_checkpoint(Path(path))
+        position = self._trainer.restore(read_checkpoint(Path(path)))
+        self._keep_last_state()
+        return position
+
+    def _keep_last_state(self) -> None:
+        if self._files is not None:
+            self._files.keep_last_state()
 
     @endpoint
     async def base_hash(self) -> str:

@@ -95,6 +95,12 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
         elif role.gpus and spec.mesh.hosts.kind == "local" and not gpus_here():
             remedy = "use 0, or install a torch built for CUDA and check nvidia-smi"
             yield gpus, role.gpus, NO_GPU, remedy
+    apart = spec.mesh.hosts.kind != "local" and spec.mesh.records.store is not None
+    if apart and spec.mesh.roles.teacher_replay.replicas > 1 and spec.learn.replay is not None:
+        why = "cannot run with records.store, pods share no ledger of what was paid"
+        replicas = spec.mesh.roles.teacher_replay.replicas
+        remedy = "use 1, and a larger max_ongoing"
+        yield "roles.teacher_replay.replicas", replicas, why, remedy
     yield from vllm_faults(generator.backend)
     yield from _divided_faults(spec.learn)
     yield from _device_faults(spec)

@@ -26,8 +26,22 @@ from registry.object_store import MissingError, ObjectStore, StoreError
 PART_BYTES = 16 * 2**20
 SCHEMA = 1
 STATE = "state.json"
+CONTROLLER, TRAINER, LAST_STATE, TEACHERS = "controller", "trainer", "last-state", "teachers"
 TRIES = 3  # of a reader, while a writer replaces the state
 Files = Mapping[str, Mapping[str, Any]]  # size and parts by the file's path in the folder
+
+
+@dataclass(frozen=True)
+class StoredPlace:
+    """Name a run in a store: the `url` of all runs, `s3://bucket/runs`, and `run`, its place there,
+    `longhealth/20260726T101530Z-3fa9`."""
+
+    url: str
+    run: str
+
+    def within(self, writer: str) -> str:
+        """Return the prefix of a writer's folder."""
+        return f"{self.run}/{writer}"
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ def _check(name: str, spec: RunSpec, directory: RunDirectory) -> Check | None:
         same_files,
         role=name,
         read=read,
-        written=[str(directory.spec)] if name in WRITERS else [],
+        written=[str(directory.spec)] if name in WRITERS and not spec.mesh.records.store else [],
     )
 
 

@@ -20,6 +20,8 @@ from deploy.manifests.sizing import known_size
 from protocols.secrets import LOCAL_KEY
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import HINTED_TEACHER, MODEL_ROLES, RoleSpec, RunSpec
+from registry.object_store import VARIABLES
+from registry.stored_folder import StoredPlace
 from services.run_directory import RunDirectory
 
 ENGINE_GENERATOR = "generator over an engine"  # vLLM in a run, either engine in a server
@@ -63,7 +65,20 @@ def role_variables(spec: RunSpec) -> dict[str, tuple[str, ...]]:
         names = {name for teacher in replay.teachers for name in teacher.secrets}
         own = [LOCAL_KEY] if replay.local is not None else []
         found["teacher_replay"] = (*sorted(names), *own, *PROXIES)
+    if spec.mesh.records.store is not None:
+        for role in writers_apart(spec):
+            found[role] = (*found.get(role, PROXIES), *VARIABLES)
     return found
+
+
+def writers_apart(spec: RunSpec) -> tuple[str, ...]:
+    """Return the roles that write into the run directory and run on other hosts than the
+    controller's."""
+    if spec.mesh.hosts.kind == "local":
+        return ()
+    replay = spec.learn.replay
+    here = replay is not None and replay.local is not None  # the provider is on this host
+    return tuple(name for name in WRITERS if not (here and name == "teacher_replay"))
 
 
 def controller_variables(spec: RunSpec) -> tuple[str, ...] | None:
@@ -101,7 +116,10 @@ def role_arguments(
     name: str, spec: RunSpec, base: ModelSource, end_ids: frozenset[int], directory: RunDirectory
 ) -> tuple[Any, ...]:
     """Return the constructor arguments of a role's actor."""
-    learn = spec.learn
+    learn, url = spec.learn, spec.mesh.records.store
+    stored = None
+    if url is not None and name in writers_apart(spec):
+        stored = StoredPlace(url, f"{spec.mesh.name}/{directory.id}")
     if name == "generator":
         # The version being sampled, and the versions that earlier rollouts are pinned to.
         held = (base, end_ids, learn.train.staleness + 2)
@@ -119,11 +137,11 @@ def role_arguments(
     if name == "reward":
         return (learn.reward, spec.mesh.call_timeout_s)
     if name == "teacher_replay":
-        return (learn.replay, str(directory.ledger), directory.id)
+        return (learn.replay, str(directory.ledger), directory.id, False, stored)
     if name == "rsa_aggregator":
         return (learn.rsa,)
     assert name == "trainer", name
     # The heartbeat finds a silent rank; the call's timeout bounds a rank that hangs but answers.
     ranks = (learn.train.shard_base, spec.mesh.call_timeout_s)
     kept = spec.mesh.records.token_scores
-    return (base, learn, str(directory.last_state), str(directory.start), *ranks, kept)
+    return (base, learn, str(directory.last_state), str(directory.start), *ranks, kept, stored)

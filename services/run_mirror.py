@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protocols.errors import ForgeError
-from registry.object_store import StoreError
-from registry.stored_folder import StoredFolder
+from registry.object_store import MissingError, StoreError
+from registry.stored_folder import CONTROLLER, TEACHERS, StoredFolder, pull, read_state
 from services.run_directory import RunDirectory
-from services.run_store import CONTROLLER, StoredRun, StoreLease, mark_seen
+from services.run_store import StoredRun, StoreLease, mark_seen
 
 LOOK_SECONDS = 0.5
 STORE_SECONDS = 30.0
@@ -91,6 +91,7 @@ class RunMirror:
         rows of each are there. One that is removed meanwhile is left out at the next try."""
         if self.lost:
             raise StoreError(self.lost)
+        self._receive()
         for last in (False, False, True):
             try:
                 self._folder.push(stored_names(self._directory.path))
@@ -99,6 +100,15 @@ class RunMirror:
                 if last or not self._directory.path.is_dir():
                     raise
         mark_seen(self._directory.path, self._folder.state.serial)
+
+    def _receive(self) -> None:
+        """Fetch the ledger of teachers on another host, from which the run reads what they cost."""
+        prefix = self._run.within(TEACHERS)
+        state = read_state(self._run.store, prefix)
+        try:
+            pull(self._run.store, prefix, self._directory.path, state, [*state.files])
+        except MissingError:  # its writer has replaced it: the next state has it
+            pass
 
     def _has_checkpoint(self) -> bool:
         """Return whether the events tell of a new checkpoint."""

@@ -3,7 +3,7 @@
     s3://bucket/runs/longhealth/20260726T101530Z-3fa9/
     ├── lease.json    who works on the run
     ├── controller/   the run directory, without what the two below have
-    ├── trainer/      start.json and checkpoints, where the trainer is on another host
+    ├── trainer/      checkpoints, where the trainer is on another host
     ├── last-state/   the trainer's last state there
     └── teachers/     teachers.jsonl, where teacher_replay is on another host
 
@@ -28,12 +28,20 @@ from urllib.parse import urlsplit
 from protocols.errors import CheckpointError, RunError
 from protocols.files import iter_rows, write_atomically
 from registry.object_store import MissingError, ObjectStore, StoreError
-from registry.stored_folder import STATE, TRIES, StoredState, pull, read_state
+from registry.stored_folder import (
+    CONTROLLER,
+    STATE,
+    TEACHERS,
+    TRAINER,
+    TRIES,
+    StoredState,
+    pull,
+    read_state,
+)
 from services.proc_info import began
 from services.run_lease import LOOK_SECONDS, LeaseRecord, is_gone, is_here
 
 LEASE = "lease.json"
-CONTROLLER, TRAINER, LAST_STATE, TEACHERS = "controller", "trainer", "last-state", "teachers"
 STORED = ".stored"  # in a run directory: which stored state it is, or was before it went on
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0
