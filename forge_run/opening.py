@@ -115,13 +115,14 @@ def _mirror(
     held: ExitStack,
 ) -> RunMirror:
     from registry.object_store import ObjectStore
+    from services.roles import writers_apart
     from services.run_mirror import RunMirror
     from services.run_store import StoredRun
 
     if stored is None or stored[0].id != directory.id:
         run = StoredRun(ObjectStore(url), spec.mesh.name, directory.id)
         stored = run, _held(run, tell, held)
-    mirror = RunMirror(directory, *stored, tell)
+    mirror = RunMirror(directory, *stored, tell, writers_apart(spec))
     mirror.start()
     return mirror
 

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from protocols.errors import ForgeError
 from registry.object_store import MissingError, StoreError
-from registry.stored_folder import CONTROLLER, TEACHERS, StoredFolder, pull, read_state
+from registry.stored_folder import (
+    CONTROLLER,
+    LAST_STATE,
+    TEACHERS,
+    TRAINER,
+    StoredFolder,
+    pull,
+    read_state,
+)
 from services.run_directory import RunDirectory
 from services.run_store import StoredRun, StoreLease, mark_seen
 
@@ -25,6 +34,7 @@ MOST_AGAIN_SECONDS = 60.0
 END_SECONDS = 15.0  # of the last state
 # Made anew by each command, or of one machine alone.
 NOT_STORED = ("endpoints.json", "teachers.jsonl.owners", "checkpoints/last-state")
+OF_ROLES = {"trainer": (TRAINER, "start.json"), "teacher_replay": (TEACHERS, "teachers.jsonl")}
 
 
 class RunMirror:
@@ -36,9 +46,12 @@ class RunMirror:
         run: StoredRun,
         lease: StoreLease,
         tell: Callable[[str], None],
+        apart: Collection[str] = (),
     ) -> None:
+        """Fetch the files that the roles in `apart` write on other hosts."""
         self._directory, self._run, self._lease, self._tell = directory, run, lease, tell
         self._folder = StoredFolder(run.store, run.within(CONTROLLER), directory.path)
+        self._apart = [OF_ROLES[role] for role in apart]
         self._over = threading.Event()
         self._failed = ""  # why the last state was not stored
         self._read = 0  # bytes of the events
@@ -46,6 +59,8 @@ class RunMirror:
 
     def start(self) -> None:
         """Begin to copy. Raises StoreError at once for a store that takes nothing."""
+        # It is of an interrupted run; this one starts from its own checkpoint.
+        StoredFolder(self._run.store, self._run.within(LAST_STATE), self._directory.path).push([])
         self._store()
         self._thread.start()
 
@@ -102,13 +117,14 @@ class RunMirror:
         mark_seen(self._directory.path, self._folder.state.serial)
 
     def _receive(self) -> None:
-        """Fetch the ledger of teachers on another host, from which the run reads what they cost."""
-        prefix = self._run.within(TEACHERS)
-        state = read_state(self._run.store, prefix)
-        try:
-            pull(self._run.store, prefix, self._directory.path, state, [*state.files])
-        except MissingError:  # its writer has replaced it: the next state has it
-            pass
+        """Fetch what the run reads of roles on other hosts: what they started from, and what the
+        teachers cost."""
+        for writer, file in self._apart:
+            prefix = self._run.within(writer)
+            state = read_state(self._run.store, prefix)
+            with suppress(MissingError):  # its writer has replaced it: the next state has it
+                names = [file] if file in state.files else []
+                pull(self._run.store, prefix, self._directory.path, state, names)
 
     def _has_checkpoint(self) -> bool:
         """Return whether the events tell of a new checkpoint."""

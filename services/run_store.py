@@ -133,7 +133,11 @@ def _fetch(
         n for n in trained.files if not n.startswith("checkpoints/") or n.split("/")[1] in told
     ]
     pull(run.store, run.within(TRAINER), path, trained, names)
-    pull(run.store, run.within(TEACHERS), path, paid, [*paid.files])
+    # The teachers may have been on the controller's host since.
+    more = [
+        n for n, of in paid.files.items() if of["size"] > state.files.get(n, {"size": 0})["size"]
+    ]
+    pull(run.store, run.within(TEACHERS), path, paid, more)
     stored = {name.split("/")[1] for name in (*state.files, *names) if "/" in name}
     for checkpoint in (path / "checkpoints").glob("version-*"):
         if checkpoint.name not in stored:
