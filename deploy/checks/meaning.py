@@ -156,7 +156,7 @@ def _run(each: OurContainer, spec: RunSpec) -> Iterator[ManifestFault]:
                 "mount the Secret that has it",
             )
     folder = str(each.options.get("run_dir") or "runs")
-    yield from _written(each, "--run-dir", folder)
+    yield from _written(each, "--run-dir", folder, stored=spec.mesh.records.store is not None)
 
 
 def _declared(container: Container, named: Mapping[str, int]) -> Iterator[ManifestFault]:
@@ -214,8 +214,11 @@ def _variables(each: OurContainer, key: str, wanted: Sequence[str]) -> Iterator[
             )
 
 
-def _written(each: OurContainer, key: str, path: str) -> Iterator[ManifestFault]:
-    """Yield a folder that is to be written and cannot be, or is gone with the pod."""
+def _written(
+    each: OurContainer, key: str, path: str, *, stored: bool = False
+) -> Iterator[ManifestFault]:
+    """Yield a folder that is to be written and cannot be, or is gone with the pod and not `stored`
+    elsewhere."""
     container = each.container
     folder = (
         path if path.startswith("/") else f"{container.value.get('workingDir') or '/app'}/{path}"
@@ -239,7 +242,7 @@ def _written(each: OurContainer, key: str, path: str) -> Iterator[ManifestFault]
                 f"{key} is {folder}, which is mounted readOnly",
                 "mount it without",
             )
-        elif "emptyDir" in volumes.get(mount["name"], {}):
+        elif not stored and "emptyDir" in volumes.get(mount["name"], {}):
             yield container.finding(
                 "files",
                 ".volumeMounts",

@@ -91,7 +91,8 @@ def mesh_tree(
         components=more,
         patches=gpu_patches(spec, values, parts),
     )
-    if "teacher_replay" in dict(spec.roles):
+    # With an object store they are one: its replicas share a ledger on one file system.
+    if "teacher_replay" in dict(spec.roles) and spec.mesh.records.store is None:
         more_of_them = _replace("/spec/replicas", TEACHERS)
         patches = [_patch(POOL, mesh_name("teacher_replay"), more_of_them)]
         if values.gang:

@@ -119,11 +119,11 @@ def require_server(values: DeploymentSpec) -> None:
             )
 
 
-def runs_gib(spec: RunSpec, size: ModelSize, values: DeploymentSpec) -> int:
+def runs_gib(spec: RunSpec, size: ModelSize, values: DeploymentSpec | None = None) -> int:
     """Return the GiB of the claim of runs: what the plan writes, or what is asked for. Raises
     SpecError where that is less."""
     planned = -(-runs_bytes(spec.learn, size) // GIB)
-    asked = values.storage.runs_gib
+    asked = None if values is None else values.storage.runs_gib
     if asked is None:
         return max(LEAST_RUNS_GIB, planned)
     if asked < planned:
