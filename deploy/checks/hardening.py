@@ -15,6 +15,8 @@ from protocols.secrets import looks_secret
 
 RULE = "hardening"
 SERVING = (("run",), ("serve",), ("worker",))  # commands that stay, and answer
+BUCKET = re.compile(r"^(records\.|[ ]+)store[=:] ?[\"']?(s3|gs|az)://", re.MULTILINE)
+STORING = ("controller", "trainer")  # with records.store
 ASKS_OUTSIDE = ("teacher-replay", "model")  # external teachers, and the Job that gets the model
 MAY = {  # all that a Role of a mesh may grant
     "pods": {"get", "list", "watch"},
@@ -32,6 +34,7 @@ def unsafe(manifests: Sequence[Manifest]) -> Iterator[ManifestFault]:
     for template in pod_templates(manifests):
         if template.is_ours():
             yield from _pod(template)
+    storing = _stores(manifests)
     for found in manifests:
         if found.kind == "Secret" and (found.value.get("data") or found.value.get("stringData")):
             yield found.finding(
@@ -43,7 +46,7 @@ def unsafe(manifests: Sequence[Manifest]) -> Iterator[ManifestFault]:
         if found.kind in ("Role", "ClusterRole"):
             yield from _role(found)
         if found.kind == "NetworkPolicy":
-            yield from _policy(found)
+            yield from _policy(found, storing)
     yield from _denied(manifests)
 
 
@@ -214,8 +217,27 @@ def _role(role: Manifest) -> Iterator[ManifestFault]:
                 )
 
 
-def _policy(policy: Manifest) -> Iterator[ManifestFault]:
-    """Only the pods that ask external teachers reach public addresses, and these on 443 alone."""
+def _stores(manifests: Sequence[Manifest]) -> bool:
+    """Return whether a run's command, or the text of a mesh, names a bucket."""
+    words = [
+        str(word)
+        for template in pod_templates(manifests)
+        for container in template.spec.get("containers") or ()
+        for word in container.get("command") or ()
+    ]
+    texts = [
+        str(text)
+        for found in manifests
+        if found.kind == "ConfigMap"
+        for text in (found.value.get("data") or {}).values()
+    ]
+    return any(BUCKET.match(word) for word in words) or any(BUCKET.search(t) for t in texts)
+
+
+def _policy(policy: Manifest, storing: bool) -> Iterator[ManifestFault]:
+    """Only the pods that ask external teachers, or keep runs in a bucket, reach public addresses,
+    and these on 443 alone."""
+    asking = (*ASKS_OUTSIDE, *STORING) if storing else ASKS_OUTSIDE
     spec = policy.spec
     component = (spec["podSelector"].get("matchLabels") or {}).get(f"{DOMAIN}/component")
     for direction, side in (("ingress", "from"), ("egress", "to")):
@@ -232,12 +254,13 @@ def _policy(policy: Manifest) -> Iterator[ManifestFault]:
                 public = ip_network(block["cidr"]).is_global or block["cidr"] == "0.0.0.0/0"
                 ports = {p.get("port") for p in rule.get("ports") or ()}
                 if public and direction == "egress" and (
-                    component not in ASKS_OUTSIDE or ports != {443}
+                    component not in asking or ports != {443}
                 ):  # fmt: skip
                     yield policy.finding(
                         RULE,
                         path,
-                        "reaches the public network; only teachers and the model's Job may, on 443",
+                        "reaches the public network; only teachers, the model's Job and, with "
+                        "records.store, the pods that write runs may, on 443",
                         "give private blocks",
                     )
                 if public and not set(NOT_PUBLIC) <= set(block.get("except") or ()):

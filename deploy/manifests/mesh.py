@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from posixpath import join, normpath
-from urllib.parse import urlsplit
 
 from deploy.manifests.model_volume import TOKEN as HUB_TOKEN
 from deploy.manifests.model_volume import ModelVolume, filling, model_volume, waiting
@@ -34,8 +33,8 @@ from deploy.manifests.objects import (
     tcp,
 )
 from deploy.manifests.placement import apart, together
+from deploy.manifests.run_volume import runs_claim, runs_volume, store_secret, with_store
 from deploy.manifests.sizing import ModelSize, controller_resources, pod_resources
-from deploy.manifests.values import runs_gib
 from protocols.spec.hosts import DeploymentSpec
 from protocols.spec.mesh import RunSpec
 
@@ -46,12 +45,6 @@ PEM_KEYS = ("ca.crt", "tls.crt", "tls.key")
 CONTROL_KEYS = (*PEM_KEYS, "token")
 TOKEN = "FORGE_CONTROL_TOKEN"
 TEACHERS_SECRET = "forge-teachers"
-STORE_SECRET = "forge-store"  # of records.store: every key of it is a variable
-STORE_KEYS = {
-    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"),
-    "gs": ("GOOGLE_SERVICE_ACCOUNT_KEY",),
-    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
-}
 PEMS = "/etc/forge/control"
 MESH_SECRET = "forge-mesh"  # of hosts.tls, which is where it is mounted
 # Asks the gRPC health service over mutual TLS, with the token.
@@ -92,17 +85,13 @@ def base(
     scope = scope_of(spec)
     model = model_volume(spec.learn.model.path, values.model)
     fetched = model if model is not None and model.hub else None
-    room = f"{runs_gib(spec, size, values)}Gi"
-    claims = []
-    if spec.mesh.records.store is None:
-        claims = [scope.of("controller").claim("runs", "ReadWriteMany", room)]
     data = {"mesh.yaml": files.mesh_text, "config.yaml": files.config_text}
     return {
         "namespace.yaml": [scope.made_namespace(secrets(spec, values))],
         "access.yaml": access(spec),
         "files.yaml": [
             scope.made("v1", "ConfigMap", "mesh", data=data),
-            *claims,
+            *runs_claim(spec, size, values, scope.of("controller")),
         ],
         **({"model.yaml": filling(fetched, size, scope)} if fetched else {}),
         "pools.yaml": [monarch_mesh(spec, name, size, model) for name, _ in spec.roles],
@@ -121,8 +110,7 @@ def secrets(spec: RunSpec, values: DeploymentSpec) -> dict[str, tuple[str, ...]]
         found[MESH_SECRET] = PEM_KEYS
     if keys := teacher_keys(spec):
         found[TEACHERS_SECRET] = keys
-    if spec.mesh.records.store is not None:
-        found[STORE_SECRET] = STORE_KEYS[urlsplit(spec.mesh.records.store).scheme]
+    found |= store_secret(spec)
     if values.model.token_secret is not None:
         found[values.model.token_secret] = (HUB_TOKEN,)
     return found
@@ -203,14 +191,14 @@ def monarch_mesh(
             *(secret_env(key, TEACHERS_SECRET, key) for key in keys),
         ],
         volumes=[
-            *([_runs(spec, size)] if writes else []),
+            *([runs_volume(spec, size)] if writes else []),
             *volumes,
             *(model.volumes() if model else ()),
         ],
         mounts=[*([_RUNS_MOUNT] if writes else []), *mounts, *(model.mounts() if model else ())],
     )
     if writes:
-        _with_store(template, spec)
+        with_store(template, spec)
     template["spec"] |= together(scope_of(spec)) | apart(scope)
     body = {"replicas": role.replicas, "port": WORKER_PORT, "podTemplate": template}
     return scope.made(MONARCH_API, "MonarchMesh", mesh_name(name), spec=body)
@@ -248,7 +236,7 @@ def controller(
         ],
         volumes=[
             {"name": "mesh", "configMap": {"name": "mesh"}},
-            _runs(spec, size),
+            runs_volume(spec, size),
             {
                 "name": "control",
                 "secret": {"secretName": certificates or CONTROL_SECRET, "items": pems},
@@ -267,7 +255,7 @@ def controller(
         ],
         api_token=True,
     )
-    _with_store(template, spec)
+    with_store(template, spec)
     if model is not None and model.hub:
         template["spec"]["initContainers"] = [waiting(model, scope)]
     template["spec"] |= {"restartPolicy": "Never", **together(scope_of(spec))}
@@ -292,21 +280,6 @@ _RUNS_MOUNT = {"name": "runs", "mountPath": "/runs"}
 # The pod's IP for others, and the address to listen on. A name would also be the next pod's, and
 # DNS would resolve it with a delay.
 _ADDRESS = f"tcp://$(POD_IP):{WORKER_PORT}@tcp://0.0.0.0:{WORKER_PORT}"
-
-
-def _runs(spec: RunSpec, size: ModelSize) -> Object:
-    """Return the volume of the runs: the claim, or a folder of the pod's own where they are stored
-    in an object store."""
-    if spec.mesh.records.store is None:
-        return {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}
-    return {"name": "runs", "emptyDir": {"sizeLimit": f"{runs_gib(spec, size)}Gi"}}
-
-
-def _with_store(template: Object, spec: RunSpec) -> None:
-    """Give a pod the credentials of the runs' object store, where there is one."""
-    if spec.mesh.records.store is not None:
-        (container,) = template["spec"]["containers"]
-        container["envFrom"] = [{"secretRef": {"name": STORE_SECRET}}]
 
 
 def _certificate(spec: RunSpec) -> tuple[list[Object], list[Object]]:
@@ -383,8 +356,7 @@ def network(spec: RunSpec, *, fetches: bool = False) -> list[Object]:
         policies.append(allow("teachers", asking, egress=[{**public, "ports": tcp(443)}]))
     if spec.mesh.records.store is not None:
         for name in ("controller", *(name for name, _ in spec.roles if name in WRITES_RUNS)):
-            storing = scope.of(dashed(name)).labels
-            to = [{**public, "ports": tcp(443)}]
+            storing, to = scope.of(dashed(name)).labels, [{**public, "ports": tcp(443)}]
             policies.append(allow(f"store-{dashed(name)}", storing, egress=to))
     if fetches:
         filler = scope.of("model").labels
