@@ -72,9 +72,17 @@ def ordered(found: list[dict[str, Any]]) -> list[str]:
     return sorted(json.dumps(one, sort_keys=True) for one in found)
 
 
-@pytest.mark.parametrize("mesh", sorted({mesh for mesh, _ in CASES}))
-def test_helm_gives_the_objects_of_render(mesh: str, tmp_path: Path) -> None:
-    sets = {LARGE: ("data.path=/data",), TEACHERS: ("replay.local=null",)}.get(mesh, ())
+@pytest.mark.parametrize(
+    ("mesh", "sets"),
+    [
+        (LARGE, ("data.path=/data",)),
+        (SMALL, ()),
+        (SMALL, ("records.store=s3://ours/runs",)),
+        (TEACHERS, ("replay.local=null",)),
+        (SERVE, ()),
+    ],
+)
+def test_helm_gives_the_objects_of_render(mesh: str, sets: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "chart"
     assert chart_command(mesh=mesh, sets=sets, out=folder) == 0
     overlays = yaml.safe_load((folder / "values.schema.json").read_text())["properties"]["overlay"]

@@ -80,7 +80,7 @@ def test_of_two_writers_the_second_is_refused(store: ObjectStore, run: Path) -> 
     one, two = StoredFolder(store, "w", run), StoredFolder(store, "w", run)
     assert (one.state, two.state) == (NOTHING, NOTHING)
     one.push(["a.jsonl"])
-    with pytest.raises(StoreError, match="w of file://.* was written by another"):
+    with pytest.raises(StoreError, match=r"w of file://.* was written by another"):
         two.push(["checkpoints/b"])
     two.push(["checkpoints/b"])  # once it has read what is there
     with pytest.raises(StoreError, match="was written by another"):
@@ -101,7 +101,7 @@ def test_what_is_damaged_or_gone_is_told(
         pull(store, "w", tmp_path / "there", folder.state, ["a.jsonl"])
     assert not [*(tmp_path / "there").iterdir()], "no part of a file"
     out = stored_folder.StoredState(1, {"../x": {"size": 0, "parts": []}})
-    with pytest.raises(CheckpointError, match="a file's path must be in it: got ../x"):
+    with pytest.raises(CheckpointError, match=r"a file's path must be in it: got \.\./x"):
         pull(store, "w", tmp_path / "there", out, ["../x"])
     (bucket / "w" / "state.json").write_text('{"schema": 9}')
     with pytest.raises(CheckpointError, match=r"is no state of a stored run \(schema 9\)"):

@@ -24,6 +24,7 @@ from protocols.spec.loading import load_file
 REPOSITORY = Path(__file__).parents[4]
 SMALL = str(REPOSITORY / "meshes" / "longhealth.yaml")
 LARGE = str(REPOSITORY / "meshes" / "longhealth_3b.yaml")
+TEACHERS = str(REPOSITORY / "meshes" / "three_channels.yaml")
 SERVE = str(REPOSITORY / "meshes" / "serve.yaml")
 QUEUE = "kueue.x-k8s.io/queue-name"
 DIGEST = f"sha256:{'0f' * 32}"
@@ -268,3 +269,40 @@ def test_pods_of_a_role_are_wished_apart_and_those_of_the_mesh_together() -> Non
         assert wish["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
         assert wish["podAffinityTerm"]["labelSelector"]["matchLabels"] == instance
     assert "topologySpreadConstraints" not in found["controller"]
+
+
+BUCKET = "records.store=s3://ours/runs"
+
+
+def test_with_a_bucket_no_pod_has_a_claim_of_runs() -> None:
+    tree = render(TEACHERS, ("replay.local=null", BUCKET))
+    assert [t for t in targets(tree) if "teachers" in t] == [], "they share no ledger"
+    for target in targets(tree):
+        assert findings(tree, target) == []
+        objects = build(tree, target)
+        assert of_kind(objects, "PersistentVolumeClaim") == {}
+        for name, pod in pods(objects).items():
+            (container,) = pod["containers"]
+            writes = name in ("controller", "trainer", "teacherreplay")
+            runs = [v for v in pod["volumes"] if v["name"] == "runs"]
+            assert runs == ([{"name": "runs", "emptyDir": {"sizeLimit": "20Gi"}}] if writes else [])
+            secret = [{"secretRef": {"name": "forge-store"}}] if writes else None
+            assert container.get("envFrom") == secret
+        policies = of_kind(objects, "NetworkPolicy")
+        for name in ("controller", "trainer", "teacher-replay"):
+            (rule,) = policies[f"store-{name}"]["spec"]["egress"]
+            assert rule["ports"] == [{"protocol": "TCP", "port": 443}]
+        told = of_kind(objects, "Namespace")["forge-three-channels"]["metadata"]["annotations"]
+        assert "forge-store: AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_REGION" in str(told)
+
+
+def test_an_empty_folder_of_runs_is_a_fault_without_a_bucket() -> None:
+    tree = render(SMALL, (BUCKET,))
+    objects = build(tree, "overlays/cpu")
+    job = of_kind(objects, "Job")["controller"]["spec"]["template"]["spec"]["containers"][0]
+    at = job["command"].index(BUCKET)
+    del job["command"][at - 1 : at + 1]
+    found = check_objects([Manifest(o) for o in objects], definitions(), parsed_elsewhere)[0]
+    rules = {(f.rule, f.object) for f in found}
+    assert ("files", "Job/controller") in rules
+    assert ("hardening", "NetworkPolicy/store-controller") in rules
