@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from s3_server import s3_server
@@ -21,6 +22,11 @@ FORGE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
 ALONE = ("unshare", "--mount") if os.geteuid() == 0 else ("unshare", "--map-root-user", "--mount")
 # An empty folder in place of the runs', in this worker's own mounts.
 HIDDEN = 'mount -t tmpfs none "$1" && shift && exec "$@"'
+KEPT: dict[str, Any] = {
+    "records.store": "s3://runs",
+    # Processes that are not forked import torch for long on a busy machine, and are not dead.
+    "health.suspect_after_s": 60, "health.dead_after_s": 120, "spawn_timeout_s": 300,
+}  # fmt: skip
 WORKERS = 3  # generator, teacher, trainer
 
 
@@ -55,12 +61,7 @@ def test_a_trainer_apart_dies_and_the_run_is_killed_and_both_go_on(
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         addresses = held.enter_context(workers(runs))
-        kept = {
-            "records.store": "s3://runs",
-            "hosts": json.dumps({"kind": "addresses", "addresses": addresses}),
-        }
-        words = command(runs, **{"records.store": "s3://runs"})
-        words += ["--set", f"hosts={kept['hosts']}"]
+        words = [*command(runs, **KEPT), "--set", among(addresses)]
         with running(words, runs) as run:
             path = run.wait_for("on_policy", 3)
             (pid,) = pids_of(path, "trainer")
@@ -72,11 +73,15 @@ def test_a_trainer_apart_dies_and_the_run_is_killed_and_both_go_on(
         held.close()
         shutil.rmtree(path.parent)
         fresh = held.enter_context(workers(runs))
-        again = [*words[:-1], f"hosts={json.dumps({'kind': 'addresses', 'addresses': fresh})}"]
-        resumed = run_to_end([*again, "--resume", "unfinished"])
+        resumed = run_to_end([*words[:-1], among(fresh), "--resume", "unfinished"])
         assert resumed.returncode == 0, resumed.stdout + resumed.stderr
         assert latest(runs).name == path.name
         same_outcome(latest(runs), finished.path)
+
+
+def among(addresses: list[str]) -> str:
+    """The setting of hosts that are these workers."""
+    return f"hosts={json.dumps({'kind': 'addresses', 'addresses': addresses})}"
 
 
 def pids_of(path: Path, role: str) -> list[int]:
