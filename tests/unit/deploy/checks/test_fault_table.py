@@ -1,5 +1,5 @@
-"""The table of faults in docs/how-to/deploy.md, against the checker: every fault of the corpus, in a
-tree of `forge k8s render` and in the same tree as a user would own it."""
+"""The table of faults in docs/how-to/deploy.md, against the checker: every fault of the corpus, in
+a tree of `forge k8s render` and in the same tree as a user would own it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deploy.checks.schemas import definitions
 from forge_run.cli import parsed_elsewhere
 
 PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "deploy.md"
-HEAD = "| rule | faults put in | caught, rendered by us | caught, written by a user | not caught there |"
+HEAD = "| rule | faults put in | caught, rendered by us | caught, written by a user | not there |"
 KINDS = definitions()
 SPACES = {"forge-three-channels": "team-a", "forge-serve": "team-a"}
 
