@@ -8,6 +8,7 @@ from pathlib import Path
 
 from actors.base import VLLM_REMEDY, gpus_here, missing_vllm
 from deploy.manifests.devices import GB, device_loads
+from deploy.manifests.run_volume import NO_LEDGER, shares_no_ledger
 from deploy.manifests.sizing import known_size, tensor_parallel
 from forge_run.formatting import bytes_text
 from learning.model.decoder_config import decoder_config
@@ -95,12 +96,9 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
         elif role.gpus and spec.mesh.hosts.kind == "local" and not gpus_here():
             remedy = "use 0, or install a torch built for CUDA and check nvidia-smi"
             yield gpus, role.gpus, NO_GPU, remedy
-    apart = spec.mesh.hosts.kind != "local" and spec.mesh.records.store is not None
-    if apart and spec.mesh.roles.teacher_replay.replicas > 1 and spec.learn.replay is not None:
-        why = "cannot run with records.store, pods share no ledger of what was paid"
-        replicas = spec.mesh.roles.teacher_replay.replicas
-        remedy = "use 1, and a larger max_ongoing"
-        yield "roles.teacher_replay.replicas", replicas, why, remedy
+    replicas = spec.mesh.roles.teacher_replay.replicas
+    if shares_no_ledger(spec):
+        yield "roles.teacher_replay.replicas", replicas, NO_LEDGER, "use 1, and more max_ongoing"
     yield from vllm_faults(generator.backend)
     yield from _divided_faults(spec.learn)
     yield from _device_faults(spec)

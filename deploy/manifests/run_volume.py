@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from deploy.manifests.objects import Object, Scope
 from deploy.manifests.sizing import ModelSize
 from deploy.manifests.values import runs_gib
+from protocols.errors import SpecError
 from protocols.spec.hosts import DeploymentSpec
 from protocols.spec.mesh import RunSpec
 
@@ -17,13 +18,27 @@ STORE_KEYS = {
     "gs": ("GOOGLE_SERVICE_ACCOUNT_KEY",),
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
 }
+NO_LEDGER = "cannot run with records.store, hosts share no ledger of what was paid"
+
+
+def shares_no_ledger(spec: RunSpec) -> bool:
+    """Return whether external teachers are asked from several hosts, and the run is in a bucket."""
+    replay, mesh = spec.learn.replay, spec.mesh
+    apart = mesh.hosts.kind != "local" and replay is not None and replay.local is None
+    return apart and mesh.records.store is not None and mesh.roles.teacher_replay.replicas > 1
 
 
 def runs_claim(
     spec: RunSpec, size: ModelSize, values: DeploymentSpec, scope: Scope
 ) -> list[Object]:
     """Return the claim of runs, none with an object store. Raises SpecError for one that the plan
-    does not fit."""
+    does not fit, and for teachers that could share no ledger."""
+    if shares_no_ledger(spec):
+        replicas = spec.mesh.roles.teacher_replay.replicas
+        raise SpecError(
+            f"roles.teacher_replay.replicas: {replicas} {NO_LEDGER}; "
+            "add --set roles.teacher_replay.replicas=1, and more max_ongoing"
+        )
     gib = runs_gib(spec, size, values)
     if spec.mesh.records.store is not None:
         return []

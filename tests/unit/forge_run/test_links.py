@@ -115,3 +115,17 @@ def test_pods_and_nodes_need_a_certificate_or_leave(kind: str) -> None:
         assert of_tls[0].startswith("hosts.tls: /certs cannot run, Monarch's SlurmJob knows plain")
     else:
         assert of_tls == []
+
+
+def test_teachers_on_several_hosts_share_no_ledger_in_a_bucket() -> None:
+    sets = ["hosts.kind=kubernetes", "hosts.insecure=true", "records.store=s3://ours/runs"]
+    three = str(Path(MESH).parent / "three_channels.yaml")
+
+    def faults(*more: str) -> list[str]:
+        found = unmet(load_spec(three, sets=[*sets, *more]).spec)
+        return [f.text for f in found if f.text.startswith("roles.teacher_replay")]
+
+    [fault] = faults("replay.local=null")
+    assert fault.startswith("roles.teacher_replay.replicas: 2 cannot run with records.store, hosts")
+    assert faults("replay.local=null", "roles.teacher_replay.replicas=1") == []
+    assert faults() == [], "a provider of our own is asked from the controller's host"

@@ -275,7 +275,9 @@ BUCKET = "records.store=s3://ours/runs"
 
 
 def test_with_a_bucket_no_pod_has_a_claim_of_runs() -> None:
-    tree = render(TEACHERS, ("replay.local=null", BUCKET))
+    with pytest.raises(SpecError, match=r"teacher_replay\.replicas: 2 cannot run with records\.st"):
+        render(TEACHERS, ("replay.local=null", BUCKET))
+    tree = render(TEACHERS, ("replay.local=null", BUCKET, "roles.teacher_replay.replicas=1"))
     assert [t for t in targets(tree) if "teachers" in t] == [], "they share no ledger"
     for target in targets(tree):
         assert findings(tree, target) == []
