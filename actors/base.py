@@ -34,6 +34,7 @@ QUIET = {  # read by libraries when they are imported
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TQDM_DISABLE": "1",
 }
+HOST = "FORGE_HOST"  # environment variable with the name of a remote process's host
 PLACE = "FORGE_RANK_PLACE"  # environment variable with the `RankPlace` of one of several ranks
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
@@ -111,6 +112,7 @@ def bootstrap(
     gpus: Sequence[int] = (),
     world: int = 1,
     needed: Collection[str] | None = None,
+    host: str = "",
 ) -> Callable[[], None]:
     """Return a function that gives a process its share of cores and GPUs, before torch is imported,
     and takes the environment variables from it that are neither ordinary nor `needed`
@@ -119,7 +121,7 @@ def bootstrap(
     Without it every process that imports torch takes all cores, and spinning OpenMP workers of
     several processes make each other ten times slower; they wait passively instead. With `gpus` the
     process sees only those devices of the host; `world` processes that are one replica share them
-    evenly, in order, and each gets its `RankPlace`.
+    evenly, in order, and each gets its `RankPlace`. `host` is the name of a remote host.
     """
     # A new name at each start: ranks cannot meet twice at one file. A file, because torch's TCP
     # store would listen on every interface; gloo's connections stay on this host's own.
@@ -138,6 +140,8 @@ def bootstrap(
             os.environ[PLACE] = f"{rank}/{world}/{meeting}"
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         os.environ.update(QUIET)
+        if host:
+            os.environ[HOST] = host
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if "torch" in sys.modules:  # a forked process: OpenMP has read its variable
             sys.modules["torch"].set_num_threads(threads)

@@ -36,7 +36,7 @@ from learning.trainer import CartridgeTrainer
 from protocols.errors import PlaneError
 from protocols.spec.learn import LearnSpec
 from protocols.train_batch import PrecomputedScores, PreferencePair, TeacherScores, TrainBatch
-from protocols.types import CartridgeSnapshot, Sample, TrainStepOutput
+from protocols.types import PUBLISHED, CartridgeSnapshot, Sample, TrainStepOutput
 from registry.formats.base_model import other_weights, read_base
 from registry.formats.cartridge_file import CartridgeFile
 from registry.starting import keep_record, read_start, record_of, require_fit_of
@@ -203,7 +203,7 @@ class TrainerActor(ModelActor):
             return None
         snapshot = self._trainer.snapshot(version)
         there = before or CartridgeSnapshot(version, ())
-        stem, of = f"cartridges/{version}", self._fingerprints.of
+        stem, of = f"{PUBLISHED}{version}", self._fingerprints.of
         cartridges = await put_changed(
             partial(self._put, stem), snapshot.since, snapshot.kv, of, there.cartridges
         )

@@ -13,6 +13,7 @@ from typing import TypedDict
 from protocols.grammar import ResponseGrammar
 
 CARTRIDGE = "cartridge/"  # the names of prefixes that are trained cartridges begin with it
+PUBLISHED = "cartridges/"  # the keys of published cartridges begin with it
 SEPARATOR = "\n"  # between the names of several prefixes; in no document's name
 
 

@@ -45,6 +45,7 @@ from services.published import PublishedCartridges
 Replied = Callable[[Sequence[Completion]], None] | None
 """Called with the completions of each reply as soon as that reply arrives."""
 
+PLANE = "plane"  # the topic of updates about the tensor plane
 CARTRIDGE = "cartridge"  # the topic of updates about published cartridges
 CANCEL_SECONDS = 5.0
 REMEMBERED = 2**16  # requests whose replica is known: those of several steps
@@ -64,9 +65,12 @@ class RoleClient:
         return self._pools[self.role]
 
 
-async def use_plane(pool: Pool, life: int, plane: TensorPlane) -> None:
-    """Make every replica pass tensors over `plane`, the `life`-th tensor plane of the mesh."""
-    await pool.update("plane", life, "use_plane", plane)
+async def use_plane(pool: Pool, told: int, plane: TensorPlane) -> None:
+    """Make every replica pass tensors over `plane`; `told` rises with every call."""
+    pool.remember(PLANE, [PoolUpdate(PLANE, told, "use_plane", (plane,))])
+    if CARTRIDGE in pool.updates:  # a new replica reads them over this plane
+        pool.remember(CARTRIDGE, pool.updates[CARTRIDGE])
+    await pool.tell()
 
 
 # -- cartridges: of every pool that reads what is published ---------------------------------------

@@ -25,12 +25,15 @@ from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
 from protocols.spec.model import ModelSpec
 from protocols.spec.sections import GeneratorSpec
 from protocols.spec.services import HealthSpec
-from protocols.types import TraceSpan
+from protocols.types import CartridgeSnapshot, TraceSpan
 from services.clients import TrainerClient, use_plane
 from services.forkserver.client import bootstrap_command
 from services.hosts.handshake import versions
+from services.hosts.own_address import reached_at
 from services.hosts.source import AddressedHosts, HostSource
 from services.planes.open import OwnedPlane, import_plane, open_plane
+from services.planes.relay import RelayPlace
+from services.pool.host_relays import HostRelays, start_relay
 from services.pool.lifecycle import Check, Note
 from services.pool.pool import Pool
 from services.pool.process import same_files
@@ -66,28 +69,63 @@ class Mesh:
         self.plane_life = -1
         self.refill: Callable[[], Awaitable[None]] | None = None
         self._lives = itertools.count()
-        self._kind = spec.mesh.carrier
+        self._spec = spec.mesh
         self._timeout_s = spec.mesh.call_timeout_s
+        self._store_plane: OwnedPlane | None = None
+        self._store_relay: tuple[RelayPlace, ...] = ()
+        self._telling = asyncio.Lock()
+        self._told = itertools.count()
+        self.relays: HostRelays | None = None
+        if spec.mesh.relays:
+            self.relays = HostRelays(
+                lambda: service.remote_hosts, spec.mesh.health, spec.mesh.spawn_timeout_s,
+                self._tell_plane,
+            )  # fmt: skip
 
     async def open_plane(self, store: Replica | None = None) -> None:
         """Open the plane in the store's process (TorchStore), and replace an earlier plane."""
         procs = store.process.procs if store is not None and store.process is not None else None
-        before, life = self.plane, next(self._lives)
-        plane = await open_plane(self._kind, procs, self._timeout_s)
-        if before is not None:
-            for role, pool in self.pools.items():
-                if role in MODEL_ROLES:  # the others pass no tensors, and know no plane
-                    # An update that refers to the lost plane fails; `refill` sends it again.
-                    with contextlib.suppress(PlaneError):
-                        await use_plane(pool, life, plane)
+        before, life = self._store_plane, next(self._lives)
+        plane = await open_plane(self._spec.carrier, procs, self._timeout_s)
+        if self.relays is not None and procs is not None:
+            # The last of every chain: what it holds outlives every worker, as the store does.
+            name, secured = reached_at(self._spec.hosts), self._spec.hosts.tls is not None
+            self._store_relay = (await start_relay(procs, "", name, secured=secured),)
+        self._store_plane = plane
+        await self._tell_plane()
         # Set last: a caller that fails with this `plane_life` already uses this plane.
-        self.plane, self.plane_life = plane, life
+        self.plane_life = life
         if before is None:
             return
         with contextlib.suppress(PlaneError):  # its storage is gone; remove its list of keys
             await before.stop()
         if self.refill is not None:
             await self.refill()
+
+    async def _tell_plane(self) -> None:
+        """Pass tensors over the present store and the present relays from now on."""
+        if self._store_plane is None:
+            return
+        async with self._telling:
+            plane = self._store_plane
+            if self.relays is not None:
+                from services.planes.relayed import RelayedPlane
+
+                places = (*self.relays.places, *self._store_relay)
+                plane = RelayedPlane(plane, places, self._timeout_s)
+            for role, pool in self.pools.items():
+                if role in MODEL_ROLES:  # the others pass no tensors, and know no plane
+                    # An update that refers to the lost plane fails; `refill` sends it again.
+                    with contextlib.suppress(PlaneError):
+                        await use_plane(pool, next(self._told), plane)
+            self.plane = plane
+
+    async def keep(self, snapshot: CartridgeSnapshot) -> None:
+        """Have the store's host hold a published version too, where relays hand it on. Raises
+        PlaneError."""
+        if self.relays is not None and self.plane is not None:
+            for packet in snapshot.packets.values():
+                await self.plane.get(packet)
 
     async def replaced(self, life: int, error: PlaneError) -> None:
         """Return once the plane with number `life` is lost and another is in service. Raise `error`
@@ -107,6 +145,8 @@ class Mesh:
     async def stop(self) -> None:
         """Stop every process. A dead or silent process does not delay the others."""
         plane, self.plane = self.plane, None
+        if self.relays is not None:
+            await self.relays.stop()
         if plane is not None:
             with contextlib.suppress(PlaneError, TimeoutError):
                 await asyncio.wait_for(plane.stop(), 3.0)
@@ -236,6 +276,8 @@ async def spawn_roles(
         await mesh.service.ready()
     else:
         await mesh.open_plane()
+    if mesh.relays is not None:
+        await mesh.relays.open()
     assert mesh.plane is not None
     for name, role in spec.roles:
         base = ModelSource(

@@ -21,9 +21,11 @@ from protocols.types import CartridgeSnapshot, PublishedCartridge
 from services.clients import TrainerClient, load_cartridges, remember_cartridges
 from services.mesh import Mesh
 from services.planes.codec import packed_bytes
-from services.pool.pool import Pool
+from services.pool.pool import Pool, gather
 from services.published import PublishedCartridges
 from training.canary import Canary
+
+REPEATS = 5  # of a publish whose host is lost before another host has it
 
 
 class WeightSync:
@@ -60,6 +62,7 @@ class WeightSync:
     async def publish(self, version: int) -> None:
         """Publish the trainer's cartridges to every reader. Raises RunError when they have another
         version."""
+        tries = REPEATS
         while True:
             life = self._mesh.plane_life
             try:
@@ -72,7 +75,11 @@ class WeightSync:
                         break
                     self._sweep.add("")  # replaced meanwhile: unknown which plane has it
             except PlaneError as error:
-                await self._mesh.replaced(life, error)
+                tries -= 1
+                if self._mesh.relays is None or not tries or life != self._mesh.plane_life:
+                    await self._mesh.replaced(life, error)
+                if self._mesh.relays is not None:  # lost with its host: it is put once more
+                    self._sweep.add("")
         await self.tidy()
         readers = sum(len(pool) for pool in self._readers)
         self.moved_bytes = _put_bytes(snapshot.cartridges, before) * (1 + readers)
@@ -95,11 +102,14 @@ class WeightSync:
                 f"the trainer published version {snapshot.version} where {version} was due"
             )
         self.published.add(snapshot)
-        for pool in self._readers:
-            await load_cartridges(pool, snapshot, self._keep)
+        await gather([self._load(snapshot), self._mesh.keep(snapshot)])
         if self.canary is not None:
             await self.canary.check(snapshot)
         return snapshot
+
+    async def _load(self, snapshot: CartridgeSnapshot) -> None:
+        for pool in self._readers:
+            await load_cartridges(pool, snapshot, self._keep)
 
     @property
     def _readers(self) -> list[Pool]:
@@ -120,10 +130,13 @@ class WeightSync:
                         snapshot = await self._trainer.publish(snapshot.version, before)
                     except PublishError:  # a recovered trainer has a later version; so do rollouts
                         continue
+                    await self._mesh.keep(snapshot)
                 there.append((life, snapshot))
             # Assigned at once when all are published: if this plane is lost too, the next one
             # must get all of them.
             self._published = there
+            if self._mesh.relays is not None:  # hosts still have the packets of the lost plane
+                self._sweep.add("")
             for pool in self._readers:
                 remember_cartridges(pool, [snapshot for _, snapshot in there])
             for pool in self._readers:

@@ -98,6 +98,9 @@ CARTRIDGE_READERS = ("generator", HINTED_TEACHER)  # the roles that load cartrid
 MODEL_ROLES = ("generator", *TEACHERS, "trainer")  # the roles that load the base model
 
 
+RELAYED_KINDS = ("addresses", "kubernetes")  # whose workers have an address of their own
+
+
 class MeshSpec(SpecSection):
     """Configure a mesh, `meshes/*.yaml`."""
 
@@ -110,6 +113,12 @@ class MeshSpec(SpecSection):
         default="torchstore",
         description="what carries tensors between processes; auto: shared_memory where all are on "
         "one host, else torchstore",
+    )
+    publish: Literal["auto", "relayed", "direct"] = Field(
+        default="auto",
+        description="how published cartridges reach the hosts: relayed: each gets them once and "
+        "hands them on; direct: every reader gets them from the store; auto: relayed where there "
+        "are several hosts with a worker's address, else direct",
     )
     roles: RolesSpec = Field(
         default=RolesSpec(), description="replicas and processes of every role"
@@ -161,6 +170,40 @@ class MeshSpec(SpecSection):
                 "set plane: torchstore",
             )
         return value
+
+    @field_validator("publish")
+    @classmethod
+    def _has_hosts(cls, value: str, info: ValidationInfo) -> str:
+        hosts = info.data.get("hosts")
+        if value == "relayed" and hosts is not None and hosts.kind not in RELAYED_KINDS:
+            raise broken(
+                f"must be auto or direct with hosts.kind {hosts.kind}, whose hosts tell no address "
+                "for a relay",
+                "set publish: auto",
+            )
+        return value
+
+    @property
+    def relays(self) -> bool:
+        """Return whether a relay on each host hands published cartridges on."""
+        if self.publish != "auto":
+            return self.publish == "relayed"
+        # A pod is a host of its own, and a run has a generator and a trainer at least.
+        return self.hosts.kind == "kubernetes" or len(self.hosts.addresses) > 1
+
+    @property
+    def publish_reason(self) -> str:
+        """Return how cartridges are published, and why, for people."""
+        how = "relayed" if self.relays else "direct"
+        if self.publish != "auto":
+            return f"{how}: asked for"
+        if self.hosts.kind == "local":
+            return f"{how}: all readers are on this host"
+        if self.relays:
+            return f"{how}: each host gets them once, and hands them on"
+        if self.hosts.kind == "slurm":
+            return f"{how}: Slurm's nodes tell no address for a relay"
+        return f"{how}: there is one host"
 
     @property
     def carrier(self) -> Literal["torchstore", "shared_memory"]:

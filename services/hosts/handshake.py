@@ -89,7 +89,7 @@ async def ask_hello(address: str, timeout_s: float = ANSWER_SECONDS) -> WorkerIn
     """Return the info of the worker at that address. Raises WorkerUnreachable with the remedy, and
     RunError for a `tls://` address where this process has no certificate."""
     host, port = host_and_port(address)
-    secured = _client_context(address)
+    secured = client_context(address)
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host.strip("[]"), port + 1, ssl=secured)
@@ -115,7 +115,7 @@ async def ask_hello(address: str, timeout_s: float = ANSWER_SECONDS) -> WorkerIn
         ) from error
 
 
-def _client_context(address: str) -> ssl.SSLContext | None:
+def client_context(address: str) -> ssl.SSLContext | None:
     """Return the settings of a connection to this address; None for plain TCP."""
     if not is_tls(address):
         return None

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from urllib.parse import quote
 
 import torch
 
@@ -22,8 +21,6 @@ from protocols.types import TensorLayout
 
 # A cache line, and a multiple of every dtype's size: each entry can be viewed in place.
 ALIGNMENT = 64
-# The length of a file name (255 bytes) less a suffix: the smallest limit of the transports.
-MAX_KEY_BYTES = 240
 STAGED_AHEAD = 1  # copies of a device that are under way while an earlier one is written
 
 
@@ -118,17 +115,6 @@ def unpack(buffer: torch.Tensor, layout: TensorLayout) -> dict[str, torch.Tensor
         name: buffer[start:end].view(dtype).view(shape)
         for name, shape, dtype, start, end in _spans(layout)
     }
-
-
-def check_key(key: str) -> str:
-    """Return the key. Raises PlaneError when some plane cannot hold it."""
-    if not key or not key.isprintable() or ".." in key.split("/"):
-        raise PlaneError(f"a key must be printable, not empty and without '..': got {key!r}")
-    if (size := len(quote(key, safe=""))) > MAX_KEY_BYTES:
-        raise PlaneError(
-            f"a key must take at most {MAX_KEY_BYTES} bytes percent-encoded: got {size} for {key!r}"
-        )
-    return key
 
 
 def _aligned(offset: int) -> int:

@@ -31,7 +31,8 @@ from monarch.rdma import is_ibverbs_available
 
 from protocols.errors import PlaneError
 from protocols.types import TensorRef
-from services.planes.codec import check_key, pack, unpack
+from services.planes.codec import pack, unpack
+from services.planes.memory_directory import check_key
 
 try:
     import torchstore

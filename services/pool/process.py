@@ -177,19 +177,33 @@ class ProcessHost:
         if self.local and gpus and (there := gpus_here()):
             # With too few GPUs, processes share those that the fewest processes use.
             devices = tuple(sorted(range(there), key=lambda device: used[device])[: len(gpus)])
+        process = self.spawn_beside(name, threads, devices, ranks, alone_s, variables)
+        self.processes.append(process)
+        return process
+
+    def spawn_beside(
+        self,
+        name: str,
+        threads: int,
+        devices: tuple[int, ...],
+        ranks: int,
+        alone_s: float | None,
+        variables: Sequence[str],
+    ) -> ReplicaProcess:
+        """Return a starting process that takes no replica's place here: its caller ends it. Raises
+        RunError."""
+        host = "" if self.local else self.label
         try:
             procs = self.mesh.spawn_procs(
                 per_host={"procs": ranks},
                 name=name,
-                bootstrap=bootstrap(threads, devices, ranks, variables),
+                bootstrap=bootstrap(threads, devices, ranks, variables, host),
                 bootstrap_command=bootstrap_command() if self.local else None,
             )
             heartbeats = by_rank(procs.spawn(f"{name}heartbeat", HeartbeatActor, alone_s), ranks)
         except Exception as error:
             raise RunError(f"{self.label} started no process {name}: {error!r}") from error
-        process = ReplicaProcess(name, self.label, procs, heartbeats, self.local, devices)
-        self.processes.append(process)
-        return process
+        return ReplicaProcess(name, self.label, procs, heartbeats, self.local, devices)
 
     def open_gates(self) -> None:
         """Wake all tasks that wait for this host, so that they give it up."""

@@ -213,6 +213,11 @@ class ProcessManager:
         """Return the processes at work on hosts that are being left."""
         return [p for host in self._left for p in host.processes if p.taken]
 
+    @property
+    def remote_hosts(self) -> Sequence[ProcessHost]:
+        """Return the hosts besides this one, without those that are being left."""
+        return [host for host in self._hosts if not host.local]
+
     def rank(self, process: ReplicaProcess) -> int:
         """Return the index of a process's host; 0 where its worker takes any role."""
         host = self._host_of(process)

@@ -44,7 +44,7 @@ from services.pool.lifecycle import (
 )
 from services.pool.membership import HostMembership
 from services.pool.pool import Pool
-from services.pool.process import ReplicaProcess
+from services.pool.process import ProcessHost, ReplicaProcess
 from services.pool.process_manager import ProcessManager
 from services.pool.replica import Replica, last_line
 
@@ -135,6 +135,11 @@ class Service:
     def failure(self) -> asyncio.Future[None]:
         """Return a future that fails on a spent restart budget or a user's mistake."""
         return self._lifecycle.failure
+
+    @property
+    def remote_hosts(self) -> Sequence[ProcessHost]:
+        """Return the hosts besides this one on which its processes run."""
+        return self._processes.remote_hosts
 
     def spawn(
         self,

@@ -16,13 +16,14 @@ MOST_CONNECTIONS = 32  # each has a thread and a descriptor of a process that ha
 
 class MutualTlsRequests(ThreadingMixIn):
     """Shake hands in the thread of each request, so that a silent client keeps nobody waiting. A
-    connection beyond MOST_CONNECTIONS takes the place of the oldest.
+    connection beyond `most_connections` takes the place of the oldest.
 
     `context` makes the settings of one connection (`TlsIdentity.server_context`), whose files may
     have been renewed meanwhile; None for plain TCP.
     """
 
     daemon_threads = True
+    most_connections = MOST_CONNECTIONS
     request_queue_size = 128  # of 5, a burst's further connections are tried again after a second
     context: Callable[[], ssl.SSLContext] | None = None
 
@@ -33,7 +34,7 @@ class MutualTlsRequests(ThreadingMixIn):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._opened:
-            if len(self._open) >= MOST_CONNECTIONS:
+            if len(self._open) >= self.most_connections:
                 oldest = self._open.pop(next(iter(self._open)))
                 with suppress(OSError):  # it has just ended
                     oldest.shutdown(socket.SHUT_RDWR)

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.links import prepare_links, reached_at
+from forge_run.links import prepare_links
 from forge_run.preflight import unmet
 from protocols.errors import SpecError
 from protocols.spec.hosts import HostsSpec
 from protocols.spec.loading import load_spec
+from services.hosts.own_address import reached_at
 from services.tls.certificates import certificates
 
 MESH = "meshes/longhealth.yaml"

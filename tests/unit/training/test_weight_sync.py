@@ -181,7 +181,9 @@ async def world(monkeypatch: pytest.MonkeyPatch, keep: int = 1, store: bool = Tr
 
     monkeypatch.setattr(mesh_module, "open_plane", open_plane)
     h = house()
-    spec: Any = SimpleNamespace(mesh=SimpleNamespace(carrier="torchstore", call_timeout_s=30.0))
+    spec: Any = SimpleNamespace(
+        mesh=SimpleNamespace(carrier="torchstore", call_timeout_s=30.0, relays=False)
+    )
     mesh = Mesh(h.service, spec)
     if store:
         h.service.spawn(Store, role="store", spec=RoleSpec(), prepare=mesh.open_plane)

@@ -19,7 +19,7 @@ from services.planes.shared_memory import SharedMemoryPlane
 async def own(home):
     plane = await SharedMemoryPlane.start(home)
     await plane.put("x", {"x": torch.zeros(3)})
-    print(os.getpid(), plane.root, plane._janitor.pid, flush=True)
+    print(os.getpid(), plane.root, plane._owned.janitor.pid, flush=True)
     time.sleep(600)
 
 for home in sys.stdin:

@@ -13,7 +13,6 @@ from second_device import elsewhere
 from protocols.errors import PlaneError
 from protocols.types import TensorLayout
 from services.planes.codec import (
-    check_key,
     layout_of,
     pack,
     packed_bytes,
@@ -21,6 +20,7 @@ from services.planes.codec import (
     staged,
     unpack,
 )
+from services.planes.memory_directory import check_key
 
 DTYPES = (
     torch.bool,

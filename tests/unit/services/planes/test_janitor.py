@@ -18,8 +18,8 @@ def has_ended(pid: int) -> bool:
 def test_a_stopped_plane_leaves_no_janitor(tmp_path: Path) -> None:
     async def run() -> int:
         plane = await SharedMemoryPlane.start(str(tmp_path))
-        assert plane._janitor is not None
-        janitor = plane._janitor.pid
+        assert plane._owned is not None
+        janitor = plane._owned.janitor.pid
         await plane.put("x", {"x": torch.zeros(3)})
         await plane.stop()
         return janitor

@@ -66,11 +66,10 @@ def test_directories_of_dead_runs_are_removed_and_of_living_ones_kept(tmp_path: 
         living = await SharedMemoryPlane.start(str(tmp_path))
         dead = await SharedMemoryPlane.start(str(tmp_path))
         await dead.put("x", {"x": torch.zeros(3)})
-        assert dead._lock is not None
-        assert dead._janitor is not None
-        os.close(dead._lock)  # what the kernel does when a process dies
-        dead._janitor.kill()  # a whole container ends with its janitors
-        dead._janitor.communicate()
+        assert dead._owned is not None
+        os.close(dead._owned._lock)  # what the kernel does when a process dies
+        dead._owned.janitor.kill()  # a whole container ends with its janitors
+        dead._owned.janitor.communicate()
         newest = await SharedMemoryPlane.start(str(tmp_path))
         assert set(os.listdir(tmp_path)) == {living.root.name, newest.root.name}
         await living.stop()
