@@ -114,7 +114,7 @@ async def calls_and_starts(sizes: Sequence[int]) -> dict[str, list[Row]]:
             there = pool.replicas
             kinds: dict[str, list[Callable[[], Awaitable[Any]]]] = {
                 "calls": [r.actor.echo.call_one for r in there],
-                "beats": [partial(service._hear, r, r.process) for r in there],
+                "beats": [partial(service._beat, r, r.process) for r in there],
                 "routes": [partial(pool.route, "echo") for _ in there],
                 "updates": [partial(pool._tell, r, "load", (1,)) for r in there],
             }

@@ -32,7 +32,7 @@ from services.hosts.handshake import versions
 from services.hosts.own_address import reached_at
 from services.hosts.source import AddressedHosts, HostSource
 from services.planes.open import OwnedPlane, import_plane, open_plane
-from services.planes.relay import RelayPlace
+from services.planes.relay import AT, RelayPlace
 from services.pool.host_relays import HostRelays, start_relay
 from services.pool.lifecycle import Check, Note
 from services.pool.pool import Pool
@@ -123,9 +123,11 @@ class Mesh:
     async def keep(self, snapshot: CartridgeSnapshot) -> None:
         """Have the store's host hold a published version too, where relays hand it on. Raises
         PlaneError."""
-        if self.relays is not None and self.plane is not None:
+        plane = self.plane
+        if self.relays is not None and plane is not None:
             for packet in snapshot.packets.values():
-                await self.plane.get(packet)
+                if AT in packet.key:  # put on a host, not into the store
+                    await plane.get(packet)
 
     async def replaced(self, life: int, error: PlaneError) -> None:
         """Return once the plane with number `life` is lost and another is in service. Raise `error`

@@ -1,15 +1,16 @@
-"""From 1 to 1,000 hosts: what one controller and one tensor store would bear, simulated.
+"""From 1 to 1,000 hosts: what one controller and the links between hosts would bear, simulated.
 
     python -m benchmarks.simulation.controller [meshes/longhealth_3b.yaml] [--set KEY=VALUE]...
-        [--replicas 8] [--byte-rate 3e9] [--latencies FILE]
+        [--replicas 8] [--gbit 10]
 
 `benchmarks.simulation.mesh` simulates the queues. Costs are those that
-benchmarks.controller_latency measured; model times are the plan's roofline of one step on A100s.
+benchmarks.controller_latency measured, and those of a publish over links of `--gbit` Gbit/s that
+benchmarks.publish_hosts measured; model times are the plan's roofline of one step on A100s. A row
+that is called a plan has what Cartridge Forge does not have.
 
 Every host has `--replicas` generators and gets as many prompts as the mesh file gives each of its
 own, so a step's model time stays as it is: teachers and trainer are taken to grow along, which they
-do not yet, and `one trainer` says what the one there is would take. `--byte-rate` puts the store on
-a faster link than was measured.
+do not yet, and `one trainer` says what the one there is would take.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from protocols.errors import SpecError
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
 
-LATENCIES = Path(__file__).parents[1] / "results" / "controller_latency.json"
+RESULTS = Path(__file__).parents[1] / "results"
+LATENCIES = RESULTS / "controller_latency.json"
+PUBLISHES = RESULTS / "publish_hosts.json"
 MOST_HOSTS = 1000
 LOOP_LIMIT = 0.5  # of the loop: beyond it waiting times grow fast
 SHARE_LIMIT = 0.1  # of the step's model time
@@ -60,18 +63,15 @@ LIMITS: Mapping[str, Callable[[MeshScale, StepOutcome, RunSpec], bool]] = {
     "start over spawn_timeout_s": lambda s, o, m: o.start > m.mesh.spawn_timeout_s,
     "too late to judge": lambda s, o, _: o.late_passes > 0.5,
 }
-_PASSED_ON = {"relays": True, "kept_seats": True, "beat_per_host": True}
+_PLANS = {"kept_seats": True, "beat_per_host": True, "controllers": 8}
 REMEDIES: Mapping[str, Mapping[str, Any]] = {
     "as it is": {},
-    "4 stores": {"stores": 4},
-    "one get a host": {"get_per_host": True},
-    "hosts pass it on": {"relays": True},
-    "kept seats": {"kept_seats": True},
+    "publish: direct": {"relays": False},
     "heartbeat 5 s, suspicion 20 s": {"heartbeat_s": 5.0},
-    "one heartbeat a host": {"beat_per_host": True},
-    "8 controllers": {"controllers": 8},
-    "passed on, kept seats, one heartbeat a host": _PASSED_ON,
-    "all of it": _PASSED_ON | {"controllers": 8},
+    "plan: kept seats": {"kept_seats": True},
+    "plan: one heartbeat a host": {"beat_per_host": True},
+    "plan: 8 controllers": {"controllers": 8},
+    "plan: the three together": _PLANS,
 }
 
 
@@ -81,8 +81,23 @@ def suspected(scale: MeshScale, spec: RunSpec) -> float:
     return health.suspect_after_s * scale.heartbeat_s / health.heartbeat_s
 
 
-def costs_from(measured: Mapping[str, Any], byte_rate: float = 0.0) -> MeasuredCosts:
-    """Return the costs measured with the most replicas."""
+def relays_from(measured: Mapping[str, Any], gbit: float) -> tuple[float, float]:
+    """Return seconds a byte of a relayed publish over two hosts, and seconds for each further host:
+    the mean from the fewest hosts that were measured to the most, at links of this rate. Raises
+    SpecError for a rate that was not measured."""
+    found = [r for r in measured["rows"] if (r["publish"], r["gbit"]) == ("relayed", gbit)]
+    if not found:
+        rates = sorted({r["gbit"] for r in measured["rows"]})
+        raise SpecError(f"--gbit {gbit:g} was not measured; choose one of {rates}")
+    few, most = (pick(found, key=lambda r: r["hosts"]) for pick in (min, max))
+    further = (most["seconds"] - few["seconds"]) / max(1, most["hosts"] - few["hosts"])
+    return few["seconds"] / few["bytes"], max(0.0, further)
+
+
+def costs_from(
+    measured: Mapping[str, Any], publishes: Mapping[str, Any], gbit: float = 10.0
+) -> MeasuredCosts:
+    """Return the costs measured with the most replicas, and those of relays at this rate."""
     last = {name: rows[-1] for name, rows in measured.items() if isinstance(rows, list)}
 
     def message(name: str) -> MessageCost:
@@ -90,6 +105,7 @@ def costs_from(measured: Mapping[str, Any], byte_rate: float = 0.0) -> MeasuredC
 
     alone, most, look = measured["calls"][0], last["calls"], last["looks"]
     small, large = measured["store"][0], last["store"]
+    relay_byte, relay_host = relays_from(publishes, gbit)
     of_four = (large["get_4_s"] - small["get_4_s"]) / (large["bytes"] - small["bytes"]) / 4
     return MeasuredCosts(
         beat=message("beats"),
@@ -106,7 +122,9 @@ def costs_from(measured: Mapping[str, Any], byte_rate: float = 0.0) -> MeasuredC
         start=last["starts"]["loop_s"] / last["starts"]["processes"],
         start_host=last["starts"]["wall_s"] / last["starts"]["processes"],
         store_fixed=small["get_4_s"] / 4,
-        store_byte=1 / byte_rate if byte_rate else of_four,
+        store_byte=of_four,
+        relay_byte=relay_byte,
+        relay_host=relay_host,
     )
 
 
@@ -149,13 +167,13 @@ def limits(
     }
 
 
-def checks(measured: Mapping[str, Any]) -> list[dict[str, float]]:
+def checks(measured: Mapping[str, Any], of: MeasuredCosts) -> list[dict[str, float]]:
     """Return ratios of simulated to measured times, of a real service on one machine; 1 is exact.
     There replicas and controller share the cores: a message costs all of them `wall_s`."""
     calls = measured["calls"][-1]
-    costs = replace(costs_from(measured), wire=calls["wall_s"] / calls["replicas"], span=0.0)
+    costs = replace(of, wire=calls["wall_s"] / calls["replicas"], span=0.0)
     # An update without a store costs its messages alone.
-    still = replace(costs, store_fixed=0.0, store_byte=0.0)
+    still = replace(costs, store_fixed=0.0, store_byte=0.0, relay_byte=0.0, relay_host=0.0)
     rows = []
     for real in measured["checks"]:
         n, beat = real["replicas"], real["heartbeat_s"]
@@ -196,15 +214,19 @@ def _shown(seconds: float) -> str:
 
 def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     """Print and return a step from 1 to MOST_HOSTS hosts, and where each limit breaks."""
-    origin = read(asked.latencies)
+    origin, publishes = read(LATENCIES), read(PUBLISHES)
     spec = load_spec(asked.mesh, sets=asked.set).spec
-    scale, costs = scale_of(spec, asked.replicas), costs_from(origin["results"], asked.byte_rate)
+    scale = scale_of(spec, asked.replicas)
+    costs = costs_from(origin["results"], publishes["results"], asked.gbit)
     doubling = [1 << i for i in range(MOST_HOSTS.bit_length())]
     grown = [replace(scale, hosts=hosts) for hosts in (*doubling, MOST_HOSTS)]
     outcomes = [simulate(each, costs) for each in grown]
-    broken, ratios = limits(spec, scale, costs), checks(origin["results"])
+    broken, ratios = limits(spec, scale, costs), checks(origin["results"], costs)
+    for path, record in ((LATENCIES, origin), (PUBLISHES, publishes)):
+        print(f"costs: {path.name}, {record['device']['name']}, {record['commit'][:12]}")
     print(
-        f"costs: {asked.latencies.name}, {origin['device']['name']}, {origin['commit'][:12]}\n"
+        f"a publish: {bytes_text(1 / costs.relay_byte)}/s over two hosts with links of "
+        f"{asked.gbit:g} Gbit/s, {seconds_text(costs.relay_host)} more for each further host\n"
         f"{scale.replicas} generators a host; model time {seconds_text(scale.compute)} a step; "
         f"{bytes_text(scale.published)} published to each\n"
     )
@@ -237,7 +259,6 @@ if __name__ == "__main__":
             "mesh": {"nargs": "?", "default": "meshes/longhealth_3b.yaml"},
             "--set": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
             "--replicas": (8, "generators a host"),
-            "--byte-rate": (0.0, "bytes/s of the store, in place of measured"),
-            "--latencies": LATENCIES,
+            "--gbit": (10.0, "rate of the measured links that publishes are taken from"),
         },
     )

@@ -1,10 +1,10 @@
-"""Simulate a mesh's steps as queues: one controller, Monarch's threads, and the tensor stores.
+"""Simulate a mesh's steps as queues: one controller, Monarch's threads, and the tensor store.
 
     watch      every heartbeat_s: a pass over the replicas, then a beat of each
     step       rollout -> score -> train -> publish -> record
     a message  its sender's share of the loop, the way there and back, the answer's share
 
-The controller's event loop and each store serve one thing at a time, first come first served; all
+The controller's event loop and the store serve one thing at a time, first come first served; all
 else only waits. Times are seconds.
 """
 
@@ -95,7 +95,9 @@ class MeasuredCosts:
     `wire` is the time of Monarch's own threads for a message and its reply, taken as one thread.
     `seat`, `look` and `status` count once per replica of the pool: in every request's choice, in
     every heartbeat, in the check once a second. `start` is the loop's share of a process's start,
-    `start_host` its host's. A store takes `store_fixed + bytes * store_byte` for a get.
+    `start_host` its host's. The store takes `store_fixed + bytes * store_byte` for a get. Relays
+    take `relay_byte` for each byte of a publish over two hosts, and `relay_host` more for each
+    further host.
     """
 
     beat: MessageCost = MessageCost()
@@ -113,14 +115,16 @@ class MeasuredCosts:
     start_host: float = 0.0
     store_fixed: float = 0.0
     store_byte: float = 0.0
+    relay_byte: float = 0.0
+    relay_host: float = 0.0
 
 
 @dataclass(frozen=True)
 class MeshScale:
     """Describe a mesh of `hosts` with `replicas` readers each, and its step's model time.
 
-    Options that shard the work: one heartbeat and one get per host in place of one per process;
-    `stores` that share the readers; `relays`, hosts that forward a version; `kept_seats`, requests
+    With `relays`, several hosts hand a version on, as the product does (docs/adr/0027). The other
+    options are plans: one heartbeat per host in place of one per process; `kept_seats`, requests
     that do not look at every replica; `controllers` that share the replicas.
     """
 
@@ -131,16 +135,19 @@ class MeshScale:
     train: float
     published: int  # bytes
     heartbeat_s: float = 0.5
+    relays: bool = True
     beat_per_host: bool = False
-    get_per_host: bool = False
-    stores: int = 1
-    relays: bool = False
     kept_seats: bool = False
     controllers: int = 1
 
     @property
     def readers(self) -> int:
         return self.hosts * self.replicas
+
+    @property
+    def handed_on(self) -> bool:
+        """Return whether relays carry a publish: where there are several hosts."""
+        return self.relays and self.hosts > 1
 
     @property
     def compute(self) -> float:
@@ -170,7 +177,7 @@ class SimulatedMesh:
     def __init__(self, scale: MeshScale, costs: MeasuredCosts, followed: float = 1.0) -> None:
         self.scale, self.costs, self.followed = scale, costs, followed
         self.events, self.loop, self.wire = EventQueue(), SerialServer(), SerialServer()
-        self.stores = [SerialServer() for _ in range(scale.stores)]
+        self.store = SerialServer()
         self.replicas = math.ceil(scale.readers / scale.controllers)
         self.heard: list[float] = []
         self.silence = 0.0
@@ -199,7 +206,7 @@ class SimulatedMesh:
             yield self._fan(one, lambda group, size: self.rest(scale.score), 1)
             yield self._fan(one, lambda group, size: self.rest(scale.train), 1)
             begun = self.events.now
-            yield self._fan(one, lambda group, size: self._spread(), 1)
+            yield self._fan(one, lambda group, size: self._put(), 1)
             yield self._fan(update, self._read)
             self.publishes.append(self.events.now - begun)
             yield self._on(self.loop, costs.event)
@@ -251,36 +258,33 @@ class SimulatedMesh:
         yield from meanwhile
         yield self._on(self.loop, count * message.receive)
 
-    def _spread(self) -> Task:
-        yield self._on(self.stores[0], self.followed * spreading(self.scale, self.costs))
+    def _put(self) -> Task:
+        yield self._on(self.store, self.followed * putting(self.scale, self.costs))
 
     def _read(self, group: int, count: int) -> Task:
         """Let `count` replicas get the published version."""
         seconds = self.followed * reading(self.scale, self.costs)
-        if self.scale.relays:
+        if self.scale.handed_on:
             yield self.events.now + seconds
         else:
-            here = count * self.scale.stores / self.replicas  # of one store's readers
-            yield self._on(self.stores[group % len(self.stores)], here * seconds)
+            yield self._on(self.store, seconds * count / self.replicas)
 
 
 def _one_get(scale: MeshScale, costs: MeasuredCosts) -> float:
     return costs.store_fixed + scale.published * costs.store_byte
 
 
-def spreading(scale: MeshScale, costs: MeasuredCosts) -> float:
-    """Return seconds of the trainer's put and its copies to the other stores, which double per
-    round."""
-    return (1 + math.ceil(math.log2(scale.stores))) * _one_get(scale, costs)
+def putting(scale: MeshScale, costs: MeasuredCosts) -> float:
+    """Return seconds of the trainer's put; 0 for relays, whose times include it."""
+    return 0.0 if scale.handed_on else _one_get(scale, costs)
 
 
 def reading(scale: MeshScale, costs: MeasuredCosts) -> float:
-    """Return seconds until every reader has the stores' version: in turn, or in rounds that double
-    the hosts that have it."""
-    if scale.relays:
-        return math.ceil(math.log2(scale.hosts + 1)) * _one_get(scale, costs)
-    gets = scale.hosts if scale.get_per_host else scale.readers
-    return gets / scale.stores * _one_get(scale, costs)
+    """Return seconds until every reader has the version: along the chain of hosts, or one reader
+    after the other from the store."""
+    if scale.handed_on:
+        return scale.published * costs.relay_byte + (scale.hosts - 2) * costs.relay_host
+    return scale.readers * _one_get(scale, costs)
 
 
 def grouped(count: int) -> list[int]:
@@ -299,7 +303,7 @@ def simulate(scale: MeshScale, costs: MeasuredCosts, steps: int = 2) -> StepOutc
         loop, wire = (min(1.0, server.busy / watched) for server in (alone.loop, alone.wire))
         never, late = math.inf, alone.late / alone.passes
         return StepOutcome(never, never, never, loop, wire, 0.0, never, late, start)
-    transfer = spreading(scale, costs) + reading(scale, costs)
+    transfer = putting(scale, costs) + reading(scale, costs)
     mesh = SimulatedMesh(scale, costs, followed=min(1.0, HORIZON / transfer) if transfer else 1.0)
     seconds = mesh.run(mesh.steps(steps))
     beyond = (1 - mesh.followed) * transfer * steps  # with health checks alone
@@ -310,7 +314,7 @@ def simulate(scale: MeshScale, costs: MeasuredCosts, steps: int = 2) -> StepOutc
         publish=mesh.publishes[-1] + beyond / steps,
         loop_share=min(1.0, (mesh.loop.busy + alone.loop.busy * beyond / watched) / whole),
         wire_share=min(1.0, (mesh.wire.busy + alone.wire.busy * beyond / watched) / whole),
-        store_share=min(1.0, (max(s.busy for s in mesh.stores) + beyond) / whole),
+        store_share=min(1.0, (mesh.store.busy + (0 if scale.handed_on else beyond)) / whole),
         silence=mesh.silence,
         late_passes=mesh.late / mesh.passes,
         start=start,

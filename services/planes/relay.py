@@ -43,6 +43,7 @@ from services.planes.relay_wire import (
 from services.tls.listener import MutualTlsRequests
 
 WAITING_SECONDS = SILENT_SECONDS / 4  # between two frames of one who waits
+AT = "@"  # between a key and the name of the host where it was put
 _count = itertools.count()
 
 

@@ -22,11 +22,9 @@ from protocols.errors import ForgeError, PlaneError
 from protocols.types import PUBLISHED, TensorRef
 from services.planes.codec import packed_bytes, unpack
 from services.planes.open import OwnedPlane
-from services.planes.relay import KeyRequest, RelayPlace, receive
+from services.planes.relay import AT, KeyRequest, RelayPlace, receive
 from services.planes.relay_wire import ask
 from services.planes.shared_memory import SharedMemoryPlane
-
-AT = "@"  # between a key and the host where it was put
 
 
 class RelayedPlane:

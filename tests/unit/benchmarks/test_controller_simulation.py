@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.record import read
-from benchmarks.simulation.controller import LATENCIES, breaks_at, checks, costs_from, suspected
+from benchmarks.simulation.controller import (
+    LATENCIES,
+    PUBLISHES,
+    breaks_at,
+    checks,
+    costs_from,
+    relays_from,
+    suspected,
+)
 from benchmarks.simulation.mesh import (
     EventQueue,
     MeasuredCosts,
@@ -19,13 +28,20 @@ from benchmarks.simulation.mesh import (
     SerialServer,
     Task,
     grouped,
+    putting,
     reading,
     simulate,
-    spreading,
 )
+from protocols.errors import SpecError
 from protocols.spec.loading import load_spec
 
 NOTHING = MeasuredCosts()
+
+
+def measured_costs() -> MeasuredCosts:
+    return costs_from(read(LATENCIES)["results"], read(PUBLISHES)["results"])
+
+
 IDLE = MeshScale(hosts=1, replicas=1, rollout=10.0, score=0.0, train=0.0, published=0)
 
 
@@ -77,16 +93,30 @@ def test_a_server_does_one_thing_at_a_time_in_the_order_of_arrival() -> None:
 def test_what_a_publish_moves_by_hand() -> None:
     # 2 hosts x 3 readers; a get takes 1 s + 10 bytes x 0.1 s.
     costs = replace(NOTHING, store_fixed=1.0, store_byte=0.1)
-    scale = MeshScale(2, 3, rollout=1.0, score=0, train=0, published=10)
-    assert (spreading(scale, costs), reading(scale, costs)) == (2.0, 12.0)
+    scale = MeshScale(2, 3, rollout=1.0, score=0, train=0, published=10, relays=False)
+    assert (putting(scale, costs), reading(scale, costs)) == (2.0, 12.0)
     assert simulate(scale, costs).publish == pytest.approx(14.0)
-    once = replace(scale, get_per_host=True)
-    assert reading(once, costs) == 4.0
-    assert reading(replace(scale, stores=3), costs) == 4.0
-    assert spreading(replace(scale, stores=4), costs) == 6.0  # put, and two rounds of copies
-    assert reading(replace(scale, relays=True), costs) == 4.0  # 1 -> 2 -> 4: two rounds
+    # One host has no relays; of eight, each beyond the second adds its own time.
+    assert reading(replace(scale, hosts=1, relays=True), costs) == 6.0
+    chain = replace(costs, relay_byte=0.3, relay_host=0.5)
+    assert reading(replace(scale, hosts=2, relays=True), chain) == 3.0
+    eight = replace(scale, hosts=8, relays=True)
+    assert (putting(eight, chain), reading(eight, chain)) == (0.0, 6.0)
+    assert simulate(eight, chain).publish == pytest.approx(6.0)
+    assert simulate(eight, chain).store_share == 0.0
     # Longer than is followed, and the same: 60 readers after the put, 2 s each.
     assert simulate(replace(scale, replicas=30), costs).publish == pytest.approx(122.0)
+
+
+def test_what_relays_take_is_what_was_measured_at_that_rate() -> None:
+    def one(hosts: int, gbit: float, seconds: float, publish: str = "relayed") -> dict[str, Any]:
+        return dict(hosts=hosts, gbit=gbit, seconds=seconds, publish=publish, bytes=100)
+
+    rows = [one(2, 1.0, 5.0), one(4, 1.0, 5.5), one(8, 1.0, 8.0), one(8, 1.0, 99.0, "direct")]
+    assert relays_from({"rows": [*rows, one(2, 10.0, 1.0)]}, 1.0) == (0.05, 0.5)
+    assert relays_from({"rows": [one(2, 10.0, 1.0), one(8, 10.0, 0.9)]}, 10.0) == (0.01, 0.0)
+    with pytest.raises(SpecError, match=r"--gbit 40 was not measured; choose one of \[1.0\]"):
+        relays_from({"rows": rows}, 40.0)
 
 
 def test_an_answer_that_is_long_on_its_way_is_silence() -> None:
@@ -113,11 +143,11 @@ def test_more_beats_than_can_be_served_end_no_step() -> None:
 
 
 @settings(max_examples=8, deadline=None)
-@given(hosts=st.integers(1, 300), more=st.integers(1, 300), replicas=st.integers(1, 8))
+@given(hosts=st.integers(2, 300), more=st.integers(1, 300), replicas=st.integers(1, 8))
 def test_the_same_every_time_and_never_better_with_more_hosts(
     hosts: int, more: int, replicas: int
 ) -> None:
-    costs = costs_from(read(LATENCIES)["results"])
+    costs = measured_costs()
     few = MeshScale(hosts, replicas, rollout=2.0, score=0.4, train=0.6, published=10_000_000)
     many = replace(few, hosts=hosts + more)
     first, second = simulate(few, costs), simulate(many, costs)
@@ -144,7 +174,7 @@ def test_suspicion_is_raised_with_the_heartbeat() -> None:
 
 def test_a_real_service_took_about_as_long_as_is_simulated() -> None:
     """Of the committed figures: what a small mesh took when they were measured."""
-    for row in checks(read(LATENCIES)["results"]):
+    for row in checks(read(LATENCIES)["results"], measured_costs()):
         assert 0.25 < row["split"] < 4
         assert 0.25 < row["update"] < 4
         assert 0.2 < row["loop"] < 2

@@ -30,7 +30,7 @@ def test_as_it_is_set() -> None:
 
 
 def test_with_tls_a_pod_goes_by_the_name_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_run.links._local_address", lambda *to: "10.0.0.7")
+    monkeypatch.setattr("services.hosts.own_address._local_address", lambda *to: "10.0.0.7")
     monkeypatch.setenv("POD_NAMESPACE", "forge-x")
     assert reached_at(HostsSpec(kind="kubernetes", tls="certs")) == "10-0-0-7.forge-x.pod"
     assert reached_at(HostsSpec(kind="kubernetes", insecure=True)) == "10.0.0.7"

@@ -1,0 +1,291 @@
+"""How long a publish over 2 to 8 hosts takes, and what crosses each link, by relays and without.
+
+    PYTHONPATH=.:tests/fakes python -m benchmarks.publish_hosts [--hosts 2 4 8] [--gbit 1 10]
+
+Hosts are network namespaces with a `forge worker` each, on links whose both directions `tc` shapes,
+as it does the controller's own. A trainer and one reader a host publish as a run does
+(`training.weight_sync`); no model is loaded. Each mesh is a process of its own. In it a bare TCP
+transfer of the same bytes between two hosts is timed too. Needs what namespaces need: root, or user
+namespaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from monarch.actor import Actor, concurrent_endpoint, enable_transport
+from namespaces import ALONE, CLIENT, Hosts, cannot_make, run
+
+from benchmarks.record import benchmark
+from protocols.ports import TensorPlane
+from protocols.records.status import ReplicaState
+from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RoleSpec
+from protocols.types import PUBLISHED, CartridgeSnapshot, PublishedCartridge
+from services.mesh import Mesh, open_mesh
+from services.planes.relay_wire import CHUNK_BYTES
+from services.roles import ROLES
+from training.weight_sync import WeightSync
+
+MIB = 1 << 20
+MESH_SECONDS = 1800.0
+Row = dict[str, Any]
+NAME = "probe"
+# On busy cores a process that imports torch is silent for long: none is to be replaced here.
+PATIENT = (
+    "health={heartbeat_s: 0.5, suspect_after_s: 100, dead_after_s: 300}",
+    "spawn_timeout_s=400", "call_timeout_s=300",
+)  # fmt: skip
+CHILD = "from benchmarks.publish_hosts import one_mesh; one_mesh()"
+# A bare transfer: what one stream of Python's own sockets gets through the same link.
+RECEIVE = """
+import socket, sys
+listener = socket.create_server((sys.argv[1], 26000))
+print("listens", flush=True)
+link, _ = listener.accept()
+buffer, left = bytearray(1 << 18), int(sys.argv[2])
+while left:
+    left -= link.recv_into(buffer, min(left, len(buffer)))
+link.sendall(b"x")
+"""
+SEND = """
+import socket, sys, time
+data, left = bytes(1 << 18), int(sys.argv[2])
+begun = time.perf_counter()
+link = socket.create_connection((sys.argv[1], 26000))
+while left:
+    left -= link.send(data[:left])
+link.recv(1)
+print(time.perf_counter() - begun)
+"""
+
+
+class PublishActor(Actor):
+    """Publish one tensor of `size` bytes, and load what was published; a cartridge in all else."""
+
+    def __init__(self, plane: TensorPlane, size: int) -> None:
+        self._plane, self._size = plane, size
+        self._next: tuple[str, torch.Tensor, str] | None = None
+        self._held: memoryview = memoryview(b"")
+
+    @concurrent_endpoint
+    async def ready(self) -> int:
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def use_plane(self, plane: TensorPlane) -> None:
+        self._plane = plane
+
+    @concurrent_endpoint
+    async def prepare(self, version: int, stem: str) -> str:
+        """Make the next tensor, to be put under a key of this stem; return its fingerprint."""
+        kv = torch.full((self._size,), version % 200, dtype=torch.uint8)
+        kv[version::4096] = 255
+        told = hashlib.sha256(kv.numpy().data).hexdigest()
+        self._next = (f"{stem}{version}/{os.getpid()}", kv, told)
+        return told
+
+    @concurrent_endpoint
+    async def publish(self, version: int, before: CartridgeSnapshot | None) -> CartridgeSnapshot:
+        assert self._next is not None
+        key, kv, told = self._next
+        packet = await self._plane.put(key, {NAME: kv})
+        return CartridgeSnapshot(version, (PublishedCartridge(NAME, version, packet, told),))
+
+    @concurrent_endpoint
+    async def load(self, snapshot: CartridgeSnapshot) -> int:
+        kv = (await self._plane.get(snapshot.cartridges[0].packet))[NAME]
+        self._held = kv.numpy().data
+        return snapshot.version
+
+    @concurrent_endpoint
+    async def held(self) -> str:
+        """Return the fingerprint of what was loaded last."""
+        return hashlib.sha256(self._held).hexdigest()
+
+
+def shape(hosts: Hosts, gbit: float) -> None:
+    """Limit both directions of every host's link, and what this program sends, to `gbit` Gbit/s."""
+    # A burst is what passes while the kernel's timer sleeps: 4 ms, and 64 KiB at least.
+    burst = max(65536, int(gbit * 1e9 / 8 * 0.004))
+    words = f"root tbf rate {gbit:g}gbit burst {burst} latency 100ms"
+    run(f"tc qdisc replace dev bridge {words}")
+    for i in range(len(hosts.addresses)):
+        run(f"tc qdisc replace dev host{i} {words}")
+        run(" ".join([*hosts.inside(i), f"tc qdisc replace dev eth0 {words}"]))
+
+
+def counters() -> dict[str, tuple[int, int]]:
+    """Return the bytes to and from each host, and to and from this program."""
+    words = ["ip", "-json", "-statistics", "link"]
+    links = json.loads(subprocess.run(words, capture_output=True, check=True, timeout=30).stdout)
+    found = {}
+    for link in links:
+        received, sent = (link["stats64"][way]["bytes"] for way in ("rx", "tx"))
+        # A link to a host is seen from the bridge: what was sent into it is what the host got.
+        found[link["ifname"]] = (received, sent) if link["ifname"] == "bridge" else (sent, received)
+    del found["lo"]
+    return found
+
+
+def bare_transfer(hosts: Hosts, size: int) -> float:
+    """Return the seconds in which host 0 sends so many bytes to host 1 over one connection."""
+    address = hosts.addresses[1].removeprefix("tcp://").partition(":")[0]
+    words = [sys.executable, "-c"]
+    with subprocess.Popen(
+        [*hosts.inside(1), *words, RECEIVE, address, str(size)], stdout=subprocess.PIPE
+    ) as receiver:
+        assert receiver.stdout is not None
+        receiver.stdout.readline()
+        done = subprocess.run(
+            [*hosts.inside(0), *words, SEND, address, str(size)],
+            capture_output=True, text=True, check=True, timeout=120,
+        )  # fmt: skip
+    return float(done.stdout)
+
+
+async def opened(hosts: Hosts, size: int) -> Mesh:
+    """Return a mesh with a reader on each host, and a trainer on one of them."""
+    addresses = ", ".join(hosts.addresses)
+    sets = (f"hosts={{kind: addresses, addresses: [{addresses}], insecure: true}}", *PATIENT)
+    spec = load_spec("meshes/longhealth.yaml", sets=sets).spec
+    mesh = await open_mesh(spec, lambda event, **facts: None, lambda span: None)
+    mesh.service.spawn(ROLES["store"], role="store", spec=RoleSpec(), prepare=mesh.open_plane)
+    await mesh.service.ready()
+    assert mesh.relays is not None
+    await mesh.relays.open()
+    count = len(hosts.addresses)
+    assert len(mesh.relays.places) == count, mesh.relays.places
+    for role, replicas in (("generator", count), ("trainer", 1)):
+        each = RoleSpec(replicas=replicas)
+        mesh.service.spawn(PublishActor, args=(mesh.plane, size), role=role, spec=each)
+        await mesh.service.ready()
+    on = {r.process.host for r in mesh.pools["generator"].replicas if r.process is not None}
+    assert len(on) == count, f"the readers are on {on}"
+    return mesh
+
+
+async def published(hosts: Hosts, rates: Sequence[float], size: int, times: int) -> list[Row]:
+    """Return seconds and bytes of `times` publishes at each rate by the store, and by relays."""
+    count = len(hosts.addresses)
+    mesh = await opened(hosts, size)
+    [trainer] = mesh.pools["trainer"].replicas
+    assert trainer.process is not None
+    at = hosts.addresses.index(f"tcp://{trainer.process.host}")
+    sync, version, rows = WeightSync(mesh, 1), itertools.count(), []
+    for gbit in rates:
+        shape(hosts, gbit)
+        bare = [bare_transfer(hosts, size) for _ in range(times)]
+        # Relays hand on the keys of published cartridges, and the store has all others.
+        for how, stem in (("direct", "probe/"), ("relayed", PUBLISHED)):
+            laps = [
+                await one_publish(mesh, sync, hosts, next(version), stem) for _ in range(times + 1)
+            ][1:]  # the first opens connections
+            rows.append(row(count, gbit, size, {"bare_s": bare, "laps": laps}, how))
+            rows[-1]["trainer"] = f"host{at}"
+            shown = {k: v for k, v in rows[-1].items() if k != "raw"}
+            print(shown, os.getloadavg()[0], file=sys.stderr, flush=True)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(mesh.stop(), 30.0)
+    return rows
+
+
+async def one_publish(mesh: Mesh, sync: WeightSync, hosts: Hosts, version: int, stem: str) -> Row:
+    """Return seconds of one publish, and the bytes to and from each host meanwhile."""
+    [trainer] = mesh.pools["trainer"].replicas
+    told = await trainer.actor.prepare.call_one(version, stem)
+    await sync.tidied()
+    before, begun = counters(), time.perf_counter()
+    await sync.publish(version)
+    seconds, after = time.perf_counter() - begun, counters()
+    for reader in mesh.pools["generator"].replicas:
+        assert reader.state is ReplicaState.HEALTHY
+        assert await reader.actor.held.call_one() == told, "other bytes arrived"
+    moved = {
+        device: [now - then for now, then in zip(after[device], before[device], strict=True)]
+        for device in before
+    }
+    return {"seconds": seconds, "load": os.getloadavg()[0], "bytes": moved}
+
+
+def one_mesh() -> None:
+    """Measure one mesh in this process's own network namespace, and print its rows as JSON."""
+    count, size, times = (int(word) for word in sys.argv[1:4])
+    torch.set_num_threads(1)
+    with Hosts(count) as hosts:
+        enable_transport(f"tcp://{CLIENT}:0")
+        rates = [float(word) for word in sys.argv[4:]]
+        print(json.dumps(asyncio.run(published(hosts, rates, size, times))), flush=True)
+    os._exit(0)  # Monarch's own end would wait for the hosts that are gone
+
+
+def row(count: int, gbit: float, size: int, found: Mapping[str, Any], how: str) -> Row:
+    """Return medians of a mesh's publishes, against the link's limit and the bare transfer."""
+    laps = found["laps"]
+    seconds = statistics.median(lap["seconds"] for lap in laps)
+    limit, bare = size * 8 / (gbit * 1e9), statistics.median(found["bare_s"])
+
+    def most(devices: Any, way: int) -> int:
+        return max(statistics.median(lap["bytes"][d][way] for lap in laps) for d in devices)
+
+    devices = [f"host{i}" for i in range(count)]
+    return {
+        "hosts": count,
+        "gbit": gbit,
+        "publish": how,
+        "bytes": size,
+        "limit_s": limit,
+        "bare_s": bare,
+        "seconds": seconds,
+        "over_limit": seconds / limit,
+        "over_bare": seconds / bare,
+        "to_a_host": most(devices, 0),
+        "from_a_host": most(devices, 1),
+        "from_controller": most(["bridge"], 1),
+        "raw": {"bare_s": found["bare_s"], "laps": laps},
+    }
+
+
+def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the raw figures, mesh by mesh, each in a process and network namespace of its own."""
+    if reason := cannot_make():
+        sys.exit(reason)
+    rows: list[Row] = []
+    for count in asked.hosts:
+        words = [count, asked.mib * MIB, asked.times, *asked.gbit]
+        done = subprocess.run(
+            [*ALONE, sys.executable, "-c", CHILD, *map(str, words)],
+            stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, check=True,
+            timeout=MESH_SECONDS,
+        )  # fmt: skip
+        rows += json.loads(done.stdout.splitlines()[-1])
+    return {}, {"chunk_bytes": CHUNK_BYTES, "rows": rows}
+
+
+if __name__ == "__main__":
+    benchmark(
+        __doc__,
+        measure,
+        {
+            "--hosts": {"type": int, "nargs": "+", "default": [2, 4, 8]},
+            "--gbit": {"type": float, "nargs": "+", "default": [1.0, 10.0]},
+            "--mib": (64, "of the published tensor, MiB"),
+            "--times": 3,
+            "--out": Path("benchmarks/results/publish_hosts.json"),
+        },
+        quick={"hosts": [2], "gbit": [1.0], "times": 1},
+    )
