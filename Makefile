@@ -270,8 +270,9 @@ gpu-check: install ## ten minutes on one H100, H200 or A100: numbers, a step's p
 bench-vllm: install-vllm ## a cartridge on vLLM against prompt tokens, the document, and torch
 	$(BIN)/python -m benchmarks.vllm_throughput
 
-bench-hosts: install ## the controller's latencies, and 1 to 1,000 hosts simulated from them
-	$(BIN)/python -m benchmarks.controller_latency
+bench-hosts: install ## the controller's latencies, publishes over shaped links, and 1 to 1,000 hosts simulated from them
+	$(BIN)/python -m benchmarks.simulation.controller_latency
+	PYTHONPATH=.:tests/fakes $(BIN)/python -m benchmarks.publish_hosts
 	$(BIN)/python -m benchmarks.simulation.controller --set data.patients=1
 
 chaos: install ## how soon a run ends or goes on after each fault, and each role after a death: 25 minutes

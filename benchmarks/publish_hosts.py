@@ -4,9 +4,9 @@
 
 Hosts are network namespaces with a `forge worker` each, on links whose both directions `tc` shapes,
 as it does the controller's own. A trainer and one reader a host publish as a run does
-(`training.weight_sync`); no model is loaded. Each mesh is a process of its own. In it a bare TCP
-transfer of the same bytes between two hosts is timed too. Needs what namespaces need: root, or user
-namespaces.
+(`training.weight_sync`); no model is loaded. Before each publish two bare transfers are timed: the
+same bytes over one TCP connection between two hosts, and every host to the next at once, which is
+what this machine's cores bear. Needs what namespaces need: root, or user namespaces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,10 @@ link.sendall(b"x")
 SEND = """
 import socket, sys, time
 data, left = bytes(1 << 18), int(sys.argv[2])
-begun = time.perf_counter()
 link = socket.create_connection((sys.argv[1], 26000))
+print("connected", flush=True)
+sys.stdin.read()
+begun = time.perf_counter()
 while left:
     left -= link.send(data[:left])
 link.recv(1)
@@ -142,20 +144,34 @@ def counters() -> dict[str, tuple[int, int]]:
     return found
 
 
-def bare_transfer(hosts: Hosts, size: int) -> float:
-    """Return the seconds in which host 0 sends so many bytes to host 1 over one connection."""
-    address = hosts.addresses[1].removeprefix("tcp://").partition(":")[0]
-    words = [sys.executable, "-c"]
-    with subprocess.Popen(
-        [*hosts.inside(1), *words, RECEIVE, address, str(size)], stdout=subprocess.PIPE
-    ) as receiver:
-        assert receiver.stdout is not None
-        receiver.stdout.readline()
-        done = subprocess.run(
-            [*hosts.inside(0), *words, SEND, address, str(size)],
-            capture_output=True, text=True, check=True, timeout=120,
-        )  # fmt: skip
-    return float(done.stdout)
+def bare_transfer(hosts: Hosts, size: int, senders: int) -> float:
+    """Return the seconds until so many hosts have sent so many bytes each to the next one, at once,
+    over one connection each."""
+    own = [a.removeprefix("tcp://").partition(":")[0] for a in hosts.addresses]
+    program = [sys.executable, "-I", "-S", "-c"]
+    pipe = subprocess.PIPE
+    with contextlib.ExitStack() as ended:
+
+        def started(host: int, script: str, to: int) -> subprocess.Popen[str]:
+            words = [*hosts.inside(host), *program, script, own[to], str(size)]
+            process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
+            return ended.enter_context(process)
+
+        pairs = [(i, (i + 1) % len(own)) for i in range(senders)]
+        for _, to in pairs:
+            assert line_of(started(to, RECEIVE, to)) == "listens"
+        sending = [started(host, SEND, to) for host, to in pairs]
+        for process in sending:
+            assert line_of(process) == "connected"
+        for process in sending:  # all are up: from here on they move bytes alone
+            assert process.stdin is not None
+            process.stdin.close()
+        return max(float(line_of(process)) for process in sending)
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
 
 
 async def opened(hosts: Hosts, size: int) -> Mesh:
@@ -189,22 +205,23 @@ async def published(hosts: Hosts, rates: Sequence[float], size: int, times: int)
     sync, version, rows = WeightSync(mesh, 1), itertools.count(), []
     for gbit in rates:
         shape(hosts, gbit)
-        bare = [bare_transfer(hosts, size) for _ in range(times)]
         # Relays hand on the keys of published cartridges, and the store has all others.
         for how, stem in (("direct", "probe/"), ("relayed", PUBLISHED)):
-            laps = [
-                await one_publish(mesh, sync, hosts, next(version), stem) for _ in range(times + 1)
-            ][1:]  # the first opens connections
-            rows.append(row(count, gbit, size, {"bare_s": bare, "laps": laps}, how))
+            laps = []
+            for _ in range(times + 1):
+                bare = {"bare_s": bare_transfer(hosts, size, 1)}
+                bare["bare_at_once_s"] = bare_transfer(hosts, size, count)
+                laps.append(bare | await one_publish(mesh, sync, next(version), stem))
+            rows.append(row(count, gbit, size, laps[1:], how))  # the first opens connections
             rows[-1]["trainer"] = f"host{at}"
-            shown = {k: v for k, v in rows[-1].items() if k != "raw"}
-            print(shown, os.getloadavg()[0], file=sys.stderr, flush=True)
+            shown = {k: v for k, v in rows[-1].items() if k != "laps"}
+            print(shown, file=sys.stderr, flush=True)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(mesh.stop(), 30.0)
     return rows
 
 
-async def one_publish(mesh: Mesh, sync: WeightSync, hosts: Hosts, version: int, stem: str) -> Row:
+async def one_publish(mesh: Mesh, sync: WeightSync, version: int, stem: str) -> Row:
     """Return seconds of one publish, and the bytes to and from each host meanwhile."""
     [trainer] = mesh.pools["trainer"].replicas
     told = await trainer.actor.prepare.call_one(version, stem)
@@ -233,30 +250,35 @@ def one_mesh() -> None:
     os._exit(0)  # Monarch's own end would wait for the hosts that are gone
 
 
-def row(count: int, gbit: float, size: int, found: Mapping[str, Any], how: str) -> Row:
-    """Return medians of a mesh's publishes, against the link's limit and the bare transfer."""
-    laps = found["laps"]
-    seconds = statistics.median(lap["seconds"] for lap in laps)
-    limit, bare = size * 8 / (gbit * 1e9), statistics.median(found["bare_s"])
+def row(count: int, gbit: float, size: int, laps: Sequence[Row], how: str) -> Row:
+    """Return medians of a mesh's publishes, against the link's limit and the bare transfers."""
 
-    def most(devices: Any, way: int) -> int:
-        return max(statistics.median(lap["bytes"][d][way] for lap in laps) for d in devices)
+    def median(name: str) -> float:
+        return statistics.median(lap[name] for lap in laps)
 
-    devices = [f"host{i}" for i in range(count)]
+    def most(devices: Sequence[str], way: int) -> int:
+        return round(max(statistics.median(lap["bytes"][d][way] for lap in laps) for d in devices))
+
+    hosts, limit = [f"host{i}" for i in range(count)], size * 8 / (gbit * 1e9)
     return {
         "hosts": count,
         "gbit": gbit,
         "publish": how,
         "bytes": size,
         "limit_s": limit,
-        "bare_s": bare,
-        "seconds": seconds,
-        "over_limit": seconds / limit,
-        "over_bare": seconds / bare,
-        "to_a_host": most(devices, 0),
-        "from_a_host": most(devices, 1),
+        "bare_s": median("bare_s"),
+        "bare_at_once_s": median("bare_at_once_s"),
+        "seconds": median("seconds"),
+        "over_limit": median("seconds") / limit,
+        "over_bare": statistics.median(lap["seconds"] / lap["bare_s"] for lap in laps),
+        "over_bare_at_once": statistics.median(
+            lap["seconds"] / lap["bare_at_once_s"] for lap in laps
+        ),
+        "to_a_host": most(hosts, 0),
+        "from_a_host": most(hosts, 1),
         "from_controller": most(["bridge"], 1),
-        "raw": {"bare_s": found["bare_s"], "laps": laps},
+        "load": median("load"),
+        "laps": list(laps),
     }
 
 

@@ -4,9 +4,9 @@
         [--replicas 8] [--gbit 10]
 
 `benchmarks.simulation.mesh` simulates the queues. Costs are those that
-benchmarks.controller_latency measured, and those of a publish over links of `--gbit` Gbit/s that
-benchmarks.publish_hosts measured; model times are the plan's roofline of one step on A100s. A row
-that is called a plan has what Cartridge Forge does not have.
+benchmarks.simulation.controller_latency measured, and those of a publish over links of `--gbit`
+Gbit/s that benchmarks.publish_hosts measured; model times are the plan's roofline of one step on
+A100s. A row that is called a plan has what Cartridge Forge does not have.
 
 Every host has `--replicas` generators and gets as many prompts as the mesh file gives each of its
 own, so a step's model time stays as it is: teachers and trainer are taken to grow along, which they

@@ -247,7 +247,7 @@ def _send(relay: Relay, asked: KeyRequest, to: socket.socket) -> None:
             transfer.wait(sent, WAITING_SECONDS)
             if transfer.fault:
                 return fail(to, transfer.fault)
-            if transfer.received == sent:
+            if transfer.received <= sent:  # less where the asker has more than this host
                 if time.monotonic() - said >= WAITING_SECONDS:
                     say_waiting(to)
                     said = time.monotonic()

@@ -70,6 +70,18 @@ def test_a_reader_that_wants_no_bytes_waits_for_the_whole(hosts: list[Host]) -> 
     assert hosts[1].file.read_bytes() == BODY
 
 
+def test_an_asker_that_has_more_than_the_asked_one_waits(
+    hosts: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "WAITING_SECONDS", 0.02)
+    path = hosts[1].relay.root / "under-way"
+    path.write_bytes(BODY)
+    transfer = hosts[1].relay._transfers[KEY] = relay_module.RelayTransfer(path, 1, len(BODY), 1000)
+    timer = threading.Timer(0.2, lambda: (transfer.arrived(len(BODY) - 1000), transfer.ended()))
+    timer.start()
+    assert got(hosts[1], 2, offset=5000) == BODY[5000:]
+
+
 def test_a_relay_that_is_gone_is_passed_over(hosts: list[Host]) -> None:
     """In front of the asked one, and then all in front: one behind has the whole."""
     hosts[0].file.write_bytes(BODY)

@@ -1,6 +1,6 @@
 """What the controller's event loop spends on each thing it does: `benchmarks.simulation` takes it.
 
-    python -m benchmarks.controller_latency [--most 8] [--out FILE]
+    python -m benchmarks.simulation.controller_latency [--most 8] [--out FILE]
 
 Costs on the loop are CPU time of its own thread, so that other work on the cores falls out of them;
 round trips, starts and transfers are wall time and take them in. The service's whole watch and its
