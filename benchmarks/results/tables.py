@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.results import records
 from benchmarks.results.corpus_tables import seeds, shared_facts
+from benchmarks.results.host_tables import limits, publishes, results_of, simulated
 from benchmarks.results.study_tables import between, collapses, over_reference
 from protocols.files import REPOSITORY
 from protocols.records.intervals import wilson_interval
@@ -155,6 +156,9 @@ TABLES: dict[str, Callable[[str], Lines]] = {
     "differences": differences,
     "training": training,
     "frontier": frontier,
+    "publishes": lambda record: table(*publishes(results_of(record))),
+    "simulated": lambda record: table(*simulated(results_of(record))),
+    "limits": lambda record: table(*limits(results_of(record))),
     "shared_facts": lambda names: table(*shared_facts(names)),
     "seeds": lambda folder: table(*seeds(folder)),
     "over_reference": lambda sweep: table(*over_reference(sweep)),

@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import benchmark, read
+from benchmarks.results.host_tables import limits as limits_table
+from benchmarks.results.host_tables import simulated
+from benchmarks.results.tables import table
 from benchmarks.simulation.mesh import (
     MeasuredCosts,
     MeshScale,
@@ -32,7 +35,7 @@ from benchmarks.simulation.mesh import (
     StepOutcome,
     simulate,
 )
-from forge_run.formatting import TableSection, bytes_text, markdown_table, seconds_text
+from forge_run.formatting import bytes_text, seconds_text
 from forge_run.plan.plan import step_workload
 from forge_run.plan.roofline import A100
 from protocols.errors import SpecError
@@ -192,28 +195,8 @@ def checks(measured: Mapping[str, Any], of: MeasuredCosts) -> list[dict[str, flo
     return rows
 
 
-# Each column of the table of hosts, and its text.
-COLUMNS: Mapping[str, Callable[[MeshScale, StepOutcome], str]] = {
-    "hosts": lambda s, o: f"{s.hosts:,}",
-    "step": lambda s, o: _shown(o.step),
-    "overhead": lambda s, o: f"{1 - s.compute / o.step:.0%}",
-    "publish": lambda s, o: _shown(o.publish),
-    "requests": lambda s, o: _shown(o.dispatch),
-    "store": lambda s, o: f"{o.store_share:.0%}",
-    "loop": lambda s, o: f"{o.loop_share:.1%}",
-    "Monarch": lambda s, o: f"{o.wire_share:.0%}",
-    "silence": lambda s, o: _shown(o.silence),
-    "start": lambda s, o: seconds_text(o.start),
-    "one trainer": lambda s, o: seconds_text(s.hosts * s.train),
-}
-
-
-def _shown(seconds: float) -> str:
-    return seconds_text(seconds) if math.isfinite(seconds) else "never"
-
-
 def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
-    """Print and return a step from 1 to MOST_HOSTS hosts, and where each limit breaks."""
+    """Return a step from 1 to MOST_HOSTS hosts, and where each limit breaks."""
     origin, publishes = read(LATENCIES), read(PUBLISHES)
     spec = load_spec(asked.mesh, sets=asked.set).spec
     scale = scale_of(spec, asked.replicas)
@@ -230,17 +213,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
         f"{scale.replicas} generators a host; model time {seconds_text(scale.compute)} a step; "
         f"{bytes_text(scale.published)} published to each\n"
     )
-    cells = (
-        tuple(shown(*at) for shown in COLUMNS.values()) for at in zip(grown, outcomes, strict=True)
-    )
-    print(markdown_table(TableSection("", tuple(COLUMNS), tuple(cells))) + "\n")
-    columns = ("breaks at hosts", *LIMITS)
-    held = (
-        (remedy, *("holds" if hosts is None else f"{hosts:,}" for hosts in at.values()))
-        for remedy, at in broken.items()
-    )
-    print(markdown_table(TableSection("", columns, tuple(held))))
-    print("\nsimulated over measured, one machine:")
+    print("simulated over measured, one machine:")
     for found in ratios:
         print("  " + ", ".join(f"{name} {value:.2f}" for name, value in found.items()))
     rows = [
@@ -252,13 +225,16 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
 
 
 if __name__ == "__main__":
-    benchmark(
+    written = benchmark(
         __doc__,
         measure,
         {
             "mesh": {"nargs": "?", "default": "meshes/longhealth_3b.yaml"},
             "--set": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
             "--replicas": (8, "generators a host"),
+            "--out": Path("benchmarks/results/simulation.json"),
             "--gbit": (10.0, "rate of the measured links that publishes are taken from"),
         },
     )
+    for heads, cells in (simulated(written["results"]), limits_table(written["results"])):
+        print("\n" + "\n".join(table(heads, cells)))

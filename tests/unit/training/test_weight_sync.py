@@ -491,3 +491,37 @@ def test_another_version_than_was_due_is_refused(monkeypatch: pytest.MonkeyPatch
         await w.mesh.stop()
 
     run(scenario())
+
+
+def test_a_publish_that_is_lost_with_its_host_is_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where relays hand on: the store lives, and what the host had put is on no other host."""
+
+    async def scenario() -> None:
+        w = await world(monkeypatch)
+        w.mesh.relays = SimpleNamespace(stop=lambda: asyncio.sleep(0))  # type: ignore[assignment]
+        kept: list[int] = []
+
+        async def keep(snapshot: CartridgeSnapshot) -> None:
+            kept.append(snapshot.version)
+            if len(kept) < 3:
+                w.plane.held.clear()
+                raise PlaneError("get: no host has it")
+
+        monkeypatch.setattr(w.mesh, "keep", keep)
+        await w.weights.publish(1)
+        await w.weights.tidied()
+        assert kept == [1, 1, 1]
+        assert w.versions == [1]
+        assert [w.actor("generator", slot).loaded for slot in (0, 1)] == [[1], [1]]
+
+        async def never(snapshot: CartridgeSnapshot) -> None:
+            kept.append(snapshot.version)
+            raise PlaneError("get: no host has it")
+
+        monkeypatch.setattr(w.mesh, "keep", never)
+        with pytest.raises(PlaneError, match="no host has it"):
+            await w.weights.publish(2)
+        assert kept[3:] == [2] * 5
+        await w.mesh.stop()
+
+    run(scenario())

@@ -108,3 +108,32 @@ def test_auto_picks_a_plane_and_says_why(
     mesh = MeshSpec.model_validate({"name": "m", "config": "c", "hosts": hosts, "plane": plane})
     assert mesh.carrier == carrier
     assert mesh.carrier_reason.startswith(reason)
+
+
+ONE = {"kind": "addresses", "addresses": ["tls://a:26600"], "tls": "certs"}
+TWO = {**ONE, "addresses": ["tls://a:26600", "tls://b:26600"]}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "publish", "relays", "reason"),
+    [
+        ({"kind": "local"}, "auto", False, "direct: all readers are on this host"),
+        (ONE, "auto", False, "direct: there is one host"),
+        (TWO, "auto", True, "relayed: each host gets them once"),
+        (TWO, "direct", False, "direct: asked for"),
+        (ONE, "relayed", True, "relayed: asked for"),
+        ({"kind": "kubernetes", "insecure": True}, "auto", True, "relayed: each host"),
+        ({"kind": "slurm", "insecure": True}, "auto", False, "direct: Slurm's nodes tell no"),
+    ],
+)
+def test_how_cartridges_are_published_and_why(
+    hosts: dict[str, Any], publish: str, relays: bool, reason: str
+) -> None:
+    mesh = MeshSpec.model_validate({"name": "m", "config": "c", "hosts": hosts, "publish": publish})
+    assert mesh.relays is relays
+    assert mesh.publish_reason.startswith(reason)
+
+
+def test_relays_need_hosts_that_tell_an_address() -> None:
+    with pytest.raises(ValidationError, match=r"must be auto or direct with hosts\.kind local"):
+        MeshSpec.model_validate({"name": "m", "config": "c", "publish": "relayed"})
