@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from actors.base import HOST
-from protocols.errors import PlaneError
+from protocols.errors import PlaneError, RunError
 from protocols.types import TensorRef
 from services.planes import relay as relay_module
 from services.planes.codec import layout_of
@@ -22,6 +22,8 @@ from services.planes.relay import KeyRequest, Relay, RelayPlace, RelayServer, re
 from services.planes.relay_wire import ask, connected, data_frames
 from services.planes.relayed import RelayedPlane
 from services.planes.shared_memory import SharedMemoryPlane
+from services.tls.certificates import certificates
+from services.tls.identity import read_identity
 
 KEY = "cartridges/3/ab@h0"
 BODY = bytes(range(256)) * 4096  # 1 MiB: four chunks
@@ -319,3 +321,39 @@ def test_a_relays_file_is_what_a_host_itself_puts(tmp_path: Path, hosts: list[Ho
         assert torch.equal(read["x"], X["x"])
 
     asyncio.run(scenario())
+
+
+def test_over_tls_the_holders_of_a_certificate_alone_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (mesh,) = certificates(tmp_path / "mesh", [("127.0.0.1",)])
+    (others,) = certificates(tmp_path / "others", [("127.0.0.1",)])
+    own = read_identity(mesh, "own")
+    relays = []
+    for name in ("h0", "h1"):
+        (tmp_path / name).mkdir()
+        relay = Relay(tmp_path / name)
+        port = RelayServer(relay, "127.0.0.1", own.server_context).port
+        relays.append((relay, f"tls://127.0.0.1:{port}"))
+    (first, origin), (second, address) = relays
+    file_of(first.root, KEY).write_bytes(BODY)
+    asked = KeyRequest(KEY, len(BODY), len(BODY) - 4, 2, (origin,), (), 20.0)
+    chunks: list[bytes] = []
+    for name, value in own.environment().items():
+        monkeypatch.setenv(name, value)
+    receive(address, asked, lambda chunk: chunks.append(bytes(chunk)))
+    assert b"".join(chunks) == BODY[-4:]
+    assert file_of(second.root, KEY).read_bytes() == BODY
+
+    for name, value in read_identity(others, "foreign").environment().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OSError, match="certificate verify failed"):
+        receive(address, asked, chunks.append)  # type: ignore[arg-type]
+    for name in own.environment():
+        monkeypatch.delenv(name)
+    with pytest.raises(RunError, match="asks for a certificate, and this process has none"):
+        receive(address, asked, chunks.append)  # type: ignore[arg-type]
+    plain = address.replace("tls://", "tcp://")
+    with pytest.raises((OSError, PlaneError)):
+        receive(plain, asked, chunks.append)  # type: ignore[arg-type]
+    assert len(chunks) == 1
