@@ -50,10 +50,10 @@ def test_every_port_beyond_loopback_was_tried(report: dict[str, Any]) -> None:
     """A worker listens for Monarch at its address and at a port of its own, and for /hello."""
     for host in ("10.77.0.2", "10.77.0.3"):
         ports = [port for _, port in report["ports"][host]]
-        assert len(ports) == 3
+        assert len(ports) == 4, "and for its relay"
         assert {26600, 26601} <= set(ports)
-    assert len(report["ports"]["10.77.0.1"]) == 3, "Monarch, the control plane and /metrics"
-    assert len(report["clients"]) == 9
+    assert len(report["ports"]["10.77.0.1"]) == 4, "Monarch, the control plane, /metrics, relay"
+    assert len(report["clients"]) == 12
 
 
 @pytest.mark.parametrize("client", ["plain", "no certificate", "of another authority"])
