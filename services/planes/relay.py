@@ -158,24 +158,24 @@ class Relay:
                         why.append(f"{address}: {error}")
                     if transfer.received == transfer.size or left <= 0 or transfer.cancelled:
                         break
-            self._keep(transfer, asked.key, "; ".join(why[1:] or why))
-        except OSError as error:  # a full file system
-            transfer.ended(f"{asked.key!r} cannot be kept under {self.root}: {error}")
-        finally:
-            with self._changing:
-                self._transfers.pop(asked.key, None)
-            transfer.path.unlink(missing_ok=True)
+            fault = self._keep(transfer, asked.key, "; ".join(why[1:] or why))
+        except Exception as error:  # a full file system, a wrong address: who waits is told
+            fault = f"{asked.key!r} cannot be kept under {self.root}: {error}"
+        with self._changing:
+            self._transfers.pop(asked.key, None)
+        transfer.path.unlink(missing_ok=True)
+        transfer.ended(fault)
 
-    def _keep(self, transfer: RelayTransfer, key: str, why: str) -> None:
+    def _keep(self, transfer: RelayTransfer, key: str, why: str) -> str:
+        """Give what has arrived its key's name. Returns why not, "" for done."""
         if transfer.received < transfer.size:
-            return transfer.ended(f"{key!r} was got from no host ({why})")
-        kept = file_of(self.root, key)
+            return f"{key!r} was got from no host ({why})"
         with self._changing:
             if transfer.cancelled:
-                return transfer.ended(f"{key!r} was deleted")
+                return f"{key!r} was deleted"
             with suppress(FileExistsError):
-                os.link(transfer.path, kept)
-        transfer.ended()
+                os.link(transfer.path, file_of(self.root, key))
+        return ""
 
 
 def receive(
