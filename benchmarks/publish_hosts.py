@@ -120,11 +120,11 @@ class PublishActor(Actor):
         return hashlib.sha256(self._held).hexdigest()
 
 
-def shape(hosts: Hosts, gbit: float) -> None:
+def shape(hosts: Hosts, gbit: float, queue_ms: int) -> None:
     """Limit both directions of every host's link, and what this program sends, to `gbit` Gbit/s."""
     # A burst is what passes while the kernel's timer sleeps: 4 ms, and 64 KiB at least.
     burst = max(65536, int(gbit * 1e9 / 8 * 0.004))
-    words = f"root tbf rate {gbit:g}gbit burst {burst} latency 100ms"
+    words = f"root tbf rate {gbit:g}gbit burst {burst} latency {queue_ms}ms"
     run(f"tc qdisc replace dev bridge {words}")
     for i in range(len(hosts.addresses)):
         run(f"tc qdisc replace dev host{i} {words}")
@@ -195,7 +195,9 @@ async def opened(hosts: Hosts, size: int) -> Mesh:
     return mesh
 
 
-async def published(hosts: Hosts, rates: Sequence[float], size: int, times: int) -> list[Row]:
+async def published(
+    hosts: Hosts, rates: Sequence[float], size: int, times: int, queue_ms: int
+) -> list[Row]:
     """Return seconds and bytes of `times` publishes at each rate by the store, and by relays."""
     count = len(hosts.addresses)
     mesh = await opened(hosts, size)
@@ -204,7 +206,7 @@ async def published(hosts: Hosts, rates: Sequence[float], size: int, times: int)
     at = hosts.addresses.index(f"tcp://{trainer.process.host}")
     sync, version, rows = WeightSync(mesh, 1), itertools.count(), []
     for gbit in rates:
-        shape(hosts, gbit)
+        shape(hosts, gbit, queue_ms)
         # Relays hand on the keys of published cartridges, and the store has all others.
         for how, stem in (("direct", "probe/"), ("relayed", PUBLISHED)):
             laps = []
@@ -241,12 +243,12 @@ async def one_publish(mesh: Mesh, sync: WeightSync, version: int, stem: str) -> 
 
 def one_mesh() -> None:
     """Measure one mesh in this process's own network namespace, and print its rows as JSON."""
-    count, size, times = (int(word) for word in sys.argv[1:4])
+    count, size, times, queue_ms = (int(word) for word in sys.argv[1:5])
     torch.set_num_threads(1)
     with Hosts(count) as hosts:
         enable_transport(f"tcp://{CLIENT}:0")
-        rates = [float(word) for word in sys.argv[4:]]
-        print(json.dumps(asyncio.run(published(hosts, rates, size, times))), flush=True)
+        rates = [float(word) for word in sys.argv[5:]]
+        print(json.dumps(asyncio.run(published(hosts, rates, size, times, queue_ms))), flush=True)
     os._exit(0)  # Monarch's own end would wait for the hosts that are gone
 
 
@@ -288,7 +290,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
         sys.exit(reason)
     rows: list[Row] = []
     for count in asked.hosts:
-        words = [count, asked.mib * MIB, asked.times, *asked.gbit]
+        words = [count, asked.mib * MIB, asked.times, asked.queue_ms, *asked.gbit]
         done = subprocess.run(
             [*ALONE, sys.executable, "-c", CHILD, *map(str, words)],
             stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, check=True,
@@ -307,6 +309,7 @@ if __name__ == "__main__":
             "--gbit": {"type": float, "nargs": "+", "default": [1.0, 10.0]},
             "--mib": (64, "of the published tensor, MiB"),
             "--times": 3,
+            "--queue-ms": (100, "that bytes may wait at a shaped link, ms at its rate"),
             "--out": Path("benchmarks/results/publish_hosts.json"),
         },
         quick={"hosts": [2], "gbit": [1.0], "times": 1},
