@@ -232,7 +232,7 @@ if __name__ == "__main__":
             "mesh": {"nargs": "?", "default": "meshes/longhealth_3b.yaml"},
             "--set": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
             "--replicas": (8, "generators a host"),
-            "--out": Path("benchmarks/results/simulation.json"),
+            "--out": Path("benchmarks/results/hosts/simulation.json"),
             "--gbit": (10.0, "rate of the measured links that publishes are taken from"),
         },
     )
