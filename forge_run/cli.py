@@ -75,6 +75,8 @@ RUN = (
             dest="continues"),
     _flag("--no-baselines", "train and measure on policy alone: no other arm of evaluate.arms",
           dest="alone"),
+    _option("--grace", "SECONDS", "most time for the step in progress to end and its checkpoint to "
+            "be written, after SIGTERM or Ctrl-C (default: 6)", type=float, default=6.0),
 )  # fmt: skip
 DRY_RUN = _flag("--dry-run", "print the plan and start nothing")
 FORGE_RUN = Command(

@@ -10,6 +10,7 @@
     ├── PlaneError       the tensor plane: a missing key, a failed transport      (exit code 1)
     ├── ControlError     a run that cannot be reached, or refuses a request       (exit code 1)
     └── RunError         anything else that ends a run                            (exit code 1)
+        ├── HostsEndedError  hosts that have ended, where no others will come
         └── RanksLostError   one of several ranks that lost the others
 
 Every class is a ValueError or RuntimeError as well, so that callers can catch it by the standard
@@ -68,6 +69,10 @@ class ControlError(ForgeError, RuntimeError):
 
 class RunError(ForgeError, RuntimeError):
     """Report a failure that ends a run."""
+
+
+class HostsEndedError(RunError):
+    """Report that a run has no hosts any more, and that their source will provide no others."""
 
 
 class RanksLostError(RunError):

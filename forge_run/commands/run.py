@@ -25,6 +25,7 @@ def run(
     resume: str | None,
     continues: str | None,
     alone: bool,
+    grace: float,
     dry_run: bool,
 ) -> int | tuple[TableSection, ...]:
     """Run a mesh and return the exit code; with `dry_run` return its plan. Raises ForgeError."""
@@ -52,7 +53,7 @@ def run(
 
     for line in notes:
         print(line, file=sys.stderr)
-    return go(loaded.spec, run_dir=run_dir, resume=resume)
+    return go(loaded.spec, run_dir=run_dir, resume=resume, grace_s=grace)
 
 
 def plan(

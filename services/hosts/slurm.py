@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from protocols.errors import RunError, SpecError
+from protocols.errors import HostsEndedError, RunError, SpecError
 from protocols.spec.hosts import SlurmSpec
 from protocols.spec.mesh import RunSpec
 from services.hosts.source import LINK_ENVIRONMENT, HostWorker, finish
@@ -43,7 +43,7 @@ TOOLS = ("sbatch", "squeue", "scancel")
 ASK_SECONDS = 30.0  # for one call of Slurm's tools: a busy controller takes several
 SUBMIT_SECONDS = 60.0
 LIST_SECONDS = 30.0  # until a job that was submitted is listed
-REASON_SECONDS = 10.0  # for the error of a job that was cancelled, on a busy login node
+REASON_SECONDS = 10.0  # for why a job ended, on a busy login node
 QUEUE_SECONDS = 2.0  # between two looks at a job that waits
 WATCH_SECONDS = 10.0  # between two looks at a running job
 ATTACH_SECONDS = 120.0  # a node's Python may come over a busy network file system
@@ -86,7 +86,7 @@ class SlurmHosts:
         self._name = f"forge-{spec.mesh.name}-{secrets.token_hex(4)}"
         self._job: SlurmJob | None = None
         self._submitting: asyncio.Future[None] | None = None
-        self._over: RunError | None = None  # why there is no job any more
+        self._over: HostsEndedError | None = None  # why there is no job any more
 
     async def workers(self) -> AsyncGenerator[tuple[HostWorker, ...]]:
         if self._over is not None:  # asked again: a run has one job, and who ended it meant that
@@ -100,13 +100,12 @@ class SlurmHosts:
             yield tuple(HostWorker(f"host{i}", "", mesh=mesh) for i, mesh in enumerate(meshes))
             await self._ended()
         except RunError as error:
-            self._over = error
+            self._over = HostsEndedError(str(error))
             try:
                 await self.close()
             except RunError as left:
-                self._over = RunError(f"{error}; {left}")
-                raise self._over from error
-            raise
+                self._over = HostsEndedError(f"{error}; {left}")
+            raise self._over from error
         except asyncio.CancelledError:
             await self.close()
             raise
@@ -258,16 +257,25 @@ class SlurmHosts:
             ) from error
 
     async def _ended(self) -> None:
-        """Raise RunError once squeue reports that the job no longer runs."""
+        """Raise RunError once squeue reports that the job no longer runs, and why."""
+        completing: float | None = None
         while True:
             found = await self._look()
-            if found is not None and found.state not in RUNS:
+            if found is None or found.state in RUNS:
+                await asyncio.sleep(WATCH_SECONDS)
+                continue
+            # While its processes end, squeue does not say why.
+            completing = completing or time.monotonic()
+            if found.state != "COMPLETING" or time.monotonic() - completing > REASON_SECONDS:
                 raise self._end(found)
-            await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.sleep(QUEUE_SECONDS / 4)
 
     def _end(self, found: QueuedJob) -> RunError:
+        named = f"the Slurm job {found.job}".rstrip()
+        what = "was put back into the queue" if found.state in WAITS else "ended"
         return RunError(
-            f"the Slurm job ended: {found}; go on with --resume, which submits a new one "
+            f"{named} {what}: {found}; its nodes are gone, and the checkpoints "
+            "are kept: go on with --resume, which submits a new one "
             f"(hosts.slurm.time_limit is {self._spec.time_limit or 'the default'}; what the nodes "
             f"wrote is in {self._logs})"
         )

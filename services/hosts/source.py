@@ -54,7 +54,8 @@ class HostWorker:
 
 
 class HostSource(Protocol):
-    """Provide workers. Its failures are RunErrors that name the remedy."""
+    """Provide workers. Its failures are RunErrors that name the remedy; after one of them it may be
+    asked again, except after a HostsEndedError, which ends the run."""
 
     def workers(self) -> AsyncGenerator[tuple[HostWorker, ...]]:
         """Yield all workers whenever they change, until the generator is closed; first once the

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocols.errors import ForgeError, PlaneError, RunError
+from protocols.errors import ForgeError, HostsEndedError, PlaneError, RunError
 from protocols.records.status import ReplicaState
 from protocols.spec.services import HealthSpec
 from services.pool.autoscale import Loads
@@ -295,8 +295,9 @@ class ReplicaLifecycle:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # No task raises for the loss of a replica, so this is a bug in this package.
-            self._fail(RunError(f"the service failed: {error!r}"))
+            # No task raises for the loss of a replica, so any other is a bug in this package.
+            ended = isinstance(error, HostsEndedError)
+            self._fail(error if ended else RunError(f"the service failed: {error!r}"))
 
 
 def _add_successor(pool: Pool, replica: Replica) -> Replica:

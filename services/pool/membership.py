@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from protocols.errors import ForgeError, RunError
+from protocols.errors import ForgeError, HostsEndedError, RunError
 from protocols.spec.hosts import is_tls
 from services.hosts.handshake import (
     WorkerInfo,
@@ -56,7 +56,7 @@ class HostMembership:
     """Keep `processes` on the workers of `source` whose versions are `needed`
     (services.hosts.handshake).
 
-    `begin` starts background tasks. `silent_s` is the time without an answer after which
+    `begin` starts background tasks; the run ends where one raises. `silent_s` is the time without an answer after which
     "host_lost" is noted.
     """
 
@@ -111,6 +111,8 @@ class HostMembership:
                     noted = ""
                     self._follow(workers)
                 return
+            except HostsEndedError:
+                raise
             except ForgeError as error:  # the run continues with its present hosts
                 if str(error) != noted:
                     noted = str(error)

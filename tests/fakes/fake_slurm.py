@@ -107,7 +107,8 @@ def sbatch(slurm: Cluster) -> None:
                 stderr=complained, start_new_session=True,
                 env={**os.environ, **exported, "SLURM_JOB_ID": JOB},
             ).pid  # fmt: skip
-    slurm.set(name=asked["job-name"], nodes=int(asked["nodes"]), pid=pid)
+    jobs = facts.get("jobs", 0) + 1
+    slurm.set(name=asked["job-name"], nodes=int(asked["nodes"]), pid=pid, jobs=jobs)
     say(f"Submitted batch job {JOB}" if not facts.get("mute") else JOB)
 
 

@@ -17,7 +17,7 @@ from fake_slurm import Cluster, alive
 from monarch.actor import Actor, concurrent_endpoint
 from monarch.config import get_global_config
 
-from protocols.errors import RunError
+from protocols.errors import HostsEndedError
 from protocols.spec.mesh import RunSpec
 from services.hosts import slurm as slurm_hosts
 from services.hosts.slurm import SlurmHosts
@@ -45,28 +45,27 @@ class HeadActor(Actor):
     @concurrent_endpoint
     async def run(self, spec: RunSpec, slurm: Cluster, preempted: bool) -> dict[str, Any]:
         slurm_hosts.WATCH_SECONDS = 0.2
-        source = SlurmHosts(spec)
         transports = [str(get_global_config()["default_transport"])]
-        found = source.workers()
-        workers = await anext(found)
-        told: dict[str, Any] = {"transports": transports}
-        told["workers"] = [[w.name, w.address, w.role, w.capacity] for w in workers]
+        told: dict[str, Any] = {"transports": transports, "joined": [], "jobs": 0}
+
+        def note(event: str, **facts: Any) -> None:
+            if event == "host_joined":
+                told["joined"].append([facts["host"], facts["role"]])
+
+        service = await Service.of(SlurmHosts(spec), local=False, note=note)
         transports.append(str(get_global_config()["default_transport"]))
-        meshes = [w.mesh for w in workers if w.mesh is not None]
-        service = await Service.of(meshes, local=False)
         pool = service.spawn(WhoActor, n=4, role="who")
         await pool.settled(PATIENCE)
         told["hosts"] = sorted(r.process.host for r in pool.replicas if r.process)
         told["who"] = await pool.route("who")
-        await service.stop()
-        if preempted:
+        if preempted:  # while nothing is asked of the replicas, as in a run that is paused
             slurm.preempt()
             try:
-                await asyncio.wait_for(anext(found), PATIENCE)
-            except RunError as error:
+                await asyncio.wait_for(asyncio.shield(service.failure), PATIENCE)
+            except HostsEndedError as error:
                 told["end"] = str(error)
-        await found.aclose()
-        await source.close()
+        await service.stop()
+        told["jobs"] = slurm.facts["jobs"]
         return told
 
 
