@@ -70,8 +70,9 @@ def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, 
 
 
 def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None, grace_s: float) -> int:
-    """Run to the end, or to a checkpoint when interrupted, `grace_s` later at most. Returns the exit code: 0 finished, 129 /
-    130 / 143 stopped by SIGHUP / SIGINT / SIGTERM. Raises ForgeError."""
+    """Run to the end, or to a checkpoint when interrupted, `grace_s` later at most. Returns the
+    exit code: 0 finished, 129 / 130 / 143 stopped by SIGHUP / SIGINT / SIGTERM. Raises
+    ForgeError."""
     local = spec.mesh.hosts.kind == "local"
     os.environ.update(monarch_environment(spec.mesh.health, local=local))
     os.environ[LOCAL_KEY] = "local"

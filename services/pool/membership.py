@@ -56,8 +56,8 @@ class HostMembership:
     """Keep `processes` on the workers of `source` whose versions are `needed`
     (services.hosts.handshake).
 
-    `begin` starts background tasks; the run ends where one raises. `silent_s` is the time without an answer after which
-    "host_lost" is noted.
+    `begin` starts background tasks; the run ends where one raises. `silent_s` is the time without
+    an answer after which "host_lost" is noted.
     """
 
     def __init__(

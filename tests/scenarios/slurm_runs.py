@@ -117,6 +117,8 @@ def scenario(home: Path) -> dict[str, Any]:
         "code": done.returncode, "said": done.stderr[-2000:], "path": str(latest(home / "local")),
     }  # fmt: skip
 
+    answers: list[str] = []
+
     def watch(run: Running, path: Path) -> None:
         runs.report["placed"] = placed(path)
 
@@ -137,7 +139,7 @@ def scenario(home: Path) -> dict[str, Any]:
 
     def requeue(run: Running, path: Path) -> None:
         paused(path)
-        runs.report["refused"] = {"said": ask("scontrol", "requeue", running_job())}
+        answers.append(ask("scontrol", "requeue", running_job()))
         steer(path, "resume")
 
     def requeue_allowed(run: Running, path: Path) -> None:

@@ -13,14 +13,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from mesh_scenario import status, told, until
+from mesh_scenario import status, told
 from namespaces import FORGE
 from small_run import (
     ROOT,
     Finished,
     command,
     end_of,
-    latest,
     rows,
     run_to_end,
     running,
