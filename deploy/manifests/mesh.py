@@ -318,7 +318,8 @@ def _arguments(spec: RunSpec, files: MeshFiles, model: ModelVolume | None) -> li
         f"telemetry={{metrics: '0.0.0.0:{METRICS_PORT}', insecure: true}}",
         *([f"model.path={model.path}"] if model else ()),
     )
-    kept = ("--resume", "unfinished", "--run-dir", "/runs")
+    # A pod has 30 s; a run needs some after its last checkpoint.
+    kept = ("--resume", "unfinished", "--run-dir", "/runs", "--grace", "24")
     return [_mesh_path(files), *kept, *settings(*files.sets, *own)]
 
 
