@@ -59,55 +59,45 @@ def lose_power(node: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def give_power(node: str) -> None:
-    subprocess.run(["ip", "link", "set", node, "up"], check=True)
-    inside = ["nsenter", f"--target={guard(node)}", "--net", "--uts"]
-    subprocess.run([*inside, "slurmd", "-N", node], check=True)
-
-
-def idle() -> bool:
-    return {*ask("sinfo", "-h", "-o", "%T").split()} == {"idle"}
-
-
 class Runs:
     """Runs with a job each, in directories below `home`. `report` maps a run's name to its end."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
         self.report: dict[str, dict[str, Any]] = {}
+        self._newest = 0  # Slurm numbers jobs from 1, and forgets them after five minutes
 
     def run(self, name: str, act: Act, *args: str) -> None:
         """Start a run, do `act` to it once it has trained a step, and wait for its end."""
-        before, begun, root = len(jobs()), time.monotonic(), self.home / name
+        begun, root = time.monotonic(), self.home / name
         with running(self._words(name, *args), root) as run:
             act(run, run.wait_for("on_policy", 1))
             acted = time.monotonic()
             said, _ = run.process.communicate(timeout=RUN_SECONDS)
             over = time.monotonic()
             run.wait_until_gone(ANSWER_SECONDS)  # on the nodes too: a job has its environment
-        self._tell(name, name, run.process.returncode, said, before)
+        self._tell(name, name, run.process.returncode, said)
         self.report[name]["seconds"] = [round(acted - begun, 1), round(over - acted, 1)]
 
     def resume(self, name: str) -> None:
         """Continue a run that has ended, with another job."""
-        before = len(jobs())
         done = run_to_end([*self._words(name), "--resume"], RUN_SECONDS)
-        self._tell(f"{name} again", name, done.returncode, done.stdout + done.stderr, before)
+        self._tell(f"{name} again", name, done.returncode, done.stdout + done.stderr)
 
     def _words(self, name: str, *args: str) -> list[str]:
         slurm = {"nodes": 2, "args": list(args)}
         hosts = {"kind": "slurm", "slurm": slurm, "insecure": True, "reached_at": LOGIN}
         return command(self.home / name, **{**LONG, "hosts": hosts})
 
-    def _tell(self, name: str, root: str, code: int, said: str, before: int) -> None:
-        until(lambda: "COMPLETING" not in jobs().values())
+    def _tell(self, name: str, root: str, code: int, said: str) -> None:
+        until(lambda: not {"COMPLETING", "RUNNING", "PENDING"} & {*jobs().values()})
         path, now = latest(self.home / root), jobs()
         self.report[name] = {
             "code": code, "said": " ".join(said.split()), "path": str(path),
-            "events": rows(path / "events.jsonl"), "jobs": len(now) - before,
+            "events": rows(path / "events.jsonl"), "jobs": max(now) - self._newest,
             "state": now[max(now)],
         }  # fmt: skip
-        sys.stderr.write(f"{name}: {code} {self.report[name]['state']}\n")
+        self._newest = max(now)
 
 
 def scenario(home: Path) -> dict[str, Any]:
@@ -117,10 +107,11 @@ def scenario(home: Path) -> dict[str, Any]:
         "code": done.returncode, "said": done.stderr[-2000:], "path": str(latest(home / "local")),
     }  # fmt: skip
 
-    answers: list[str] = []
-
-    def watch(run: Running, path: Path) -> None:
+    def try_to_requeue(run: Running, path: Path) -> None:
+        paused(path)
         runs.report["placed"] = placed(path)
+        runs.report["requeue"] = {"answer": ask("scontrol", "requeue", running_job())}
+        steer(path, "resume")
 
     def fail_a_node(run: Running, path: Path) -> None:
         """Not the one where the job's script runs: the job would end with it."""
@@ -138,28 +129,15 @@ def scenario(home: Path) -> dict[str, Any]:
         cancel(run, path)
 
     def requeue(run: Running, path: Path) -> None:
-        paused(path)
-        answers.append(ask("scontrol", "requeue", running_job()))
-        steer(path, "resume")
-
-    def requeue_allowed(run: Running, path: Path) -> None:
         ask("scontrol", "requeue", running_job())
 
-    chosen: dict[str, Callable[[], None]] = {
-        "whole": lambda: runs.run("whole", watch),
-        "cancelled": lambda: runs.run("cancelled", cancel),
-        "cancelled again": lambda: runs.resume("cancelled"),
-        "paused": lambda: runs.run("paused", cancel_paused),
-        "paused again": lambda: runs.resume("paused"),
-        "refused": lambda: runs.run("refused", requeue),
-        "requeued": lambda: runs.run("requeued", requeue_allowed, "--requeue"),
-        "node": lambda: runs.run("node", fail_a_node),
-    }
-    only = os.environ.get("ONLY")
-    for name, act in chosen.items():
-        if not only or name in only.split(","):
-            act()
-            until(idle) if name != "node" else None
+    runs.run("whole", try_to_requeue)
+    runs.run("cancelled", cancel)
+    runs.resume("cancelled")
+    runs.run("paused", cancel_paused)
+    runs.resume("paused")
+    runs.run("requeued", requeue, "--requeue")
+    runs.run("node", fail_a_node)  # the last: the node stays without power
     return runs.report
 
 

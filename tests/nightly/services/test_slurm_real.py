@@ -16,7 +16,7 @@ SLURM = ROOT / ".venv/slurm"
 SCENARIO = ROOT / "tests/scenarios/slurm_runs.py"
 STEPS = 20
 
-pytestmark = [pytest.mark.timeout(3000)]  # nine runs
+pytestmark = [pytest.mark.timeout(3000)]  # eight runs
 
 
 def cannot_start() -> str:
@@ -61,9 +61,10 @@ def events(report: dict[str, Any], name: str, event: str) -> list[dict[str, Any]
     return [e for e in report[name]["events"] if e["event"] == event]
 
 
-def test_a_run_on_both_nodes(report: dict[str, Any]) -> None:
+def test_a_run_on_both_nodes_which_refuses_to_be_requeued(report: dict[str, Any]) -> None:
     as_on_one_host(report, "whole")
     assert set(report["placed"].values()) >= {"host0", "host1"}
+    assert "Requested operation is presently disabled" in report["requeue"]["answer"]
 
 
 def test_a_node_that_is_lost_does_not_end_the_run(report: dict[str, Any]) -> None:
@@ -84,11 +85,6 @@ def test_a_job_that_is_cancelled_ends_the_run_which_is_resumed(
     assert "Traceback" not in end["said"]
     assert end["jobs"] == 1, "one job was submitted"
     as_on_one_host(report, f"{name} again")
-
-
-def test_a_requeue_is_refused(report: dict[str, Any]) -> None:
-    assert "disabled" in report["refused"]["answer"], report["refused"]["answer"]
-    as_on_one_host(report, "refused")
 
 
 def test_a_requeue_that_the_user_allows_ends_the_run(report: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from protocols.errors import RunError
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
 from services.hosts import slurm as slurm_hosts
-from services.hosts.slurm import SlurmHosts
+from services.hosts.slurm import NOBODY, QueuedJob, SlurmHosts
 from services.hosts.source import LINK_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -101,6 +102,35 @@ def test_a_job_that_ends_in_the_queue(
     # The service asks a source again and again. It does not submit a job each time.
     monkeypatch.setattr(source, "_make", None)
     assert failure(source) == told
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (
+            [None, QueuedJob(JOB, "COMPLETING", "None"), QueuedJob(JOB, "TIMEOUT", "TimeLimit")],
+            f"the Slurm job {JOB} ended: TIMEOUT (TimeLimit); its nodes are gone",
+        ),
+        (
+            [QueuedJob(JOB, "PENDING", "BeginTime")],
+            f"the Slurm job {JOB} was put back into the queue: PENDING (BeginTime); its nodes",
+        ),
+        ([NOBODY], "the Slurm job ended: not in the queue; its nodes are gone"),
+    ],
+)
+def test_why_a_job_no_longer_runs(
+    monkeypatch: pytest.MonkeyPatch, seen: list[QueuedJob | None], said: str
+) -> None:
+    source = SlurmHosts(spec_of())
+    answers = iter(seen)
+
+    async def look() -> QueuedJob | None:
+        return next(answers)
+
+    monkeypatch.setattr(slurm_hosts, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(source, "_look", look)
+    with pytest.raises(RunError, match=re.escape(said)):
+        asyncio.run(source._ended())
 
 
 def test_a_job_whose_workers_do_not_start(slurm: Cluster, tmp_path: Path) -> None:
