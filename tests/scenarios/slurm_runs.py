@@ -25,7 +25,9 @@ STEPS = 20
 LOGIN = "10.77.0.1"  # the address that slurm.sh gives this program
 ANSWER_SECONDS = 60.0
 RUN_SECONDS = 500.0
-LONG = {**SHORT, "train.steps": STEPS}
+# A process that starts on busy cores is silent for long.
+HEALTH = {"heartbeat_s": 0.5, "suspect_after_s": 5.0, "dead_after_s": 25.0}
+LONG = {**SHORT, "train.steps": STEPS, "health": HEALTH, "call_timeout_s": 600}
 Act = Callable[[Running, Path], None]
 
 

@@ -28,8 +28,8 @@ from small_run import (
 
 PATIENCE = 300.0
 LONGER = 8.0  # than a run waits for its step without --grace
-# A process that is held in the middle of a call is not taken for dead meanwhile.
-HEALTH = {"heartbeat_s": 0.5, "suspect_after_s": 100.0, "dead_after_s": 200.0}
+# A process that is held in the middle of a call, or starts on busy cores, is silent for long.
+HEALTH = {"heartbeat_s": 0.5, "suspect_after_s": 60.0, "dead_after_s": 90.0}
 
 
 def free_port() -> int:
@@ -89,7 +89,8 @@ def test_the_only_host_of_a_run_leaves_and_comes_back(finished: Finished, tmp_pa
     port = free_port()
     with ExitStack() as stack:
         first = stack.enter_context(worker(port))
-        run = stack.enter_context(running(command(tmp_path, hosts=on(port)), tmp_path))
+        words = command(tmp_path, hosts=on(port), health=HEALTH, spawn_timeout_s=300)
+        run = stack.enter_context(running(words, tmp_path))
         path = run.wait_for("on_policy", 2)
         first.send_signal(signal.SIGTERM)
         assert first.wait(PATIENCE) == 0
@@ -103,7 +104,10 @@ def test_the_only_host_of_a_run_leaves_and_comes_back(finished: Finished, tmp_pa
 
 def test_the_only_host_of_a_run_leaves_for_good(finished: Finished, tmp_path: Path) -> None:
     port = free_port()
-    sets = {"roles.trainer.restarts": 0, "roles.generator.restarts": 0, "spawn_timeout_s": 30}
+    sets = {
+        "roles.trainer.restarts": 0, "roles.generator.restarts": 0, "spawn_timeout_s": 100,
+        "health": HEALTH,
+    }  # fmt: skip
     with ExitStack() as stack:
         only = stack.enter_context(worker(port))
         run = stack.enter_context(running(command(tmp_path, hosts=on(port), **sets), tmp_path))
@@ -124,7 +128,7 @@ def test_a_call_that_outlasts_a_worker_is_made_again_elsewhere(
     ports = [free_port(), free_port()]
     with ExitStack() as stack:
         workers = {str(port): stack.enter_context(worker(port, 2.0)) for port in ports}
-        words = command(tmp_path, hosts=on(*ports), health={**HEALTH, "dead_after_s": 120.0})
+        words = command(tmp_path, hosts=on(*ports), health=HEALTH, spawn_timeout_s=300)
         run = stack.enter_context(running(words, tmp_path))
         path = run.wait_for("on_policy", 1)
         held, host = generators(path)["generator[0]"]
