@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from protocols.errors import DataError, SpecError
 
+GRACE_SECONDS = 6.0  # with it, a run that is told to stop has ended within 10 s
 MOST = 2**32 - 1  # of a number that control.proto carries
 
 

@@ -16,7 +16,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from forge_run.arguments import ElsewhereParser, ExistingPath, ShowVersion, whole_number
+from forge_run.arguments import (
+    GRACE_SECONDS,
+    ElsewhereParser,
+    ExistingPath,
+    ShowVersion,
+    whole_number,
+)
 from protocols.errors import ForgeError
 
 INTERRUPTED = 130  # a shell's code for a process that Ctrl-C ended
@@ -76,7 +82,7 @@ RUN = (
     _flag("--no-baselines", "train and measure on policy alone: no other arm of evaluate.arms",
           dest="alone"),
     _option("--grace", "SECONDS", "most time for the step in progress to end and its checkpoint to "
-            "be written, after SIGTERM or Ctrl-C (default: 6)", type=float, default=6.0),
+            "be written, after SIGTERM or Ctrl-C (default: 6)", type=float, default=GRACE_SECONDS),
 )  # fmt: skip
 DRY_RUN = _flag("--dry-run", "print the plan and start nothing")
 FORGE_RUN = Command(

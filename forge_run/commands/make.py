@@ -17,6 +17,7 @@ from typing import Any
 
 from documents.formats import ReadOptions
 from documents.reading import ReadResult, read_documents
+from forge_run.arguments import GRACE_SECONDS
 from forge_run.commands import note
 from protocols.errors import DataError
 from protocols.spec.loading import load_serve, load_spec
@@ -61,7 +62,7 @@ def command(
     with _told_when_usable(home):
         code = run(
             mesh=MESH, overlays=(), sets=[*plan.sets, *chosen, *basis, *sets], run_dir=run_dir,
-            resume=None, continues=None, alone=False, dry_run=False,
+            resume=None, continues=None, alone=False, grace=GRACE_SECONDS, dry_run=False,
         )  # fmt: skip
     assert isinstance(code, int)
     if code == 0:

@@ -296,8 +296,9 @@ class ReplicaLifecycle:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             # No task raises for the loss of a replica, so any other is a bug in this package.
-            ended = isinstance(error, HostsEndedError)
-            self._fail(error if ended else RunError(f"the service failed: {error!r}"))
+            if not isinstance(error, HostsEndedError):
+                error = RunError(f"the service failed: {error!r}")
+            self._fail(error)
 
 
 def _add_successor(pool: Pool, replica: Replica) -> Replica:
