@@ -19,12 +19,13 @@ from small_run import (
     ROOT,
     Finished,
     command,
-    end_of,
     rows,
     run_to_end,
     running,
     same_outcome,
 )
+
+pytestmark = [pytest.mark.timeout(900)]  # two runs at most
 
 PATIENCE = 300.0
 LONGER = 8.0  # than a run waits for its step without --grace
@@ -102,26 +103,6 @@ def test_the_only_host_of_a_run_leaves_and_comes_back(finished: Finished, tmp_pa
     same_outcome(path, finished.path)
 
 
-def test_the_only_host_of_a_run_leaves_for_good(finished: Finished, tmp_path: Path) -> None:
-    port = free_port()
-    sets = {
-        "roles.trainer.restarts": 0, "roles.generator.restarts": 0, "spawn_timeout_s": 100,
-        "health": HEALTH,
-    }  # fmt: skip
-    with ExitStack() as stack:
-        only = stack.enter_context(worker(port))
-        run = stack.enter_context(running(command(tmp_path, hosts=on(port), **sets), tmp_path))
-        path = run.wait_for("on_policy", 3)
-        only.send_signal(signal.SIGTERM)
-        assert only.wait(PATIENCE) == 0
-        said = end_of(run)
-    assert "start the workers that are missing" in said, said
-    with worker(port):
-        done = run_to_end(command(tmp_path, "--resume", hosts=on(port), **sets))
-    assert done.returncode == 0, done.stdout + done.stderr
-    same_outcome(path, finished.path)
-
-
 def test_a_call_that_outlasts_a_worker_is_made_again_elsewhere(
     finished: Finished, tmp_path: Path
 ) -> None:
@@ -140,8 +121,3 @@ def test_a_call_that_outlasts_a_worker_is_made_again_elsewhere(
         assert run.process.returncode == 0, said
     assert told(path, "host_drained")
     same_outcome(path, finished.path)
-
-
-@pytest.fixture(autouse=True)
-def _patience(request: pytest.FixtureRequest) -> None:
-    request.node.add_marker(pytest.mark.timeout(900))
