@@ -28,13 +28,13 @@ SHORT = {
 
 def status(run: Path) -> dict[str, Any]:
     words = [*FORGE, "status", str(run), "--json"]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
+    said = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
     found: dict[str, Any] = json.loads(said)
     return found.get("status", found)
 
 
 def steer(run: Path, word: str) -> None:
-    subprocess.run([*FORGE, word, str(run)], capture_output=True, timeout=30, check=True)
+    subprocess.run([*FORGE, word, str(run)], capture_output=True, timeout=120, check=True)
 
 
 def paused(run: Path) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mesh_scenario import SHORT, all_back, paused, placed, steer, until
+from mesh_scenario import SHORT, all_back, paused, until
 from namespaces import beside
 from small_run import Running, command, latest, rows, run_to_end, running
 
@@ -110,10 +110,7 @@ def scenario(home: Path) -> dict[str, Any]:
     }  # fmt: skip
 
     def try_to_requeue(run: Running, path: Path) -> None:
-        paused(path)
-        runs.report["placed"] = placed(path)
         runs.report["requeue"] = {"answer": ask("scontrol", "requeue", running_job())}
-        steer(path, "resume")
 
     def fail_a_node(run: Running, path: Path) -> None:
         """Not the one where the job's script runs: the job would end with it."""
