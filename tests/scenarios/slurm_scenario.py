@@ -14,7 +14,7 @@ from typing import Any
 
 import monarch.actor
 from fake_slurm import Cluster, alive
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, MeshFailure, concurrent_endpoint
 from monarch.config import get_global_config
 
 from protocols.errors import HostsEndedError
@@ -40,7 +40,13 @@ class WhoActor(Actor):
 
 
 class HeadActor(Actor):
-    """Whoever drives a run is an actor itself, as the controller is."""
+    """Whoever drives a run is an actor itself, as the controller is, and handles its deaths."""
+
+    def __init__(self) -> None:
+        self._service: Service | None = None
+
+    def __supervise__(self, failure: MeshFailure) -> bool:
+        return self._service is None or self._service.noticed(failure)
 
     @concurrent_endpoint
     async def run(self, spec: RunSpec, slurm: Cluster, preempted: bool) -> dict[str, Any]:
@@ -52,7 +58,7 @@ class HeadActor(Actor):
             if event == "host_joined":
                 told["joined"].append([facts["host"], facts["role"]])
 
-        service = await Service.of(SlurmHosts(spec), local=False, note=note)
+        service = self._service = await Service.of(SlurmHosts(spec), local=False, note=note)
         transports.append(str(get_global_config()["default_transport"]))
         pool = service.spawn(WhoActor, n=4, role="who")
         await pool.settled(PATIENCE)
