@@ -95,7 +95,9 @@ def test_an_error_is_one_message_and_its_exit_code(
     assert forge_run([MESH, "--set", model]) == 1
     assert capsys.readouterr() == ("", "error: generator 1 died\n")
 
-    def interrupted(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
+    def interrupted(
+        spec: RunSpec, *, run_dir: Path | None, resume: str | None, grace_s: float
+    ) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setitem(sys.modules, "forge_run.launch", types.SimpleNamespace(run=interrupted))
