@@ -107,8 +107,7 @@ def sbatch(slurm: Cluster) -> None:
                 stderr=complained, start_new_session=True,
                 env={**os.environ, **exported, "SLURM_JOB_ID": JOB},
             ).pid  # fmt: skip
-    jobs = facts.get("jobs", 0) + 1
-    slurm.set(name=asked["job-name"], nodes=int(asked["nodes"]), pid=pid, jobs=jobs)
+    slurm.set(name=asked["job-name"], nodes=int(asked["nodes"]), pid=pid)
     say(f"Submitted batch job {JOB}" if not facts.get("mute") else JOB)
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import monarch.actor
 from fake_slurm import Cluster, alive
-from monarch.actor import Actor, MeshFailure, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint
 from monarch.config import get_global_config
 
-from protocols.errors import HostsEndedError
+from protocols.errors import RunError
 from protocols.spec.mesh import RunSpec
 from services.hosts import slurm as slurm_hosts
 from services.hosts.slurm import SlurmHosts
@@ -40,38 +40,33 @@ class WhoActor(Actor):
 
 
 class HeadActor(Actor):
-    """Whoever drives a run is an actor itself, as the controller is, and handles its deaths."""
-
-    def __init__(self) -> None:
-        self._service: Service | None = None
-
-    def __supervise__(self, failure: MeshFailure) -> bool:
-        return self._service is None or self._service.noticed(failure)
+    """Whoever drives a run is an actor itself, as the controller is."""
 
     @concurrent_endpoint
     async def run(self, spec: RunSpec, slurm: Cluster, preempted: bool) -> dict[str, Any]:
         slurm_hosts.WATCH_SECONDS = 0.2
+        source = SlurmHosts(spec)
         transports = [str(get_global_config()["default_transport"])]
-        told: dict[str, Any] = {"transports": transports, "joined": [], "jobs": 0}
-
-        def note(event: str, **facts: Any) -> None:
-            if event == "host_joined":
-                told["joined"].append([facts["host"], facts["role"]])
-
-        service = self._service = await Service.of(SlurmHosts(spec), local=False, note=note)
+        found = source.workers()
+        workers = await anext(found)
+        told: dict[str, Any] = {"transports": transports}
+        told["workers"] = [[w.name, w.address, w.role, w.capacity] for w in workers]
         transports.append(str(get_global_config()["default_transport"]))
+        meshes = [w.mesh for w in workers if w.mesh is not None]
+        service = await Service.of(meshes, local=False)
         pool = service.spawn(WhoActor, n=4, role="who")
         await pool.settled(PATIENCE)
         told["hosts"] = sorted(r.process.host for r in pool.replicas if r.process)
         told["who"] = await pool.route("who")
-        if preempted:  # while nothing is asked of the replicas, as in a run that is paused
+        await service.stop()
+        if preempted:
             slurm.preempt()
             try:
-                await asyncio.wait_for(asyncio.shield(service.failure), PATIENCE)
-            except HostsEndedError as error:
+                await asyncio.wait_for(anext(found), PATIENCE)
+            except RunError as error:
                 told["end"] = str(error)
-        await service.stop()
-        told["jobs"] = slurm.facts["jobs"]
+        await found.aclose()
+        await source.close()
         return told
 
 
