@@ -8,19 +8,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_slurm import JOB, Cluster, cluster, options
 
-from protocols.errors import RunError
+from protocols.errors import HostsEndedError, RunError
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
 from services.hosts import slurm as slurm_hosts
 from services.hosts.slurm import NOBODY, QueuedJob, SlurmHosts
-from services.hosts.source import LINK_ENVIRONMENT
+from services.hosts.source import LINK_ENVIRONMENT, HostWorker
+from services.pool.membership import HostMembership
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -131,6 +132,20 @@ def test_why_a_job_no_longer_runs(
     monkeypatch.setattr(source, "_look", look)
     with pytest.raises(RunError, match=re.escape(said)):
         asyncio.run(source._ended())
+
+
+def test_hosts_that_have_ended_are_not_asked_for_again() -> None:
+    async def follow() -> None:
+        async def workers() -> AsyncGenerator[tuple[HostWorker, ...]]:
+            raise HostsEndedError("the job ended")
+            yield ()
+
+        none: Any = None
+        membership = HostMembership(none, none, {}, 1.0, none, none)
+        await asyncio.wait_for(membership._keep_up(workers()), 60)
+
+    with pytest.raises(HostsEndedError, match="the job ended"):
+        asyncio.run(follow())
 
 
 def test_a_job_whose_workers_do_not_start(slurm: Cluster, tmp_path: Path) -> None:
