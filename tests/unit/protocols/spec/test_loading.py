@@ -109,8 +109,8 @@ BAD_FILES = [
      "rsa_aggregator, trainer"),
     (M, "plane: torchstore", "plane: torchstore\nlr: 0.1",
      f"unknown key lr at {M}:6 (lr); did you mean train.lr? "
-     "known here: name, config, hosts, plane, roles, gpus, spares, health, watchdog, control, "
-     "telemetry, records, call_timeout_s, spawn_timeout_s"),
+     "known here: name, config, hosts, plane, publish, roles, gpus, spares, health, watchdog, "
+     "control, telemetry, records, call_timeout_s, spawn_timeout_s"),
     (M, "plane: torchstore", "plane: torchstore\nname: other",
      f"the text must be valid YAML: key name is given twice, first on line 1 at {M}:6; "
      "remove one"),
@@ -245,7 +245,7 @@ BAD_OVERRIDES = [
      "kv_gib, gpu_share, tensor_parallel"),
     ("threads=3",
      "unknown key threads at --set threads=3; did you mean roles.generator.threads? known: name, "
-     "config, hosts, plane, roles, gpus, spares, health, watchdog, control, telemetry, "
+     "config, hosts, plane, publish, roles, gpus, spares, health, watchdog, control, telemetry, "
      "records, call_timeout_s, spawn_timeout_s, model, data, cartridge, "
      "rollout, generator, teacher, loss, objective, episodes, rsa, reward, replay, documents, "
      "self_study, train, evaluate"),
