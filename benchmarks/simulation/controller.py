@@ -43,7 +43,7 @@ from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
 
 RESULTS = Path(__file__).parents[1] / "results"
-LATENCIES = RESULTS / "controller_latency.json"
+LATENCIES = RESULTS / "hosts" / "controller_latency.json"
 PUBLISHES = RESULTS / "publish_hosts.json"
 MOST_HOSTS = 1000
 LOOP_LIMIT = 0.5  # of the loop: beyond it waiting times grow fast

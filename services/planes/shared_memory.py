@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -54,6 +55,7 @@ class SharedMemoryPlane:
         owned, self._owned = self._owned, None
         if owned is not None:
             await owned.stop()
+        shutil.rmtree(self.root, ignore_errors=True)  # also where another process owns it
 
     async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> TensorRef:
         """Store a snapshot of the tensors, taken before the first await, so no write is ever torn.
