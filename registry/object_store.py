@@ -35,10 +35,7 @@ T = TypeVar("T")
 
 
 class StoreError(RunError):
-    """Report an object store that refuses a request, or that cannot be reached. `lasting`: a
-    repetition would be refused too."""
-
-    lasting: bool = False
+    """Report an object store that refuses a request, or that cannot be reached."""
 
 
 class MissingError(StoreError):
@@ -106,11 +103,9 @@ class ObjectStore:
             return self._called(lambda: write(mode))
         except NotImplementedError:  # a folder: read, compare and write are three steps
             found = self.get(name)
-            return (
-                None
-                if found is None or found[1] != tag
-                else self._called(lambda: write("overwrite"))
-            )
+            if found is None or found[1] != tag:
+                return None
+            return self._called(lambda: write("overwrite"))
         except (AlreadyExistsError, PreconditionError):
             return None
 
@@ -135,19 +130,16 @@ class ObjectStore:
         except FileNotFoundError as error:
             if "NoSuchBucket" not in str(error):
                 raise MissingError(f"{self.url} has no such object") from error
-            lasting, cause = True, error
-            why = "there is no such bucket; make it, or correct records.store"
+            cause, why = error, "there is no such bucket; make it, or correct records.store"
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            lasting, cause = True, error
+            cause = error
             why = (
                 f"it refuses the credentials of the environment ({_code(error)}); set those that "
                 "may list, read, write and delete there"
             )
         except (exceptions.BaseError, OSError, ValueError) as error:
-            lasting, why, cause = False, _first_line(error), error
-        failure = StoreError(f"records.store {self.url}: {why}")
-        failure.lasting = lasting
-        raise failure from cause
+            cause, why = error, _first_line(error)
+        raise StoreError(f"records.store {self.url}: {why}") from cause
 
 
 def _code(error: Exception) -> str:

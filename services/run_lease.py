@@ -102,41 +102,62 @@ def hold_lease(run: Path, tell: Callable[[str], None]) -> Iterator[RunLease]:
         beating.join(BEAT_SECONDS)
 
 
-def _take(run: Path, tell: Callable[[str], None]) -> LeaseRecord:
-    path = run / FILE
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    record = LeaseRecord(uuid.uuid4().hex, socket.gethostname(), os.getpid(), began(os.getpid()), 0)
+def own_record() -> LeaseRecord:
+    """Return the content of a lease that this process takes now."""
+    me = os.getpid()
+    return LeaseRecord(uuid.uuid4().hex, socket.gethostname(), me, began(me), 0)
+
+
+def is_free(held: LeaseRecord | None) -> bool:
+    """Return whether nobody holds a lease of this content: let go of, or its owner has ended."""
+    return held is None or held.beat < 0 or (_is_here(held) and began(held.pid) != held.began)
+
+
+def wait_for_lease(
+    attempt: Callable[[float], LeaseRecord | None],
+    run: str,
+    remedy: str,
+    stale_s: float,
+    tell: Callable[[str], None],
+) -> None:
+    """Repeat `attempt` until it returns None: the lease is taken. Else it returns the lease of
+    another owner; its argument is how long that was waited for. `run` names the run, in errors
+    too. Raises RunError, with `remedy`, for an owner that is seen to live."""
     first: LeaseRecord | None = None
     since = time.monotonic()
-    while True:
-        with _locked(path) as file:
-            held = _read(file)
-            waited = time.monotonic() - since
-            if held is None or held.beat < 0 or is_gone(held) or waited > STALE_SECONDS:
-                _write(file, record)
-                return record
-        if first is None and not is_here(held):
+    while (held := attempt(time.monotonic() - since)) is not None:
+        if first is None and not _is_here(held):
             tell(
-                f"run {run.name} was held by process {held.pid} on {held.host}; it is taken over "
-                f"after {STALE_SECONDS:g} s without a heartbeat"
+                f"run {run} was held by process {held.pid} on {held.host}; it is taken over after "
+                f"{stale_s:g} s without a heartbeat"
             )
         first = first or held
-        if is_here(held) or held != first:
-            raise RunError(
-                f"run {run.name} is held by process {held.pid} on {held.host}; wait for its end, "
-                f"end it (forge stop {run.name}), or name another run"
-            )
+        if _is_here(held) or held != first:
+            raise RunError(f"run {run} is held by process {held.pid} on {held.host}; {remedy}")
         time.sleep(LOOK_SECONDS)
 
 
-def is_here(record: LeaseRecord) -> bool:
+def _take(run: Path, tell: Callable[[str], None]) -> LeaseRecord:
+    path, record = run / FILE, own_record()
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+    def attempt(waited: float) -> LeaseRecord | None:
+        with _locked(path) as file:
+            held = _read(file)
+            if not is_free(held) and waited <= STALE_SECONDS:
+                return held
+            _write(file, record)
+            return None
+
+    remedy = f"wait for its end, end it (forge stop {run.name}), or name another run"
+    wait_for_lease(attempt, run.name, remedy, STALE_SECONDS, tell)
+    return record
+
+
+def _is_here(record: LeaseRecord) -> bool:
     """Return whether the owner is a process that can be seen from here: of the same boot of the
     same machine, and of the same namespace."""
     return record.began.partition("/")[2] == began(os.getpid()).partition("/")[2]
-
-
-def is_gone(record: LeaseRecord) -> bool:
-    return is_here(record) and began(record.pid) != record.began
 
 
 @contextmanager

@@ -14,12 +14,8 @@ counts once the controller's events tell of it: its rows are stored then.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
 import threading
-import time
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,8 +34,7 @@ from registry.stored_folder import (
     pull,
     read_state,
 )
-from services.proc_info import began
-from services.run_lease import LOOK_SECONDS, LeaseRecord, is_gone, is_here
+from services.run_lease import LeaseRecord, is_free, own_record, wait_for_lease
 
 LEASE = "lease.json"
 STORED = ".stored"  # in a run directory: which stored state it is, or was before it went on
@@ -192,33 +187,23 @@ class StoreLease:
 def take_lease(run: StoredRun, tell: Callable[[str], None]) -> StoreLease:
     """Take the lease of a stored run, as `services.run_lease` does of a directory. Raises RunError,
     which names the owner, for a run that another command works on, and StoreError."""
-    me = os.getpid()
-    record = LeaseRecord(uuid.uuid4().hex, socket.gethostname(), me, began(me), 0)
-    first: LeaseRecord | None = None
-    since = time.monotonic()
-    while True:
+    record, taken = own_record(), ""
+
+    def attempt(waited: float) -> LeaseRecord | None:
+        nonlocal taken
         found = run.store.get(_lease(run))
-        held = None if found is None else _read(found[0])
-        waited = time.monotonic() - since
-        if held is None or held.beat < 0 or is_gone(held) or waited > STALE_SECONDS:
-            old = None if found is None else found[1]
-            tag = run.store.replace(_lease(run), _text(record), old)
-            if tag is not None:
-                return StoreLease(run, record, tag)
-            first, since = None, time.monotonic()  # another took it: watch that one
-            continue
-        if first is None and not is_here(held):
-            tell(
-                f"run {run.id} in {run.store.url} was held by process {held.pid} on {held.host}; "
-                f"it is taken over after {STALE_SECONDS:g} s without a heartbeat"
-            )
-        first = first or held
-        if is_here(held) or held != first:
-            raise RunError(
-                f"run {run.id} in {run.store.url} is held by process {held.pid} on {held.host}; "
-                "wait for its end, end it, or name another run"
-            )
-        time.sleep(LOOK_SECONDS)
+        held, old = (None, None) if found is None else (_read(found[0]), found[1])
+        if not is_free(held) and waited <= STALE_SECONDS:
+            return held
+        tag = run.store.replace(_lease(run), _text(record), old)
+        if tag is None:  # another was faster: see who
+            return attempt(0.0)
+        taken = tag
+        return None
+
+    remedy = "wait for its end, end it, or name another run"
+    wait_for_lease(attempt, f"{run.id} in {run.store.url}", remedy, STALE_SECONDS, tell)
+    return StoreLease(run, record, taken)
 
 
 def _lease(run: StoredRun) -> str:

@@ -12,8 +12,6 @@ from actors.stored_files import LedgerFile, TrainerFiles
 from registry.object_store import ObjectStore, StoreError
 from registry.stored_folder import CONTROLLER, TRAINER, StoredFolder, StoredPlace, read_state
 
-pytest.importorskip("obstore")
-
 
 @pytest.fixture
 def place(tmp_path: Path) -> StoredPlace:

@@ -11,8 +11,6 @@ from registry import stored_folder
 from registry.object_store import MissingError, ObjectStore, StoreError
 from registry.stored_folder import NOTHING, StoredFolder, pull, read_state
 
-pytest.importorskip("obstore")
-
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Path:

@@ -15,8 +15,6 @@ from services.run_directory import RunDirectory
 from services.run_mirror import RunMirror, stored_names
 from services.run_store import StoredRun, fetch, is_ahead, stored_at, stored_runs, take_lease
 
-pytest.importorskip("obstore")
-
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
