@@ -41,7 +41,7 @@ from learning.model.loading import (
 from learning.packing import context_of
 from learning.scoring import contexts_of, score_kept
 from protocols.ports import TensorPlane
-from protocols.train_batch import PreferencePair
+from protocols.train_batch import PreferencePair, ReferenceOutput
 from protocols.types import (
     CartridgeSnapshot,
     GenerateOutput,
@@ -245,12 +245,12 @@ class SDPOTeacherActor(CartridgeReaderActor):
         return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), served=served)
 
     @endpoint
-    async def references(
-        self, pairs: Sequence[PreferencePair], version: int
-    ) -> list[PreferencePair]:
+    async def references(self, pairs: Sequence[PreferencePair], version: int) -> ReferenceOutput:
         """Return the pairs with reference log-probabilities of `version`."""
+        begun = time.perf_counter()
         prefixes = self._prefixes(self._cartridges, [p.cartridge for p in pairs], version)
-        return with_references(self._model, pairs, prefixes, self._row_tokens, version, 0)
+        referred = with_references(self._model, pairs, prefixes, self._row_tokens, version, 0)
+        return ReferenceOutput(time.perf_counter() - begun, tuple(referred))
 
     def _prefixes(
         self, held: CartridgeVersions, documents: Sequence[str], version: int

@@ -35,7 +35,13 @@ from learning.scoring import TeacherDistribution, joined, of_stored
 from learning.trainer import CartridgeTrainer
 from protocols.errors import PlaneError
 from protocols.spec.learn import LearnSpec
-from protocols.train_batch import PrecomputedScores, PreferencePair, TeacherScores, TrainBatch
+from protocols.train_batch import (
+    PrecomputedScores,
+    PreferencePair,
+    ReferenceOutput,
+    TeacherScores,
+    TrainBatch,
+)
 from protocols.types import PUBLISHED, CartridgeSnapshot, Sample, TrainStepOutput
 from registry.formats.base_model import other_weights, read_base
 from registry.formats.cartridge_file import CartridgeFile
@@ -189,9 +195,11 @@ class TrainerActor(ModelActor):
         return found
 
     @endpoint
-    async def references(self, pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
+    async def references(self, pairs: Sequence[PreferencePair]) -> ReferenceOutput:
         """Return the pairs with reference log-probabilities under the untrained cartridges."""
-        return self._trainer.references(pairs)
+        begun = time.perf_counter()
+        referred = tuple(self._trainer.references(pairs))
+        return ReferenceOutput(time.perf_counter() - begun, referred)
 
     @endpoint
     async def publish(

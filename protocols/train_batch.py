@@ -19,7 +19,7 @@ from typing import Any
 
 from protocols.errors import DataError
 from protocols.spec.mesh import HINTED_TEACHER
-from protocols.types import Sample, Sampling, TensorRef
+from protocols.types import Sample, Sampling, TensorRef, TimedReply
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,13 @@ class PreferencePair:
                 f"preference pair {self.id} has an empty context or completion: "
                 "there is nothing to compare"
             )
+
+
+@dataclass(frozen=True)
+class ReferenceOutput(TimedReply):
+    """Carry pairs with their reference log-probabilities, in the order in which they were sent."""
+
+    pairs: tuple[PreferencePair, ...] = ()
 
 
 @dataclass(frozen=True)

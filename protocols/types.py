@@ -241,7 +241,7 @@ class CartridgeSnapshot:
 
 @dataclass(frozen=True)
 class TimedReply:
-    """Carry seconds of model compute in an actor; the rest of a call counts as orchestration."""
+    """Carry the seconds in which an actor's model computed for a call."""
 
     compute_seconds: float
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from monarch.actor import Channel
@@ -26,7 +24,7 @@ from protocols.records.status import ReplicaState
 from protocols.rsa import AggregationInput, JudgedPopulation, RSAProblem
 from protocols.spec.mesh import HINTED_TEACHER
 from protocols.teacher_replay import PanelVerdict, ReplayState
-from protocols.train_batch import PreferencePair, TrainBatch
+from protocols.train_batch import PreferencePair, ReferenceOutput, TrainBatch
 from protocols.types import (
     CartridgeSnapshot,
     Completion,
@@ -116,24 +114,19 @@ class GeneratorClient(RoleClient):
         self,
         requests: Sequence[GenerateRequest],
         replied: Replied = None,
-        /,
         *,
         whole: bool = False,
-    ) -> tuple[list[Completion], float]:
-        """Return completions in the order of the requests, and the seconds in which at least one
-        generator computed. `replied` is called with the completions of each reply. With `whole` one
-        replica gets all of the requests.
+    ) -> list[Completion]:
+        """Return completions in the order of the requests. `replied` is called with the completions
+        of each reply. With `whole` one replica gets all of the requests.
 
         Raises PublishError for a request that a generator refused, because a run requests only
         versions that it published, and StaleTokenError for one served from other numbers.
         """
-        computed: list[tuple[float, float]] = []
 
         async def share(items: Sequence[GenerateRequest]) -> list[Completion]:
             done: GenerateOutput
             replica, done = await self.pool.route_named("generate", tuple(items))
-            now = time.perf_counter()
-            computed.append((now - done.compute_seconds, now))
             for completion in done.completions:
                 if completion.error:
                     raise PublishError(f"{completion.request_id}: {completion.error}")
@@ -150,7 +143,7 @@ class GeneratorClient(RoleClient):
         )
         for old in list(self._sampled)[:-REMEMBERED]:
             del self._sampled[old]
-        return completions, busy(computed)
+        return completions
 
     async def ask_each(
         self, requests: Sequence[GenerateRequest]
@@ -258,8 +251,8 @@ class HintedTeacherClient(RoleClient):
         self, pairs: Sequence[PreferencePair], version: int
     ) -> list[PreferencePair]:
         """Return the pairs with the reference log-probabilities of `version`."""
-        referred: list[PreferencePair] = await self.pool.route("references", tuple(pairs), version)
-        return referred
+        referred: ReferenceOutput = await self.pool.route("references", tuple(pairs), version)
+        return list(referred.pairs)
 
 
 class TrainerClient(RoleClient):
@@ -286,8 +279,8 @@ class TrainerClient(RoleClient):
 
     async def references(self, pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
         """Return the pairs with the reference log-probabilities of the untrained cartridges."""
-        referred: list[PreferencePair] = await self.pool.route("references", tuple(pairs))
-        return referred
+        referred: ReferenceOutput = await self.pool.route("references", tuple(pairs))
+        return list(referred.pairs)
 
     async def publish(self, version: int, before: CartridgeSnapshot | None) -> CartridgeSnapshot:
         """Put the cartridges of `version` into the tensor plane, without those that are there as of
@@ -414,12 +407,3 @@ async def _hear(receiver: Any, told: Callable[[TokenChunk], None]) -> None:
     while True:
         for came in await receiver.recv():
             told(came)
-
-
-def busy(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that at least one of the spans (begin, end) covers."""
-    total, until = 0.0, -math.inf
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total

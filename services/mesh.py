@@ -35,6 +35,7 @@ from services.planes.open import OwnedPlane, import_plane, open_plane
 from services.planes.relay import AT, RelayPlace
 from services.pool.host_relays import HostRelays, start_relay
 from services.pool.lifecycle import Check, Note
+from services.pool.model_time import model_seconds
 from services.pool.pool import Pool
 from services.pool.process import same_files
 from services.pool.replica import Replica
@@ -119,6 +120,11 @@ class Mesh:
                     with contextlib.suppress(PlaneError):
                         await use_plane(pool, next(self._told), plane)
             self.plane = plane
+
+    def model_seconds(self, begin: float, end: float) -> float:
+        """Return the seconds between two times of `time.perf_counter` in which at least one model
+        computed."""
+        return model_seconds((pool.computed for pool in self.pools.values()), begin, end)
 
     async def keep(self, snapshot: CartridgeSnapshot) -> None:
         """Have the store's host hold a published version too, where relays hand it on. Raises

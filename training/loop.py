@@ -37,9 +37,20 @@ from protocols.records.run_files import MetricRow
 from protocols.spec.sections import WarmStartSpec
 from services.clients import TrainerClient
 from training.recipes.base import Recipe
-from training.rollouts import Rollout, StepRecord, StepTimes, TimedGenerate
+from training.rollouts import GenerateCall, Rollout, StepRecord, StepTimes
 from training.teacher_scoring import TeacherScoring, score_key, train_scored
 from training.weight_sync import WeightSync
+
+ModelSeconds = Callable[[float, float], float]
+"""Return the seconds between two times of `time.perf_counter` in which any model computed."""
+
+
+@dataclass(frozen=True)
+class WritingTime:
+    """Hold the seconds of one teacher-written rollout in the mean, and those a model computed."""
+
+    seconds: float
+    compute: float
 
 
 @dataclass
@@ -86,16 +97,17 @@ class OnPolicyLoop:
         validation: OverlappedValidation,
         *,
         first_version: int,
+        model_seconds: ModelSeconds,
         watch: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.course, self.rollouts, self.teachers = course, rollouts, teachers
         self.trainer, self.weights, self.validation = trainer, weights, validation
-        self.first_version, self.watch = first_version, watch
+        self.first_version, self.model_seconds, self.watch = first_version, model_seconds, watch
 
     async def step(self, step: int) -> StepRecord:
         """Make one optimizer update and return its record. Rollouts of later steps keep running."""
         version, key = self.first_version + step, score_key("on_policy", step)
-        timer = PhaseTimer(self.watch)
+        timer = PhaseTimer(self.model_seconds, self.watch)
 
         with timer("rollout"):
             rollout = await self.rollouts.take(step)
@@ -111,10 +123,7 @@ class OnPolicyLoop:
             await self.validation.settled()  # it still reads the previous version
             await self.weights.publish(version + 1)
 
-        # A rollout that ran ahead counts only as long as this step waited for it.
-        waited = timer.seconds["rollout"]
-        compute = min(rollout.compute, waited) + scoring.compute_seconds + output.compute_seconds
-        return StepRecord(rollout, output, timer.times(compute), scoring)
+        return StepRecord(rollout, output, timer.times(), scoring)
 
 
 class Rollouts:
@@ -128,7 +137,7 @@ class Rollouts:
     def __init__(
         self,
         course: Recipe,
-        generate: TimedGenerate,
+        generate: GenerateCall,
         teachers: TeacherScoring,
         state: RunState,
         *,
@@ -255,22 +264,28 @@ class PhaseTimer:
     """Time the phases of one step in wall seconds: `with timer("score") as begun: ...`. Each phase
     begins where the one before ended; `watch` is called with its name."""
 
-    def __init__(self, watch: Callable[[str], None] = lambda phase: None) -> None:
-        self.seconds: dict[str, float] = {}
-        self._watch, self._last = watch, time.perf_counter()
+    def __init__(
+        self, model_seconds: ModelSeconds, watch: Callable[[str], None] = lambda phase: None
+    ) -> None:
+        self._seconds: dict[str, float] = {}
+        self._model_seconds, self._watch = model_seconds, watch
+        self._begun = self._last = time.perf_counter()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[float]:
         self._watch(phase)
         yield self._last
         now = time.perf_counter()
-        self.seconds[phase], self._last = now - self._last, now
+        self._seconds[phase], self._last = now - self._last, now
 
-    def times(self, compute: float) -> StepTimes:
-        """Return the step's times; `compute` is the model time (seconds) within them."""
-        whole = sum(self.seconds.values())
-        phases = {p: self.seconds.get(p, 0.0) for p in ("rollout", "score", "train", "publish")}
-        return StepTimes(**phases, orchestration=whole - compute, step=whole)
+    def times(self, written: WritingTime | None = None) -> StepTimes:
+        """Return the step's times. The rollout took `written` where it was made before the step."""
+        compute = self._model_seconds(self._begun, self._last)
+        seconds = dict.fromkeys(("rollout", "score", "train", "publish"), 0.0) | self._seconds
+        if written is not None:
+            seconds["rollout"], compute = written.seconds, written.compute + compute
+        whole = sum(seconds.values())
+        return StepTimes(**seconds, orchestration=whole - compute, step=whole)
 
 
 class PhaseTimes:

@@ -7,7 +7,7 @@ A completion becomes a sample and a row of rollouts.jsonl; a checkpoint's JSON b
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -38,28 +38,26 @@ def unheard(role: str, samples: Sequence[Sample]) -> None:
     """Ignore the samples: the `ScoreGroup` of callers that do not score beside the rollout."""
 
 
-class TimedGenerate(Protocol):
-    """Return completions in the order of the requests, and the seconds that any generator computed.
-    `replied` is called with the completions of each reply when it arrives. With `whole` one
-    generator gets all of the requests."""
+class GenerateCall(Protocol):
+    """Return completions in the order of the requests. `replied` is called with the completions of
+    each reply when it arrives. With `whole` one generator gets all of the requests."""
 
-    def __call__(
+    async def __call__(
         self,
         requests: Sequence[GenerateRequest],
         replied: Replied = None,
-        /,
         *,
         whole: bool = False,
-    ) -> Awaitable[tuple[list[Completion], float]]: ...
+    ) -> list[Completion]: ...
 
 
-def counted(generate: TimedGenerate, told: Callable[[int, int], None]) -> TimedGenerate:
+def counted(generate: GenerateCall, told: Callable[[int, int], None]) -> GenerateCall:
     """Return the same, which calls `told` at each reply with the number of completions that have
     come, and of all that were asked for."""
 
     async def counting(
-        requests: Sequence[GenerateRequest], replied: Replied = None, /, *, whole: bool = False
-    ) -> tuple[list[Completion], float]:
+        requests: Sequence[GenerateRequest], replied: Replied = None, *, whole: bool = False
+    ) -> list[Completion]:
         done = 0
 
         def came(completions: Sequence[Completion]) -> None:
@@ -94,18 +92,15 @@ class StudyPrompt:
 class Rollout:
     """Hold what one step samples: samples with their prompts and completions.
 
-    `seconds` is the wall time, `compute` the part of it in which any generator computed. With
-    `episodes`, the samples are their turns, and `hints` are those of the failed ones. `parts` are
-    groups of sample ids that the document teacher scores together, where that is not all of them at
-    once. `dropped` counts groups of episodes that were too old when they were complete.
+    With `episodes`, the samples are their turns, and `hints` are those of the failed ones. `parts`
+    are groups of sample ids that the document teacher scores together, where that is not all of
+    them at once. `dropped` counts groups of episodes that were too old when they were complete.
     """
 
     step: int
     prompts: Sequence[StudyPrompt]
     completions: Sequence[Completion]
     samples: Sequence[Sample]
-    seconds: float
-    compute: float
     episodes: Sequence[Episode] = ()
     hints: Sequence[TurnHint] = ()
     parts: Sequence[tuple[str, ...]] = ()
@@ -116,12 +111,11 @@ class Rollout:
 class ScoringCost:
     """Hold the cost of one step's teacher scores.
 
-    `compute_seconds` is teacher time that the step waited for, `hidden_seconds` teacher time beside
-    the rollout. `documents` counts the document teacher's cache look-ups; `moved_bytes` is what the
-    scores moved over the tensor plane, puts and gets together.
+    `hidden_seconds` is teacher time beside the rollout. `documents` counts the document teacher's
+    cache look-ups; `moved_bytes` is what the scores moved over the tensor plane, puts and gets
+    together.
     """
 
-    compute_seconds: float = 0.0
     hidden_seconds: float = 0.0
     documents: CacheStats = field(default_factory=CacheStats)
     moved_bytes: int = 0
@@ -154,13 +148,11 @@ def as_rollout(
     step: int,
     prompts: Sequence[StudyPrompt],
     completions: Sequence[Completion],
-    seconds: float,
-    compute: float,
     offline: bool,
 ) -> Rollout:
     """Return a step's completions as a Rollout; text that the teacher wrote carries no version."""
     samples = [as_sample(p, c, offline) for p, c in zip(prompts, completions, strict=True)]
-    return Rollout(step, tuple(prompts), tuple(completions), samples, seconds, compute)
+    return Rollout(step, tuple(prompts), tuple(completions), samples)
 
 
 def as_sample(prompt: StudyPrompt, completion: Completion, offline: bool = False) -> Sample:
@@ -250,8 +242,7 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
     completions = [Completion(**_tuples(c)) for c in saved["completions"]]
     samples = [Sample(**_tuples(_named(s))) for s in saved["samples"]]
     return Rollout(
-        saved["step"], tuple(prompts), tuple(completions), samples, saved["seconds"],
-        saved["compute"],
+        saved["step"], tuple(prompts), tuple(completions), samples,
         tuple(_EPISODE.validate_python(e) for e in saved.get("episodes", ())),
         tuple(TurnHint(**hint) for hint in saved.get("hints", ())),
         tuple(tuple(ids) for ids in saved.get("parts", ())), saved.get("dropped", 0),

@@ -17,7 +17,7 @@ from protocols.records.intervals import wilson_interval
 from protocols.records.run_files import RoutingAccuracy
 from protocols.types import Completion, GenerateRequest
 from registry.terms import Passages
-from training.rollouts import TimedGenerate
+from training.rollouts import GenerateCall
 
 
 class RoutedQuestions:
@@ -58,20 +58,18 @@ class RememberedAnswers:
     """Generate each request once, whatever its id: a repeated one gets the completion that it had.
     It holds for requests of fixed seeds over versions that stay."""
 
-    def __init__(self, generate: TimedGenerate) -> None:
+    def __init__(self, generate: GenerateCall) -> None:
         self._generate = generate
         self._held: dict[GenerateRequest, Completion] = {}
 
     async def __call__(
-        self, requests: Sequence[GenerateRequest], replied: object = None, /, *, whole: bool = False
-    ) -> tuple[list[Completion], float]:
-        """Return completions in order and the seconds computed. Nobody is told of replies."""
+        self, requests: Sequence[GenerateRequest], replied: object = None, *, whole: bool = False
+    ) -> list[Completion]:
+        """Return completions in order. Nobody is told of replies."""
         keys = [replace(request, id="") for request in requests]
         both = zip(keys, requests, strict=True)
         fresh = {key: request for key, request in both if key not in self._held}
-        made, seconds = (
-            await self._generate(list(fresh.values()), None, whole=whole) if fresh else ([], 0.0)
-        )
+        made = await self._generate(list(fresh.values()), None, whole=whole) if fresh else []
         self._held.update(zip(fresh, made, strict=True))
         both = zip(keys, requests, strict=True)
-        return [replace(self._held[key], request_id=r.id) for key, r in both], seconds
+        return [replace(self._held[key], request_id=r.id) for key, r in both]

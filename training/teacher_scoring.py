@@ -21,9 +21,10 @@ from protocols.errors import PlaneError, RunError
 from protocols.spec.mesh import HINTED_TEACHER
 from protocols.train_batch import TeacherScores, TrainBatch
 from protocols.types import CacheStats, Sample, ScoreOutput, TrainStepOutput
-from services.clients import DocTeacherClient, HintedTeacherClient, TrainerClient, busy
+from services.clients import DocTeacherClient, HintedTeacherClient, TrainerClient
 from services.mesh import Mesh
 from services.planes.codec import packed_bytes
+from services.pool.model_time import busy
 from services.pool.pool import gather
 from training.rollouts import ScoringCost
 from training.weight_sync import WeightSync
@@ -116,14 +117,12 @@ class TeacherScoring:
 
         self._scored_in = min((r.life for r in replies), default=self._mesh.plane_life)
         times = 1 + self._mesh.pools["trainer"].spec.procs  # one put, one get by every rank
-        spans = [reply.span for reply in replies]
-        waited = busy((max(begin, asked), end) for begin, end in spans if end > asked)
+        beside = [(begin, min(end, asked)) for begin, end in (r.span for r in replies)]
         scored = {role: _in_order(role, texts[role], calls, replies) for role in texts}
         return (
             replace(batch, scores=scored),
             ScoringCost(
-                compute_seconds=waited,
-                hidden_seconds=busy(spans) - waited,
+                hidden_seconds=busy(span for span in beside if span[0] < asked),
                 documents=sum((reply.scored.documents for reply in replies), CacheStats()),
                 moved_bytes=sum(times * packed_bytes(r.scored.packet.layout) for r in replies),
             ),

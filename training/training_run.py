@@ -41,6 +41,7 @@ from training.loop import (
     PhaseTimes,
     Rollouts,
     RunState,
+    WritingTime,
 )
 from training.recipes.base import Recipe, own_cartridge
 from training.rollouts import Rollout, StepRecord, counted, is_offline
@@ -69,7 +70,7 @@ class TrainingRun:
     ) -> None:
         self._spec, self._learn = spec, spec.learn
         self._course = course
-        self._trainer = TrainerClient(mesh.pools)
+        self._trainer, self._model_seconds = TrainerClient(mesh.pools), mesh.model_seconds
         keep, evidence = 1 + spec.learn.train.staleness, generator_evidence(spec.learn)
         # Generators keep one version more than stays published, and so do their requests.
         published = PublishedCartridges(keep + 1, evidence)
@@ -137,7 +138,8 @@ class TrainingRun:
         )  # fmt: skip
         loop = OnPolicyLoop(
             course, self._rollouts, self._teachers, self._trainer, self._weights, self._validation,
-            first_version=state.first_version, watch=self._watch,
+            first_version=state.first_version, model_seconds=self._model_seconds,
+            watch=self._watch,
         )  # fmt: skip
         try:
             for step in range(state.step, train.steps):
@@ -178,7 +180,7 @@ class TrainingRun:
             accuracy=None, tokens_per_second=None, seconds_left=self._left.seconds(state),
         )  # fmt: skip
         self._watch("rollout")
-        rollouts = await self._offline_data(state.tokens["on_policy"])
+        rollouts, written = await self._offline_data(state.tokens["on_policy"])
         self._left.offline_steps = len(rollouts)
         if state.arm != "offline":
             state.arm, state.step, state.pending = "offline", 0, []
@@ -188,28 +190,26 @@ class TrainingRun:
         for rollout in rollouts[state.step :]:
             await self._look_up()
             self._show(stage="training offline", arm="offline", steps=len(rollouts))
-            await self._record(await self._offline_step(rollout), len(rollouts))
+            await self._record(await self._offline_step(rollout, written), len(rollouts))
         await self._weights.publish(state.version)
         await self._evaluate("offline", "cartridge", state.version)
 
-    async def _offline_step(self, rollout: Rollout) -> StepRecord:
+    async def _offline_step(self, rollout: Rollout, written: WritingTime) -> StepRecord:
         """Make one update on a teacher-written rollout; nothing is published."""
         version, key = self._state.version, score_key("offline", rollout.step)
-        timer = PhaseTimer(self._watch)
+        timer = PhaseTimer(self._model_seconds, self._watch)
         with timer("score"):
             batch = await self._course.lesson(rollout, version)
             batch, scoring = await self._teachers.score(key, batch, version)
         with timer("train"):
             output = await train_scored(self._trainer, self._teachers, key, batch, version)
         await self._weights.tidy()
-        timer.seconds["rollout"] = rollout.seconds
-        compute = rollout.compute + scoring.compute_seconds + output.compute_seconds
-        return StepRecord(rollout, output, timer.times(compute), scoring)
+        return StepRecord(rollout, output, timer.times(written), scoring)
 
-    async def _offline_data(self, budget: int) -> list[Rollout]:
-        """Return teacher-written rollouts that hold at least `budget` tokens."""
+    async def _offline_data(self, budget: int) -> tuple[list[Rollout], WritingTime]:
+        """Return teacher-written rollouts that hold at least `budget` tokens, and what one took."""
         rollouts: list[Rollout] = []
-        tokens = 0
+        tokens, begun = 0, time.perf_counter()
         while tokens < budget:
             await self._look_up()
             for rollout in await self._course.offline(len(rollouts), self._generator.generate):
@@ -217,7 +217,9 @@ class TrainingRun:
                 tokens += sum(len(s.response_ids) for s in rollout.samples)
                 if tokens >= budget:
                     break
-        return rollouts
+        now, each = time.perf_counter(), max(1, len(rollouts))
+        compute = self._model_seconds(begun, now)
+        return rollouts, WritingTime((now - begun) / each, compute / each)
 
     # -- records --------------------------------------------------------------------------------
 

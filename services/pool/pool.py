@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,7 +24,8 @@ from protocols.clock import steady_time
 from protocols.errors import ForgeError, RunError
 from protocols.records.status import PoolStatus, ReplicaState
 from protocols.spec.mesh import RoleSpec
-from protocols.types import TraceSpan
+from protocols.types import TimedReply, TraceSpan
+from services.pool.model_time import SPANS, Span
 from services.pool.replica import Replica, ReplicaLoad, ReplicaLost, ReplicaTimeout, ask, new_router
 
 T = TypeVar("T")
@@ -76,6 +78,7 @@ class Pool:
         self.closed = ""  # why no further replica starts
         self.failed: ForgeError | None = None  # why lost or missing replicas are not replaced
         self.requests = self.failures = self.retries = self.restarts = 0
+        self.computed: deque[Span] = deque(maxlen=SPANS)  # when models computed, by end
         self.resize: Callable[[Pool], None] = lambda pool: None
         self.report_death: Callable[[Replica, str], None] = lambda replica, why: None
         self._timeout_s = timeout_s
@@ -285,6 +288,7 @@ class Pool:
             replica.ongoing += 1
             try:
                 answer = await ask(replica, request.method, args, deadline)
+                self._note(answer)
                 outcome = "ok"
                 return answer
             except ReplicaLost as loss:
@@ -348,6 +352,7 @@ class Pool:
         outcome = "failed"
         try:
             answer = await ask(replica, method, args, time.monotonic() + self._timeout_s)
+            self._note(answer)
             outcome = "ok"
             return answer
         except ReplicaLost as loss:
@@ -364,6 +369,12 @@ class Pool:
             self._observe(
                 TraceSpan(replica.name, method, begun, steady_time(), {"outcome": outcome})
             )
+
+    def _note(self, answer: Any) -> None:
+        """Keep when the model computed for a reply that arrives now, where it says how long."""
+        if isinstance(answer, TimedReply):
+            now = time.perf_counter()
+            self.computed.append((now - answer.compute_seconds, now))
 
     def _missed(self, replica: Replica) -> list[PoolUpdate]:
         return [

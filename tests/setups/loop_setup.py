@@ -47,6 +47,9 @@ class House:
     fails: dict[tuple[str, int], Exception] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
+    def model_seconds(self, begin: float, end: float) -> float:
+        return 0.0
+
     async def work(self, phase: str, step: int) -> None:
         for _ in range(self.turns(phase, step)):
             await asyncio.sleep(0)
@@ -73,7 +76,7 @@ class House:
             (held,) * 3,
             contexts=("patient_01",),
         )
-        return Rollout(step, (), (), (sample,), 0.0, 0.0)
+        return Rollout(step, (), (), (sample,))
 
     async def score(self, rollout: Rollout) -> tuple[TrainBatch, ScoringCost]:
         step = rollout.step
@@ -116,7 +119,15 @@ class House:
             steps=steps, staleness=bound, pending=pending,
         )  # fmt: skip
         return OnPolicyLoop(
-            ports, rollouts, ports, ports, ports, ports, first_version=first, watch=watch
+            ports,
+            rollouts,
+            ports,
+            ports,
+            ports,
+            ports,
+            first_version=first,
+            model_seconds=self.model_seconds,
+            watch=watch,
         )
 
 

@@ -23,7 +23,7 @@ from protocols.episodes import Episode
 from protocols.spec.learn import LearnSpec
 from protocols.types import Completion, GenerateRequest
 from services.clients import Replied
-from training.rollouts import TimedGenerate
+from training.rollouts import GenerateCall
 
 T = TypeVar("T")
 
@@ -114,39 +114,32 @@ class JoinedGenerate:
 
     While `at_once` calls are under way, requests wait; the next call has all of them. Generators
     that decode one call after the other would otherwise read the turns of episodes one by one.
-    `compute` sums the model seconds of all calls.
     """
 
-    def __init__(self, generate: TimedGenerate, at_once: int = 1) -> None:
+    def __init__(self, generate: GenerateCall, at_once: int = 1) -> None:
         self._generate, self._at_once = generate, at_once
         self._waiting: list[WaitingRequests] = []
         self._calls: set[asyncio.Task[None]] = set()
-        self.compute = 0.0
 
-    async def __call__(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Return completions in the order of the requests. Raises what the joined call raised."""
+    async def __call__(
+        self,
+        requests: Sequence[GenerateRequest],
+        replied: Replied = None,
+        *,
+        whole: bool = False,
+    ) -> list[Completion]:
+        """Return completions in the order of the requests. Raises what the joined call raised.
+        Calls are joined, so `whole` means nothing."""
         waiting = WaitingRequests(requests, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if len(self._calls) < self._at_once:
             call = asyncio.create_task(self._call())
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
-        return await waiting.reply
-
-    async def timed(
-        self,
-        requests: Sequence[GenerateRequest],
-        replied: Replied = None,
-        /,
-        *,
-        whole: bool = False,
-    ) -> tuple[list[Completion], float]:
-        """Generate as `TimedGenerate`, in 0 seconds: `compute` has them, once for all callers.
-        Calls are joined, so `whole` means nothing."""
-        completions = await self(requests)
+        completions = await waiting.reply
         if replied is not None:
             replied(completions)
-        return completions, 0.0
+        return completions
 
     async def _call(self) -> None:
         await asyncio.sleep(0)  # callers that are ready at the same time go together
@@ -156,13 +149,12 @@ class JoinedGenerate:
 
     async def _answer(self, joined: Sequence[WaitingRequests]) -> None:
         try:
-            completions, seconds = await self._generate([r for w in joined for r in w.requests])
+            completions = await self._generate([r for w in joined for r in w.requests])
         except Exception as error:  # each caller raises it
             for waiting in joined:
                 if not waiting.reply.done():
                     waiting.reply.set_exception(error)
             return
-        self.compute += seconds
         found = iter(completions)
         for waiting in joined:
             own = [next(found) for _ in waiting.requests]
@@ -170,7 +162,7 @@ class JoinedGenerate:
                 waiting.reply.set_result(own)
 
 
-def joined_generate(spec: LearnSpec, generate: TimedGenerate) -> JoinedGenerate:
+def joined_generate(spec: LearnSpec, generate: GenerateCall) -> JoinedGenerate:
     """Return `generate` for many callers: vLLM takes requests while it decodes others, the embedded
     generator one call after the other."""
     return JoinedGenerate(generate, VLLM_CALLS if spec.generator.backend == "vllm" else 1)

@@ -19,10 +19,10 @@ from protocols.records.run_files import MeasuredAccuracy
 from protocols.train_batch import TrainBatch
 from services.run_directory import RunDirectory
 from training.rollouts import (
+    GenerateCall,
     Rollout,
     ScoreGroup,
     StepRecord,
-    TimedGenerate,
     rollout_from,
     unheard,
 )
@@ -73,7 +73,7 @@ class Recipe(Protocol):
 
     @abstractmethod
     async def sample(
-        self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
+        self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = unheard
     ) -> Rollout:
         """Return the on-policy rollout of 0-based `step`, over cartridge `version`. `ended` gets
         samples that are complete before that, in groups that depend on requests and responses,
@@ -88,13 +88,13 @@ class Recipe(Protocol):
         """Return the train batch of a rollout for `version`, without the teachers' scores."""
 
     @abstractmethod
-    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
+    async def offline(self, first: int, generate: GenerateCall) -> list[Rollout]:
         """Return rollouts that the document teacher writes for the next few steps, from `first`."""
 
     @abstractmethod
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
+        generate: GenerateCall, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
         """Measure one arm on the first `most` held-out questions (None: all), greedily or by
         sampling; prefix "cartridge", "document" or "none". `keep` gets every answer, once. `route`

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from protocols.records.run_files import MeasuredAccuracy
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
 from protocols.train_batch import PrecomputedScores, TrainBatch
-from protocols.types import Completion, GenerateRequest, Sampling
+from protocols.types import GenerateRequest, Sampling
 from services.run_directory import RunDirectory
 from strategies.samplers.token_sampler import TokenSampler
 from training.recipes.agreement import StudyQuestion, split
@@ -60,10 +59,10 @@ from training.recipes.study_rows import (
     weighed,
 )
 from training.rollouts import (
+    GenerateCall,
     Rollout,
     ScoreGroup,
     StudyPrompt,
-    TimedGenerate,
     as_rollout,
     as_rows,
     handed_over,
@@ -104,7 +103,7 @@ class DocumentsRecipe(Recipe):
 
     # -- questions ------------------------------------------------------------------------------
 
-    async def _ready(self, generate: TimedGenerate) -> None:
+    async def _ready(self, generate: GenerateCall) -> None:
         """Read or write the self-study questions, once."""
         async with self._getting_ready:
             if self._training:
@@ -186,19 +185,15 @@ class DocumentsRecipe(Recipe):
             self._directory.contamination,
         )
 
-    async def _write(self, generate: TimedGenerate) -> list[StudyRow]:
-        async def sampled(requests: Sequence[GenerateRequest]) -> Sequence[Completion]:
-            completions, _ = await generate(requests)
-            return completions
-
-        sampler = TokenSampler(sampled, self._conversation, None, BARE)
+    async def _write(self, generate: GenerateCall) -> list[StudyRow]:
+        sampler = TokenSampler(generate, self._conversation, None, BARE)
         plan = SynthesisPlan(self._study, self._model, self._spec.train.seed, answers=False)
         return await write_study(
             self._directory.selfstudy, list(self._parts.parts.values()), plan, sampler
         )
 
     async def _with_gain(
-        self, rows: list[StudyRow], least: float, generate: TimedGenerate
+        self, rows: list[StudyRow], least: float, generate: GenerateCall
     ) -> list[StudyRow]:
         """Return the rows with their gains, which the run's own file keeps."""
         asked = [r for r in rows if r.kept and r.gain is None]
@@ -259,31 +254,27 @@ class DocumentsRecipe(Recipe):
         return drawn_steps([c for _, c in self._turns], self._spec.rollout.prompts, steps)
 
     async def sample(
-        self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
+        self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = unheard
     ) -> Rollout:
         await self._ready(generate)
-        begun = time.perf_counter()
         train, asked = self._spec.train, [p for _, p in self._prompts("on_policy", step)]
         names = sorted(self.layout.cartridges)
         prompts = in_company(asked, version, names, train.compose, train.seed)
         requests = [p.request for p in prompts]
-        completions, compute = await generate(requests, handed_over(prompts, ended))
-        seconds = time.perf_counter() - begun
-        return as_rollout(step, prompts, completions, seconds, compute, False)
+        completions = await generate(requests, handed_over(prompts, ended))
+        return as_rollout(step, prompts, completions, False)
 
-    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
+    async def offline(self, first: int, generate: GenerateCall) -> list[Rollout]:
         """Return one step of answers that model B wrote in the rows; a question without one is
         answered by the model with the whole document."""
         await self._ready(generate)
-        begun = time.perf_counter()
         prompts = self._prompts("offline", first)
         unsaid = [p.request for s, p in prompts if not s.answer_ids]
-        made, compute = await generate(unsaid) if unsaid else ([], 0.0)
+        made = await generate(unsaid) if unsaid else []
         fresh = {c.request_id: c for c in made}
         completions = [fresh.get(p.request.id) or said(s, p) for s, p in prompts]
         asked = [p for _, p in prompts]
-        seconds = time.perf_counter() - begun
-        return [as_rollout(first, asked, completions, seconds, compute, True)]
+        return [as_rollout(first, asked, completions, True)]
 
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         stored: tuple[PrecomputedScores, ...] = ()
@@ -296,7 +287,7 @@ class DocumentsRecipe(Recipe):
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
+        generate: GenerateCall, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
         await self._ready(generate)
         return await self._exam.measure(

@@ -7,8 +7,8 @@ waits for another: while the environment answers one, a generator writes the tur
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import zip_longest
 
 from environments.monitors import flagged
@@ -17,10 +17,9 @@ from environments.rollout import Ended, Moving, resets, run_episodes
 from protocols.episodes import EnvironmentRequest, Episode, Observation, Task
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from services.clients import busy
+from protocols.types import PrefixRef, Sampling
 from services.pool.pool import gather
-from training.rollouts import TimedGenerate
+from training.rollouts import GenerateCall
 from training.task_sources.base import TaskSource
 from training.task_sources.rewards import EpisodeRewards
 
@@ -61,23 +60,23 @@ class EpisodePlay:
         step: int,
         numbers: Sequence[int],
         prefix: Callable[[Task], PrefixRef],
-        generate: TimedGenerate,
+        generate: GenerateCall,
         ended: Ended | None = None,
         waves: int = 1,
-    ) -> tuple[list[Episode], float]:
-        """Return the episodes of a step's tasks with these numbers, and the model time. Tasks do
-        not depend on the arm."""
+    ) -> list[Episode]:
+        """Return the episodes of a step's tasks with these numbers. Tasks do not depend on the
+        arm."""
         tasks = self._tasks(arm, step, numbers)
         sampling = Sampling(max_tokens=self._turn_tokens)
         openings = None
         if self._opened is not None and self._opened[0] == resets(tasks, self._spec.group):
             (_, task), self._opened = self._opened, None
             openings = await task
-        episodes, compute = await self.play(
+        episodes = await self.play(
             tasks, self._spec.group, sampling, prefix, f"sample/{self._seed}/", generate, ended,
             waves, openings,
         )  # fmt: skip
-        return [flagged(e, self._source.dialect) for e in episodes], compute
+        return [flagged(e, self._source.dialect) for e in episodes]
 
     async def play(
         self,
@@ -86,27 +85,20 @@ class EpisodePlay:
         sampling: Sampling,
         prefix: Callable[[Task], PrefixRef],
         stream: str,
-        generate: TimedGenerate,
+        generate: GenerateCall,
         ended: Ended | None = None,
         waves: int = 1,
         openings: Sequence[Observation] | None = None,
-    ) -> tuple[list[Episode], float]:
-        """Return the episodes and the seconds in which a generator computed for them. Draws depend
-        on `stream` and on the part of a request's name after the arm. Of n `waves`, wave i has
-        every n-th episode from i on; what it asks depends on these alone."""
-        computed: list[tuple[float, float]] = []
-
-        async def timed(requests: Sequence[GenerateRequest]) -> list[Completion]:
-            completions, compute = await generate(requests, None, whole=waves > 1)
-            now = time.perf_counter()
-            computed.append((now - compute, now))
-            return completions
+    ) -> list[Episode]:
+        """Return the episodes. Draws depend on `stream` and on the part of a request's name after
+        the arm. Of n `waves`, wave i has every n-th episode from i on; what it asks depends on
+        these alone."""
 
         parts = [slice(i, None, waves) for i in range(min(waves, group * len(tasks)))]
         played = await gather(
             run_episodes(
                 tasks,
-                timed,
+                partial(generate, whole=waves > 1),
                 self._move,
                 self._conversation,
                 group_size=group,
@@ -122,7 +114,7 @@ class EpisodePlay:
             for part in parts
         )
         episodes = [e for row in zip_longest(*played) for e in row if e is not None]
-        return await self._rewards.judge(episodes), busy(computed)
+        return await self._rewards.judge(episodes)
 
     def _tasks(self, arm: str, step: int, numbers: Sequence[int]) -> list[Task]:
         each, seed = self._spec.tasks, self._seed

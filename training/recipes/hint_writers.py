@@ -28,7 +28,7 @@ from protocols.teacher_replay import AgentMessage, ReplayState, TextAction
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 from services.clients import TeacherReplayClient
 from services.pool.pool import Pool
-from training.rollouts import TimedGenerate
+from training.rollouts import GenerateCall
 
 
 class HintWriter:
@@ -58,22 +58,21 @@ class HintWriter:
         return None
 
     async def write(
-        self, episodes: Sequence[Episode], version: int, generate: TimedGenerate
-    ) -> tuple[list[TurnHint], float]:
-        """Return the hints of all a step's failed turns, sampled by `version`, and the seconds that
-        a generator computed for them."""
+        self, episodes: Sequence[Episode], version: int, generate: GenerateCall
+    ) -> list[TurnHint]:
+        """Return the hints of all a step's failed turns, sampled by `version`."""
         hints = self.at_once(episodes)
         if hints is not None:
-            return hints, 0.0
+            return hints
         failed = failed_turns(episodes)
         if self._spec.hints == "sibling":
             least = self._spec.sibling_reward
-            return [sibling_hint(f, episodes, least) for f in failed], 0.0
+            return [sibling_hint(f, episodes, least) for f in failed]
         # An episode that broke off may not know its answer; the others of its task do.
         answers = {e.group: found for e in episodes if (found := expected_of(e)) is not None}
         if self._spec.asks is not None:
             asked = [self._by_teacher(self._spec.asks, f, answers) for f in failed]
-            return list(await asyncio.gather(*asked)), 0.0
+            return list(await asyncio.gather(*asked))
         return await self._by_generator(failed, answers, version, generate)
 
     async def _by_generator(
@@ -81,8 +80,8 @@ class HintWriter:
         failed: Sequence[FailedTurn],
         answers: Mapping[str, str],
         version: int,
-        generate: TimedGenerate,
-    ) -> tuple[list[TurnHint], float]:
+        generate: GenerateCall,
+    ) -> list[TurnHint]:
         spec = self._spec
         sampling = Sampling(temperature=0.0, max_tokens=spec.hint_tokens)
         requests: dict[int, GenerateRequest] = {}
@@ -99,11 +98,11 @@ class HintWriter:
                 name = f"hint/{e.task.id}/{f.turn}"
                 requests[i] = GenerateRequest(name, ids, prefix, sampling, 0)
         texts: dict[int, str] = {}
-        compute, why = 0.0, "no_hint"
+        why = "no_hint"
         if requests:
             try:
                 async with asyncio.timeout(spec.hint_timeout_s):
-                    completions, compute = await generate(list(requests.values()))
+                    completions = await generate(list(requests.values()))
                 texts = {
                     i: self._conversation.decode(c.token_ids)
                     for i, c in zip(requests, completions, strict=True)
@@ -116,7 +115,7 @@ class HintWriter:
                 why if i in requests else "too_long",
             )
             for i, f in enumerate(failed)
-        ], compute  # fmt: skip
+        ]  # fmt: skip
 
     async def _by_teacher(
         self, teacher: str, f: FailedTurn, answers: Mapping[str, str]

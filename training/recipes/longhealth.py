@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from environments.clinic.prompts import parse_answer
@@ -16,9 +15,9 @@ from training.recipes.longhealth_prompts import LongHealthPrompts, LongHealthQue
 from training.recipes.prefix_repair import repaired
 from training.recipes.study_prompts import answered_over, texts_of
 from training.rollouts import (
+    GenerateCall,
     Rollout,
     ScoreGroup,
-    TimedGenerate,
     as_rollout,
     as_rows,
     handed_over,
@@ -47,51 +46,42 @@ class LongHealthRecipe(Recipe):
         return drawn_steps([c for _, c in self.layout.turns], self._tasks.prompts, steps)
 
     async def sample(
-        self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
+        self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = unheard
     ) -> Rollout:
-        begun = time.perf_counter()
         prompts = self._tasks.rollout(step, version)
         requests = [p.request for p in prompts]
         if (least := self._tasks.repair) is None:
-            completions, compute = await generate(requests, handed_over(prompts, ended))
+            completions = await generate(requests, handed_over(prompts, ended))
         else:
-            written, first = await generate(requests)
-            completions, more = await repaired(prompts, written, least, self.end_ids, generate)
-            compute = first + more
-        seconds = time.perf_counter() - begun
-        return as_rollout(step, prompts, completions, seconds, compute, False)
+            written = await generate(requests)
+            completions = await repaired(prompts, written, least, self.end_ids, generate)
+        return as_rollout(step, prompts, completions, False)
 
-    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
+    async def offline(self, first: int, generate: GenerateCall) -> list[Rollout]:
         """Return the teacher's answers to the prompts of the next OFFLINE_CHUNK steps."""
         steps = range(first, first + OFFLINE_CHUNK)
         prompts = [self._tasks.offline(s) for s in steps]
         flat = [p for step in prompts for p in step]
-        begun = time.perf_counter()
-        completions, compute = await generate([p.request for p in flat])
-        seconds = (time.perf_counter() - begun) / OFFLINE_CHUNK
+        completions = await generate([p.request for p in flat])
         found = []
         for i, step in enumerate(steps):
             share = slice(i * len(prompts[i]), (i + 1) * len(prompts[i]))
-            found.append(
-                as_rollout(
-                    step, prompts[i], completions[share], seconds, compute / OFFLINE_CHUNK, True
-                )
-            )
+            found.append(as_rollout(step, prompts[i], completions[share], True))
         return found
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
+        generate: GenerateCall, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
         exams = self._exams[:most]
         requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled, route)
-        completions, _ = await generate(requests)
+        completions = await generate(requests)
         said = [self._tasks.decode(c.token_ids) for c in completions]
         if keep is not None:
             nll: list[float | None] = [None] * len(exams)
             if not sampled:  # it does not depend on what was sampled
                 readings, tokens = self._tasks.readings(exams, requests)
-                read, _ = await generate(readings)
+                read = await generate(readings)
                 nll = [mean_nll(c, n) for c, n in zip(read, tokens, strict=True)]
             spent = [len(c.token_ids) for c in completions]
             keep(answered_over(self._tasks.answers(exams, said, spent, nll), requests))

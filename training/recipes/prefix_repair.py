@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from protocols.types import Completion, GenerateRequest
 from training.recipes.study_prompts import context_ref, reading
-from training.rollouts import StudyPrompt, TimedGenerate
+from training.rollouts import GenerateCall, StudyPrompt
 
 
 @dataclass(frozen=True)
@@ -33,30 +33,30 @@ async def repaired(
     completions: Sequence[Completion],
     least: float,
     end_ids: frozenset[int],
-    generate: TimedGenerate,
-) -> tuple[list[Completion], float]:
+    generate: GenerateCall,
+) -> list[Completion]:
     """Return the completions, each repaired at its first token with a teacher's probability below
-    `least`, and the seconds that generators computed for it."""
+    `least`."""
     asked = [
         reading(replace(p.request, prefix=context_ref(p.contexts)), c.token_ids)
         for p, c in zip(prompts, completions, strict=True)
     ]
-    read, seconds = await generate(asked)
+    read = await generate(asked)
     repairs = [
         Repair(i, place, teacher.prompt_likeliest[place - len(own.token_ids)])
         for i, (own, teacher) in enumerate(zip(completions, read, strict=True))
         if (place := first_refused(teacher, len(own.token_ids), least)) is not None
     ]
     if not repairs:
-        return list(completions), seconds
-    rests, more = await generate(
+        return list(completions)
+    rests = await generate(
         [_continuation(prompts[r.index].request, completions[r.index], r) for r in repairs]
     )
     found = list(completions)
     for repair, rest in zip(repairs, rests, strict=True):
         most = prompts[repair.index].request.sampling.max_tokens
         found[repair.index] = _joined(found[repair.index], repair, rest, most, end_ids)
-    return found, seconds + more
+    return found
 
 
 def first_refused(teacher: Completion, tokens: int, least: float) -> int | None:

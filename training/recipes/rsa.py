@@ -8,7 +8,6 @@ So a cartridge learns both to answer and to aggregate several answers into one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -48,11 +47,11 @@ from training.recipes.base import Recipe, Route, own_cartridge
 from training.recipes.rsa_problems import ProblemSource, open_source
 from training.recipes.rsa_rollouts import CandidateRecord, PlayedRun, RSAStart, play
 from training.rollouts import (
+    GenerateCall,
     Rollout,
     ScoreGroup,
     StepRecord,
     StudyPrompt,
-    TimedGenerate,
     as_sample,
     refill_counts,
     unheard,
@@ -86,49 +85,45 @@ class RSARecipe(Recipe):
         self.texts = {name: (text,) for name, text in self._source.documents.items()}
         self._sampling = Sampling(max_tokens=spec.rollout.max_tokens)
         self._newest: Callable[[], int] | None = None  # set where rollouts run ahead
-        self._ahead: tuple[GroupsAhead[list[PlayedRun]], JoinedGenerate] | None = None
+        self._ahead: GroupsAhead[list[PlayedRun]] | None = None
         self.end_ids = frozenset({tokenizer.eos_token_id})
 
     # -- runs -----------------------------------------------------------------------------------
 
     async def sample(
-        self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
+        self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = unheard
     ) -> RSARollout:
         """Return the rollout of a step; a population is scored while the next is sampled. Where
         rollouts run ahead, runs do not wait for each other (`training.recipes.ahead`)."""
         if self._newest is not None:
             return await self._sample_ahead(step, version, self._newest, generate, ended)
-        begun = time.perf_counter()
         sampling = self._sampling
 
         async def heard(
-            requests: Sequence[GenerateRequest], replied: Replied = None, /, *, whole: bool = False
-        ) -> tuple[list[Completion], float]:
-            completions, seconds = await generate(requests, whole=whole)
+            requests: Sequence[GenerateRequest], replied: Replied = None, *, whole: bool = False
+        ) -> list[Completion]:
+            completions = await generate(requests, whole=whole)
             if self._spec.objective.reads_document:
                 said = zip(requests, completions, strict=True)
                 ended("doc_teacher", [as_sample(self._candidate(r), c) for r, c in said])
-            return completions, seconds
+            return completions
 
         runs: list[PlayedRun] = []
-        first, wanted, compute = 0, self._rsa.examples, 0.0
+        first, wanted = 0, self._rsa.examples
         for _ in range(1 + self._spec.objective.refills):
             starts = await self._starts(step, first, wanted)
-            played, seconds = await play(
+            runs += await play(
                 starts, heard, self._aggregators.turn, self._conversation,
                 populations=self._rsa.T, sampling=sampling, ids=self._fitting,
                 prefix=lambda problem: PrefixRef(f"cartridge/{problem.document}", version),
             )  # fmt: skip
-            runs += played
-            compute += seconds
             first += wanted
             wanted = self._missing([runs])
             if wanted <= 0:
                 break
         episodes = [e for run in runs for e in self._episodes(run, sampling)]
         samples = turn_samples(episodes)
-        seconds = time.perf_counter() - begun
-        return RSARollout(step, (), (), samples, seconds, compute, episodes, runs=runs)
+        return RSARollout(step, (), (), samples, episodes, runs=runs)
 
     def follow(self, newest: Callable[[], int]) -> None:
         self._newest = newest
@@ -138,18 +133,16 @@ class RSARecipe(Recipe):
         step: int,
         version: int,
         newest: Callable[[], int],
-        generate: TimedGenerate,
+        generate: GenerateCall,
         ended: ScoreGroup,
     ) -> RSARollout:
         """Return the runs of the next complete problems as the rollout of `step`; none has a token
         older than `version`."""
-        begun = time.perf_counter()
         if self._ahead is None:
             joined = joined_generate(self._spec, generate)
             play_problem = partial(self._play_problem, joined=joined, newest=newest)
-            self._ahead = GroupsAhead(play_problem, self._oldest), joined
-        groups, joined = self._ahead
-        computed = joined.compute
+            self._ahead = GroupsAhead(play_problem, self._oldest)
+        groups = self._ahead
         taken = await groups.take(
             step, self._rsa.examples, version, self._missing, self._spec.objective.refills
         )
@@ -158,9 +151,8 @@ class RSARecipe(Recipe):
         if self._spec.objective.reads_document:
             ended("doc_teacher", [r.sample for r in rl_samples(episodes)])
         return RSARollout(
-            step, (), (), turn_samples(episodes), time.perf_counter() - begun,
-            joined.compute - computed, episodes, dropped=taken.dropped, runs=runs,
-        )  # fmt: skip
+            step, (), (), turn_samples(episodes), episodes, dropped=taken.dropped, runs=runs
+        )
 
     async def _play_problem(
         self, step: int, number: int, *, joined: JoinedGenerate, newest: Callable[[], int]
@@ -169,13 +161,13 @@ class RSARecipe(Recipe):
         over the newest version."""
         played = await gather(
             play(
-                [start], joined.timed, self._aggregators.turn, self._conversation,
+                [start], joined, self._aggregators.turn, self._conversation,
                 populations=self._rsa.T, sampling=self._sampling, ids=self._fitting,
                 prefix=lambda problem: PrefixRef(f"cartridge/{problem.document}", newest()),
             )
             for start in await self._starts(step, number, 1)
         )  # fmt: skip
-        return [run for runs, _ in played for run in runs]
+        return [run for runs in played for run in runs]
 
     async def _starts(self, step: int, first: int, count: int) -> list[RSAStart]:
         """Return the runs of `count` training problems of a step, from number `first` on."""
@@ -202,7 +194,7 @@ class RSARecipe(Recipe):
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
+        generate: GenerateCall, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
         """Return the mean accuracy of the last population, one run a question, always sampled."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
@@ -212,7 +204,7 @@ class RSARecipe(Recipe):
             RSAStart(f"evaluate/{arm}/{p.id}", f"exam/{seed}/{p.id}", "", p)
             for p in await self._source.held_out(most)
         ]
-        runs, _ = await play(
+        runs = await play(
             starts, generate, self._aggregators.turn, self._conversation, populations=self._rsa.T,
             sampling=Sampling(temperature=evaluate.temperature, max_tokens=evaluate.max_tokens),
             ids=lambda problem, prompt: self._ids(None if bare else problem.document, prompt),
@@ -266,7 +258,7 @@ class RSARecipe(Recipe):
             rl=tuple(rl),
         )
 
-    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
+    async def offline(self, first: int, generate: GenerateCall) -> list[Rollout]:
         raise RunError("no teacher writes populations: remove offline from evaluate.arms")
 
     def reward(self, run: PlayedRun) -> float | None:
@@ -305,7 +297,7 @@ class RSARecipe(Recipe):
 
     async def close(self) -> None:
         if self._ahead is not None:
-            await self._ahead[0].close()
+            await self._ahead.close()
 
     # -- records --------------------------------------------------------------------------------
 

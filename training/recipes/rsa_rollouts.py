@@ -18,7 +18,7 @@ from protocols.rsa import AggregationInput, JudgedCandidate, JudgedPopulation, R
 from protocols.seeds import stream_seed
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from strategies.rsa.populations import measure
-from training.rollouts import TimedGenerate
+from training.rollouts import GenerateCall
 
 UNJUDGED = JudgedCandidate(None, None)
 
@@ -76,7 +76,7 @@ class PlayedRun:
 
 async def play(
     starts: Sequence[RSAStart],
-    generate: TimedGenerate,
+    generate: GenerateCall,
     turn: Turn,
     conversation: ChatRenderer,
     *,
@@ -84,15 +84,13 @@ async def play(
     sampling: Sampling,
     prefix: Callable[[RSAProblem], PrefixRef],
     ids: Ids,
-) -> tuple[list[PlayedRun], float]:
-    """Play every run to its end; return them in order, and the model time of all populations
-    (seconds).
+) -> list[PlayedRun]:
+    """Play every run to its end and return them in order.
 
     Raises PublishError for a refused request, and the errors of the ports.
     """
     runs = [PlayedRun(start, (), ()) for start in starts]
     drawn: list[tuple[CandidateRecord, ...]] = [()] * len(starts)
-    compute = 0.0
     for step in range(populations + 1):
         judged = await turn(
             [
@@ -110,8 +108,7 @@ async def play(
             _requests(start, step, verdict, sampling, prefix, ids)
             for start, verdict in zip(starts, judged, strict=True)
         ]
-        completions, seconds = await generate([r for requests in asked for r in requests])
-        compute += seconds
+        completions = await generate([r for requests in asked for r in requests])
         said = iter(completions)
         drawn = [
             tuple(
@@ -120,7 +117,7 @@ async def play(
             )
             for verdict, requests in zip(judged, asked, strict=True)
         ]
-    return runs, compute
+    return runs
 
 
 def _with(

@@ -41,7 +41,7 @@ from training.recipes.study_prompts import (
     titled,
     titled_messages,
 )
-from training.rollouts import TimedGenerate
+from training.rollouts import GenerateCall
 
 
 class StudyExam:
@@ -63,7 +63,7 @@ class StudyExam:
         self._sampling = asyncio.Lock()
 
     async def measure(
-        self, arm: str, prefix: str, version: int, *, most: int | None, generate: TimedGenerate,
+        self, arm: str, prefix: str, version: int, *, most: int | None, generate: GenerateCall,
         keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
         """Return the agreement with the teacher on held-out questions; where questions are asked,
@@ -73,7 +73,7 @@ class StudyExam:
         measured: MeasuredAccuracy | None = None
         if exams:
             requests = [self._reading(e, f"evaluate/{arm}", prefix, version, route) for e in exams]
-            completions, _ = await generate(requests)
+            completions = await generate(requests)
             measured = agreement(exams, completions)
             if keep is not None:
                 hashes = self._hashes(e.studied.document for e in exams)
@@ -94,12 +94,12 @@ class StudyExam:
             )
             for q in asked
         ]
-        answers, _ = await generate(requests)
+        answers = await generate(requests)
         said = [self.decode(c.token_ids) for c in answers]
         if keep is not None:
             ids = [self._conversation.saying(q.wording) if q.wording else () for q in asked]
             readings = [reading(r, own) for r, own in zip(requests, ids, strict=True) if own]
-            read, _ = await generate(readings) if readings else ([], 0.0)
+            read = await generate(readings) if readings else []
             of_reading = iter(read)
             nll = [mean_nll(next(of_reading), len(own)) if own else None for own in ids]
             hashes = self._hashes(q.document for q in asked)
@@ -147,7 +147,7 @@ class StudyExam:
     def _hashes(self, abouts: Iterable[str]) -> dict[str, str]:
         return {about: self._parts.hashes[contexts_of(about)[0]] for about in abouts}
 
-    async def _sample_answers(self, generate: TimedGenerate) -> None:
+    async def _sample_answers(self, generate: GenerateCall) -> None:
         """Sample the teacher's answers to the held-out questions, once."""
         async with self._sampling:
             if self.questions or not self.held_out:
@@ -155,7 +155,7 @@ class StudyExam:
             # Untruncated and at temperature 1: only then is the estimate one of KL(T || S).
             sampling = Sampling(max_tokens=self._spec.evaluate.max_tokens)
             seed = self._spec.train.seed
-            answers, _ = await generate(
+            answers = await generate(
                 [
                     GenerateRequest(
                         f"teacher/{s.key}", s.prompt_ids, context_ref((s.document,)), sampling,
@@ -170,9 +170,7 @@ class StudyExam:
                 )
                 for s, c in zip(self.held_out, answers, strict=True)
             ]
-            read, _ = await generate(
-                [self._reading(e, "teacher/read", "document", 0) for e in exams]
-            )
+            read = await generate([self._reading(e, "teacher/read", "document", 0) for e in exams])
             self.questions = [
                 HeldOutQuestion(
                     e.studied, e.bare_ids, e.answer_ids,

@@ -27,7 +27,7 @@ from services.run_directory import RunDirectory
 from training.recipes.agreement import StudyQuestion
 from training.recipes.question_files import UserQuestion
 from training.recipes.study_prompts import context_ref, of_contexts, titled_messages, titles_of
-from training.rollouts import StudyPrompt, TimedGenerate
+from training.rollouts import GenerateCall, StudyPrompt
 
 NO_GAIN = "no_gain"
 
@@ -140,7 +140,7 @@ def said(studied: StudyQuestion, prompt: StudyPrompt) -> Completion:
 async def gains(
     studied: Sequence[StudyQuestion],
     bare: Mapping[str, tuple[int, ...]],
-    generate: TimedGenerate,
+    generate: GenerateCall,
 ) -> dict[str, float]:
     """Return the gain of each question with an answer, nats a token, by its key. `bare` has the
     prompt without a document by key."""
@@ -158,7 +158,7 @@ async def gains(
                     prompt_logprobs=True,
                 )
             )  # fmt: skip
-    read, _ = await generate(requests) if requests else ([], 0.0)
+    read = await generate(requests) if requests else []
     found = {}
     for i, s in enumerate(asked):
         whole, none = (mean_nll(c, len(s.answer_ids)) for c in read[2 * i : 2 * i + 2])

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -60,10 +59,10 @@ from training.recipes.episode_play import EpisodePlay, in_groups
 from training.recipes.hint_writers import HintWriter
 from training.recipes.preferences import AskedState, PreferenceQueue
 from training.rollouts import (
+    GenerateCall,
     Rollout,
     ScoreGroup,
     StepRecord,
-    TimedGenerate,
     is_offline,
     refill_counts,
     unheard,
@@ -109,38 +108,32 @@ class ToolEpisodesRecipe(Recipe):
         return drawn_steps(self._source.order, self._episodes.tasks, steps)
 
     async def sample(
-        self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
+        self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = unheard
     ) -> Rollout:
         """Return a step's episodes; those of a wave that end in the same turn are scored together.
         Further tasks are sampled for groups that GRPO drops, in `refill` rounds at most. Where
         rollouts run ahead, episodes do not wait for each other (`training.recipes.ahead`)."""
         if self._newest is not None:
             return await self._sample_ahead(step, version, self._newest, generate, ended)
-        begun = time.perf_counter()
         each = self._episodes.tasks
         handed: Ended = partial(self._hand_over, ended)
         if self._alone:
             handed = in_groups(self._episodes.group, handed)
         episodes: list[Episode] = []
-        first, wanted, compute = 0, each, 0.0
+        first, wanted = 0, each
         for _ in range(1 + self._objective.refills):
-            played, seconds = await self._player.step(
+            episodes += await self._player.step(
                 "on_policy", step, range(first, first + wanted), over_cartridge(version), generate,
                 handed, self._waves(self._episodes.tasks * self._episodes.group),
             )  # fmt: skip
-            episodes += played
-            compute += seconds
             first += wanted
             wanted = self._missing([episodes])
             if wanted <= 0:
                 break
         hints: list[TurnHint] = []
         if self._objective.alpha:
-            written, computed = await self._hints.write(episodes, version, generate)
-            hints, compute = self._hinted(episodes, written)[1], compute + computed
-        samples = turn_samples(episodes)
-        seconds = time.perf_counter() - begun
-        return Rollout(step, (), (), samples, seconds, compute, episodes, hints)
+            hints = self._hinted(episodes, await self._hints.write(episodes, version, generate))[1]
+        return Rollout(step, (), (), turn_samples(episodes), episodes, hints)
 
     def prepare(self, step: int) -> None:
         if self._newest is None:
@@ -159,18 +152,16 @@ class ToolEpisodesRecipe(Recipe):
         step: int,
         version: int,
         newest: Callable[[], int],
-        generate: TimedGenerate,
+        generate: GenerateCall,
         ended: ScoreGroup,
     ) -> Rollout:
         """Return the next complete groups as the rollout of `step`; none has a token older than
         `version`."""
-        begun = time.perf_counter()
         if self._ahead is None:
             joined = joined_generate(self._spec, generate)
             play = partial(self._play_alone, joined=joined, newest=newest)
             self._ahead = GroupsAhead(play, oldest_version), joined
         groups, joined = self._ahead
-        computed = joined.compute
         taken = await groups.take(
             step, self._episodes.tasks, version, self._missing, self._objective.refills
         )
@@ -179,44 +170,37 @@ class ToolEpisodesRecipe(Recipe):
             ended("doc_teacher", [r.sample for r in rl_samples(episodes)])
         hints: list[TurnHint] = []
         if self._objective.alpha:
-            written, _ = await self._hints.write(episodes, newest(), joined.timed)
-            hints = self._hinted(episodes, written)[1]
-        return Rollout(
-            step, (), (), turn_samples(episodes), time.perf_counter() - begun,
-            joined.compute - computed, episodes, hints, dropped=taken.dropped,
-        )  # fmt: skip
+            hints = self._hinted(episodes, await self._hints.write(episodes, newest(), joined))[1]
+        return Rollout(step, (), (), turn_samples(episodes), episodes, hints, dropped=taken.dropped)
 
     async def _play_alone(
         self, step: int, number: int, *, joined: JoinedGenerate, newest: Callable[[], int]
     ) -> list[Episode]:
         """Return the episodes of one task, none of which waits for another; each turn is drawn over
         the newest version."""
-        episodes, _ = await self._player.step(
-            "on_policy", step, [number], lambda task: over_cartridge(newest())(task), joined.timed,
+        return await self._player.step(
+            "on_policy", step, [number], lambda task: over_cartridge(newest())(task), joined,
             waves=self._episodes.group,
         )  # fmt: skip
-        return episodes
 
     def _missing(self, groups: Sequence[Sequence[Episode]]) -> int:
         """Return how many tasks of a step are lacking, less those whose rewards do not vary."""
         rl = rl_samples([e for group in groups for e in group])
         return self._episodes.tasks - len(varying(rl, self._objective.grpo))
 
-    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
+    async def offline(self, first: int, generate: GenerateCall) -> list[Rollout]:
         """Return one step's episodes as the model plays them that has the document in context. The
         tasks are those of the on-policy step `first`."""
-        begun = time.perf_counter()
-        episodes, compute = await self._player.step(
+        episodes = await self._player.step(
             "offline", first, range(self._episodes.tasks), over_document, generate,
             waves=self._waves(self._episodes.tasks * self._episodes.group),
         )  # fmt: skip
         episodes = [written_offline(e) for e in episodes]
-        seconds = time.perf_counter() - begun
-        return [Rollout(first, (), (), turn_samples(episodes), seconds, compute, episodes)]
+        return [Rollout(first, (), (), turn_samples(episodes), episodes)]
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate, keep: KeepAnswers | None = None, route: Route = own_cartridge,
+        generate: GenerateCall, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
         """Return the share of held-out tasks that were done right, and their mean reward."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
@@ -234,7 +218,7 @@ class ToolEpisodesRecipe(Recipe):
             return over_document(task) if prefix == "document" else over_cartridge(version)(task)
 
         # The draw does not depend on the arm, so that arms differ by their prefix alone.
-        episodes, _ = await self._player.play(
+        episodes = await self._player.play(
             tasks, 1, sampling, over, f"answer/{seed}/", generate, waves=self._waves(len(tasks))
         )
         if keep is not None:

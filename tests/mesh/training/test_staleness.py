@@ -88,7 +88,7 @@ class Fleet(House):
                 self.replace(generator)
         self.events.append(("sampled", step, held))
         sample = Sample(f"{step}/0", DOCUMENT, (4, 5), (step,) * 3, (-0.5,) * 3, (held,) * 3)
-        return Rollout(step, (), (), (sample,), 0.0, 0.0)
+        return Rollout(step, (), (), (sample,))
 
     async def lose(self, phase: str, step: int) -> None:
         """The attempts that came to nothing, and the wait for the one that does not."""

@@ -69,21 +69,21 @@ def test_the_phases_are_announced_in_their_order() -> None:
 def test_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock reads 10 at the start, then 14, 15, 17.5 and 17.75 at the ends of the phases.
 
-    Models computed 3.5 (rollout) + 0.75 (score) + 2 (train) of those 7.75 s.
+    Models computed in 6.25 of those 7.75 s.
     """
     ticks = iter([10.0, 14.0, 15.0, 17.5, 17.75])
     clock = type("Clock", (), {"perf_counter": staticmethod(lambda: next(ticks))})
 
     class Timed(House):
-        async def sample(self, step: int, version: int) -> Rollout:
-            made = await super().sample(step, version)
-            return Rollout(step, (), (), made.samples, 3.9, 3.5)
-
         async def score(self, rollout: Rollout) -> tuple[TrainBatch, ScoringCost]:
-            return TrainBatch(), ScoringCost(0.75)
+            return TrainBatch(), ScoringCost()
 
         async def train(self, batch: TrainBatch, version: int) -> TrainStepOutput:
             return TrainStepOutput(2.0, version=version + 1)
+
+        def model_seconds(self, begin: float, end: float) -> float:
+            assert (begin, end) == (10.0, 17.75)
+            return 6.25
 
     monkeypatch.setattr("training.loop.time", clock)
 
@@ -93,25 +93,7 @@ def test_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     times = run(scenario()).times
     assert (times.rollout, times.score, times.train, times.publish) == (4.0, 1.0, 2.5, 0.25)
     assert times.step == 7.75
-    assert times.orchestration == 7.75 - 3.5 - 0.75 - 2.0
-
-
-def test_a_rollout_made_beside_training_counts_by_its_wait_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It computed 3.5 s, and the step waited 0.5 s for it: no negative orchestration."""
-    house = House(1, {0, 1})
-    made = run(house.sample(1, 0))
-    pending = Rollout(1, (), (), made.samples, 3.9, 3.5)
-    ticks = iter([20.0, 20.5, 21.0, 22.0, 22.25])
-    clock = type("Clock", (), {"perf_counter": staticmethod(lambda: next(ticks))})
-    monkeypatch.setattr("training.loop.time", clock)
-
-    async def scenario() -> StepRecord:
-        return await house.loop(0, 2, [pending]).step(1)
-
-    times = run(scenario()).times
-    assert (times.rollout, times.step, times.orchestration) == (0.5, 2.25, 1.75)
+    assert times.orchestration == 1.5
 
 
 # -- stopping, resuming, failing --------------------------------------------------------------

@@ -30,7 +30,7 @@ class Counting(House):
         [sample] = small.samples
         prompt = tuple(range(step, step + TOKENS))
         long = type(sample)(**{**vars(sample), "prompt_ids": prompt})
-        rollout = Rollout(step, (), (), (long,), 0.0, 0.0)
+        rollout = Rollout(step, (), (), (long,))
         self.made.append(weakref.ref(rollout))
         return rollout
 

@@ -1,5 +1,6 @@
 """Seconds by hand: a clock that the test turns, and sums small enough to do in the head."""
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +9,8 @@ import pytest
 
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
-from services.clients import busy
-from training.loop import PhaseTimer, PhaseTimes, RunState, flat
+from services.pool.model_time import busy, model_seconds
+from training.loop import PhaseTimer, PhaseTimes, RunState, WritingTime, flat
 from training.rollouts import StepTimes
 from training.time_left import TimeLeft
 
@@ -31,14 +32,16 @@ def turn(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def test_phases_are_told_and_begin_where_the_last_ended(turn: Callable[[float], None]) -> None:
     told: list[str] = []
-    timer = PhaseTimer(told.append)
+    timer = PhaseTimer(lambda begin, end: 0.0, told.append)
     turn(0.25)
     with timer("score"):
         turn(1.0)
     with timer("train"):
         turn(1.5)
     assert told == ["score", "train"]
-    assert timer.seconds == {"score": 1.25, "train": 1.5}
+    assert timer.times() == StepTimes(
+        rollout=0.0, score=1.25, train=1.5, publish=0.0, orchestration=2.75, step=2.75
+    )
 
 
 def test_a_step_with_its_rollout_made_before(turn: Callable[[float], None]) -> None:
@@ -47,16 +50,22 @@ def test_a_step_with_its_rollout_made_before(turn: Callable[[float], None]) -> N
     The step took 0.5 + 2 + 4; no model computed 0.25 of the phases and 0.5 of the rollout. Time
     after the last phase does not count.
     """
-    timer = PhaseTimer()
+    asked: list[tuple[float, float]] = []
+
+    def computed(begin: float, end: float) -> float:
+        asked.append((begin, end))
+        return 2.25
+
+    timer = PhaseTimer(computed)
     with timer("score"):
         turn(0.5)
     with timer("train"):
         turn(2.0)
     turn(9.0)
-    timer.seconds["rollout"] = 4.0
-    assert timer.times(2.25 + 3.5) == StepTimes(
+    assert timer.times(WritingTime(4.0, 3.5)) == StepTimes(
         rollout=4.0, score=0.5, train=2.0, publish=0.0, orchestration=0.75, step=6.5
     )
+    assert asked == [(100.0, 102.5)]
 
 
 def test_before_the_first_step_nothing_is_known() -> None:
@@ -138,3 +147,13 @@ def test_a_plateau(kl: list[float], window: int, gain: float, expected: bool) ->
 def test_what_overlaps_counts_once() -> None:
     assert busy([]) == 0.0
     assert busy([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4.0
+
+
+def test_model_time_is_that_of_any_pool_within_the_step() -> None:
+    """From 10 to 20 the generator computed 9-12 and 13-14, the teacher 11.5-13.5 beside it, and
+    the trainer 19-22: 10-14 and 19-20 are model time."""
+    generator = deque([(2.0, 8.0), (9.0, 12.0), (13.0, 14.0)])
+    teacher, trainer = deque([(11.5, 13.5)]), deque([(19.0, 22.0)])
+    assert model_seconds([generator, teacher, trainer], 10.0, 20.0) == 4.0 + 1.0
+    assert model_seconds([generator], 8.0, 9.0) == 0.0
+    assert model_seconds([], 0.0, 1.0) == 0.0

@@ -62,12 +62,12 @@ class House:
 
     async def generate(
         self, requests: Sequence[GenerateRequest], came: Replied = None, /
-    ) -> tuple[list[Completion], float]:
+    ) -> list[Completion]:
         self.requests += requests
         done = generate(MODEL, requests, self._prefix, self.course.end_ids)
         if came is not None:
             came(done)
-        return done, 0.0
+        return done
 
     def _prefix(self, ref: PrefixRef) -> Any:
         kind, name = ref.name.split("/")
@@ -196,7 +196,7 @@ def test_a_teachers_answers_are_those_it_samples(house: House) -> None:
     request = told[f"teacher/{exam.studied.key}"]
     assert request.sampling.temperature == 1.0
     assert request.prefix == PrefixRef(f"document/{exam.studied.document}", 0)
-    (again,), _ = asyncio.run(house.generate([request]))
+    (again,) = asyncio.run(house.generate([request]))
     assert again.token_ids == exam.answer_ids
     assert again.logprobs == pytest.approx(exam.logprobs, abs=1e-4)
 

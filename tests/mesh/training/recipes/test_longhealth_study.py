@@ -118,9 +118,7 @@ def test_held_out_questions_are_asked_by_the_evaluation_alone(run: Path, chart_f
     assert not (run / "contamination.jsonl").exists()
 
 
-async def nothing(
-    requests: Sequence[GenerateRequest], replied: Any = None, /
-) -> tuple[list[Completion], float]:
+async def nothing(requests: Sequence[GenerateRequest], replied: Any = None, /) -> list[Completion]:
     raise AssertionError("a run that is refused samples nothing")
 
 

@@ -182,7 +182,7 @@ def test_a_run_and_the_evaluation_keep_the_same_answers(
     ask = Reader(tasks.documents, {})
 
     async def generate(requests: Any, replied: Any = None, /) -> Any:
-        return await ask(requests), 0.0
+        return await ask(requests)
 
     kept: list[Answer] = []
     for sampled in (False, True):

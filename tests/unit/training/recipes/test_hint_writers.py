@@ -32,7 +32,7 @@ class Generator:
 
     async def __call__(
         self, requests: Sequence[GenerateRequest], replied: Any = None
-    ) -> tuple[list[Completion], float]:
+    ) -> list[Completion]:
         self.requests += requests
         if self.hangs:
             await asyncio.sleep(3600)
@@ -40,7 +40,7 @@ class Generator:
         for request, text in zip(requests, self.texts, strict=True):
             ids = TALK.saying(text)
             done.append(Completion(request.id, ids, (-0.1,) * len(ids), (0,) * len(ids), "stop"))
-        return done, 0.25
+        return done
 
 
 class Teachers:
@@ -64,7 +64,7 @@ def written(
     episodes: Sequence[Episode] = EPISODES,
     teachers: Any = None,
     row_tokens: int = 256,
-) -> tuple[list[TurnHint], float]:
+) -> list[TurnHint]:
     pools: Any = {"teacher_replay": teachers}
     writer = HintWriter(spec, HINTS, TALK, {"desk_01": HANDBOOK}, pools, row_tokens)
     return asyncio.run(writer.write(episodes, 7, generate))
@@ -78,11 +78,11 @@ def test_templates_and_feedback_need_no_call_and_are_known_at_once() -> None:
     writer = HintWriter(SdpoSpec(hints="feedback"), HINTS, TALK, {}, {}, 256)
     told = hints(("no surgeon in urology.", ""), ("no such tool.", ""))
     assert writer.at_once(EPISODES) == told
-    assert written(SdpoSpec(hints="feedback")) == (told, 0.0)
+    assert written(SdpoSpec(hints="feedback")) == told
     by_template = hints(
         ("the handbook says surgeon cardiology.", ""), ("the tools are find read answer.", "")
     )
-    assert written(SdpoSpec()) == (by_template, 0.0)
+    assert written(SdpoSpec()) == by_template
     writer = HintWriter(SdpoSpec(hints="sibling"), HINTS, TALK, {}, {}, 256)
     assert writer.at_once(EPISODES) is None
 
@@ -90,13 +90,12 @@ def test_templates_and_feedback_need_no_call_and_are_known_at_once() -> None:
 def test_siblings_are_the_steps_own_episodes() -> None:
     right = replace(episode_of(RIGHT), task=replace(EPISODES[0].task, id="desk/12/0/2"))
     spec = SdpoSpec(hints="sibling")
-    found, seconds = written(spec, episodes=[*EPISODES, right])
-    assert seconds == 0.0
+    found = written(spec, episodes=[*EPISODES, right])
     assert [(h.turn, h.why) for h in found] == [(0, ""), (1, "")]
     assert found[0].text.startswith("assistant: find surgeon in cardiology.\ntool: note 17.")
-    assert written(spec)[0] == hints(("", "no_sibling"), ("", "no_sibling"))
+    assert written(spec) == hints(("", "no_sibling"), ("", "no_sibling"))
     unreached = SdpoSpec(hints="sibling", sibling_reward=2.0)
-    assert written(unreached, episodes=[*EPISODES, right])[0] == written(spec)[0]
+    assert written(unreached, episodes=[*EPISODES, right]) == written(spec)
 
 
 @pytest.mark.parametrize(
@@ -108,11 +107,10 @@ def test_the_generator_reads_the_conversation_the_error_and_the_question(
 ) -> None:
     spec = SdpoSpec(hints="model", hint_context=context, hint_prompt="what next?", hint_tokens=9)
     generator = Generator("find surgeon in cardiology.", "answer WEBER.")
-    found, seconds = written(spec, generator)
+    found = written(spec, generator)
     assert found == hints(
         ("find surgeon in cardiology.", ""), ("answer WEBER.", "leaks_answer")
     )  # fmt: skip
-    assert seconds == 0.25
     first, second = generator.requests
     assert (first.id, second.id) == ("hint/desk/12/0/1/0", "hint/desk/12/0/1/1")
     assert (first.prefix.name, first.prefix.version) == (prefix, version)
@@ -129,13 +127,13 @@ def test_the_generator_reads_the_conversation_the_error_and_the_question(
 def test_what_a_generator_does_not_write_is_counted() -> None:
     spec = SdpoSpec(hints="model", hint_timeout_s=0.01)
     late = hints(("", "writer_timeout"), ("", "writer_timeout"))
-    assert written(spec, Generator(hangs=True)) == (late, 0.0)
-    assert written(spec, Generator(" ", "b"))[0] == hints(("", "no_hint"), ("b", ""))
+    assert written(spec, Generator(hangs=True)) == late
+    assert written(spec, Generator(" ", "b")) == hints(("", "no_hint"), ("b", ""))
     none = Generator()
-    assert written(spec, none, row_tokens=64)[0] == hints(("", "too_long"), ("", "too_long"))
+    assert written(spec, none, row_tokens=64) == hints(("", "too_long"), ("", "too_long"))
     assert none.requests == []
     right = episode_of(RIGHT)
-    assert written(spec, none, [right]) == ([], 0.0)
+    assert written(spec, none, [right]) == []
 
 
 def test_an_episode_that_broke_off_is_checked_by_its_tasks_answer() -> None:
@@ -143,17 +141,15 @@ def test_an_episode_that_broke_off_is_checked_by_its_tasks_answer() -> None:
     assert broken.error_kind
     other = replace(episode_of(RIGHT), task=replace(broken.task, id="desk/12/0/2"))
     spec = SdpoSpec(hints="model")
-    assert written(spec, Generator("weber."), [broken, other])[0] == hints(
-        ("weber.", "leaks_answer")
-    )
-    assert written(spec, Generator("weber."), [broken])[0] == hints(("weber.", ""))
+    assert written(spec, Generator("weber."), [broken, other]) == hints(("weber.", "leaks_answer"))
+    assert written(spec, Generator("weber."), [broken]) == hints(("weber.", ""))
 
 
 def test_a_teacher_reads_the_document_and_the_conversation_up_to_the_error() -> None:
     teachers = Teachers(("ask cardiology.", ""))
     spec = SdpoSpec(hints="model", hint_writer="opus", hint_prompt="Hint?", hint_timeout_s=9.0)
-    found, seconds = written(spec, teachers=teachers)
-    assert (found, seconds) == (hints(("ask cardiology.", ""), ("ask cardiology.", "")), 0.0)
+    found = written(spec, teachers=teachers)
+    assert found == hints(("ask cardiology.", ""), ("ask cardiology.", ""))
     name, state, asked, timeout_s = teachers.asked[0]
     assert (name, asked, timeout_s) == ("opus", "Hint?", 9.0)
     assert isinstance(state, ReplayState)
@@ -180,4 +176,4 @@ def test_a_teacher_without_a_hint_costs_the_hint_alone(
     said: tuple[str, str] | None, expected: tuple[str, str]
 ) -> None:
     spec = SdpoSpec(hints="model", hint_writer="opus")
-    assert written(spec, teachers=Teachers(said))[0] == hints(expected, expected)
+    assert written(spec, teachers=Teachers(said)) == hints(expected, expected)

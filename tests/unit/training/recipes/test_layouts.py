@@ -113,7 +113,7 @@ def test_when_prompts_name_their_document(choice: str, shared: bool, named: bool
 def finished(run: LongHealthPrompts) -> Any:
     asked = run.rollout(0, 2)
     done = [Completion(p.request.id, (9, 2), (-0.1, -0.2), (2, 2), "stop") for p in asked]
-    return as_rollout(0, asked, done, 0.5, 0.25, offline=False)
+    return as_rollout(0, asked, done, offline=False)
 
 
 def test_samples_and_rows_tell_cartridge_contexts_and_prompt() -> None:

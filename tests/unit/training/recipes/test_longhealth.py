@@ -402,7 +402,7 @@ def test_without_a_share_every_prompt_is_asked_alone() -> None:
 def test_a_rollout_in_company_keeps_it_through_a_checkpoint() -> None:
     asked = in_company(some_prompts(3), 2, ["a", "b", "c"], 1.0, seed=0)
     done = [Completion(q.request.id, (9, 2), (-0.1, -0.2), (2, 2), "stop") for q in asked]
-    rollout = as_rollout(0, asked, done, 0.5, 0.25, offline=False)
+    rollout = as_rollout(0, asked, done, offline=False)
     assert [len(s.composed) for s in rollout.samples] == [2, 2, 2]
     for q, sample in zip(asked, rollout.samples, strict=True):
         assert [f"cartridge/{n}" for n in sample.composed] == [

@@ -23,7 +23,7 @@ from protocols.teacher_replay import (
     TeacherVote,
     ToolAction,
 )
-from protocols.train_batch import PreferencePair
+from protocols.train_batch import PreferencePair, ReferenceOutput
 from teachers.actions import canonical
 from teachers.prompts import state_hash
 from teachers.voting import decide
@@ -84,7 +84,8 @@ class Pools:
         pairs: Sequence[PreferencePair] = args[0]
         version = INITIAL if self.role == "trainer" else args[1]
         self.referred.append(([p.id for p in pairs], version))
-        return [replace(p, ref_chosen=-2.0, ref_rejected=-3.0, ref_version=version) for p in pairs]
+        known = {"ref_chosen": -2.0, "ref_rejected": -3.0, "ref_version": version}
+        return ReferenceOutput(0.0, tuple(replace(p, **known) for p in pairs))
 
 
 def preferences(pools: Pools, **dpo: Any) -> PreferenceQueue:

@@ -90,9 +90,9 @@ class Student:
 
     async def __call__(
         self, requests: Sequence[GenerateRequest], replied: None = None, *, whole: bool = False
-    ) -> tuple[list[Completion], float]:
+    ) -> list[Completion]:
         self.batches.append(list(requests))
-        return [self._answer(r) for r in requests], 0.25
+        return [self._answer(r) for r in requests]
 
     def _answer(self, request: GenerateRequest) -> Completion:
         run = request.id.rsplit("/", 2)[0]
@@ -144,12 +144,11 @@ def second_run_knows(name: str) -> bool:
 
 def test_a_step_is_one_call_of_each_port_a_population() -> None:
     scene = Scene(lambda name: True)
-    rollout = scene.sample()
+    scene.sample()
     assert [len(batch) for batch in scene.student.batches] == [3 * 2 * 4] * 4
     assert [[s.step for s in call] for call in scene.aggregators.calls] == [
         [t] * 6 for t in range(5)
     ]
-    assert rollout.compute == 4 * 0.25
     requests = [r for batch in scene.student.batches for r in batch]
     assert len({r.seed for r in requests}) == len(requests) == 6 * EACH
     assert {r.prefix.version for r in requests} == {7}

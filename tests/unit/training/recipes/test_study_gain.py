@@ -29,13 +29,11 @@ def test_the_gain_is_what_the_document_adds_to_an_answers_mean_log_probability()
     }  # fmt: skip
     asked: list[GenerateRequest] = []
 
-    async def generate(
-        requests: Sequence[GenerateRequest], *_: object
-    ) -> tuple[list[Completion], float]:
+    async def generate(requests: Sequence[GenerateRequest], *_: object) -> list[Completion]:
         asked.extend(requests)
         return [
             Completion(r.id, (), (), (), "length", prompt_logprobs=logprobs[r.id]) for r in requests
-        ], 0.0
+        ]
 
     studied = [question("a", (7, 8)), question("b", (7,)), question("unanswered", ())]
     bare = {key: (1, 5, 6) for key in ("a", "b", "unanswered")}

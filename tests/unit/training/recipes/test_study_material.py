@@ -168,13 +168,13 @@ def test_prompts_of_a_shared_cartridge_name_the_patient_and_so_do_routed_questio
 
     async def generate(
         some: Sequence[GenerateRequest], replied: object = None, /
-    ) -> tuple[list[Completion], float]:
+    ) -> list[Completion]:
         requests.extend(some)
         ids = tuple(TOKENIZER("it is so.", add_special_tokens=False).input_ids)
         return [
             Completion(r.id, ids, (0.0,) * 3, (0,) * 3, "stop", prompt_logprobs=(-1.0,) * 99)
             for r in some
-        ], 0.0
+        ]
 
     rollout = asyncio.run(recipe.sample(0, 3, generate))
     talk = ChatRenderer(TOKENIZER, corpus.texts)

@@ -114,19 +114,17 @@ class Clerk:
             for d in (draw_desk(learn.data.seed, i, learn.data.facts or 0) for i in (1, 2))
         }
         self.able = able
-        self.clock = 0.0
         self.requests: list[GenerateRequest] = []
         self.calls: list[list[str]] = []
         self.whole = set[bool]()
 
     async def __call__(
         self, requests: Sequence[GenerateRequest], replied: None = None, *, whole: bool = False
-    ) -> tuple[list[Completion], float]:
+    ) -> list[Completion]:
         self.requests += requests
         self.calls.append([r.id for r in requests])
         self.whole.add(whole)
-        self.clock += 0.25
-        return [self.answer(r) for r in requests], 0.25
+        return [self.answer(r) for r in requests]
 
     def answer(self, request: GenerateRequest) -> Completion:
         text = "find nothing in urology."
@@ -154,12 +152,6 @@ def course(
     return ToolEpisodesRecipe(learn, DeskTasks(learn), tokenizer, mesh)  # type: ignore[arg-type]
 
 
-def timed_by(clerk: Clerk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no time pass but what the clerk computes."""
-    clock = SimpleNamespace(perf_counter=lambda: clerk.clock)
-    monkeypatch.setattr("training.recipes.episode_play.time", clock)
-
-
 def sample(cases: ToolEpisodesRecipe, clerk: Clerk, step: int = 0, version: int = 7) -> Rollout:
     return asyncio.run(cases.sample(step, version, clerk))
 
@@ -170,13 +162,11 @@ def facts(cases: ToolEpisodesRecipe, rollout: Rollout) -> dict[str, float]:
     return found
 
 
-def test_a_clerk_with_the_handbook_is_right_in_three_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clerk_with_the_handbook_is_right_in_three_turns() -> None:
     learn = spec()
     cases, clerk = course(learn), Clerk(learn)
-    timed_by(clerk, monkeypatch)
     rollout = sample(cases, clerk)
     assert facts(cases, rollout) == {"count": 6, "errored": 0, "turns": 18, "reward": 1.0}
-    assert rollout.compute == 3 * 0.25
     assert len(rollout.samples) == 18
     assert [e.group for e in rollout.episodes] == [
         f"on_policy/1/{task}" for task in range(3) for _ in range(2)
@@ -401,7 +391,6 @@ def test_hints_that_need_the_whole_step_are_scored_with_the_lesson(
     """A clerk who finds nothing has no sibling; as the writer it says what is no help."""
     learn = spec(f"objective.sdpo.hints={source}")
     cases, clerk = course(learn), Clerk(learn, able=False)
-    timed_by(clerk, monkeypatch)
     told: list[str] = []
     rollout = asyncio.run(cases.sample(0, 7, clerk, lambda role, samples: told.append(role)))
     assert set(told) == {"doc_teacher"}
@@ -417,7 +406,6 @@ def test_hints_that_need_the_whole_step_are_scored_with_the_lesson(
     asked = [r for r in clerk.requests if r.id.startswith("hint/")]
     assert {r.prefix.name for r in asked} == {"document/desk_01", "document/desk_02"}
     assert len(asked) == 30
-    assert rollout.compute == (5 + 1) * 0.25
 
 
 def test_the_record_has_every_hint(tmp_path: Path) -> None:
