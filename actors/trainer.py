@@ -6,6 +6,7 @@ what only one may do; the replies of the others are ignored.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -179,11 +180,10 @@ class TrainerActor(ModelActor):
         fault = ""
         with self._ranks.abreast():
             try:
+                packets = [p.packet for parts, _, _ in scored for p in parts]
+                tensors = iter(await asyncio.gather(*map(self._plane.get, packets)))
                 for parts, stored, lengths in scored:
-                    read = [
-                        (p.samples, TeacherDistribution(**await self._plane.get(p.packet)))
-                        for p in parts
-                    ]
+                    read = [(p.samples, TeacherDistribution(**next(tensors))) for p in parts]
                     read += [((s.sample,), of_stored(s)) for s in stored]
                     found.append(joined(read, lengths) if read else None)
             except PlaneError as error:
