@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from protocols.errors import ForgeError, PlaneError, PublishError, RunError, StaleTokenError
 from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus
-from protocols.types import TraceSpan
+from protocols.types import TimedReply, TraceSpan
 from services.pool.health import silent
 from services.pool.pool import Pool, gather
 from services.pool.replica import Replica
@@ -43,9 +43,28 @@ class Actor:
             raise self.error
         self.told.append(value)
 
+    async def compute(self, seconds: float) -> TimedReply:
+        return TimedReply(seconds)
+
 
 def doubt(replica: Replica, silent_s: float = 3.0) -> None:
     replica.life = silent(replica.life, silent_s, HEALTH)
+
+
+def test_a_pool_keeps_when_models_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replies arrive at 10, 11 and 12; other replies say nothing of models."""
+    ticks = iter([10.0, 11.0, 12.0])
+
+    async def scenario() -> Pool:
+        pool = pool_of(Actor("a"), Actor("b"))
+        clock = SimpleNamespace(perf_counter=lambda: next(ticks), monotonic=time.monotonic)
+        monkeypatch.setattr("services.pool.pool.time", clock)
+        await pool.route("work")
+        await pool.route("compute", 4.0)
+        await pool.fanout("compute", 0.5)
+        return pool
+
+    assert list(run(scenario()).computed) == [(6.0, 10.0), (10.5, 11.0), (11.5, 12.0)]
 
 
 # -- routing ------------------------------------------------------------------------------------
