@@ -14,6 +14,7 @@ from statistics import fmean
 
 from benchmarks.results import records
 from benchmarks.results.sweeps import planned_trials
+from forge_run.experiments.trials import Trial
 from protocols.files import REPOSITORY
 from protocols.records.intervals import mean_interval
 from protocols.spec.experiments import SweepSpec
@@ -88,14 +89,15 @@ def collapses(name: str) -> tuple[Cells, list[Cells]]:
     return ["arm", "over untrained, points", "least change of reward in a run"], body
 
 
+def kept_trials(name: str) -> list[tuple[str, Trial]]:
+    """Return every trial of configs/NAME.yaml that is kept, with its record."""
+    trials = planned_trials(_path(name))
+    return [(r, t) for r, t in trials if (records.HOME / r / "answers.jsonl.gz").is_file()]
+
+
 def _kept(name: str) -> list[tuple[str, Mapping[str, str], int]]:
     """Return record, arms by shown name, and seed of every trial that is kept."""
-    trials = planned_trials(_path(name))
-    return [
-        (record, dict(trial.arms), trial.seed)
-        for record, trial in trials
-        if (records.HOME / record / "answers.jsonl.gz").is_file()
-    ]
+    return [(record, dict(trial.arms), trial.seed) for record, trial in kept_trials(name)]
 
 
 def _with_interval(

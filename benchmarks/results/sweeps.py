@@ -1,7 +1,7 @@
 """Keep the finished runs of an unfinished sweep, and bring them back elsewhere, where it goes on.
 
 forge sweep STUDY.yaml             interrupted: some runs are finished
-keep(STUDY.yaml, runs/)            each of them becomes a record, NAME/ARM-SEED
+keep(STUDY.yaml, runs/)            each of them becomes a record, studies/NAME/ARM-SEED
 restore(STUDY.yaml, runs/)         in another checkout: their run directories
 forge sweep STUDY.yaml             runs the others
 """
@@ -85,7 +85,7 @@ def _record(spec: SweepSpec, root: Path) -> Path:
 
 
 def _name(spec: SweepSpec, trial: Trial) -> str:
-    return f"{spec.name.replace('-', '_')}/{Path(trial.log).stem}"
+    return f"studies/{spec.name.replace('-', '_')}/{Path(trial.log).stem}"
 
 
 def _shown(path: Path) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.results import records
 from benchmarks.results.corpus_tables import seeds, shared_facts
 from benchmarks.results.host_tables import limits, publishes, results_of, simulated
+from benchmarks.results.on_policy_tables import every_arm, primary, secondary
 from benchmarks.results.study_tables import between, collapses, over_reference
 from protocols.files import REPOSITORY
 from protocols.records.intervals import wilson_interval
@@ -164,6 +165,9 @@ TABLES: dict[str, Callable[[str], Lines]] = {
     "over_reference": lambda sweep: table(*over_reference(sweep)),
     "between": lambda sweep: table(*between(sweep)),
     "collapses": lambda sweep: table(*collapses(sweep)),
+    "every_arm": lambda sweep: table(*every_arm(sweep)),
+    "primary": lambda sweep: table(*primary(sweep)),
+    "secondary": lambda sweep: table(*secondary(sweep)),
 }
 
 

@@ -51,6 +51,18 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     return mean - half, mean + half
 
 
+def mean_p(values: Sequence[float]) -> float:
+    """Return the two-sided p-value by Student's t of a mean that is zero; 1 for fewer than two
+    values. `mean_p([1, 2, 3])` is 0.074: t is 2 * sqrt(3) at 2 degrees of freedom."""
+    n = len(values)
+    if n < 2:
+        return 1.0
+    mean, error = fmean(values), stdev(values) / sqrt(n)
+    if error == 0:
+        return 0.0 if mean else 1.0
+    return 1 - _within(atan(abs(mean) / error / sqrt(n - 1)), n - 1)
+
+
 def student_t95(freedom: int) -> float:
     """Return the t with P(|T| <= t) = 0.95 at `freedom` >= 1 degrees of freedom.
 

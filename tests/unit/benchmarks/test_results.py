@@ -168,7 +168,7 @@ def test_arms_of_a_sweep_are_paired_with_the_reference_by_desk(
     desk = "study_channels_desk"
 
     def kept(variant: str, seed: int, right: Mapping[str, float], last: float) -> None:
-        folder = tmp_path / desk / f"{variant}-{seed}"
+        folder = tmp_path / "studies" / desk / f"{variant}-{seed}"
         folder.mkdir(parents=True)
         answers = [
             {"arm": arm, "sampled": False, "right": float(i < 4 * share)}
@@ -190,7 +190,7 @@ def test_arms_of_a_sweep_are_paired_with_the_reference_by_desk(
     found = ["GRPO + replay over GRPO + SDPO", "-37.5", "-196.3 to +121.3"]
     assert between(desk)[1] == [found]
     for seed in (100, 101):
-        shutil.rmtree(tmp_path / desk / f"GRPO_+_replay-{seed}")
+        shutil.rmtree(tmp_path / "studies" / desk / f"GRPO_+_replay-{seed}")
     heads, body = over_reference(desk)
     assert heads == [
         "arm", "units", "right, %", "95% interval", "over GRPO, points", "95% interval",

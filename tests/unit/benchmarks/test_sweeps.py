@@ -50,7 +50,7 @@ def finish_first(path: Path, root: Path) -> None:
 def test_the_finished_runs_of_a_sweep_come_back_in_another_folder(tmp_path: Path) -> None:
     path, home = written(tmp_path, 0.1), tmp_path / "kept"
     finish_first(path, tmp_path / "here")
-    assert sweeps.keep(path, tmp_path / "here", home) == [home / "two_rates" / "rate-0"]
+    assert sweeps.keep(path, tmp_path / "here", home) == [home / "studies" / "two_rates" / "rate-0"]
     there = tmp_path / "there"
     assert sweeps.restore(path, there, home) == ["rate, seed 0"]
     spec = load_file(SweepSpec, path)

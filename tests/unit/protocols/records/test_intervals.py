@@ -1,6 +1,7 @@
 """Wilson's interval against values worked by hand with z = 1.96, z^2 = 3.8416; Student's against
 closed forms, the printed table and its density, integrated."""
 
+import math
 import random
 from collections import Counter
 from itertools import product
@@ -16,6 +17,7 @@ from protocols.records.intervals import (
     Difference,
     holm,
     mean_interval,
+    mean_p,
     paired_difference,
     resamples,
     student_t95,
@@ -233,3 +235,10 @@ def test_holm_by_hand() -> None:
     assert holm([0.5, 0.6]) == pytest.approx([1.0, 1.0])
     assert holm([0.02]) == [0.02]
     assert holm([]) == []
+
+
+def test_the_p_value_of_a_mean_by_hand() -> None:
+    """t is 2 sqrt(3) at 2 degrees of freedom, where P(|T| <= t) is t / sqrt(2 + t * t)."""
+    assert mean_p([1.0, 2.0, 3.0]) == pytest.approx(1 - math.sqrt(12 / 14))
+    assert mean_p([-1.0, 1.0]) == pytest.approx(1.0)
+    assert (mean_p([]), mean_p([4.0]), mean_p([2.0, 2.0]), mean_p([0.0, 0.0])) == (1, 1, 0, 1)
