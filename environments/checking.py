@@ -9,6 +9,7 @@ give the same observations and the same reward.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import statistics
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from environments.openenv.client import action_schema
+from environments.openenv.client import OpenEnvClient, action_schema
 from environments.opening import environment_of
 from environments.sessions import EpisodeEnvironment
 from environments.student_actions import BAD_ACTION
@@ -96,6 +97,7 @@ async def check_environment(spec: EnvironmentSpec, plan: CheckPlan) -> Environme
         except (DataError, RunError) as error:
             return EnvironmentCheck((), (CheckFinding(True, str(error), "correct it"),))
         schema = action_schema(spec.url) if spec.url is not None else None
+        crowded = await _sessions(shown, plan)
         episodes = []
         for number in range(plan.tasks):
             task = a_task(spec, number, plan.seed)
@@ -103,10 +105,30 @@ async def check_environment(spec: EnvironmentSpec, plan: CheckPlan) -> Environme
                 played = await _play(first, f"{name}/{number}", task, agent, plan.turns)
                 again = await _replay(second, played)
                 episodes.append(replace(played, agent=name, again=again))
-        return EnvironmentCheck(tuple(episodes), tuple(findings_of(spec, plan, episodes)))
+        findings = (*findings_of(spec, plan, episodes), *crowded)
+        return EnvironmentCheck(tuple(episodes), findings)
     finally:
         await first.close()
         await second.close()
+
+
+async def _sessions(spec: EnvironmentSpec, plan: CheckPlan) -> list[CheckFinding]:
+    """Return a finding where a server does not take the sessions of all tasks at once."""
+    if spec.url is None:
+        return []
+    client = OpenEnvClient(spec, plan.turns)
+    opened = (EnvironmentRequest(a_task(spec, n, plan.seed)) for n in range(plan.tasks))
+    try:
+        await asyncio.gather(*map(client.move, opened))
+    finally:
+        await client.close()
+    if (most := client.most_sessions) is None:
+        return []
+    return [CheckFinding(
+        False, f"its server takes {most} session{'s' if most > 1 else ''} at once",
+        "raise max_concurrent_envs of the server to the episodes of a step; else they wait for "
+        "each other, and every move replays its episode",
+    )]  # fmt: skip
 
 
 def a_task(spec: EnvironmentSpec, number: int, seed: int) -> Task:

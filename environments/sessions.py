@@ -7,6 +7,9 @@ One session plays one episode. Idle sessions are keyed by task and actions playe
 of such an episode takes any session with its key, because equal actions must give equal
 observations. Without one, or when the session is lost, a new session is reset with the task's
 arguments and replays the earlier actions. Replayed observations must equal the first ones.
+
+An environment may take only so many sessions at once. From its first refusal on, moves wait for
+their turn, no session is kept idle, and each move replays its episode.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -24,6 +28,8 @@ from protocols.spec.environment import EnvironmentSpec
 
 MAX_WAITING = 256  # idle sessions; the oldest is closed first, and replayed if needed again
 MAX_SEEN = 1 << 16  # digests of observations, to compare replays with
+FULL_REMEDY = "raise max_concurrent_envs of the server, or set roles.environment.replicas: 1"
+FULL_PAUSE_S = 0.05  # before an environment that had no room is asked again
 
 S = TypeVar("S")
 
@@ -59,18 +65,29 @@ class EnvironmentRefusal(Exception):
     """Signal that the environment replied with an error."""
 
 
+class SessionsFull(Exception):
+    """Signal that the environment takes no session beside the `most` that it has."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"it takes {most} sessions at once, and others hold them")
+        self.most = most
+
+
 class ReplayDiverged(Exception):
     """Signal that a replayed action gave another observation than before."""
 
 
 class ReplayedSessions(ABC, Generic[S]):
     """Keep the sessions of one environment. `most_turns` is when an episode ends whose rewards are
-    those of its steps (`returns` sum or last), if it is not done before."""
+    those of its steps (`returns` sum or last), if it is not done before. `most_sessions` is how
+    many the environment takes at once, None as long as it refused none."""
 
     def __init__(self, spec: EnvironmentSpec, most_turns: int) -> None:
         self._spec, self._most_turns = spec, most_turns
         self._waiting: OrderedDict[str, list[PlayedSession[S]]] = OrderedDict()
         self._seen: OrderedDict[str, str] = OrderedDict()
+        self._room: asyncio.Semaphore | None = None  # once it refused a session
+        self.most_sessions: int | None = None
 
     @abstractmethod
     async def _open(self, move: EnvironmentRequest) -> S:
@@ -81,7 +98,7 @@ class ReplayedSessions(ABC, Generic[S]):
         self, handle: S, move: EnvironmentRequest, played: int
     ) -> tuple[Observation, float | None]:
         """Return the reply to action `played` of the move (0: the reset), without reward, and its
-        reward. Raises SessionLost and EnvironmentRefusal."""
+        reward. Raises SessionLost and EnvironmentRefusal, and SessionsFull for a reset."""
 
     @abstractmethod
     async def _end(self, handle: S) -> None:
@@ -97,10 +114,10 @@ class ReplayedSessions(ABC, Generic[S]):
     async def move(self, move: EnvironmentRequest) -> Observation:
         """Return the environment's reply. `error` begins with "environment_died" (session lost, or
         no reply within `timeout_s`), "environment_refused" (it replied with an error) or
-        "environment_diverged" (a replay gave another observation)."""
+        "environment_diverged" (a replay gave another observation). The time in which other moves
+        have all sessions does not count."""
         try:
-            async with asyncio.timeout(self._spec.timeout_s):
-                return await self._moved(move)
+            return await self._in_turn(move)
         except TimeoutError:
             return failed("environment_died", f"no answer within {self._spec.timeout_s:g} s")
         except SessionLost as error:
@@ -114,6 +131,28 @@ class ReplayedSessions(ABC, Generic[S]):
         waiting, self._waiting = self._waiting, OrderedDict()
         ended = (self._end(s.handle) for sessions in waiting.values() for s in sessions)
         await asyncio.gather(*ended)
+
+    async def _in_turn(self, move: EnvironmentRequest) -> Observation:
+        if self._room is None:
+            try:
+                return await self._in_time(move)
+            except SessionsFull as full:
+                if self._room is None:
+                    self.most_sessions, self._room = full.most, asyncio.Semaphore(full.most)
+                    await self.close()  # idle sessions take the room of others
+        async with self._room:
+            until = time.monotonic() + self._spec.timeout_s
+            while True:
+                try:
+                    return await self._in_time(move)
+                except SessionsFull as full:  # another client has it, or it ends a session late
+                    if time.monotonic() > until:
+                        raise SessionLost(f"{full}: {FULL_REMEDY}") from full
+                await asyncio.sleep(FULL_PAUSE_S)
+
+    async def _in_time(self, move: EnvironmentRequest) -> Observation:
+        async with asyncio.timeout(self._spec.timeout_s):
+            return await self._moved(move)
 
     async def _moved(self, move: EnvironmentRequest) -> Observation:
         last = len(move.actions)
@@ -181,6 +220,9 @@ class ReplayedSessions(ABC, Generic[S]):
         return session
 
     async def _keep(self, session: PlayedSession[S], key: str) -> None:
+        if self._room is not None:
+            await self._end(session.handle)
+            return
         self._waiting.setdefault(key, []).append(session)
         if sum(map(len, self._waiting.values())) > MAX_WAITING:
             oldest = self._take(next(iter(self._waiting)))

@@ -14,6 +14,7 @@ sent as its call_tool action. A reward may come with any step (RFC 004): `return
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import urllib.error
 import urllib.request
@@ -23,10 +24,15 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import WebSocketException
+from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from environments.openenv.wire import called, observed, reward_of
-from environments.sessions import EnvironmentRefusal, ReplayedSessions, SessionLost
+from environments.sessions import (
+    EnvironmentRefusal,
+    ReplayedSessions,
+    SessionLost,
+    SessionsFull,
+)
 from environments.student_actions import BAD_ACTION, NoAction, action_in, with_tools_shown
 from protocols.episodes import EnvironmentRequest, Observation
 from protocols.errors import DataError
@@ -38,6 +44,7 @@ CLOSE_TIMEOUT_S = 1.0
 SCHEMA_TIMEOUT_S = 10.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LIST_TOOLS = {"type": "list_tools"}
+CAPACITY_REACHED = "CAPACITY_REACHED"  # a server's code where it takes no further session
 VALIDATION_ERROR = "VALIDATION_ERROR"  # a server's code for an action that does not fit its schema
 
 
@@ -51,6 +58,7 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
         # A proxy cannot reach this machine's loopback.
         local = urlsplit(self._url).hostname in LOOPBACK
         self._proxy: Literal[True] | None = None if local else True
+        self._known = spec.action != "text"  # whether an action's fields are the server's
 
     async def start(self) -> None:
         """Compare the server's action schema with the keys of `spec`. A server that does not answer
@@ -59,6 +67,7 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
         schema = await asyncio.to_thread(action_schema, self._url)
         if schema is not None:
             check_action(self._spec, schema)
+            self._known = True
 
     async def _open(self, move: EnvironmentRequest) -> ClientConnection:
         try:
@@ -103,7 +112,7 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
     def _action(self, text: str) -> dict[str, Any]:
         """Return the student's text as an action of the server. Raises NoAction."""
         if self._spec.action == "text":
-            return {self._spec.action_key: text}
+            return {self._spec.action_key: action_in(text, "text")}
         action = action_in(text, self._spec.action)
         if isinstance(action, ToolAction):
             arguments = dict(action.arguments)
@@ -116,7 +125,8 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
         """Return the data of the server's reply. Raises SessionLost, EnvironmentRefusal, and
         UnfitAction for a step that the server finds invalid."""
         try:
-            await connection.send(json.dumps({"type": kind, "data": data}))
+            with contextlib.suppress(ConnectionClosed):  # it may have said why before it closed
+                await connection.send(json.dumps({"type": kind, "data": data}))
             reply = json.loads(await connection.recv())
         except (OSError, WebSocketException, ValueError) as error:
             raise SessionLost(f"{type(error).__name__}: {error}") from error
@@ -127,8 +137,11 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
             return found
         code = found.get("code", "no code")
         why = found.get("message", "no reason")
+        if code == CAPACITY_REACHED:
+            most = found.get("max_sessions")
+            raise SessionsFull(most if isinstance(most, int) and most > 0 else 1)
         if code == VALIDATION_ERROR and kind == "step" and data is not LIST_TOOLS:
-            if self._spec.action != "text":
+            if self._known:  # the keys fit, so the text does not: "left" for a number
                 raise UnfitAction(_misfit(found))
             why = f"{why}: {_misfit(found)}"
         raise EnvironmentRefusal(f"{why} ({code})")

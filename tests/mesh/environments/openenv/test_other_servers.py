@@ -14,6 +14,7 @@ from openenv.core.env_server.types import Action, State
 from openenv.core.env_server.types import Observation as ServedObservation
 from openenv.core.rubrics.trajectory import ExponentialDiscountingTrajectoryRubric
 
+from environments.checking import CheckPlan, check_environment
 from environments.openenv.client import OpenEnvClient, action_schema, check_action
 from examples.calculator.server import calculator_app
 from protocols.episodes import EnvironmentRequest, Observation, Task
@@ -68,6 +69,30 @@ class GridObservation(ServedObservation):
     left: int
 
 
+class ColumnAction(Action):
+    column: int
+
+
+class ColumnObservation(ServedObservation):
+    board: str = ""
+
+
+class Columns(Environment[ColumnAction, ColumnObservation, State]):
+    """A game whose action is a number."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Any:
+        return ColumnObservation(board="empty")
+
+    def step(self, action: ColumnAction, timeout_s: float | None = None, **_: Any) -> Any:
+        return ColumnObservation(board=f"column {action.column}", done=True, reward=1.0)
+
+    @property
+    def state(self) -> State:
+        return State()
+
+
 class Rubric(ExponentialDiscountingTrajectoryRubric):
     """Reward the episode when it is done: RFC 004."""
 
@@ -98,8 +123,8 @@ class Grid(Environment[GridAction, GridObservation, State]):
 
 
 @contextmanager
-def served(environment: Any, action: Any, observation: Any) -> Iterator[str]:
-    app = create_fastapi_app(environment, action, observation, max_concurrent_envs=64)
+def served(environment: Any, action: Any, observation: Any, sessions: int = 64) -> Iterator[str]:
+    app = create_fastapi_app(environment, action, observation, max_concurrent_envs=sessions)
     with LoopbackServer(app, "test environment", ws="websockets-sansio") as server:
         yield server.url
 
@@ -142,6 +167,37 @@ def walk(
     return asyncio.run(play())
 
 
+@pytest.mark.parametrize("sessions", [1, 2])
+def test_more_episodes_than_a_server_takes_sessions(sessions: int) -> None:
+    """Six episodes of three turns, all at once in each turn, as a step plays them: whoever has no
+    session waits, and replays."""
+
+    async def play(url: str) -> tuple[list[list[Observation]], OpenEnvClient]:
+        keys: dict[str, Any] = {"action_key": "message", "observation": "echoed_message"}
+        spec = EnvironmentSpec(kind="openenv", url=url, returns="sum", **keys)
+        client = OpenEnvClient(spec, 3)
+        said = [["a" * (i + 1), "b", "c"] for i in range(6)]
+        try:
+            await client.start()
+            seen = []
+            for n in range(4):
+                moves = [
+                    EnvironmentRequest(Task(f"t/{i}", "openenv", {"seed": i}), tuple(texts[:n]))
+                    for i, texts in enumerate(said)
+                ]
+                seen.append(await asyncio.gather(*map(client.move, moves)))
+        finally:
+            await client.close()
+        return seen, client
+
+    with served(Echo, EchoAction, EchoObservation, sessions) as url:
+        seen, client = asyncio.run(play(url))
+    assert [o.error for turn in seen for o in turn] == [""] * 24
+    assert [o.messages[0].content for o in seen[1]] == ["a" * (i + 1) for i in range(6)]
+    assert [o.reward for o in seen[-1]] == pytest.approx([0.1 * (i + 3) for i in range(6)])
+    assert client.most_sessions == sessions
+
+
 def test_echo_is_played_to_its_last_turn(echo: str) -> None:
     keys = {"action_key": "message", "observation": "echoed_message", "returns": "sum"}
     seen = walk(echo, ["hi", "hello"], turns=2, **keys)
@@ -153,6 +209,24 @@ def test_echo_is_played_to_its_last_turn(echo: str) -> None:
     assert seen[-1].reward == pytest.approx(0.7)
     (last,) = walk(echo, ["hi", "hello"], turns=2, **{**keys, "returns": "last"})[2:]
     assert last.reward == pytest.approx(0.5)
+
+
+def test_a_check_tells_of_a_server_with_fewer_sessions_than_tasks() -> None:
+    for sessions, told in ((1, ["its server takes 1 session at once"]), (2, [])):
+        with served(Columns, ColumnAction, ColumnObservation, sessions) as url:
+            spec = EnvironmentSpec(kind="openenv", url=url, action_key="column")
+            check = asyncio.run(check_environment(spec, CheckPlan(tasks=2, script=("1",))))
+        assert [f.what for f in check.findings if "session" in f.what] == told
+        assert [e.error for e in check.episodes] == [""] * 4
+
+
+def test_a_text_may_be_a_number_and_another_text_is_a_failed_turn() -> None:
+    with served(Columns, ColumnAction, ColumnObservation, sessions=1) as url:
+        _, unread, played = walk(url, ["left", " 3\n"], action_key="column")
+    assert unread.error_kind == "bad_action"
+    assert not unread.done
+    assert unread.messages[0].content.startswith("bad action: column: Input should be a valid int")
+    assert (played.messages[0].content, played.reward) == ("column 3", 1.0)
 
 
 def test_a_template_shows_several_fields(echo: str) -> None:
