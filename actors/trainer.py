@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from monarch.actor import endpoint
+from torch import Tensor
 
 from actors.base import ModelSource, RankPlace
 from actors.model_actors import ModelActor
@@ -43,7 +44,7 @@ from protocols.train_batch import (
     TeacherScores,
     TrainBatch,
 )
-from protocols.types import PUBLISHED, CartridgeSnapshot, Sample, TrainStepOutput
+from protocols.types import PUBLISHED, CartridgeSnapshot, Sample, TensorRef, TrainStepOutput
 from registry.formats.base_model import other_weights, read_base
 from registry.formats.cartridge_file import CartridgeFile
 from registry.starting import keep_record, read_start, record_of, require_fit_of
@@ -109,6 +110,7 @@ class TrainerActor(ModelActor):
             ranks=self._ranks,
         )
         self._fingerprints = Fingerprints()
+        self._ahead: dict[str, asyncio.Task[dict[str, Tensor]]] = {}  # by key
         objective = learn.objective
         self._asks_document = objective.w_rl > 0 and objective.grpo.asks_document
         self._ranks.gather({})
@@ -181,7 +183,8 @@ class TrainerActor(ModelActor):
         with self._ranks.abreast():
             try:
                 packets = [p.packet for parts, _, _ in scored for p in parts]
-                tensors = iter(await asyncio.gather(*map(self._plane.get, packets)))
+                tensors = iter(await asyncio.gather(*map(self._reading, packets)))
+                self._forget({packet.key.rpartition("/")[0] for packet in packets})
                 for parts, stored, lengths in scored:
                     read = [(p.samples, TeacherDistribution(**next(tensors))) for p in parts]
                     read += [((s.sample,), of_stored(s)) for s in stored]
@@ -193,6 +196,20 @@ class TrainerActor(ModelActor):
             if one["fault"]:
                 raise PlaneError(one["fault"])
         return found
+
+    @endpoint
+    async def read_ahead(self, packet: TensorRef) -> None:
+        """Begin to read a teacher's scores that a later step needs."""
+        self._ahead[packet.key] = reading = self._reading(packet)
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
+
+    def _reading(self, packet: TensorRef) -> asyncio.Task[dict[str, Tensor]]:
+        return self._ahead.pop(packet.key, None) or asyncio.create_task(self._plane.get(packet))
+
+    def _forget(self, stems: Collection[str]) -> None:
+        """Forget scores of a step that were made again, and read under their first keys."""
+        for key in [k for k in self._ahead if k.rpartition("/")[0] in stems]:
+            del self._ahead[key]
 
     @endpoint
     async def references(self, pairs: Sequence[PreferencePair]) -> ReferenceOutput:

@@ -33,6 +33,7 @@ from protocols.types import (
     GenerateRequest,
     Sample,
     ScoreOutput,
+    TensorRef,
     TokenChunk,
     TrainStepOutput,
 )
@@ -276,6 +277,12 @@ class TrainerClient(RoleClient):
         StaleTokenError when a token is older than the bound."""
         output: TrainStepOutput = await self.pool.route("step", batch, version)
         return output
+
+    async def read_ahead(self, packet: TensorRef) -> None:
+        """Have the trainer read a teacher's scores before the step that needs them. A trainer that
+        dies meanwhile does not: its successor reads them in the step."""
+        with contextlib.suppress(RunError):
+            await self.pool.route("read_ahead", packet)
 
     async def references(self, pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
         """Return the pairs with the reference log-probabilities of the untrained cartridges."""

@@ -66,6 +66,8 @@ class TeacherScoring:
         self._mesh, self._weights = mesh, weights
         self._doc_teacher = DocTeacherClient(mesh.pools)
         self._hinted_teacher = HintedTeacherClient(mesh.pools, weights.published)
+        self._trainer = TrainerClient(mesh.pools)
+        self._ahead = set[asyncio.Task[None]]()  # what the trainer reads beside the rollout
         self._begun: dict[str, list[PendingScore]] = {}  # by key
         self._scored_in = 0  # the oldest plane that holds scores of the step
 
@@ -152,7 +154,7 @@ class TeacherScoring:
 
     async def close(self) -> None:
         """Cancel all scoring that has begun."""
-        tasks = [part.task for parts in self._begun.values() for part in parts]
+        tasks = [*self._ahead, *(part.task for parts in self._begun.values() for part in parts)]
         self._begun.clear()
         for task in tasks:
             task.cancel()
@@ -176,7 +178,11 @@ class TeacherScoring:
         expected = sum(len(s.response_ids) for s in samples)
         if scored.tokens != expected:
             raise RunError(f"{role} scored {scored.tokens} of {expected} tokens of {key}")
-        return ScoreReply(scored, life, time.perf_counter())
+        came = time.perf_counter()
+        reading = asyncio.create_task(self._trainer.read_ahead(scored.packet))
+        self._ahead.add(reading)
+        reading.add_done_callback(self._ahead.discard)
+        return ScoreReply(scored, life, came)
 
 
 async def train_scored(

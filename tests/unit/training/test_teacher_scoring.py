@@ -89,9 +89,13 @@ class Trainer:
     def __init__(self, plane: Plane) -> None:
         self.plane = plane
         self.read: list[list[Any]] = []
+        self.ahead: list[str] = []
 
     async def ready(self) -> int:
         return 1
+
+    async def read_ahead(self, packet: TensorRef) -> None:
+        self.ahead.append(packet.key)
 
     async def step(self, lesson: TrainBatch, version: int) -> TrainStepOutput:
         """Reads the scores into their samples' places."""
