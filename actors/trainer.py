@@ -184,7 +184,6 @@ class TrainerActor(ModelActor):
             try:
                 packets = [p.packet for parts, _, _ in scored for p in parts]
                 tensors = iter(await asyncio.gather(*map(self._reading, packets)))
-                self._forget({packet.key.rpartition("/")[0] for packet in packets})
                 for parts, stored, lengths in scored:
                     read = [(p.samples, TeacherDistribution(**next(tensors))) for p in parts]
                     read += [((s.sample,), of_stored(s)) for s in stored]
@@ -199,17 +198,12 @@ class TrainerActor(ModelActor):
 
     @endpoint
     async def read_ahead(self, packet: TensorRef) -> None:
-        """Begin to read a teacher's scores that a later step needs."""
+        """Begin to read a teacher's scores that a later step needs; return at once."""
         self._ahead[packet.key] = reading = self._reading(packet)
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
 
     def _reading(self, packet: TensorRef) -> asyncio.Task[dict[str, Tensor]]:
         return self._ahead.pop(packet.key, None) or asyncio.create_task(self._plane.get(packet))
-
-    def _forget(self, stems: Collection[str]) -> None:
-        """Forget scores of a step that were made again, and read under their first keys."""
-        for key in [k for k in self._ahead if k.rpartition("/")[0] in stems]:
-            del self._ahead[key]
 
     @endpoint
     async def references(self, pairs: Sequence[PreferencePair]) -> ReferenceOutput:

@@ -28,7 +28,6 @@ from protocols.spec.environment import EnvironmentSpec
 
 MAX_WAITING = 256  # idle sessions; the oldest is closed first, and replayed if needed again
 MAX_SEEN = 1 << 16  # digests of observations, to compare replays with
-FULL_REMEDY = "raise max_concurrent_envs of the server, or set roles.environment.replicas: 1"
 FULL_PAUSE_S = 0.05  # before an environment that had no room is asked again
 
 S = TypeVar("S")
@@ -66,10 +65,11 @@ class EnvironmentRefusal(Exception):
 
 
 class SessionsFull(Exception):
-    """Signal that the environment takes no session beside the `most` that it has."""
+    """Signal that the environment takes no session beside the `most` that it has; `remedy` says
+    what to do."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(f"it takes {most} sessions at once, and others hold them")
+    def __init__(self, most: int, remedy: str) -> None:
+        super().__init__(f"it takes {most} sessions at once, and others hold them: {remedy}")
         self.most = most
 
 
@@ -147,7 +147,7 @@ class ReplayedSessions(ABC, Generic[S]):
                     return await self._in_time(move)
                 except SessionsFull as full:  # another client has it, or it ends a session late
                     if time.monotonic() > until:
-                        raise SessionLost(f"{full}: {FULL_REMEDY}") from full
+                        raise SessionLost(str(full)) from full
                 await asyncio.sleep(FULL_PAUSE_S)
 
     async def _in_time(self, move: EnvironmentRequest) -> Observation:

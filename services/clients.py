@@ -279,8 +279,8 @@ class TrainerClient(RoleClient):
         return output
 
     async def read_ahead(self, packet: TensorRef) -> None:
-        """Have the trainer read a teacher's scores before the step that needs them. A trainer that
-        dies meanwhile does not: its successor reads them in the step."""
+        """Have the trainer begin to read a teacher's scores before the step that needs them. Does
+        nothing where no trainer answers: the step reads them then."""
         with contextlib.suppress(RunError):
             await self.pool.route("read_ahead", packet)
 

@@ -67,7 +67,6 @@ class TeacherScoring:
         self._doc_teacher = DocTeacherClient(mesh.pools)
         self._hinted_teacher = HintedTeacherClient(mesh.pools, weights.published)
         self._trainer = TrainerClient(mesh.pools)
-        self._ahead = set[asyncio.Task[None]]()  # what the trainer reads beside the rollout
         self._begun: dict[str, list[PendingScore]] = {}  # by key
         self._scored_in = 0  # the oldest plane that holds scores of the step
 
@@ -154,7 +153,7 @@ class TeacherScoring:
 
     async def close(self) -> None:
         """Cancel all scoring that has begun."""
-        tasks = [*self._ahead, *(part.task for parts in self._begun.values() for part in parts)]
+        tasks = [part.task for parts in self._begun.values() for part in parts]
         self._begun.clear()
         for task in tasks:
             task.cancel()
@@ -179,9 +178,8 @@ class TeacherScoring:
         if scored.tokens != expected:
             raise RunError(f"{role} scored {scored.tokens} of {expected} tokens of {key}")
         came = time.perf_counter()
-        reading = asyncio.create_task(self._trainer.read_ahead(scored.packet))
-        self._ahead.add(reading)
-        reading.add_done_callback(self._ahead.discard)
+        # Awaited, so that it never comes after the step, which would leave the scores in memory.
+        await self._trainer.read_ahead(scored.packet)
         return ScoreReply(scored, life, came)
 
 

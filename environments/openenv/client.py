@@ -44,6 +44,7 @@ CLOSE_TIMEOUT_S = 1.0
 SCHEMA_TIMEOUT_S = 10.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LIST_TOOLS = {"type": "list_tools"}
+FULL_REMEDY = "raise max_concurrent_envs of the server, or set roles.environment.replicas: 1"
 CAPACITY_REACHED = "CAPACITY_REACHED"  # a server's code where it takes no further session
 VALIDATION_ERROR = "VALIDATION_ERROR"  # a server's code for an action that does not fit its schema
 
@@ -139,7 +140,7 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
         why = found.get("message", "no reason")
         if code == CAPACITY_REACHED:
             most = found.get("max_sessions")
-            raise SessionsFull(most if isinstance(most, int) and most > 0 else 1)
+            raise SessionsFull(most if isinstance(most, int) and most > 0 else 1, FULL_REMEDY)
         if code == VALIDATION_ERROR and kind == "step" and data is not LIST_TOOLS:
             if self._known:  # the keys fit, so the text does not: "left" for a number
                 raise UnfitAction(_misfit(found))

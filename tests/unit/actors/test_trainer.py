@@ -34,7 +34,11 @@ class Two(ProcessGroup):
 
 
 class Plane:
+    def __init__(self) -> None:
+        self.read: list[str] = []
+
     async def get(self, packet: TensorRef) -> dict[str, torch.Tensor]:
+        self.read.append(packet.key)
         if packet.key == "lost":
             raise PlaneError("no tensor lost")
         return {"logits": torch.ones(2, 3)}
@@ -43,7 +47,7 @@ class Plane:
 def read(ranks: ProcessGroup, *keys: str | None) -> Any:
     """What each of two teachers said of one sample of two tokens; None: of none."""
     actor: Any = TrainerActor.__new__(TrainerActor)
-    actor._ranks, actor._plane = ranks, Plane()
+    actor._ranks, actor._plane, actor._ahead = ranks, Plane(), {}
     parts = [(TeacherScores((0,), TensorRef(k, TensorLayout(()))),) if k else () for k in keys]
     return asyncio.run(actor._scores(*((p, (), [2] * len(p)) for p in parts)))
 
@@ -58,7 +62,7 @@ def test_scores_are_read_where_there_are_any(ranks: ProcessGroup) -> None:
 
 def test_stored_scores_stand_at_their_samples_places() -> None:
     actor: Any = TrainerActor.__new__(TrainerActor)
-    actor._ranks, actor._plane = ALONE, Plane()
+    actor._ranks, actor._plane, actor._ahead = ALONE, Plane(), {}
     stored = (
         PrecomputedScores(1, ((5, 6), (7, 8)), ((-0.1, -3.0), (-0.2, -2.0))),
         PrecomputedScores(0, ((3, 4),), ((-0.5, -1.0),)),
@@ -68,6 +72,29 @@ def test_stored_scores_stand_at_their_samples_places() -> None:
     assert found.logprobs.tolist() == [
         pytest.approx(row) for row in ([-0.5, -1.0], [-0.1, -3.0], [-0.2, -2.0])
     ]
+
+
+def test_what_is_read_ahead_is_read_once_and_its_loss_is_the_steps_error() -> None:
+    async def scenario() -> tuple[list[str], list[str]]:
+        actor: Any = TrainerActor.__new__(TrainerActor)
+        plane = Plane()
+        actor._ranks, actor._plane, actor._ahead = ALONE, plane, {}
+        refs = {key: TensorRef(key, TensorLayout(())) for key in ("doc", "sdpo", "lost")}
+        for key in ("doc", "lost"):
+            await TrainerActor.read_ahead._method(actor, refs[key])
+        await asyncio.sleep(0)
+        before = list(plane.read)
+        parts = [((TeacherScores((0,), refs[key]),), (), [2]) for key in ("doc", "sdpo")]
+        doc, sdpo = await actor._scores(*parts)
+        assert doc.logits.shape == sdpo.logits.shape == (2, 3)
+        with pytest.raises(PlaneError, match="no tensor lost"):
+            await actor._scores(((TeacherScores((0,), refs["lost"]),), (), [2]))
+        assert actor._ahead == {}
+        return before, plane.read
+
+    before, after = asyncio.run(scenario())
+    assert before == ["doc", "lost"]
+    assert after == ["doc", "lost", "sdpo"]
 
 
 def test_what_another_rank_could_not_read_is_not_trained_on(

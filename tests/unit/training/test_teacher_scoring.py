@@ -254,7 +254,9 @@ def test_both_teachers_and_the_version_of_the_hinted_one() -> None:
         rl = PolicySample(sample(0, 4), (True,) * 4, Sampling(), "g", 1.0)
         items = (HintedTurn(rl.sample.id, 0, 2, (5, 6)), HintedTurn(rl.sample.id, 2, 4, (5, 6, 7)))
         whole = TrainBatch(doc=(rl.sample,), rl=(rl,), turns=items)
-        await w.train(await w.score(whole))
+        scored = await w.score(whole)
+        assert sorted(w.process("trainer").actor.ahead) == sorted(p.key for p in scored.packets)
+        await w.train(scored)
         await w.h.service.stop()
         return w
 
