@@ -70,7 +70,7 @@ class StudyBench:
             done = generate(
                 self.model, [p.request for p in prompts], self.prefix, self.tasks.end_ids
             )
-            samples = as_rollout(step, prompts, done, 0.0, 0.0, offline=False).samples
+            samples = as_rollout(step, prompts, done, offline=False).samples
             scored = score_kept(
                 self.model,
                 samples,
