@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Sequence
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from environments.opening import SeveralEnvironments
-from protocols.episodes import EnvironmentRequest, Observation
+from protocols.episodes import EnvironmentReply, EnvironmentRequest
 from protocols.spec.environment import EnvironmentSpec
 
 
@@ -40,11 +41,13 @@ class EnvironmentActor(Actor):
         return os.getpid()
 
     @concurrent_endpoint
-    async def move(self, moves: Sequence[EnvironmentRequest]) -> list[Observation]:
+    async def move(self, moves: Sequence[EnvironmentRequest]) -> EnvironmentReply:
         """Return the environment's observation for each request, in their order, within the spec's
         `timeout_s`; a failure is reported in `error`."""
         assert self._environments is not None, "the service asks `ready` first"
-        return list(await asyncio.gather(*map(self._environments.move, moves)))
+        begun = time.perf_counter()
+        seen = await asyncio.gather(*map(self._environments.move, moves))
+        return EnvironmentReply(time.perf_counter() - begun, tuple(seen))
 
     async def __cleanup__(self, _: Exception | None) -> None:
         if self._environments is not None:

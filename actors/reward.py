@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Sequence
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from protocols.episodes import RewardOutcome
+from protocols.episodes import RewardReply
 from protocols.spec.users.rewards import RewardSpec
 from strategies.rewards.workers import EpisodeView, RewardWorkers
 
@@ -39,10 +40,12 @@ class RewardActor(Actor):
         return os.getpid()
 
     @concurrent_endpoint
-    async def outcomes(self, views: Sequence[EpisodeView]) -> list[dict[str, RewardOutcome]]:
+    async def outcomes(self, views: Sequence[EpisodeView]) -> RewardReply:
         """Return what each reward gives each episode, by name, in order."""
         assert self._workers is not None, "the service asks `ready` first"
-        return await self._workers.outcomes(views, self._budget)
+        begun = time.perf_counter()
+        given = await self._workers.outcomes(views, self._budget)
+        return RewardReply(time.perf_counter() - begun, tuple(given))
 
     async def __cleanup__(self, _: Exception | None) -> None:
         if self._workers is not None:

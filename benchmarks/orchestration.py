@@ -1,12 +1,14 @@
-"""What share of a step is not model compute, in a short real run on this machine.
+"""What share of a step is orchestration, in a short real run on this machine.
 
     python -m benchmarks.orchestration [--steps 20] [--quick]
 
 Runs `forge-run meshes/longhealth.yaml`, shortened by overrides, without evaluation questions beyond
 a few, and reads the run's own `results.json` and `events.jsonl`: orchestration is the step's wall
-time less the seconds that actors spent computing. Its share depends on how long a step is; its
-milliseconds say what a longer step would pay. Beside it stands the share of all processor seconds
-that controller and client took since all roles stood: polling and heartbeats are in that alone.
+time in which no actor worked: neither a model nor an environment. `environment` is the time in
+which only an environment or a reward worked. Orchestration's share depends on how long a step is;
+its milliseconds say what a longer step would pay. Beside it stands the share of all processor
+seconds that controller and client took since all roles stood: polling and heartbeats are in that
+alone.
 `hidden` are the seconds that teachers computed beside the rollout, which are in no phase.
 """
 
@@ -54,7 +56,7 @@ def finished_run(
 
 
 def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return the share of a step that no model computes, and the seconds of every step of the arm
+    """Return the share of a step in which no actor works, and the seconds of every step of the arm
     but the first, which opens connections."""
     with tempfile.TemporaryDirectory() as directory:
         run = finished_run(asked.mesh, asked.steps, asked.set, directory)

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from protocols.records.run_files import ARMS, PHASES
+from protocols.records.run_files import ARMS, PHASES, WITHIN
 from protocols.records.status import RunStatus
 
 UNKNOWN = "-"
@@ -282,8 +282,9 @@ def _progress(status: RunStatus) -> Table:
 
 
 def _phase_text(status: RunStatus) -> Text:
-    known = [name for name in PHASES if name in status.phase_seconds]
-    known += [name for name in status.phase_seconds if name not in PHASES and name != "step"]
+    order = (*PHASES, *WITHIN)
+    known = [name for name in order if name in status.phase_seconds]
+    known += [name for name in status.phase_seconds if name not in order and name != "step"]
     if status.phase and status.phase not in known:
         known.append(status.phase)
     text = Text()

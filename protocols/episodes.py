@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocols.teacher_replay import AgentMessage, AgentTool
-from protocols.types import Sampling
+from protocols.types import Sampling, TimedReply
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,13 @@ class Observation:
     error: str = ""
     expected: str | None = None
     new_conversation: bool = False
+
+
+@dataclass(frozen=True)
+class EnvironmentReply(TimedReply):
+    """Carry an environment actor's reply: observations in the order of the requests."""
+
+    observations: tuple[Observation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,14 @@ class RewardOutcome:
     value: float | None
     why: str = ""
     failed: bool = False
+
+
+@dataclass(frozen=True)
+class RewardReply(TimedReply):
+    """Carry a reward actor's reply: the outcome of each reward by name, in the order of the
+    episodes."""
+
+    outcomes: tuple[dict[str, RewardOutcome], ...] = ()
 
 
 @dataclass(frozen=True)

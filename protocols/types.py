@@ -241,7 +241,7 @@ class CartridgeSnapshot:
 
 @dataclass(frozen=True)
 class TimedReply:
-    """Carry the seconds in which an actor's model computed for a call."""
+    """Carry the seconds that an actor worked for a call: its model, environment or rewards."""
 
     compute_seconds: float
 

@@ -17,7 +17,13 @@ from typing import Any, ClassVar
 
 from monarch.actor import Channel
 
-from protocols.episodes import EnvironmentRequest, Observation, RewardOutcome
+from protocols.episodes import (
+    EnvironmentReply,
+    EnvironmentRequest,
+    Observation,
+    RewardOutcome,
+    RewardReply,
+)
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
 from protocols.records.status import ReplicaState
@@ -330,10 +336,10 @@ class EnvironmentClient(RoleClient):
 
         async def share(some: Sequence[EnvironmentRequest]) -> list[Observation]:
             try:
-                said: list[Observation] = await self.pool.route("move", tuple(some))
+                reply: EnvironmentReply = await self.pool.route("move", tuple(some))
             except RunError as error:  # the other episodes, and the run, continue
                 return [Observation(done=True, error=f"environment_died: {error}")] * len(some)
-            return said
+            return list(reply.observations)
 
         return await self.pool.split(moves, share)
 
@@ -349,12 +355,10 @@ class RewardClient(RoleClient):
 
         async def share(some: Sequence[Mapping[str, Any]]) -> list[dict[str, RewardOutcome]]:
             try:
-                given: list[dict[str, RewardOutcome]] = await self.pool.route(
-                    "outcomes", tuple(some)
-                )
+                reply: RewardReply = await self.pool.route("outcomes", tuple(some))
             except RunError as error:  # the other episodes, and the run, continue
                 return [{"": RewardOutcome(None, f"reward_died: {error}", failed=True)}] * len(some)
-            return given
+            return list(reply.outcomes)
 
         return await self.pool.split(views, share)
 

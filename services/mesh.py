@@ -35,11 +35,11 @@ from services.planes.open import OwnedPlane, import_plane, open_plane
 from services.planes.relay import AT, RelayPlace
 from services.pool.host_relays import HostRelays, start_relay
 from services.pool.lifecycle import Check, Note
-from services.pool.model_time import model_seconds
 from services.pool.pool import Pool
 from services.pool.process import same_files
 from services.pool.replica import Replica
 from services.pool.service import Service
+from services.pool.work_time import WorkTime, work_time
 from services.roles import (
     ENGINE_GENERATOR,
     ROLES,
@@ -121,10 +121,10 @@ class Mesh:
                         await use_plane(pool, next(self._told), plane)
             self.plane = plane
 
-    def model_seconds(self, begin: float, end: float) -> float:
-        """Return the seconds between two times of `time.perf_counter` in which at least one model
-        computed."""
-        return model_seconds((pool.computed for pool in self.pools.values()), begin, end)
+    def work_time(self, begin: float, end: float) -> WorkTime:
+        """Return the seconds between two times of `time.perf_counter` in which models, and only
+        environments, worked."""
+        return work_time({role: pool.worked for role, pool in self.pools.items()}, begin, end)
 
     async def keep(self, snapshot: CartridgeSnapshot) -> None:
         """Have the store's host hold a published version too, where relays hand it on. Raises

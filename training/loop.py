@@ -36,21 +36,22 @@ from typing import Any
 from protocols.records.run_files import MetricRow
 from protocols.spec.sections import WarmStartSpec
 from services.clients import TrainerClient
+from services.pool.work_time import WorkTime
 from training.recipes.base import Recipe
 from training.rollouts import GenerateCall, Rollout, StepRecord, StepTimes
 from training.teacher_scoring import TeacherScoring, score_key, train_scored
 from training.weight_sync import WeightSync
 
-ModelSeconds = Callable[[float, float], float]
-"""Return the seconds between two times of `time.perf_counter` in which any model computed."""
+WorkTimes = Callable[[float, float], WorkTime]
+"""Return what worked between two times of `time.perf_counter`."""
 
 
 @dataclass(frozen=True)
 class WritingTime:
-    """Hold the seconds of one teacher-written rollout in the mean, and those a model computed."""
+    """Hold the seconds of one teacher-written rollout in the mean, and what worked in them."""
 
     seconds: float
-    compute: float
+    work: WorkTime
 
 
 @dataclass
@@ -97,17 +98,17 @@ class OnPolicyLoop:
         validation: OverlappedValidation,
         *,
         first_version: int,
-        model_seconds: ModelSeconds,
+        work_times: WorkTimes,
         watch: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.course, self.rollouts, self.teachers = course, rollouts, teachers
         self.trainer, self.weights, self.validation = trainer, weights, validation
-        self.first_version, self.model_seconds, self.watch = first_version, model_seconds, watch
+        self.first_version, self.work_times, self.watch = first_version, work_times, watch
 
     async def step(self, step: int) -> StepRecord:
         """Make one optimizer update and return its record. Rollouts of later steps keep running."""
         version, key = self.first_version + step, score_key("on_policy", step)
-        timer = PhaseTimer(self.model_seconds, self.watch)
+        timer = PhaseTimer(self.work_times, self.watch)
 
         with timer("rollout"):
             rollout = await self.rollouts.take(step)
@@ -265,10 +266,10 @@ class PhaseTimer:
     begins where the one before ended; `watch` is called with its name."""
 
     def __init__(
-        self, model_seconds: ModelSeconds, watch: Callable[[str], None] = lambda phase: None
+        self, work_times: WorkTimes, watch: Callable[[str], None] = lambda phase: None
     ) -> None:
         self._seconds: dict[str, float] = {}
-        self._model_seconds, self._watch = model_seconds, watch
+        self._work_times, self._watch = work_times, watch
         self._begun = self._last = time.perf_counter()
 
     @contextmanager
@@ -280,12 +281,18 @@ class PhaseTimer:
 
     def times(self, written: WritingTime | None = None) -> StepTimes:
         """Return the step's times. The rollout took `written` where it was made before the step."""
-        compute = self._model_seconds(self._begun, self._last)
+        work = self._work_times(self._begun, self._last)
         seconds = dict.fromkeys(("rollout", "score", "train", "publish"), 0.0) | self._seconds
         if written is not None:
-            seconds["rollout"], compute = written.seconds, written.compute + compute
+            seconds["rollout"] = written.seconds
+            work = WorkTime(
+                work.model + written.work.model, work.environment + written.work.environment
+            )
         whole = sum(seconds.values())
-        return StepTimes(**seconds, orchestration=whole - compute, step=whole)
+        return StepTimes(
+            **seconds, environment=work.environment,
+            orchestration=whole - work.model - work.environment, step=whole,
+        )  # fmt: skip
 
 
 class PhaseTimes:

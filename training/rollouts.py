@@ -123,13 +123,15 @@ class ScoringCost:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Hold the seconds of one step. `orchestration` is time in which no model computes. `score` is
-    only the time waited, without what the teachers did beside the rollout."""
+    """Hold the seconds of one step. `environment` is time in which only an environment or a reward
+    worked, `orchestration` that in which nothing did: both lie in the phases. `score` is only the
+    time waited, without what the teachers did beside the rollout."""
 
     rollout: float
     score: float
     train: float
     publish: float
+    environment: float
     orchestration: float
     step: float
 

@@ -24,8 +24,8 @@ from protocols.types import CacheStats, Sample, ScoreOutput, TrainStepOutput
 from services.clients import DocTeacherClient, HintedTeacherClient, TrainerClient
 from services.mesh import Mesh
 from services.planes.codec import packed_bytes
-from services.pool.model_time import busy
 from services.pool.pool import gather
+from services.pool.work_time import busy
 from training.rollouts import ScoringCost
 from training.weight_sync import WeightSync
 

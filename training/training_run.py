@@ -28,6 +28,7 @@ from registry.terms import write_terms
 from services.clients import GeneratorClient, TrainerClient
 from services.control.commands import StopRequested
 from services.mesh import Mesh
+from services.pool.work_time import WorkTime
 from services.proc_info import CpuSeconds
 from services.published import PublishedCartridges
 from services.roles import generator_evidence
@@ -70,7 +71,7 @@ class TrainingRun:
     ) -> None:
         self._spec, self._learn = spec, spec.learn
         self._course = course
-        self._trainer, self._model_seconds = TrainerClient(mesh.pools), mesh.model_seconds
+        self._trainer, self._work_times = TrainerClient(mesh.pools), mesh.work_time
         keep, evidence = 1 + spec.learn.train.staleness, generator_evidence(spec.learn)
         # Generators keep one version more than stays published, and so do their requests.
         published = PublishedCartridges(keep + 1, evidence)
@@ -138,7 +139,7 @@ class TrainingRun:
         )  # fmt: skip
         loop = OnPolicyLoop(
             course, self._rollouts, self._teachers, self._trainer, self._weights, self._validation,
-            first_version=state.first_version, model_seconds=self._model_seconds,
+            first_version=state.first_version, work_times=self._work_times,
             watch=self._watch,
         )  # fmt: skip
         try:
@@ -197,7 +198,7 @@ class TrainingRun:
     async def _offline_step(self, rollout: Rollout, written: WritingTime) -> StepRecord:
         """Make one update on a teacher-written rollout; nothing is published."""
         version, key = self._state.version, score_key("offline", rollout.step)
-        timer = PhaseTimer(self._model_seconds, self._watch)
+        timer = PhaseTimer(self._work_times, self._watch)
         with timer("score"):
             batch = await self._course.lesson(rollout, version)
             batch, scoring = await self._teachers.score(key, batch, version)
@@ -218,8 +219,9 @@ class TrainingRun:
                 if tokens >= budget:
                     break
         now, each = time.perf_counter(), max(1, len(rollouts))
-        compute = self._model_seconds(begun, now)
-        return rollouts, WritingTime((now - begun) / each, compute / each)
+        work = self._work_times(begun, now)
+        mean = WorkTime(work.model / each, work.environment / each)
+        return rollouts, WritingTime((now - begun) / each, mean)
 
     # -- records --------------------------------------------------------------------------------
 

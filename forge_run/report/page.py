@@ -27,7 +27,7 @@ from forge_run.report.start import start
 from forge_run.report.template import Block, Row, shortened
 from forge_run.report.votes import teachers
 from protocols.files import iter_rows
-from protocols.records.run_files import ARMS, PHASES, TRAINED_ARMS
+from protocols.records.run_files import ARMS, PHASES, TRAINED_ARMS, WITHIN
 from services.run_directory import RunDirectory, outcome
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def phase_means(events: Iterable[Mapping[str, Any]]) -> Means:
     return {
         arm: {
             name: math.fsum(seconds.get(name, 0.0) for seconds in done.values()) / len(done)
-            for name in (*PHASES, "step")
+            for name in (*PHASES, *WITHIN, "step")
         }
         for arm, done in steps.items()
     }

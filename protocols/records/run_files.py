@@ -12,16 +12,18 @@ from typing import Literal, NotRequired, TypedDict
 
 ARMS = ("none", "document", "untrained", "offline", "on_policy")  # the order they are shown in
 TRAINED_ARMS = ("on_policy", "offline")  # the order they are trained in
-PHASES = ("rollout", "score", "train", "publish", "orchestration")  # the parts of one step
+PHASES = ("rollout", "score", "train", "publish")  # the parts of one step
+WITHIN = ("environment", "orchestration")  # of them: only an environment worked, and nothing did
 
 RunOutcome = Literal["finished", "stopped", "failed"]
 EventName = Literal[
     "run_started",
     "role_ready",
     # {"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": "on_policy", "step": 12,
-    # "seconds": {"rollout": 0.4, "score": 0.1, "train": 0.3, "publish": 0.01, "orchestration":
-    # 0.02, "step": 0.83}, "tokens_per_second": 978.3, "hidden": 0.05, "documents": {"hits": 4,
-    # "host_hits": 0, "misses": 0, "evictions": 0}}: wall seconds of the step and of its phases.
+    # "seconds": {"rollout": 0.4, "score": 0.1, "train": 0.3, "publish": 0.01, "environment":
+    # 0.0, "orchestration": 0.02, "step": 0.83}, "tokens_per_second": 978.3, "hidden": 0.05,
+    # "documents": {"hits": 4, "host_hits": 0, "misses": 0, "evictions": 0}}: wall seconds of the
+    # step and of its phases.
     # `hidden` are seconds that the teachers computed beside the rollout; they are in no phase.
     # `documents` are the document teacher's `protocols.types.CacheStats`, which depend on what was
     # replaced.
@@ -261,11 +263,11 @@ class GoldResults(TypedDict):
 class RunResults(TypedDict):
     """Hold results.json. A run that ended early has only the arms that it measured.
 
-    `phases` is mean seconds per phase, `orchestration_share` the part of a step that is not model
-    compute, `tokens_trained` the tokens of each trained arm: `{"on_policy": 243600, ...}`.
-    `warm_steps` of the on-policy arm were on the teacher's text. `gold` is of runs whose questions
-    have right answers. `cpu` is of runs whose processes
-    are all on one host.
+    `phases` is mean seconds per phase, `orchestration_share` the part of a step in which neither a
+    model nor an environment worked, `tokens_trained` the tokens of each trained arm:
+    `{"on_policy": 243600, ...}`. `warm_steps` of the on-policy arm were on the teacher's text.
+    `gold` is of runs whose questions have right answers. `cpu` is of runs whose processes are all
+    on one host.
     """
 
     arms: dict[str, ArmResult]

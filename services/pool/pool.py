@@ -25,8 +25,8 @@ from protocols.errors import ForgeError, RunError
 from protocols.records.status import PoolStatus, ReplicaState
 from protocols.spec.mesh import RoleSpec
 from protocols.types import TimedReply, TraceSpan
-from services.pool.model_time import SPANS, Span
 from services.pool.replica import Replica, ReplicaLoad, ReplicaLost, ReplicaTimeout, ask, new_router
+from services.pool.work_time import SPANS, Span
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Pool:
         self.closed = ""  # why no further replica starts
         self.failed: ForgeError | None = None  # why lost or missing replicas are not replaced
         self.requests = self.failures = self.retries = self.restarts = 0
-        self.computed: deque[Span] = deque(maxlen=SPANS)  # when models computed, by end
+        self.worked: deque[Span] = deque(maxlen=SPANS)  # when its actors worked, by end
         self.resize: Callable[[Pool], None] = lambda pool: None
         self.report_death: Callable[[Replica, str], None] = lambda replica, why: None
         self._timeout_s = timeout_s
@@ -371,10 +371,10 @@ class Pool:
             )
 
     def _note(self, answer: Any) -> None:
-        """Keep when the model computed for a reply that arrives now, where it says how long."""
+        """Keep when the actor worked for a reply that arrives now, where it says how long."""
         if isinstance(answer, TimedReply):
             now = time.perf_counter()
-            self.computed.append((now - answer.compute_seconds, now))
+            self.worked.append((now - answer.compute_seconds, now))
 
     def _missed(self, replica: Replica) -> list[PoolUpdate]:
         return [

@@ -20,6 +20,7 @@ from protocols.spec.mesh import RunSpec
 from protocols.train_batch import TeacherScores, TrainBatch
 from protocols.types import Sample, TensorLayout, TensorRef, TrainStepOutput
 from services.mesh import open_mesh, spawn_roles
+from services.pool.work_time import WorkTime
 from services.run_directory import RunDirectory
 from services.telemetry.hub import open_sinks
 from services.telemetry.recorder import RunLog
@@ -47,8 +48,8 @@ class House:
     fails: dict[tuple[str, int], Exception] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
-    def model_seconds(self, begin: float, end: float) -> float:
-        return 0.0
+    def work_time(self, begin: float, end: float) -> WorkTime:
+        return WorkTime()
 
     async def work(self, phase: str, step: int) -> None:
         for _ in range(self.turns(phase, step)):
@@ -126,7 +127,7 @@ class House:
             ports,
             ports,
             first_version=first,
-            model_seconds=self.model_seconds,
+            work_times=self.work_time,
             watch=watch,
         )
 

@@ -23,7 +23,7 @@ const accuracy = new Chart("Held-out accuracy, with 95% interval", "Validations 
   { label: "no document", colour: "none", dash: [2, 3] },
 ], { bands: [[2, 1]], format: (v) => percent(v, 0), range: () => [0, 1.02] });
 // The last phase first: what is drawn later lies on top.
-const phases = new Chart("Seconds of a step, by phase", "Stacked; orchestration is the part of them in which no model computed.", [
+const phases = new Chart("Seconds of a step, by phase", "Stacked; orchestration is the part of them in which neither a model nor an environment worked.", [
   ...STACKED.map((phase) => ({ label: phase, colour: phase, fill: true, width: 1 })),
   { label: "orchestration", colour: "orchestration" },
 ], { format: (v) => number(v, 2) });

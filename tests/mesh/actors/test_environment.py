@@ -11,7 +11,7 @@ from desk_tasks import a_task, expected_after, solution
 from monarch.actor import this_host
 
 from actors.environment import EnvironmentActor
-from protocols.episodes import EnvironmentRequest, Observation
+from protocols.episodes import EnvironmentReply, EnvironmentRequest, Observation
 from protocols.spec.environment import EnvironmentSpec
 from protocols.spec.mesh import RoleSpec
 from services.pool.pool import Pool
@@ -50,7 +50,9 @@ def test_episodes_outlive_the_replica_that_played_them() -> None:
 
     async def ask(pool: Pool, moves: list[EnvironmentRequest]) -> list[Observation]:
         calls = [pool.route("move", moves[i : i + 8]) for i in range(0, len(moves), 8)]
-        return [seen for said in await asyncio.gather(*calls) for seen in said]
+        replies: list[EnvironmentReply] = await asyncio.gather(*calls)
+        assert all(reply.compute_seconds > 0 for reply in replies)
+        return [seen for reply in replies for seen in reply.observations]
 
     async def play() -> list[list[Observation]]:
         async with pool_of(EnvironmentSpec(), 2) as pool:
@@ -72,7 +74,9 @@ def test_a_server_that_says_nothing_is_an_error_of_every_episode() -> None:
         async def play() -> list[Observation]:
             spec = EnvironmentSpec(kind="openenv", url=url, timeout_s=0.5)
             async with pool_of(spec, 1) as pool:
-                return await pool.route("move", moves_after(0)[:4])
+                reply: EnvironmentReply = await pool.route("move", moves_after(0)[:4])
+                assert reply.compute_seconds >= 0.5
+                return list(reply.observations)
 
         seen = asyncio.run(play())
     assert [o.error for o in seen] == ["environment_died: no answer within 0.5 s"] * 4

@@ -11,6 +11,7 @@ from loop_setup import House, delays, drive, run, sampled_versions, turns_of
 from protocols.errors import RunError
 from protocols.train_batch import TrainBatch
 from protocols.types import TrainStepOutput
+from services.pool.work_time import WorkTime
 from training.rollouts import Rollout, ScoringCost, StepRecord
 
 # -- strict -----------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ def test_the_phases_are_announced_in_their_order() -> None:
 def test_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock reads 10 at the start, then 14, 15, 17.5 and 17.75 at the ends of the phases.
 
-    Models computed in 6.25 of those 7.75 s.
+    Models computed in 6.25 of those 7.75 s, and an environment alone worked in 0.5.
     """
     ticks = iter([10.0, 14.0, 15.0, 17.5, 17.75])
     clock = type("Clock", (), {"perf_counter": staticmethod(lambda: next(ticks))})
@@ -81,9 +82,9 @@ def test_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         async def train(self, batch: TrainBatch, version: int) -> TrainStepOutput:
             return TrainStepOutput(2.0, version=version + 1)
 
-        def model_seconds(self, begin: float, end: float) -> float:
+        def work_time(self, begin: float, end: float) -> WorkTime:
             assert (begin, end) == (10.0, 17.75)
-            return 6.25
+            return WorkTime(6.25, 0.5)
 
     monkeypatch.setattr("training.loop.time", clock)
 
@@ -93,7 +94,7 @@ def test_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     times = run(scenario()).times
     assert (times.rollout, times.score, times.train, times.publish) == (4.0, 1.0, 2.5, 0.25)
     assert times.step == 7.75
-    assert times.orchestration == 1.5
+    assert (times.environment, times.orchestration) == (0.5, 1.0)
 
 
 # -- stopping, resuming, failing --------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
-from services.pool.model_time import busy, model_seconds
+from services.pool.work_time import WorkTime, busy, work_time
 from training.loop import PhaseTimer, PhaseTimes, RunState, WritingTime, flat
 from training.rollouts import StepTimes
 from training.time_left import TimeLeft
@@ -32,7 +32,7 @@ def turn(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def test_phases_are_told_and_begin_where_the_last_ended(turn: Callable[[float], None]) -> None:
     told: list[str] = []
-    timer = PhaseTimer(lambda begin, end: 0.0, told.append)
+    timer = PhaseTimer(lambda begin, end: WorkTime(), told.append)
     turn(0.25)
     with timer("score"):
         turn(1.0)
@@ -40,21 +40,28 @@ def test_phases_are_told_and_begin_where_the_last_ended(turn: Callable[[float], 
         turn(1.5)
     assert told == ["score", "train"]
     assert timer.times() == StepTimes(
-        rollout=0.0, score=1.25, train=1.5, publish=0.0, orchestration=2.75, step=2.75
+        rollout=0.0,
+        score=1.25,
+        train=1.5,
+        publish=0.0,
+        environment=0.0,
+        orchestration=2.75,
+        step=2.75,
     )
 
 
 def test_a_step_with_its_rollout_made_before(turn: Callable[[float], None]) -> None:
-    """Score 0.5 s and train 2 s, of which models computed 2.25; a rollout of 4 s, 3.5 computed.
+    """Score 0.5 s and train 2 s, of which models computed 2.25; a rollout of 4 s, 3.25 of a model
+    and 0.25 of an environment.
 
-    The step took 0.5 + 2 + 4; no model computed 0.25 of the phases and 0.5 of the rollout. Time
+    The step took 0.5 + 2 + 4; nothing worked in 0.25 of the phases and 0.5 of the rollout. Time
     after the last phase does not count.
     """
     asked: list[tuple[float, float]] = []
 
-    def computed(begin: float, end: float) -> float:
+    def computed(begin: float, end: float) -> WorkTime:
         asked.append((begin, end))
-        return 2.25
+        return WorkTime(2.25)
 
     timer = PhaseTimer(computed)
     with timer("score"):
@@ -62,8 +69,14 @@ def test_a_step_with_its_rollout_made_before(turn: Callable[[float], None]) -> N
     with timer("train"):
         turn(2.0)
     turn(9.0)
-    assert timer.times(WritingTime(4.0, 3.5)) == StepTimes(
-        rollout=4.0, score=0.5, train=2.0, publish=0.0, orchestration=0.75, step=6.5
+    assert timer.times(WritingTime(4.0, WorkTime(3.25, 0.25))) == StepTimes(
+        rollout=4.0,
+        score=0.5,
+        train=2.0,
+        publish=0.0,
+        environment=0.25,
+        orchestration=0.75,
+        step=6.5,
     )
     assert asked == [(100.0, 102.5)]
 
@@ -149,11 +162,17 @@ def test_what_overlaps_counts_once() -> None:
     assert busy([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4.0
 
 
-def test_model_time_is_that_of_any_pool_within_the_step() -> None:
+def test_work_is_that_of_any_pool_within_the_step() -> None:
     """From 10 to 20 the generator computed 9-12 and 13-14, the teacher 11.5-13.5 beside it, and
-    the trainer 19-22: 10-14 and 19-20 are model time."""
-    generator = deque([(2.0, 8.0), (9.0, 12.0), (13.0, 14.0)])
-    teacher, trainer = deque([(11.5, 13.5)]), deque([(19.0, 22.0)])
-    assert model_seconds([generator, teacher, trainer], 10.0, 20.0) == 4.0 + 1.0
-    assert model_seconds([generator], 8.0, 9.0) == 0.0
-    assert model_seconds([], 0.0, 1.0) == 0.0
+    the trainer 19-22: 10-14 and 19-20 are model time. The environment worked 13.5-15 and a reward
+    14.5-16 and 18-18.5: alone in 14-16 and 18-18.5."""
+    pools = {
+        "generator": deque([(2.0, 8.0), (9.0, 12.0), (13.0, 14.0)]),
+        "doc_teacher": deque([(11.5, 13.5)]),
+        "trainer": deque([(19.0, 22.0)]),
+        "environment": deque([(13.5, 15.0)]),
+        "reward": deque([(14.5, 16.0), (18.0, 18.5)]),
+    }
+    assert work_time(pools, 10.0, 20.0) == WorkTime(4.0 + 1.0, 2.0 + 0.5)
+    assert work_time({"generator": pools["generator"]}, 8.0, 9.0) == WorkTime(0.0, 0.0)
+    assert work_time({}, 0.0, 1.0) == WorkTime(0.0, 0.0)

@@ -13,7 +13,7 @@ import pytest
 
 from documents.rows.reading import read_row_set
 from learning.model.loading import load_tokenizer
-from protocols.episodes import RewardOutcome
+from protocols.episodes import RewardOutcome, RewardReply
 from protocols.errors import CheckpointError, DataError, RunError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
@@ -49,12 +49,10 @@ class Judge:
         answers: list[Any] = await work(items)
         return answers
 
-    async def route(
-        self, method: str, views: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, RewardOutcome]]:
+    async def route(self, method: str, views: Sequence[Mapping[str, Any]]) -> RewardReply:
         if self._lost:
             raise RunError("reward.outcomes was lost 5 times")
-        return [
+        outcomes = (
             {
                 "correct": RewardOutcome(None, "r.py:1: no", failed=True)
                 if "fail" in v["completion"]
@@ -63,7 +61,8 @@ class Judge:
                 else RewardOutcome(float("kim" in v["completion"]))
             }
             for v in views
-        ]
+        )
+        return RewardReply(0.1, tuple(outcomes))
 
 
 def saying(learn: LearnSpec, texts: Sequence[str]) -> Callable[..., Any]:

@@ -199,5 +199,5 @@ def test_phase_means_count_a_repeated_step_once() -> None:
         {"event": "run_started"},
         step(2, 2.0),
     ]
-    means = {"rollout": 1.5, "score": 0.0, "train": 0.0, "publish": 0.0}
+    means = {"rollout": 1.5, "score": 0.0, "train": 0.0, "publish": 0.0, "environment": 0.0}
     assert phase_means(events) == {"on_policy": means | {"orchestration": 0.5, "step": 2.0}}

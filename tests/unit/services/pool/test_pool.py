@@ -64,7 +64,7 @@ def test_a_pool_keeps_when_models_computed(monkeypatch: pytest.MonkeyPatch) -> N
         await pool.fanout("compute", 0.5)
         return pool
 
-    assert list(run(scenario()).computed) == [(6.0, 10.0), (10.5, 11.0), (11.5, 12.0)]
+    assert list(run(scenario()).worked) == [(6.0, 10.0), (10.5, 11.0), (11.5, 12.0)]
 
 
 # -- routing ------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ SMALL = (
     "rsa.rollouts_per_example=2", "rsa.advantage=rollout", "rsa.problems.kind=clinic",
     "data.facts=24", "data.notes=4", "data.held_out=0.5", "evaluate.questions=5",
 )  # fmt: skip
-TIMES = StepTimes(0, 0, 0, 0, 0, 0)
+TIMES = StepTimes(0, 0, 0, 0, 0, 0, 0)
 EACH = 4 * 4  # candidates of a run
 Script = Callable[[str, RSAProblem], str]  # a request's name, its problem -> what is said
 

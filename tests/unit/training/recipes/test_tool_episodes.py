@@ -24,7 +24,7 @@ from environments.clinic.desk import (
 )
 from environments.clinic.fake_teachers import next_call
 from learning.model.loading import load_tokenizer
-from protocols.episodes import EnvironmentRequest, Observation
+from protocols.episodes import EnvironmentReply, EnvironmentRequest, Observation
 from protocols.errors import RunError, SpecError
 from protocols.records.answers import Answer
 from protocols.spec.learn import LearnSpec
@@ -42,7 +42,7 @@ MESH = Path(__file__).resolve().parents[4] / "meshes" / "three_channels.yaml"
 QUIET = (
     "replay=null", "objective.beta=0", "episodes.tasks=3", "episodes.group=2", "data.patients=2",
 )  # fmt: skip
-TIMES = StepTimes(0, 0, 0, 0, 0, 0)
+TIMES = StepTimes(0, 0, 0, 0, 0, 0, 0)
 
 
 def spec(*sets: str) -> LearnSpec:
@@ -97,11 +97,11 @@ class Environment:
         answers: list[Any] = await work(items)
         return answers
 
-    async def route(self, method: str, moves: Sequence[EnvironmentRequest]) -> list[Observation]:
+    async def route(self, method: str, moves: Sequence[EnvironmentRequest]) -> EnvironmentReply:
         self.calls += 1
         if self.calls > self._until:
             raise RunError("environment.move was lost 5 times with the replica that worked on it")
-        return [said(move) for move in moves]
+        return EnvironmentReply(0.1, tuple(said(move) for move in moves))
 
 
 class Clerk:
