@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
@@ -28,10 +28,12 @@ from rich.console import Console
 from forge_run.console import ConsoleDisplay, print_results
 from forge_run.links import prepare_links
 from forge_run.opening import OpenRun, opened
+from forge_run.resuming import sizes_of
 from protocols.errors import ForgeError, RunError
 from protocols.secrets import LOCAL_KEY
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.services import HealthSpec
+from services.control.sizes import PoolSize
 from services.forkserver.client import bootstrap_command, fork_server
 from services.hosts.source import LINK_ENVIRONMENT
 from services.planes.open import PLANE_IMPORTS
@@ -69,10 +71,17 @@ def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, 
     }
 
 
-def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None, grace_s: float) -> int:
-    """Run to the end, or to a checkpoint when interrupted, `grace_s` later at most. Returns the
-    exit code: 0 finished, 129 / 130 / 143 stopped by SIGHUP / SIGINT / SIGTERM. Raises
-    ForgeError."""
+def run(
+    spec: RunSpec,
+    *,
+    run_dir: Path | None,
+    resume: str | None,
+    grace_s: float,
+    sized: Collection[str] = (),
+) -> int:
+    """Run to the end, or to a checkpoint when interrupted, `grace_s` later at most. `sized` are the
+    roles whose replicas the command line gives. Returns the exit code: 0 finished, 129 / 130 / 143
+    stopped by SIGHUP / SIGINT / SIGTERM. Raises ForgeError."""
     local = spec.mesh.hosts.kind == "local"
     os.environ.update(monarch_environment(spec.mesh.health, local=local))
     os.environ[LOCAL_KEY] = "local"
@@ -93,8 +102,11 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None, grace_s: flo
             display.line(f"run {directory.id}")
             for warning in warnings:
                 display.line(warning)
+            sizes = sizes_of(directory, spec, resume, sized) if run.resumed else ()
+            for size in sizes:
+                display.line(str(size))
             try:
-                cut_off = _drive(spec, run, display, caught, ready, listen, grace_s)
+                cut_off = _drive(spec, run, sizes, display, caught, ready, listen, grace_s)
             except OSError as unusable:
                 error = storage_error(unusable, directory.path)
             except ForgeError as failure:
@@ -173,6 +185,7 @@ class SignalFlag:
 def _drive(
     spec: RunSpec,
     run: OpenRun,
+    sizes: Sequence[PoolSize],
     display: ConsoleDisplay,
     caught: SignalFlag,
     ready: Callable[[], None],
@@ -208,7 +221,7 @@ def _drive(
     cut_off: str | None = None
     try:
         controller = procs.spawn(
-            "controller", ControllerActor, spec, str(directory.path), resume, os.getpid()
+            "controller", ControllerActor, spec, str(directory.path), resume, os.getpid(), sizes
         )
         running = controller.run.call_one()
         patience = spec.mesh.spawn_timeout_s

@@ -30,6 +30,7 @@ from protocols.records.run_files import EventName, RunOutcome
 from protocols.records.status import RunStatus
 from protocols.spec.mesh import RunSpec
 from services.control.endpoints import Endpoints, remove_endpoints, write_endpoints
+from services.control.sizes import PoolSize, opening, restore
 from services.proc_info import CpuSeconds, cpu_seconds
 from services.run_directory import Position, RunDirectory, storage_error
 from training.ending import RunEnding
@@ -47,10 +48,18 @@ ENGINE_STOP_SECONDS, MESH_STOP_SECONDS, SINK_SECONDS = 8.0, 8.0, 6.0
 
 class ControllerActor(Actor):
     """Run one spec: `run` returns when it ends; `status` and `ask_to_stop` answer meanwhile.
-    `client` is the id of the process that started this one's."""
+    `client` is the id of the process that started this one's. `sizes` are those that the pools of
+    a resumed run have besides the spec's."""
 
-    def __init__(self, spec: RunSpec, run_path: str, resume: bool, client: int) -> None:
-        self._spec = spec
+    def __init__(
+        self,
+        spec: RunSpec,
+        run_path: str,
+        resume: bool,
+        client: int,
+        sizes: Sequence[PoolSize] = (),
+    ) -> None:
+        self._spec, self._sizes = opening(spec, sizes), sizes
         self._client = client
         self._cpu_before: CpuSeconds | None = None
         self._directory = RunDirectory(Path(run_path))
@@ -244,6 +253,7 @@ class ControllerActor(Actor):
         await spawn_roles(
             spec, course.documents, course.layout.contexts, course.end_ids, mesh, self._directory
         )
+        await restore(self._sizes, mesh.service.scale, recorder.event, self._warn)
         for role, pool in mesh.pools.items():
             recorder.event(
                 "role_ready",
