@@ -4,8 +4,8 @@
         ^---- status (polled) ----'
 
 The first Ctrl-C, SIGTERM or SIGHUP asks the controller to stop. A second one, or a controller that
-takes longer than `--grace`, has every process killed; the last checkpoint remains. A controller
-that died, and a lease that another command has taken, end the run at once.
+takes longer than `--grace`, has every process killed, and it is told where the run goes on. A
+controller that died, and a lease that another command has taken, end the run at once.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from services.hosts.source import LINK_ENVIRONMENT
 from services.planes.open import PLANE_IMPORTS
 from services.proc_info import descendants, has_ended
 from services.run_directory import RunDirectory, storage_error
+from services.run_position import ResumePoint, newest_checkpoint, resume_point
 
 POLL_SECONDS = 0.25
 END_SECONDS = 1.5  # twice this, the default of --grace and the report fit in 10 s
@@ -111,6 +112,8 @@ def run(
                 error = storage_error(unusable, directory.path)
             except ForgeError as failure:
                 error = failure
+            if cut_off is not None and not run.lost():
+                display.line(f"--resume {directory.id} goes on {_point(spec, directory)}")
         if cut_off:
             error = RunError(cut_off)
         if directory.path.is_dir():
@@ -125,6 +128,14 @@ def run(
     if error is not None:
         raise error
     return code
+
+
+def _point(spec: RunSpec, directory: RunDirectory) -> ResumePoint:
+    """Return where a run goes on that was cut off."""
+    from services.roles import last_state_here
+
+    newest = newest_checkpoint(directory)
+    return resume_point(directory, newest) if last_state_here(spec) else ResumePoint(newest)
 
 
 def _tell_results(directory: RunDirectory, console: Console) -> None:
@@ -252,10 +263,11 @@ def _drive(
             if caught.first and asked is None:
                 asked = time.monotonic()
                 _answer(controller.ask_to_stop.call_one(), STATUS_TIMEOUT, lost)
-                import_module("forge_run.pages.export")  # 1 to 2 s, while the step ends
+                for name in ("forge_run.pages.export", "learning.last_state"):
+                    import_module(name)  # 1 to 2 s, while the step ends
             late = asked is not None and time.monotonic() - asked > grace_s
             if late or caught.count > 1:
-                display.line("stopping at once; the last checkpoint stands")
+                display.line("stopping at once")
                 cut_off = ""
                 break
             time.sleep(POLL_SECONDS)

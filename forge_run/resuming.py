@@ -1,5 +1,5 @@
-"""Find or make the directory of a run, refuse to resume one of another spec, and find the sizes that
-the pools of a resumed run have."""
+"""Find or make the directory of a run, and refuse to resume one of another spec; find the sizes of
+its pools."""
 
 from __future__ import annotations
 

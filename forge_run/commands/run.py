@@ -53,9 +53,7 @@ def run(
 
     for line in notes:
         print(line, file=sys.stderr)
-    return go(
-        loaded.spec, run_dir=run_dir, resume=resume, grace_s=grace, sized=roles_sized(loaded)
-    )
+    return go(loaded.spec, run_dir=run_dir, resume=resume, grace_s=grace, sized=roles_sized(loaded))
 
 
 def roles_sized(loaded: LoadedSpec) -> list[str]:

@@ -148,7 +148,9 @@ class HostRelays:
             there = self._hosts()
             for host, relay in list(self._relays.items()):
                 over = host not in there and not host.processes
-                lost = relay.process.silent_s > self._health.dead_after_s and relay.place is not None
+                lost = (
+                    relay.process.silent_s > self._health.dead_after_s and relay.place is not None
+                )
                 if lost and not over and not relay.gone:
                     self._tell_lost(host)
                 if over or lost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -73,6 +74,7 @@ def test_a_dead_controller_is_noticed_and_torn_files_heal(
     newest = max((path / "checkpoints").glob("version-*"))
     part = next(newest.glob("cartridge-*"))
     part.write_bytes(part.read_bytes()[:-1])
+    (path / "checkpoints" / "run-state.json").unlink()  # else it goes on at its last state
     process = run_to_end(command(tmp_path, "--resume"))
     assert process.returncode == 0, process.stdout + process.stderr
     told = " ".join(process.stdout.split())
@@ -81,4 +83,31 @@ def test_a_dead_controller_is_noticed_and_torn_files_heal(
     assert f"checkpoint {newest} is damaged: {part.name} does not match its checksum" in told
     assert f"set aside as damaged-{newest.name}" in told
     assert "going on from version-000002" in told
+    same_outcome(path, finished.path)
+
+
+def test_a_step_that_outlasts_its_grace_is_the_one_gone_on_with(
+    tmp_path: Path, finished: Finished
+) -> None:
+    sets: dict[str, Any] = {"train__checkpoint_every": 0}
+    with running(command(tmp_path, "--grace", "1", **sets), tmp_path) as run:
+        path = run.wait_for("on_policy", 2)
+        ready = [e for e in rows(path / "events.jsonl") if e["event"] == "role_ready"]
+        [pids] = [e["pids"] for e in ready if e["role"] == "generator"]
+        for pid in pids:  # the step lasts for ever
+            os.kill(pid, signal.SIGSTOP)
+        run.process.send_signal(signal.SIGTERM)
+        said, _ = run.process.communicate(timeout=LIMIT_SECONDS)
+        assert run.process.returncode == 143, said
+        run.wait_until_gone(LIMIT_SECONDS)
+    assert list((path / "checkpoints").glob("version-*")) == []
+    done = json.loads((path / "checkpoints" / "run-state.json").read_text())["version"]
+    assert done >= 2
+    on = f"after step {done} of on_policy, from the trainer's last state"
+    assert f"--resume {path.name} goes on {on}" in " ".join(said.split())
+    process = run_to_end(command(tmp_path, "--resume", **sets))
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert f"going on {on}" in " ".join(process.stdout.split())
+    trained = [e["step"] for e in rows(path / "events.jsonl") if e["event"] == "step"]
+    assert trained[: done + 1] == list(range(1, done + 2)), "no step was trained again"
     same_outcome(path, finished.path)

@@ -35,9 +35,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunSpec, Path | None, st
     """What the run was called with; it answers exit code 7."""
     calls: list[tuple[RunSpec, Path | None, str | None]] = []
 
-    def run(
-        spec: RunSpec, *, run_dir: Path | None, resume: str | None, **others: object
-    ) -> int:
+    def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None, **others: object) -> int:
         calls.append((spec, run_dir, resume))
         return 7
 

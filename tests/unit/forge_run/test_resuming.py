@@ -77,5 +77,9 @@ def test_forge_scale_is_kept_and_a_size_given_now_wins(tmp_path: Path) -> None:
 
 def test_sizes_of_the_command_line_are_told_from_those_of_the_file() -> None:
     assert roles_sized(load_spec(MESH)) == []
-    sets = ["roles.generator.replicas=3", "roles.doc_teacher.threads=2", "roles.trainer={replicas: 1}"]
+    sets = [
+        "roles.generator.replicas=3",
+        "roles.doc_teacher.threads=2",
+        "roles.trainer={replicas: 1}",
+    ]
     assert roles_sized(load_spec(MESH, sets=sets)) == ["generator", "trainer"]

@@ -19,7 +19,14 @@ def spec(**replicas: int) -> RunSpec:
 
 
 def scaled(role: str, replicas: int, by: str = "hand") -> dict[str, Any]:
-    return {"time": AT, "event": "scaled", "role": role, "replicas": replicas, "before": 9, "by": by}
+    return {
+        "time": AT,
+        "event": "scaled",
+        "role": role,
+        "replicas": replicas,
+        "before": 9,
+        "by": by,
+    }
 
 
 def lines(*found: PoolSize) -> list[str]:
@@ -82,9 +89,7 @@ def test_pools_that_shrank_open_small_and_those_that_grew_are_scaled() -> None:
             sizes, scale, lambda event, **facts: notes.append((event, facts)), warnings.append
         )
         assert asked == [("doc_teacher", 3)]
-        assert notes == [
-            ("scaled", {"role": "trainer", "replicas": 1, "before": 1, "by": "spec"})
-        ]
+        assert notes == [("scaled", {"role": "trainer", "replicas": 1, "before": 1, "by": "spec"})]
         assert warnings == ["doc_teacher has 1 replicas, not 3: no rights"]
 
     asyncio.run(scenario())
