@@ -69,8 +69,8 @@ def resume_point(
 ) -> ResumePoint:
     """Return where a run goes on whose newest whole checkpoint is `checkpoint`; its rows are whole
     up to `whole`, None for all of them."""
-    before = -1 if checkpoint is None else int(checkpoint.name.removeprefix(VERSION))
     try:
+        before = -1 if checkpoint is None else int(checkpoint.name.removeprefix(VERSION))
         told = json.loads(directory.run_state.read_text())
         version, state = int(told["version"]), dict(told["state"])
         there = all((directory.path / n).stat().st_size >= size for n, size in told["rows"].items())
