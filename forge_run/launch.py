@@ -4,8 +4,8 @@
         ^---- status (polled) ----'
 
 The first Ctrl-C, SIGTERM or SIGHUP asks the controller to stop. A second one, or a controller that
-takes longer than `--grace`, has every process killed; the last checkpoint remains. A controller
-that died, and a lease that another command has taken, end the run at once.
+takes longer than `--grace`, has every process killed, and it is told where the run goes on. A
+controller that died, and a lease that another command has taken, end the run at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
@@ -28,15 +28,18 @@ from rich.console import Console
 from forge_run.console import ConsoleDisplay, print_results
 from forge_run.links import prepare_links
 from forge_run.opening import OpenRun, opened
+from forge_run.resuming import sizes_of
 from protocols.errors import ForgeError, RunError
 from protocols.secrets import LOCAL_KEY
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.services import HealthSpec
+from services.control.sizes import PoolSize
 from services.forkserver.client import bootstrap_command, fork_server
 from services.hosts.source import LINK_ENVIRONMENT
 from services.planes.open import PLANE_IMPORTS
 from services.proc_info import descendants, has_ended
 from services.run_directory import RunDirectory, storage_error
+from services.run_position import ResumePoint, newest_checkpoint, resume_point
 
 POLL_SECONDS = 0.25
 END_SECONDS = 1.5  # twice this, the default of --grace and the report fit in 10 s
@@ -69,10 +72,17 @@ def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, 
     }
 
 
-def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None, grace_s: float) -> int:
-    """Run to the end, or to a checkpoint when interrupted, `grace_s` later at most. Returns the
-    exit code: 0 finished, 129 / 130 / 143 stopped by SIGHUP / SIGINT / SIGTERM. Raises
-    ForgeError."""
+def run(
+    spec: RunSpec,
+    *,
+    run_dir: Path | None,
+    resume: str | None,
+    grace_s: float,
+    sized: Collection[str] = (),
+) -> int:
+    """Run to the end, or to a checkpoint when interrupted, `grace_s` later at most. `sized` are the
+    roles whose replicas the command line gives. Returns the exit code: 0 finished, 129 / 130 / 143
+    stopped by SIGHUP / SIGINT / SIGTERM. Raises ForgeError."""
     local = spec.mesh.hosts.kind == "local"
     os.environ.update(monarch_environment(spec.mesh.health, local=local))
     os.environ[LOCAL_KEY] = "local"
@@ -93,12 +103,17 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None, grace_s: flo
             display.line(f"run {directory.id}")
             for warning in warnings:
                 display.line(warning)
+            sizes = sizes_of(directory, spec, resume, sized) if run.resumed else ()
+            for size in sizes:
+                display.line(str(size))
             try:
-                cut_off = _drive(spec, run, display, caught, ready, listen, grace_s)
+                cut_off = _drive(spec, run, sizes, display, caught, ready, listen, grace_s)
             except OSError as unusable:
                 error = storage_error(unusable, directory.path)
             except ForgeError as failure:
                 error = failure
+            if cut_off is not None and not run.lost():
+                display.line(f"--resume {directory.id} goes on {_point(spec, directory)}")
         if cut_off:
             error = RunError(cut_off)
         if directory.path.is_dir():
@@ -113,6 +128,14 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None, grace_s: flo
     if error is not None:
         raise error
     return code
+
+
+def _point(spec: RunSpec, directory: RunDirectory) -> ResumePoint:
+    """Return where a run goes on that was cut off."""
+    from services.roles import last_state_here
+
+    newest = newest_checkpoint(directory)
+    return resume_point(directory, newest) if last_state_here(spec) else ResumePoint(newest)
 
 
 def _tell_results(directory: RunDirectory, console: Console) -> None:
@@ -173,6 +196,7 @@ class SignalFlag:
 def _drive(
     spec: RunSpec,
     run: OpenRun,
+    sizes: Sequence[PoolSize],
     display: ConsoleDisplay,
     caught: SignalFlag,
     ready: Callable[[], None],
@@ -208,7 +232,7 @@ def _drive(
     cut_off: str | None = None
     try:
         controller = procs.spawn(
-            "controller", ControllerActor, spec, str(directory.path), resume, os.getpid()
+            "controller", ControllerActor, spec, str(directory.path), resume, os.getpid(), sizes
         )
         running = controller.run.call_one()
         patience = spec.mesh.spawn_timeout_s
@@ -239,10 +263,11 @@ def _drive(
             if caught.first and asked is None:
                 asked = time.monotonic()
                 _answer(controller.ask_to_stop.call_one(), STATUS_TIMEOUT, lost)
-                import_module("forge_run.pages.export")  # 1 to 2 s, while the step ends
+                for name in ("forge_run.pages.export", "learning.last_state"):
+                    import_module(name)  # 1 to 2 s, while the step ends
             late = asked is not None and time.monotonic() - asked > grace_s
             if late or caught.count > 1:
-                display.line("stopping at once; the last checkpoint stands")
+                display.line("stopping at once")
                 cut_off = ""
                 break
             time.sleep(POLL_SECONDS)

@@ -1,21 +1,25 @@
-"""Find or make the directory of a run, and refuse to resume one of another spec."""
+"""Find or make the directory of a run, and refuse to resume one of another spec; find the sizes of
+its pools."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from protocols.errors import CheckpointError
+from protocols.files import salvage
 from protocols.spec.loading import load_resolved
-from protocols.spec.mesh import RunSpec
+from protocols.spec.mesh import RolesSpec, RunSpec
 from protocols.spec.yaml_source import dump_yaml
+from services.control.sizes import PoolSize, resumed_sizes
 from services.run_directory import RunDirectory
 
 UNFINISHED = "unfinished"  # `resume` value for the latest run, unless it finished
 MAY_CHANGE = (  # on resuming
     "mesh.hosts", "mesh.records.store", "mesh.roles.trainer.procs", "learn.train.shard_base",
     "learn.train.tensor_parallel", "mesh.roles.doc_teacher.procs", "learn.teacher.tensor_parallel",
+    *(f"mesh.roles.{role}.replicas" for role in RolesSpec.model_fields),
 )  # fmt: skip
 
 
@@ -24,7 +28,8 @@ def open_directory(
 ) -> tuple[RunDirectory, bool]:
     """Return a new run directory and False, or the one to resume and True. A resumed run must have
     this spec, except for MAY_CHANGE: the hosts, which affect no result, and the ranks of
-    trainer and teacher, which affect rounding only. Raises CheckpointError otherwise."""
+    trainer and teacher and the sizes of pools, which affect rounding only. Raises CheckpointError
+    otherwise."""
     root = (run_dir or Path("runs")).absolute()
     if resume == UNFINISHED:
         resume = _unfinished(spec, root, tell)
@@ -38,6 +43,16 @@ def open_directory(
             f"Resume with what is in {directory.spec}, or start anew without --resume"
         )
     return directory, True
+
+
+def sizes_of(
+    directory: RunDirectory, spec: RunSpec, resume: str | None, told: Collection[str]
+) -> tuple[PoolSize, ...]:
+    """Return the sizes of a resumed run's pools that this spec does not give, or gives anew. `told`
+    are the roles whose size is given with `--set`."""
+    rows, _, _ = salvage(directory.events)
+    began = load_resolved(directory.spec)
+    return resumed_sizes(began, spec, rows, () if resume == UNFINISHED else told)
 
 
 def _unfinished(spec: RunSpec, root: Path, tell: Callable[[str], None]) -> str | None:

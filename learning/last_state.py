@@ -103,6 +103,16 @@ class LastState:
         return tensors
 
 
+def last_version(path: Path) -> int | None:
+    """Return the version of the state in the directory `path`, by its manifest alone; None for none
+    that can be read."""
+    try:
+        whole = json.loads((path / MANIFEST).read_text())
+        return int(json.loads(whole["state"])["facts"]["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _file_name(part: str, tensors: Mapping[str, Tensor]) -> str:
     crc = 0
     for name in sorted(tensors):

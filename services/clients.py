@@ -318,6 +318,12 @@ class TrainerClient(RoleClient):
         state: dict[str, Any] = await self.pool.route("restore", path)
         return state
 
+    async def take_last_state(self) -> int:
+        """Continue from the last state on disk and return its version. Raises CheckpointError, and
+        changes nothing, for one that is damaged."""
+        version: int = await self.pool.route("recover")
+        return version
+
     @staticmethod
     async def recover(replica: Replica) -> None:
         """Make a replacement trainer continue from the last state of the trainer that was lost."""

@@ -64,7 +64,7 @@ class Mesh:
     is replaced; it puts every tensor that is still needed into the new one.
     """
 
-    def __init__(self, service: Service, spec: RunSpec) -> None:
+    def __init__(self, service: Service, spec: RunSpec, note: Note) -> None:
         self.service, self.pools = service, service.pools
         self.plane: OwnedPlane | None = None
         self.plane_life = -1
@@ -80,7 +80,7 @@ class Mesh:
         if spec.mesh.relays:
             self.relays = HostRelays(
                 lambda: service.remote_hosts, spec.mesh.health, spec.mesh.spawn_timeout_s,
-                self._tell_plane,
+                self._tell_plane, note,
             )  # fmt: skip
 
     async def open_plane(self, store: Replica | None = None) -> None:
@@ -184,7 +184,7 @@ async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[TraceSpan], No
         note=note,
         observe=observe,
     )
-    return Mesh(service, spec)
+    return Mesh(service, spec, note)
 
 
 def _imports(model: ModelSpec, local: bool) -> Callable[[], None] | None:

@@ -81,6 +81,11 @@ def writers_apart(spec: RunSpec) -> tuple[str, ...]:
     return tuple(name for name in WRITERS if not (here and name == "teacher_replay"))
 
 
+def last_state_here(spec: RunSpec) -> bool:
+    """Return whether the trainer keeps its last state in the run directory, not in the store."""
+    return spec.mesh.records.store is None or "trainer" not in writers_apart(spec)
+
+
 def controller_variables(spec: RunSpec) -> tuple[str, ...] | None:
     """Return the environment variables that the controller needs beyond ordinary ones; None for all
     of them: a Slurm job inherits the controller's, and a cluster's credentials may be anywhere."""

@@ -116,6 +116,7 @@ class RunDirectory:
     events = RunFile("events.jsonl")
     checkpoints = RunFile("checkpoints")
     last_state = RunFile("checkpoints/last-state")
+    run_state = RunFile("checkpoints/run-state.json")
     results = RunFile("results.json")
     report = RunFile("report.html")
 
@@ -164,6 +165,11 @@ class RunDirectory:
     @property
     def id(self) -> str:
         return self.path.name
+
+    @property
+    def of_steps(self) -> tuple[Path, ...]:
+        """Return the files that a step appends rows to; many runs have the first two alone."""
+        return (self.metrics, self.rollouts, self.token_scores, self.episodes, self.votes)
 
     def make_latest(self) -> None:
         """Replace the link `latest` by renaming a new link over it, so that it always exists."""
@@ -291,9 +297,7 @@ class RunDirectory:
         """
         end = _position(arm, step)
         dropped: dict[str, int] = {}
-        maybe = (self.token_scores, self.episodes, self.votes)
-        some = (file for file in maybe if file.exists())
-        for file in (self.metrics, self.rollouts, *some):
+        for file in (f for f in self.of_steps if f.exists() or f in (self.metrics, self.rollouts)):
             rows = list(iter_rows(file))
             kept = [row for row in rows if _position(row["arm"], row["step"]) <= end]
             write_atomically(file, json_lines(kept))

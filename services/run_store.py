@@ -34,6 +34,7 @@ from registry.stored_folder import (
     pull,
     read_state,
 )
+from services.run_directory import RunDirectory
 from services.run_lease import LeaseRecord, is_free, own_record, wait_for_lease
 
 LEASE = "lease.json"
@@ -119,6 +120,7 @@ def _fetch(
 ) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     (path / "checkpoints").mkdir(exist_ok=True)
+    RunDirectory(path).run_state.unlink(missing_ok=True)  # of other rows than those in the store
     # The spec last: a directory without it is no run.
     first = [name for name in state.files if name != "spec.yaml"]
     (path / "spec.yaml").unlink(missing_ok=True)

@@ -30,8 +30,10 @@ from protocols.records.run_files import EventName, RunOutcome
 from protocols.records.status import RunStatus
 from protocols.spec.mesh import RunSpec
 from services.control.endpoints import Endpoints, remove_endpoints, write_endpoints
+from services.control.sizes import PoolSize, opening, restore
 from services.proc_info import CpuSeconds, cpu_seconds
 from services.run_directory import Position, RunDirectory, storage_error
+from services.run_position import ResumePoint, resume_point
 from training.ending import RunEnding
 
 if TYPE_CHECKING:
@@ -47,10 +49,18 @@ ENGINE_STOP_SECONDS, MESH_STOP_SECONDS, SINK_SECONDS = 8.0, 8.0, 6.0
 
 class ControllerActor(Actor):
     """Run one spec: `run` returns when it ends; `status` and `ask_to_stop` answer meanwhile.
-    `client` is the id of the process that started this one's."""
+    `client` is the id of the process that started this one's. `sizes` are those that the pools of
+    a resumed run have besides the spec's."""
 
-    def __init__(self, spec: RunSpec, run_path: str, resume: bool, client: int) -> None:
-        self._spec = spec
+    def __init__(
+        self,
+        spec: RunSpec,
+        run_path: str,
+        resume: bool,
+        client: int,
+        sizes: Sequence[PoolSize] = (),
+    ) -> None:
+        self._spec, self._sizes = opening(spec, sizes), sizes
         self._client = client
         self._cpu_before: CpuSeconds | None = None
         self._directory = RunDirectory(Path(run_path))
@@ -238,12 +248,15 @@ class ControllerActor(Actor):
         sizes = {c: sum(len(documents[name]) for name in of) for c, of in contexts.items()}
         if warning := length_warning(spec.learn.cartridge.tokens, sizes):
             self._warn(warning)
-        # It is left from an interrupted run; this one starts from its own checkpoint.
-        shutil.rmtree(self._directory.last_state, ignore_errors=True)
+        point = self._point(recorder) if self._resume else ResumePoint()
+        if point.state is None:  # what is left of an interrupted run is not gone on from
+            shutil.rmtree(self._directory.last_state, ignore_errors=True)
+            self._directory.run_state.unlink(missing_ok=True)
         self._directory.last_state.with_suffix(".safetensors").unlink(missing_ok=True)  # older form
         await spawn_roles(
             spec, course.documents, course.layout.contexts, course.end_ids, mesh, self._directory
         )
+        await restore(self._sizes, mesh.service.scale, recorder.event, self._warn)
         for role, pool in mesh.pools.items():
             recorder.event(
                 "role_ready",
@@ -259,7 +272,7 @@ class ControllerActor(Actor):
         if spec.mesh.hosts.kind == "local":
             self._cpu_before = self._cpu_so_far()
         if self._resume:
-            await self._run.resume(self._newest_checkpoint(recorder))
+            await self._run.resume(point)
         await self._run.go()
 
     def _cpu_so_far(self) -> CpuSeconds:
@@ -270,17 +283,20 @@ class ControllerActor(Actor):
         before = self._cpu_before
         return None if before is None else self._cpu_so_far().since(before)
 
-    def _newest_checkpoint(self, recorder: RunLog) -> Path | None:
-        """Return the newest checkpoint that is whole and whose rows are; tell of newer ones."""
+    def _point(self, recorder: RunLog) -> ResumePoint:
+        """Return where the run goes on: at the trainer's last state, or at the newest checkpoint
+        that is whole and whose rows are. Tells of newer ones."""
         from learning.checkpoint import newest_whole
+        from services.roles import last_state_here
 
         usable = partial(self._directory.stands, whole=self._whole)
         found, passed = newest_whole(self._directory.checkpoints, usable)
         for line in passed:
             recorder.event("healed", message=line)
-        if passed or self._notes:
-            self._notes += [*passed, f"going on from {found.name if found else 'the start'}"]
-        return found
+        here = last_state_here(self._spec)
+        point = resume_point(self._directory, found, self._whole) if here else ResumePoint(found)
+        self._notes += [*passed, f"going on {point}"]
+        return point
 
     async def _stop_engines(self, recorder: RunLog, mesh: Mesh) -> None:
         """Shut down vLLM's engines and record their reports."""

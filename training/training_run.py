@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from environments.failures import all_failed
 from environments.renderer import NO_DOCUMENT
 from learning.sampler_gap import gap_bounds
 from protocols.episodes import Episode
-from protocols.errors import RunError, StaleTokenError
+from protocols.errors import CheckpointError, RunError, StaleTokenError
 from protocols.files import iter_rows
 from protocols.records.answers import Answer, to_row
 from protocols.records.run_files import (
@@ -33,6 +33,7 @@ from services.proc_info import CpuSeconds
 from services.published import PublishedCartridges
 from services.roles import generator_evidence
 from services.run_directory import RunDirectory
+from services.run_position import ResumePoint, write_run_state
 from services.telemetry.recorder import RunLog
 from training.canary import Canary
 from training.loop import (
@@ -95,6 +96,7 @@ class TrainingRun:
         self._left = TimeLeft(spec.learn, self._times)
         self._rollouts: Rollouts | None = None  # while some may run ahead
         self._resumed = False
+        self._recovered = False  # from the trainer's last state
         self._begun_arm = False
         self._scores_full = False
         self._told_failed = False
@@ -126,6 +128,8 @@ class TrainingRun:
             state.first_version = await self._trainer.begin("on_policy", train.steps, updates)
         self._begun_arm = True
         await self._weights.publish(state.version)
+        if self._recovered:
+            await self.checkpoint()  # its row may still wait for its validation
         if state.step == 0:
             await self._evaluate("untrained", "cartridge", state.version)
         self._show(accuracy=None)  # from here on the trained arm's own
@@ -255,6 +259,7 @@ class TrainingRun:
             state.stale_tokens += output.stale_tokens
             state.kl_first = kl if state.kl_first is None else state.kl_first
             state.kl_last = kl
+        self._keep_state()
         seconds = asdict(record.times)
         speed = output.tokens / record.times.step
         self._recorder.event(
@@ -272,6 +277,15 @@ class TrainingRun:
             seconds_left=self._left.seconds(state),
         )  # fmt: skip
         await self._checkpoint_due(steps)
+
+    def _keep_state(self) -> None:
+        """Keep the run's state beside the trainer's last one, from which a killed run goes on.
+        Rollouts that run ahead are on no disk, so a run that has some keeps none."""
+        if not self._learn.train.staleness:
+            row = self._validation.row
+            held = None if row is None else asdict(row)
+            state = replace(self._state, course=self._course.saved(), held=held)
+            write_run_state(self._directory, asdict(state), state.version)
 
     def _keep_token_scores(self, arm: str, step: int, scores: Mapping[str, SampleScores]) -> None:
         """Record the scores of a step's tokens, until their file has its size."""
@@ -379,15 +393,37 @@ class TrainingRun:
         self._recorder.event("checkpoint", arm=state.arm, step=state.step, path=name)
         return name
 
-    async def resume(self, path: Path | None) -> None:
-        """Restore a checkpoint and cut the run's files back to its step; without one, restart."""
-        if path is not None:
-            self._state = RunState(**await self._trainer.restore(str(path)))
+    async def resume(self, point: ResumePoint) -> None:
+        """Restore the trainer's last state or a checkpoint, and cut the run's files back to its
+        step; without either, restart."""
+        position: Mapping[str, Any] | None = None
+        if point.state is not None and await self._last_state_stands():
+            self._recovered, position = True, point.state
+        elif point.checkpoint is not None:
+            position = await self._trainer.restore(str(point.checkpoint))
+        if position is not None:
+            self._state = RunState(**position)
             self._resumed = True
             self._begun_arm = True
             self._course.stand(self._state.course)
-        self._directory.truncate_after(self._state.arm, self._state.step, self._state.arms)
+        state, held = self._state, self._state.held
+        self._directory.truncate_after(state.arm, state.step, state.arms)
+        state.held = None
+        if held is not None and state.step not in self._steps_with_rows(state.arm):
+            self._validation.hold(MetricRow(**held))
         self._show(step=self._state.step, arm=self._state.arm)
+
+    async def _last_state_stands(self) -> bool:
+        """Have the trainer take its last state; return False for a damaged one."""
+        try:
+            await self._trainer.take_last_state()
+        except CheckpointError as damage:
+            self._recorder.event("healed", message=str(damage))
+            return False
+        return True
+
+    def _steps_with_rows(self, arm: str) -> set[int]:
+        return {row["step"] for row in iter_rows(self._directory.metrics) if row["arm"] == arm}
 
     def replica_lost(self) -> None:
         """Search for tensors that the lost replica left behind."""

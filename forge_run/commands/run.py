@@ -53,7 +53,17 @@ def run(
 
     for line in notes:
         print(line, file=sys.stderr)
-    return go(loaded.spec, run_dir=run_dir, resume=resume, grace_s=grace)
+    return go(loaded.spec, run_dir=run_dir, resume=resume, grace_s=grace, sized=roles_sized(loaded))
+
+
+def roles_sized(loaded: LoadedSpec) -> list[str]:
+    """Return the roles whose replicas are given with `--set`."""
+    places = {name: loaded.place(f"roles.{name}.replicas") for name, _ in loaded.spec.roles}
+    return [
+        name
+        for name, place in places.items()
+        if place.source.startswith("--set ") and "replicas" in place.source
+    ]
 
 
 def plan(

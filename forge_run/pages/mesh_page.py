@@ -13,7 +13,8 @@ MOST_CHANGES = 100
 STACK_BYTES = 256 * 1024
 CHANGES = (
     "role_ready", "replica_lost", "replica_back", "replica_moved", "host_joined", "host_drained",
-    "host_lost", "host_refused", "scaled", "engine", "stalled", "sink_failed",
+    "host_lost", "host_refused", "relay_lost", "relay_back", "scaled", "engine", "stalled",
+    "sink_failed",
 )  # fmt: skip
 
 

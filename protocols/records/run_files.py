@@ -42,7 +42,9 @@ EventName = Literal[
     "host_drained",  # host, reason, seconds until nothing ran there any more
     "host_lost",  # host, reason, seconds
     "host_refused",  # host, reason: it connected and cannot be used
-    "scaled",  # role, replicas, before
+    "relay_lost",  # host, reason
+    "relay_back",  # host, seconds since the one before it was lost
+    "scaled",  # role, replicas, before, by
     "paused",
     "resumed",
     "switched",  # step: the first on policy after a warm start

@@ -2,7 +2,7 @@
 there (services.planes.relay).
 
 It takes no replica's place. It ends with the last process of a host that is left. One that dies, or
-is silent for as long as a replica may be, is replaced, without what it held.
+is silent for as long as a replica may be, is replaced, without what it held; both are noted.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from services.hosts.handshake import host_and_port
 from services.hosts.source import finish
 from services.planes.memory_directory import MemoryDirectory
 from services.planes.relay import Relay, RelayPlace, RelayServer
+from services.pool.lifecycle import Note
 from services.pool.process import ProcessHost, ReplicaProcess
 
 RETRY_SECONDS = 5.0  # after a start that failed
@@ -87,7 +88,8 @@ class HostRelay:
 
 
 class HostRelays:
-    """Keep the relays of `hosts()`. `changed` is awaited after some came or went."""
+    """Keep the relays of `hosts()`. `changed` is awaited after some came or went; `note(event,
+    **facts)` is called for one that is lost, and for the next on its host."""
 
     def __init__(
         self,
@@ -95,12 +97,14 @@ class HostRelays:
         health: HealthSpec,
         start_timeout_s: float,
         changed: Changed,
+        note: Note,
     ) -> None:
-        self._hosts, self._health, self._changed = hosts, health, changed
+        self._hosts, self._health, self._changed, self._note = hosts, health, changed, note
         self._start_timeout_s = start_timeout_s
         self._told: tuple[RelayPlace, ...] = ()
         self._telling = asyncio.Lock()
         self._failed_at: dict[ProcessHost, float] = {}
+        self._lost_at: dict[ProcessHost, float] = {}
         self._relays: dict[ProcessHost, HostRelay] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeping: asyncio.Task[None] | None = None
@@ -144,8 +148,12 @@ class HostRelays:
             there = self._hosts()
             for host, relay in list(self._relays.items()):
                 over = host not in there and not host.processes
-                silent = relay.process.silent_s > self._health.dead_after_s
-                if over or (silent and relay.place is not None):
+                lost = (
+                    relay.process.silent_s > self._health.dead_after_s and relay.place is not None
+                )
+                if lost and not over and not relay.gone:
+                    self._tell_lost(host)
+                if over or lost:
                     self._begin(self._end(host, relay))
                 else:
                     self._begin(self._beat(relay))
@@ -166,10 +174,18 @@ class HostRelays:
                 name = host_and_port(host.worker.address)[0]
                 secured = is_tls(host.worker.address)
                 relay.place = await start_relay(process.procs, host.label, name, secured=secured)
+            if (lost_at := self._lost_at.pop(host, None)) is not None:
+                seconds = round(time.monotonic() - lost_at, 3)
+                self._note("relay_back", host=host.label, seconds=seconds)
         except Exception:  # it is tried again: readers there ask other relays meanwhile
             self._failed_at[host] = time.monotonic()
             if relay is not None:
                 await self._end(host, relay)
+
+    def _tell_lost(self, host: ProcessHost) -> None:
+        self._lost_at[host] = time.monotonic()
+        reason = f"it was silent for {self._health.dead_after_s:g} s"
+        self._note("relay_lost", host=host.label, reason=reason)
 
     async def _end(self, host: ProcessHost, relay: HostRelay) -> None:
         if relay.gone:

@@ -36,7 +36,9 @@ BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 )  # fmt: skip
 # Events that are no progress of the run.
-NO_PROGRESS = frozenset({"stalled", "paused", "resumed", "stopping", "replica_lost", "failed"})
+NO_PROGRESS = frozenset(
+    {"stalled", "paused", "resumed", "stopping", "replica_lost", "relay_lost", "failed"}
+)
 # Outcomes of preference pairs; the other "teachers/..." of a row's episodes count states.
 PAIRS = ("trained", "given_up", "unsayable")
 

@@ -35,7 +35,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunSpec, Path | None, st
     """What the run was called with; it answers exit code 7."""
     calls: list[tuple[RunSpec, Path | None, str | None]] = []
 
-    def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None, grace_s: float) -> int:
+    def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None, **others: object) -> int:
         calls.append((spec, run_dir, resume))
         return 7
 
@@ -88,16 +88,14 @@ def test_an_error_is_one_message_and_its_exit_code(
     assert forge_run(["no.yaml"]) == 2
     assert capsys.readouterr() == ("", "error: there is no file no.yaml; check the path\n")
 
-    def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None, grace_s: float) -> int:
+    def run(spec: RunSpec, **others: object) -> int:
         raise RunError("generator 1 died")
 
     monkeypatch.setitem(sys.modules, "forge_run.launch", types.SimpleNamespace(run=run))
     assert forge_run([MESH, "--set", model]) == 1
     assert capsys.readouterr() == ("", "error: generator 1 died\n")
 
-    def interrupted(
-        spec: RunSpec, *, run_dir: Path | None, resume: str | None, grace_s: float
-    ) -> int:
+    def interrupted(spec: RunSpec, **others: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setitem(sys.modules, "forge_run.launch", types.SimpleNamespace(run=interrupted))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.resuming import UNFINISHED, open_directory
+from forge_run.commands.run import roles_sized
+from forge_run.resuming import UNFINISHED, open_directory, sizes_of
 from protocols.errors import CheckpointError
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
@@ -53,3 +54,32 @@ def test_a_run_goes_on_on_other_hosts_or_ranks_and_with_no_other_spec(tmp_path: 
     assert open_directory(divided, tmp_path, first.id, print) == (first, True)
     with pytest.raises(CheckpointError, match=r"it differs in learn\.train\.lr\. Resume with"):
         open_directory(spec("train.lr=0.5"), tmp_path, "", print)
+
+
+def test_forge_scale_is_kept_and_a_size_given_now_wins(tmp_path: Path) -> None:
+    first, _ = open_directory(spec(), tmp_path, None, print)
+    event = first.append_event("scaled", role="generator", replicas=4, before=2, by="hand")
+    with first.events.open("a") as file:
+        file.write('{"time')  # torn: the pod was killed
+    kept = f"generator: 4 replicas, as scaled at {event['time']}"
+    for resume in ("", first.id, UNFINISHED):
+        assert [str(size) for size in sizes_of(first, spec(), resume, ())] == [kept]
+    given = spec("roles.generator.replicas=3")
+    assert open_directory(given, tmp_path, UNFINISHED, print) == (first, True)
+    [size] = sizes_of(first, given, UNFINISHED, ())
+    assert str(size) == "generator: 3 replicas, as given now, not 4"
+    # A Job's pod repeats the command that the run began with; a person does not.
+    [size] = sizes_of(first, spec("roles.generator.replicas=2"), UNFINISHED, ["generator"])
+    assert str(size) == kept
+    [size] = sizes_of(first, spec("roles.generator.replicas=2"), "", ["generator"])
+    assert str(size) == "generator: 2 replicas, as given now, not 4"
+
+
+def test_sizes_of_the_command_line_are_told_from_those_of_the_file() -> None:
+    assert roles_sized(load_spec(MESH)) == []
+    sets = [
+        "roles.generator.replicas=3",
+        "roles.doc_teacher.threads=2",
+        "roles.trainer={replicas: 1}",
+    ]
+    assert roles_sized(load_spec(MESH, sets=sets)) == ["generator", "trainer"]

@@ -1,4 +1,4 @@
-"""The chaos suite knows every role that can die."""
+"""The chaos suite knows every role that can die; where a trainer's last state is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 from chaos import ROLES
 
+from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RolesSpec
-from services.roles import ALONE
+from services.roles import ALONE, last_state_here
 
 MESH = str(Path(__file__).parents[3] / "meshes/longhealth.yaml")
 
@@ -15,3 +16,10 @@ MESH = str(Path(__file__).parents[3] / "meshes/longhealth.yaml")
 def test_every_role_is_in_the_table_of_the_chaos_suite() -> None:
     struck = {role.name for role in ROLES}
     assert struck == {*RolesSpec.model_fields, *ALONE, "controller"}
+
+
+def test_a_trainer_elsewhere_keeps_its_last_state_in_the_store() -> None:
+    hosts = "hosts={kind: addresses, addresses: [tcp://10.0.0.2:26600]}"
+    store = "records.store=s3://bucket/runs"
+    for sets, here in (([], True), ([hosts], True), ([store], True), ([hosts, store], False)):
+        assert last_state_here(load_spec(MESH, sets=sets).spec) == here

@@ -1,8 +1,9 @@
 """A run's files under any order of steps, checkpoints, kills, full disks, damage and resumes.
 
 At the end they are those of the calm run, to the byte. The run is a model: its rows follow from arm
-and step alone, and its checkpoints hold one tensor. The files, their repair and the choice of the
-checkpoint are the real ones. FORGE_SEQUENCES is the number of orders (`make test-all`: 200).
+and step alone, and its checkpoints and last states hold one tensor. The files, their repair and the
+choice of what to go on from are the real ones. FORGE_SEQUENCES is the number of orders
+(`make test-all`: 200).
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from learning.checkpoint import Checkpoint, newest_whole, write_checkpoint
+from learning.last_state import LastState
 from protocols import files, reserve
 from protocols.records.run_files import MetricRow, RolloutRow
 from services.run_directory import RunDirectory
 from services.run_lease import hold_lease
+from services.run_position import resume_point, write_run_state
 
 STEPS = {"on_policy": 6, "offline": 4}
 EVERY = 2
@@ -51,10 +54,16 @@ class Run:
         if arm == "on_policy" and step == STEPS[arm]:
             arm, step = "offline", 0
         step += 1
+        trained = Run.__new__(Run)  # what its trainer has: a step ahead of the rows
+        trained.arm, trained.step = arm, step
+        version = {"version": trained.version}
+        state = {"cartridge-0000-000000": {"x": torch.full((4,), float(trained.version))}}
+        LastState(self.directory.last_state).write(Checkpoint(version, state))
         self.directory.append_rollouts([rollout(arm, step, i) for i in range(2)])
         self.directory.append_metric(metric(arm, step))
         self.directory.append_event("step", arm=arm, step=step)
         self.arm, self.step = arm, step
+        write_run_state(self.directory, {"arm": arm, "step": step}, self.version)
         if step % EVERY == 0:
             self.checkpoint()
 
@@ -72,10 +81,19 @@ def resumed(directory: RunDirectory) -> Run:
     whole, _ = directory.heal()
     path, _ = newest_whole(directory.checkpoints, lambda at: directory.stands(at, whole))
     arm, step = "on_policy", 0
-    if path is not None:
+    point = resume_point(directory, path, whole)
+    if point.state is not None:
+        arm, step = point.state["arm"], point.state["step"]
+        [x] = LastState(directory.last_state).read().parts.values()  # type: ignore[union-attr]
+        version = step + (STEPS["on_policy"] if arm == "offline" else 0)
+        assert x["x"].tolist() == [version] * 4, "the trainer's state is of the same step"
+    elif path is not None:
         version = int(path.name.removeprefix("version-"))
         ahead = version - STEPS["on_policy"]
         arm, step = ("offline", ahead) if ahead > 0 else ("on_policy", version)
+    if point.state is None:
+        shutil.rmtree(directory.last_state, ignore_errors=True)
+        directory.run_state.unlink(missing_ok=True)
     directory.truncate_after(arm, step)
     return Run(directory, arm, step)
 

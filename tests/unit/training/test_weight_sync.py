@@ -184,7 +184,7 @@ async def world(monkeypatch: pytest.MonkeyPatch, keep: int = 1, store: bool = Tr
     spec: Any = SimpleNamespace(
         mesh=SimpleNamespace(carrier="torchstore", call_timeout_s=30.0, relays=False)
     )
-    mesh = Mesh(h.service, spec)
+    mesh = Mesh(h.service, spec, lambda event, **facts: None)
     if store:
         h.service.spawn(Store, role="store", spec=RoleSpec(), prepare=mesh.open_plane)
         await h.service.ready()

@@ -80,7 +80,13 @@ class Told:
         self.hosts, self.times = hosts, 0
         self.places: tuple[RelayPlace, ...] = ()
         self.news = asyncio.Event()
-        self.relays = HostRelays(lambda: self.hosts, HEALTH, 5.0, self.changed)  # type: ignore[arg-type,return-value]
+        self.notes: list[tuple[str, dict[str, Any]]] = []
+        self.relays = HostRelays(
+            lambda: self.hosts, HEALTH, 5.0, self.changed, self.note  # type: ignore[arg-type,return-value]
+        )  # fmt: skip
+
+    def note(self, event: str, **facts: Any) -> None:
+        self.notes.append((event, facts))
 
     async def changed(self) -> None:
         self.times += 1
@@ -122,6 +128,9 @@ def test_one_that_is_silent_is_replaced_and_hosts_come_and_go() -> None:
         a.relays[0].answers = False
         await told.until(["b", "a"])
         assert [relay.ended for relay in a.relays] == [True, False]
+        [(lost, of), (back, by)] = told.notes
+        assert (lost, of) == ("relay_lost", {"host": "a", "reason": "it was silent for 0.3 s"})
+        assert (back, by["host"]) == ("relay_back", "a")
         # A host that is left keeps its relay for as long as it has processes.
         b.processes.append("a trainer that ends its step")
         told.hosts.remove(b)
@@ -130,6 +139,7 @@ def test_one_that_is_silent_is_replaced_and_hosts_come_and_go() -> None:
         b.processes.clear()
         await told.until(["a"])
         assert b.relays[0].ended
+        assert len(told.notes) == 2, "one that ends with its host is not lost"
         await told.relays.stop()
 
     asyncio.run(scenario())

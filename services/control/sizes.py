@@ -1,0 +1,93 @@
+"""Find the sizes that the pools of a resumed run have: `forge scale` is not forgotten.
+
+    given now, on the command line or in the mesh file, and new    wins, and is noted
+    else set last by `forge scale`, or by load                     a `scaled` event of the run
+    else                                                           the mesh file's
+
+A size given now is new where it is another than the run was last given. Where a person resumes the
+run, one of `--set` counts as new in any case; a command that restarts itself repeats its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protocols.errors import ForgeError
+from protocols.spec.mesh import RunSpec
+
+GIVEN = "spec"  # `by` of a `scaled` event whose size was given as the run was resumed
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """Hold the size of a role's pool, and the one `before` that it replaces. `by` is who set it:
+    GIVEN now, or at the time `at` "hand" or "load"."""
+
+    role: str
+    replicas: int
+    before: int
+    by: str
+    at: str = ""
+
+    def __str__(self) -> str:
+        how = {GIVEN: "as given now", "load": f"as its load asked for at {self.at}"}
+        rest = f", not {self.before}" if self.by == GIVEN and self.before != self.replicas else ""
+        told = how.get(self.by, f"as scaled at {self.at}")
+        return f"{self.role}: {self.replicas} replicas, {told}{rest}"
+
+
+def resumed_sizes(
+    began: RunSpec, now: RunSpec, events: Iterable[Mapping[str, Any]], told: Collection[str] = ()
+) -> tuple[PoolSize, ...]:
+    """Return the sizes that are others than those of the spec `now`, or are new. `began` is the
+    spec that the run began with; `told` are the roles whose size a person gives with `--set`."""
+    given = {name: role.replicas for name, role in began.roles}
+    last: dict[str, Mapping[str, Any]] = {}
+    for event in events:
+        if event.get("event") == "scaled" and event["role"] in given:
+            last[event["role"]] = event
+            if event["by"] == GIVEN:
+                given[event["role"]] = event["replicas"]
+    found = []
+    for name, role in now.roles:
+        if name not in given:
+            continue
+        here, scaled = role.replicas, last.get(name)
+        before = given[name] if scaled is None else scaled["replicas"]
+        if here != given[name] or (name in told and here != before):
+            found.append(PoolSize(name, here, before, GIVEN))
+        elif scaled is not None and before != here:
+            found.append(PoolSize(name, before, here, scaled["by"], scaled["time"]))
+    return tuple(found)
+
+
+def opening(spec: RunSpec, sizes: Sequence[PoolSize]) -> RunSpec:
+    """Return the spec to open the mesh with: pools that shrank have their size at once. Those that
+    grew are scaled to theirs by `restore`, because their hosts must be asked for."""
+    roles = spec.mesh.roles
+    less = {s.role: s.replicas for s in sizes if s.by != GIVEN and s.replicas < s.before}
+    changed = {
+        name: getattr(roles, name).model_copy(update={"replicas": n}) for name, n in less.items()
+    }
+    mesh = spec.mesh.model_copy(update={"roles": roles.model_copy(update=changed)})
+    return spec.model_copy(update={"mesh": mesh})
+
+
+async def restore(
+    sizes: Sequence[PoolSize],
+    scale: Callable[[str, int], Awaitable[None]],
+    note: Callable[..., None],
+    warn: Callable[[str], None],
+) -> None:
+    """Scale the pools that grew, and note the sizes that are given now. A pool whose hosts are
+    refused keeps the size of the spec, with a warning."""
+    for size in sizes:
+        if size.by == GIVEN:
+            note("scaled", role=size.role, replicas=size.replicas, before=size.before, by=GIVEN)
+        elif size.replicas > size.before:
+            try:
+                await scale(size.role, size.replicas)
+            except ForgeError as refusal:
+                warn(f"{size.role} has {size.before} replicas, not {size.replicas}: {refusal}")

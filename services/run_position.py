@@ -1,0 +1,90 @@
+"""Find where a run goes on: at the trainer's last state where the run's own is of that step too, or
+at a checkpoint.
+
+    checkpoints/last-state/       the trainer's state, of every step (learning.last_state)
+    checkpoints/run-state.json    the run's: {"version": 41, "state": {"arm": "on_policy", ...},
+                                  "rows": {"metrics.jsonl": 8122, ...}}, with the files' sizes
+
+The run's state is written after a step's rows, so a killed run goes on with the step it was in. One
+that was killed between its trainer's step and the step's rows has states of two steps on disk, and
+goes on at its newest checkpoint. Runs with rollouts ahead write none: these are in memory alone.
+
+Nothing is flushed: what a machine lost with its power is found by the sizes, by the version, or by
+the trainer's checksums.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocols.reserve import with_room
+from services.run_directory import Position, RunDirectory
+
+VERSION = "version-"  # begins the name of a checkpoint
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Hold what a run goes on from: the trainer's last state with the run's `state`, or where that
+    is None the `checkpoint`, or with neither the start."""
+
+    checkpoint: Path | None = None
+    state: Mapping[str, Any] | None = None
+
+    def __str__(self) -> str:
+        if self.state is not None:
+            return f"after {_step(self.state)}, from the trainer's last state"
+        if self.checkpoint is None:
+            return "from the start"
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            manifest = json.loads((self.checkpoint / "manifest.json").read_text())
+            return f"from {self.checkpoint.name}, after {_step(manifest['facts']['position'])}"
+        return f"from {self.checkpoint.name}"
+
+
+def _step(state: Mapping[str, Any]) -> str:
+    return f"step {state['step']} of {state['arm']}"
+
+
+def write_run_state(directory: RunDirectory, state: Mapping[str, Any], version: int) -> None:
+    """Replace the run's state, at the trainer's `version`, once the step's rows are written."""
+    rows = {file.name: file.stat().st_size for file in directory.of_steps if file.exists()}
+    text = json.dumps({"version": version, "state": state, "rows": rows})
+    partial = directory.run_state.with_suffix(".partial")
+
+    def write() -> None:
+        partial.write_text(text)
+        partial.replace(directory.run_state)
+
+    with_room(directory.run_state, write)
+
+
+def resume_point(
+    directory: RunDirectory, checkpoint: Path | None, whole: Position | None = None
+) -> ResumePoint:
+    """Return where a run goes on whose newest whole checkpoint is `checkpoint`; its rows are whole
+    up to `whole`, None for all of them."""
+    try:
+        before = -1 if checkpoint is None else int(checkpoint.name.removeprefix(VERSION))
+        told = json.loads(directory.run_state.read_text())
+        version, state = int(told["version"]), dict(told["state"])
+        there = all((directory.path / n).stat().st_size >= size for n, size in told["rows"].items())
+        usable = there and version > before and directory.stands(state, whole)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ResumePoint(checkpoint)
+    if not usable:
+        return ResumePoint(checkpoint)
+    from learning.last_state import last_version  # imports torch
+
+    same = last_version(directory.last_state) == version
+    return ResumePoint(checkpoint, state if same else None)
+
+
+def newest_checkpoint(directory: RunDirectory) -> Path | None:
+    """Return the newest checkpoint, whole or not."""
+    return max(directory.checkpoints.glob(f"{VERSION}*"), default=None)
