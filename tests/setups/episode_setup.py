@@ -158,12 +158,12 @@ ASKED = Observation((QUESTION,))
 
 
 def ids_of(text: str, name: str = "shipped") -> tuple[int, ...]:
-    """The tokens of a text alone."""
+    """Return the tokens of a text alone."""
     return tuple(tokenizer(name)(text, add_special_tokens=False).input_ids)
 
 
 def turn_of(ids: tuple[int, ...], context: tuple[int, ...], *said: AgentMessage, name: str) -> Turn:
-    """A turn that was said in these tokens."""
+    """Return a turn that was said in these tokens."""
     n = len(ids)
     text = conversation(name).decode(ids)
     return Turn(context, ids, (-0.5,) * n, (3,) * n, text, Observation(said))

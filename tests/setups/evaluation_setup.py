@@ -114,13 +114,13 @@ CUT_TOKENS = 16
 
 @pytest.fixture(scope="module")
 def exam() -> EvalSuite:
-    """The questions of the small clinic."""
+    """Return the questions of the small clinic."""
     return paper()
 
 
 @pytest.fixture(scope="module")
 def sat(exam: EvalSuite) -> dict[str, ArmAnswers]:
-    """The answers of each arm."""
+    """Return the answers of each arm."""
     names = [name for name in exam.heads if name != NO_DOCUMENT]
     cut = first_tokens_of(exam, CUT_TOKENS, tokenizer())
     documents = {

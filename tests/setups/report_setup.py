@@ -197,7 +197,7 @@ DOCUMENT = eval_row(arm="document", kind="document", compression=1.0, trained_to
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A run with its report."""
+    """Return a run with its report."""
     run = make_run(tmp_path_factory.mktemp("runs"))
     assert write_report(run.path) == run.report
     return run
@@ -205,5 +205,5 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 @pytest.fixture(scope="module")
 def html(run: RunDirectory) -> str:
-    """The page of the report."""
+    """Return the page of the report."""
     return run.report.read_text(encoding="utf-8")

@@ -21,20 +21,20 @@ Parts = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 
 @pytest.fixture(scope="module")
 def clerk() -> Parts:
-    """The shipped clerk and its tokenizer."""
+    """Return the shipped clerk and its tokenizer."""
     model = LlamaForCausalLM.from_pretrained(CLERK)
     return model, PreTrainedTokenizerFast.from_pretrained(CLERK)
 
 
 @pytest.fixture(scope="module")
 def panel() -> Parts:
-    """The shipped panel and its tokenizer."""
+    """Return the shipped panel and its tokenizer."""
     model = LlamaForCausalLM.from_pretrained(PANEL)
     return model, PreTrainedTokenizerFast.from_pretrained(PANEL)
 
 
 def episodes(name: str, known: bool, hinted: bool, count: int) -> list[list[TaughtMessage]]:
-    """Episodes as the clerk is taught them, drawn by a seed of that name."""
+    """Return episodes as the clerk is taught them, drawn by a seed of that name."""
     rng = random.Random(name)
     drawn = []
     for _ in range(count):

@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 def tagged(text: str) -> str | None:
-    """The answer of a text that begins with its tag."""
+    """Return the answer of a text that begins with its tag."""
     return text.removeprefix("answer ") if text.startswith("answer ") else None
 
 
 def over(spec: ProblemsSpec, use: Callable[[ProblemSet], Awaitable[T]]) -> T:
-    """What `use` makes of the set, within two minutes."""
+    """Return what `use` makes of the set, within two minutes."""
 
     async def bounded() -> T:
         problems = open_problems(spec, tagged)

@@ -30,5 +30,5 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def library(tmp_path: Path) -> list[str]:
-    """The words that name a library of its own."""
+    """Return the words that name a library of its own."""
     return ["--serve", MESH, "--set", f"library={tmp_path / 'library'}"]

@@ -24,5 +24,5 @@ SPEC = SweepSpec(
 
 @cache
 def plan_of(seeds: int | None = None) -> tuple[Trial, ...]:
-    """The trials of the sweep."""
+    """Return the trials of the sweep."""
     return planned(SPEC, MESH, seeds=seeds)

@@ -19,7 +19,7 @@ ZERO = 1e-5  # nats per token: float32 rounding
 
 
 def packed_of(twin: Twin, samples: Sequence[Sample], row_tokens: int) -> PackedTokens:
-    """The samples in rows of so many tokens."""
+    """Return the samples in rows of so many tokens."""
     return pack(samples, {name: len(ids) for name, ids in twin.documents.items()}, row_tokens)
 
 
@@ -30,7 +30,7 @@ def student(twin: Twin, packed: PackedTokens) -> Tensor:
 
 
 def per_token(logits: Tensor, teacher: TeacherDistribution, spec: LossSpec | None = None) -> float:
-    """The loss of a response token."""
+    """Return the loss of a response token."""
     total, count = doc_kl(logits, teacher, spec or loss_form())
     assert count == len(logits)
     return (total / count).item()

@@ -16,20 +16,20 @@ END = frozenset({5})
 
 
 def decode(ids: Sequence[int]) -> str:
-    """A letter for each token."""
+    """Return a letter for each token."""
     return "".join(chr(97 + i % 26) for i in ids)
 
 
 def request(name: str, prefix: str, prompt: int, most: int, temperature: float = 1.0,
             **more: object) -> GenerateRequest:  # fmt: skip
-    """A request with a prompt of so many tokens behind a document."""
+    """Return a request with a prompt of so many tokens behind a document."""
     ids = tuple((7 * i + 3 * prompt) % 90 + 6 for i in range(prompt))
     sampling = Sampling(temperature, max_tokens=most)
     return GenerateRequest(name, ids, PrefixRef(f"document/{prefix}", 0), sampling, 17, **more)
 
 
 def engine(twin: Twin, **more: int) -> TorchEngine:
-    """An engine over the documents of a twin."""
+    """Return an engine over the documents of a twin."""
 
     def document(name: str) -> torch.Tensor:
         if name not in twin.kv:
@@ -40,7 +40,7 @@ def engine(twin: Twin, **more: int) -> TorchEngine:
 
 
 def alone(twin: Twin, r: GenerateRequest) -> Completion:
-    """What one request gets where it is alone in its batch."""
+    """Return what one request gets where it is alone in its batch."""
     return generate(twin.model, [r], lambda ref: twin.kv[ref.name[-1]], END, decode)[0]
 
 

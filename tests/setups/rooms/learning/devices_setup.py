@@ -36,7 +36,7 @@ def trainer_of(
     objective: ObjectiveSpec = OBJECTIVE,
     last_state: Path | None = None,
 ) -> CartridgeTrainer:
-    """A trainer of two cartridges, where the twin's model is."""
+    """Return a trainer of two cartridges, where the twin's model is."""
     bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
     return CartridgeTrainer(
         twin.model, bank, train, last_state, objective=objective, publish_dtype="bfloat16"

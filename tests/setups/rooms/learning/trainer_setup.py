@@ -24,7 +24,7 @@ def trainer_of(
     frozen: int = 1,
     **more: Any,
 ) -> CartridgeTrainer:
-    """A trainer of a cartridge for each name."""
+    """Return a trainer of a cartridge for each name."""
     bank = first_tokens({n: twin.kv[n] for n in names}, tokens, frozen)
     return CartridgeTrainer(twin.model, bank, config, last_state, **more)
 
@@ -40,7 +40,7 @@ def parts(trainer: CartridgeTrainer) -> dict[str, torch.Tensor]:
 
 
 def copied(trainer: CartridgeTrainer) -> dict[str, torch.Tensor]:
-    """A copy of the state that later steps leave alone."""
+    """Return a copy of the state that later steps leave alone."""
     return {name: tensor.detach().clone() for name, tensor in parts(trainer).items()}
 
 

@@ -19,14 +19,14 @@ BASE = BaseModelInfo(2, 2, 4, 64, "c" * 64, ROPE, "models/some")
 
 @pytest.fixture(scope="module")
 def house() -> Iterator[FakeHub]:
-    """The hub of all tests of a file."""
+    """Yield the hub of all tests of a file."""
     with fake_hub() as hub:
         yield hub
 
 
 @pytest.fixture
 def hub(house: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    """The hub, empty."""
+    """Empty the hub and return it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     disable_progress_bars()
     house.repos.clear()
@@ -37,11 +37,11 @@ def hub(house: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
 
 @pytest.fixture
 def api(hub: FakeHub) -> HfApi:
-    """A client of the hub."""
+    """Return a client of the hub."""
     return HfApi(endpoint=hub.url, token=TOKEN)
 
 
 @pytest.fixture
 def library(tmp_path: Path) -> CartridgeStore:
-    """A library of its own."""
+    """Return a library of its own."""
     return CartridgeStore(tmp_path / "library", BASE)

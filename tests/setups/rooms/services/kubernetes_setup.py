@@ -16,7 +16,7 @@ from services.hosts import kubernetes
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    """The API server."""
+    """Yield the API server."""
     with stand_in(tmp_path, monkeypatch) as found:
         yield found
 
@@ -25,7 +25,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServe
 def cluster(
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Cluster]:
-    """A cluster whose operator is that of the admin."""
+    """Yield a cluster whose operator has the rights of the admin."""
     admin = Admin(server.kubeconfig(tmp_path / "admin.yaml", ADMIN), SPACE)
     monkeypatch.setattr(kubernetes, "POLL_S", 0.05)
     with OperatorLoop(admin) as operator:

@@ -40,7 +40,7 @@ class Worker:
 
 
 async def settled(h: House, role: str = "worker", n: int = 2, **spec: Any) -> Pool:
-    """A pool of `n` workers, once all are ready."""
+    """Return a pool of `n` workers, once all are ready."""
     pool = h.service.spawn(
         Worker, role=role, spec=RoleSpec(**{"replicas": n, "restarts": 100, **spec})
     )

@@ -17,7 +17,7 @@ KINDS = ("torchstore", "shared_memory")
 
 @pytest.fixture(scope="module")
 def storage() -> Iterator[ProcMesh]:
-    """The process that a store runs in."""
+    """Yield the process that a store runs in."""
     mesh = this_host().spawn_procs(per_host={"gpus": 1}, name="storage")
     yield mesh
     mesh.stop().get(timeout=30)
@@ -25,7 +25,7 @@ def storage() -> Iterator[ProcMesh]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def plane(request: pytest.FixtureRequest, storage: ProcMesh) -> Iterator[OwnedPlane]:
-    """A plane of one kind; it stays open for a whole file."""
+    """Yield a plane of each kind, open for a whole file."""
     opened = asyncio.run(open_plane(request.param, storage))
     yield opened
     with contextlib.suppress(PlaneError):  # where a test has killed the storage

@@ -26,7 +26,7 @@ def told() -> Iterator[PrometheusSink]:
 
 @pytest.fixture
 def sink() -> Iterator[PrometheusSink]:
-    """One that was told nothing."""
+    """Yield a sink that was told nothing."""
     sink = PrometheusSink("127.0.0.1:0", "run-1", "small", staleness=0)
     yield sink
     sink.close()

@@ -53,16 +53,16 @@ Reports = list[tuple[str, str]]
 
 
 def reporting() -> tuple[Reports, Callable[[str, str], None]]:
-    """The reports so far, and what a hub calls with one."""
+    """Return the reports so far, and what a hub calls with one."""
     reports: Reports = []
     return reports, lambda sink, message: reports.append((sink, message))
 
 
 def spec(*sets: str) -> RunSpec:
-    """The LongHealth run, with some keys set."""
+    """Return the LongHealth run, with some keys set."""
     return load_spec(str(MESH), sets=sets).spec
 
 
 def directory(tmp_path: Path) -> RunDirectory:
-    """A new directory of such a run."""
+    """Return a new directory of such a run."""
     return RunDirectory.create(tmp_path, "longhealth", "spec\n")

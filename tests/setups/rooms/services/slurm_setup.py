@@ -19,14 +19,14 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 def spec_of(*sets: str) -> RunSpec:
-    """The LongHealth run on hosts of Slurm, with some keys set."""
+    """Return the LongHealth run on hosts of Slurm, with some keys set."""
     mesh = str(ROOT / "meshes/longhealth.yaml")
     return load_spec(mesh, sets=["hosts.kind=slurm", "plane=torchstore", *sets]).spec
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """A Slurm that is asked often."""
+    """Yield a Slurm whose queue is asked often."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm_hosts, "QUEUE_SECONDS", 0.1)
     monkeypatch.setattr(slurm_hosts, "WATCH_SECONDS", 0.05)

@@ -48,7 +48,7 @@ class RecordingBackend:
 
 @pytest.fixture
 def entries(tmp_path: Path) -> dict[str, CartridgeVersion]:
-    """One version of each of a, b and c."""
+    """Return one version of each of a, b and c."""
     library = CartridgeStore(tmp_path, BaseModelInfo(1, 1, 2, 16, "c"))
     added = {}
     for name in "abc":

@@ -22,7 +22,7 @@ ROUTES = (
 
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A door that takes 4096 bytes and answers 4 tokens."""
+    """Yield a door that takes 4096 bytes and answers with 4 tokens."""
     backend = InProcess()
     directory = tmp_path_factory.mktemp("schema")
     limits = RequestLimits(max_tokens=4, context=256, max_choices=4)

@@ -26,19 +26,19 @@ TALK = (
 
 
 def rule(asked: ProviderRequest) -> str:
-    """The last letter that the user said, as an answer."""
+    """Return the last letter that the user said, as an answer."""
     return f"\\boxed{{{asked.user[-1]}}}"
 
 
 @pytest.fixture(scope="module")
 def provider() -> Iterator[FakeProvider]:
-    """A provider that answers by `rule`."""
+    """Yield a provider that answers by `rule`."""
     with FakeProvider(rule, {"tiny": PriceSpec(input=1.0, output=2.0)}, key=KEY) as running:
         yield running
 
 
 def asks(count: int = 1, **changes: Any) -> list[SampleRequest]:
-    """Requests of one conversation, each with a seed of its own."""
+    """Return requests of one conversation, each with a seed of its own."""
     sampling = Sampling(temperature=0.7, max_tokens=50)
     return [
         replace(SampleRequest(f"q/{i}", TALK, sampling, seed=2**40 + i), **changes)
@@ -47,7 +47,7 @@ def asks(count: int = 1, **changes: Any) -> list[SampleRequest]:
 
 
 def say(endpoint: ApiEndpoint, asked: Sequence[SampleRequest]) -> list[SampleResult]:
-    """What the endpoint answers."""
+    """Return what the endpoint answers."""
 
     async def go() -> list[SampleResult]:
         async with ApiSampler(endpoint) as sampler:
@@ -57,7 +57,7 @@ def say(endpoint: ApiEndpoint, asked: Sequence[SampleRequest]) -> list[SampleRes
 
 
 def openai_at(url: str, **changes: Any) -> ApiEndpoint:
-    """An endpoint by OpenAI's API."""
+    """Return an endpoint by OpenAI's API."""
     return ApiEndpoint(
         "openai",
         "tiny",
@@ -68,5 +68,5 @@ def openai_at(url: str, **changes: Any) -> ApiEndpoint:
 
 
 def anthropic_at(url: str, **changes: Any) -> ApiEndpoint:
-    """An endpoint by Anthropic's API."""
+    """Return an endpoint by Anthropic's API."""
     return replace(openai_at(url, **changes), provider="anthropic", base_url=url)

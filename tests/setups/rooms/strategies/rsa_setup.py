@@ -52,7 +52,7 @@ RIGHT, WRONG = r"so \boxed{1}", r"so \boxed{0}"
 
 
 def scored(question: str, text: str) -> float:
-    """1 for what is right."""
+    """Score 1 for what is right."""
     return float(RIGHT in text)
 
 

@@ -15,5 +15,5 @@ CALL = TeacherCall("k", "a", "run", 5_000)
 
 
 def opened(path: Path) -> SpendLedger:
-    """The ledger at a path."""
+    """Return the ledger at a path."""
     return SpendLedger(path, limits_of(SPEC), lock_timeout_s=5.0)

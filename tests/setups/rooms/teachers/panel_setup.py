@@ -23,19 +23,19 @@ MODELS = prices(a_spec(*(a_teacher(name, "http://127.0.0.1:1") for name in "abcd
 
 @pytest.fixture
 def provider() -> Iterator[FakeProvider]:
-    """A provider that answers right."""
+    """Yield a provider that answers right."""
     with FakeProvider(right, MODELS, key=KEY) as running:
         yield running
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where the ledger is."""
+    """Return where the ledger is."""
     return tmp_path / "ledger.jsonl"
 
 
 def both(provider: FakeProvider, **other: Any) -> tuple[ReplayTeacherSpec, ReplayTeacherSpec]:
-    """Two teachers, one of each SDK."""
+    """Return two teachers, one of each SDK."""
     return (
         a_teacher("a", provider.openai_url, **other),
         a_teacher("b", provider.url, "anthropic", **other),
@@ -60,7 +60,7 @@ def judge(
 
 
 def totals(path: Path, spec: ReplaySpec, run: str = "run") -> SpendTotals:
-    """What a run has spent, as its ledger says."""
+    """Return what a run has spent, as its ledger says."""
     ledger = SpendLedger(path, limits_of(spec))
     try:
         return ledger.totals(run)

@@ -21,7 +21,7 @@ def learn(
     instruction: str = "",
     kinds: Sequence[str] = ALL_KINDS,
 ) -> LearnSpec:
-    """What a small run learns; the tiny model is at no place."""
+    """Return the spec of a small run over a model that is at no place."""
     return LearnSpec.model_validate(
         {
             "model": {"path": "tiny"},
@@ -41,5 +41,5 @@ def learn(
 
 
 def tasks(tokenizer: Any, spec: LearnSpec) -> LongHealthPrompts:
-    """The prompts of a config over its own patients."""
+    """Return the prompts of a config over its own patients."""
     return LongHealthPrompts(spec, read_patients(spec.data), tokenizer)
