@@ -15,12 +15,7 @@ from replay_setup import a_spec, a_teacher, ledger_rows, prices, right
 from replay_worker import RACE_PAID, RACE_WORST
 from rooms.teachers.ledger_setup import CALL, opened
 
-from teachers.budget import (
-    INTERRUPTED,
-    CallLater,
-    CallNow,
-    SpendTotals,
-)
+from teachers.budget import INTERRUPTED, CallLater, CallNow, SpendTotals
 from teachers.fake_provider.app import FakeProvider, FaultRates
 from teachers.panel import limits_of
 

@@ -8,15 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from replay_setup import (
-    KEY,
-    KEY_ENV,
-    a_spec,
-    a_state,
-    a_teacher,
-    right,
-    wrong,
-)
+from replay_setup import KEY, KEY_ENV, a_spec, a_state, a_teacher, right, wrong
 from rooms.teachers.panel_setup import MODELS, both, judge, totals
 
 from teachers.budget import SpendTotals

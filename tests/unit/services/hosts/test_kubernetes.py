@@ -7,15 +7,7 @@ import asyncio
 import pytest
 from api_server import ApiServer
 from api_store import Fault
-from kubernetes_scenarios import (
-    EIGHT,
-    POOLS,
-    PROVISION,
-    SPACE,
-    Cluster,
-    hosts,
-    until,
-)
+from kubernetes_scenarios import EIGHT, POOLS, PROVISION, SPACE, Cluster, hosts, until
 from operator_loop import not_ready, ready
 from rooms.services.kubernetes_setup import running
 

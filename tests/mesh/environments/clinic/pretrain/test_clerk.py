@@ -8,11 +8,7 @@ from collections import Counter
 import pytest
 from rooms.environments.clinic_setup import Parts, episodes
 
-from environments.clinic.pretrain.clerk_tasks import (
-    GUESSING,
-    INFORMED,
-    ErrorRates,
-)
+from environments.clinic.pretrain.clerk_tasks import GUESSING, INFORMED, ErrorRates
 from environments.clinic.pretrain.measure import measure_clerk
 from environments.clinic.pretrain.reader_tasks import TaughtMessage
 
