@@ -47,6 +47,16 @@ def cannot_make() -> str:
     return ""
 
 
+def told_by(scenario: Path, *words: str, seconds: float, **variables: str) -> str:
+    """What a scenario prints that is started with `ALONE`; fails where it does."""
+    done = subprocess.run(
+        [*ALONE, sys.executable, str(scenario), *words], env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
 class Hosts:
     """`forge worker` in each of `count` namespaces, linked to the one of this program. `workers`
     are its processes. They talk by plain TCP, or by TLS where `tls` has a directory for each."""

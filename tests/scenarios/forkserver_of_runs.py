@@ -113,10 +113,7 @@ def warm_runs(models: Sequence[Path] = ()) -> Iterator[Start]:
             try:
                 yield run
             finally:
-                for pid in run.alive():
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                process.communicate(timeout=30)
+                run.kill()
 
     try:
         with ours:

@@ -235,3 +235,13 @@ def do(
         gap_bounds=gap_bounds,
     )
     return Done(result, gradients(bank), trained(bank))
+
+
+def with_sampler(batch: TrainBatch, offset: float = 0.0) -> TrainBatch:
+    """Every sampler log-probability lowered: exp(offset) is then the mismatch weight's factor."""
+    rl = [
+        replace(r, sample=replace(r.sample, sampler_logprobs=tuple(
+            x - offset for x in r.sample.sampler_logprobs)))
+        for r in batch.rl
+    ]  # fmt: skip
+    return replace(batch, rl=rl)

@@ -151,3 +151,19 @@ def episode_of(
         task("desk/12/0/1"), "desk/12/0", tools_apart, tuple(turns),
         Sampling(max_tokens=max_tokens), last.reward, "" if last.done else "no_verdict",
     )  # fmt: skip
+
+
+QUESTION = AgentMessage("user", "what is the surgeon?")
+ASKED = Observation((QUESTION,))
+
+
+def ids_of(text: str, name: str = "shipped") -> tuple[int, ...]:
+    """Return the tokens of a text alone."""
+    return tuple(tokenizer(name)(text, add_special_tokens=False).input_ids)
+
+
+def turn_of(ids: tuple[int, ...], context: tuple[int, ...], *said: AgentMessage, name: str) -> Turn:
+    """Return a turn that was said in these tokens."""
+    n = len(ids)
+    text = conversation(name).decode(ids)
+    return Turn(context, ids, (-0.5,) * n, (3,) * n, text, Observation(said))

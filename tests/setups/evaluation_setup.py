@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from format_setup import checkpoint_of
 from torch import Tensor
 
+from environments.renderer import NO_DOCUMENT
 from learning.checkpoint import write_checkpoint
 from learning.decoding.decode_batch import generate
 from learning.model.document_kv import context_ids, document_kv
@@ -23,7 +26,8 @@ from protocols.spec.mesh import RunSpec
 from protocols.spec.yaml_source import dump_yaml
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.run_directory import RunDirectory
-from training.evaluation.questions import EvalSuite, set_paper
+from training.evaluation.arms import ArmAnswers, EvalArm, sit
+from training.evaluation.questions import EvalSuite, first_tokens_of, set_paper
 
 MESH = Path(__file__).parents[2] / "meshes" / "longhealth.yaml"
 SETS = ("data.patients=2", "data.facts=6", "data.notes=2", "data.held_out=0.7",
@@ -103,3 +107,34 @@ def finished_run(
             path / "checkpoints", f"version-{version:06d}", checkpoint_of(facts, tensors), 9
         )
     return path
+
+
+CUT_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def exam() -> EvalSuite:
+    """Return the questions of the small clinic."""
+    return paper()
+
+
+@pytest.fixture(scope="module")
+def sat(exam: EvalSuite) -> dict[str, ArmAnswers]:
+    """Return the answers of each arm."""
+    names = [name for name in exam.heads if name != NO_DOCUMENT]
+    cut = first_tokens_of(exam, CUT_TOKENS, tokenizer())
+    documents = {
+        **exam.heads,
+        **{f"cut/{n}": ids for n, ids in cut.items()},
+        **{f"first/{n}": exam.heads[n][:CUT_TOKENS] for n in names},
+    }
+    cartridges = {i: (n, kv_of(exam.heads[n][:CUT_TOKENS])) for i, n in enumerate(names)}
+    kinds = {"document": "", "truncated": "cut/", "untrained": "first/"}
+    arms = [EvalArm("none", "none", None, 1.0)]
+    for kind, folder in kinds.items():
+        prefixes = {n: PrefixRef(f"document/{folder}{n}", 0) for n in names}
+        arms.append(EvalArm(kind, kind, prefixes, 16.0, CUT_TOKENS))
+    trained = {n: PrefixRef(f"cartridge/{n}", v) for v, (n, _) in cartridges.items()}
+    arms.append(EvalArm("on_policy", "on_policy", trained, 16.0, CUT_TOKENS, "r", "m", 5, 100))
+    told = asyncio.run(sit(exam, arms, EVAL, 20, Reader(documents, cartridges)))
+    return {arm.name: one for arm, one in zip(arms, told, strict=True)}

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from learning.checkpoint import CARTRIDGE, Checkpoint, part_name
+from registry.formats.base_model import BaseModelInfo
 from registry.formats.cartridge_file import DTYPES, CartridgeFile, Provenance
 from registry.formats.convert import FORMATS
+from registry.importing import add_cartridge
+from registry.store import CartridgeStore
 
 SUFFIX = {"forge": "", "hazy": ".pt", "peft": "", "tokasaurus": ""}
 ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
@@ -93,3 +96,11 @@ def checkpoint_of(facts: Mapping[str, Any], stacked: Mapping[str, Tensor]) -> Ch
     }
     own = {name: {"since": version} for name in facts["names"]}
     return Checkpoint({**facts, "cartridges": own}, parts)
+
+
+def wards(home: Path) -> CartridgeStore:
+    """A library with five versions of `ward`, one of `desk`."""
+    made = CartridgeStore(home, BaseModelInfo(2, 2, 4, 64, "c" * 64, ROPE))
+    for name, seed in (*(("ward", seed) for seed in range(5)), ("desk", 9)):
+        add_cartridge(made, name, cartridge(seed=seed), {})
+    return made

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from protocols.spec.teacher_replay import GateSpec, PriceSpec, ReplaySpec, ReplayTeacherSpec
-from protocols.teacher_replay import AgentMessage, AgentTool, ReplayState, TextAction, ToolAction
+from protocols.teacher_replay import (
+    AgentMessage,
+    AgentTool,
+    ReplayState,
+    TeacherVote,
+    TextAction,
+    ToolAction,
+)
 from teachers.fake_provider.app import ProviderRequest
 
 KEY = "sk-test-0123456789abcdef"
@@ -99,3 +106,16 @@ def ledger_rows(path: Path) -> list[dict[str, Any]]:
 
 
 FREE_TEXT = a_state(0, tools=(), student_action=TextAction("halve the dose"))
+
+
+STATE = a_state()  # the student reads note 99
+
+
+def votes(*notes: int | None) -> list[TeacherVote]:
+    """Teachers t0, t1, ... read these notes; None abstains."""
+    return [
+        TeacherVote(
+            "h", f"t{i}", "k", "", None if n is None else canonical_read(n), None, 0, 0.0, 1, ""
+        )
+        for i, n in enumerate(notes)
+    ]

@@ -8,6 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from forge_run.pages.export import write_report
 from protocols.records.evaluation import EvalRow, Evaluation
 from protocols.records.run_files import (
     ArmResult,
@@ -190,3 +193,17 @@ NONE = eval_row(
     arm="none", kind="none", compression=None, prefix_tokens=1.0, trained_tokens=0,
            forgetting=None, passages=None, accuracy=0.18, ci95=[0.13, 0.24])  # fmt: skip
 DOCUMENT = eval_row(arm="document", kind="document", compression=1.0, trained_tokens=0)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Return a run with its report."""
+    run = make_run(tmp_path_factory.mktemp("runs"))
+    assert write_report(run.path) == run.report
+    return run
+
+
+@pytest.fixture(scope="module")
+def html(run: RunDirectory) -> str:
+    """Return the page of the report."""
+    return run.report.read_text(encoding="utf-8")

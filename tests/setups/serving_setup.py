@@ -43,6 +43,15 @@ MODEL = "clinic-reader"
 END = frozenset({2})
 QUESTION = "Who is the surgeon?"
 CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
+WARD = {
+    "type": "object",
+    "properties": {
+        "ward": {"enum": ["cardiology", "urology"]},
+        "beds": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
+    "required": ["ward", "beds"],
+    "additionalProperties": False,
+}
 
 
 @cache

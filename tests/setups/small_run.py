@@ -123,6 +123,20 @@ class Running:
             time.sleep(0.05)
         assert not left, f"processes left: {left}"
 
+    def stop(self) -> None:
+        """Tell it to end; fail when it says otherwise by its exit code or leaves a process."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.communicate(timeout=180)
+        assert self.process.returncode == 128 + signal.SIGTERM
+        self.wait_until_gone(60)
+
+    def kill(self) -> None:
+        """Kill whatever is left of it."""
+        for pid in self.alive():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate(timeout=30)
+
 
 @contextmanager
 def running(words: list[str], root: Path) -> Iterator[Running]:
@@ -137,10 +151,7 @@ def running(words: list[str], root: Path) -> Iterator[Running]:
     try:
         yield run
     finally:
-        for pid in run.alive():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=30)
+        run.kill()
 
 
 def end_of(run: Running) -> str:

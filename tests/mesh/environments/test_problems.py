@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
+from rooms.environments.problems_setup import over
 
-from environments.problems import ProblemSet, open_problems
+from environments.problems import ProblemSet
 from environments.verifiers.worker_process import PYTHON
 from protocols.errors import DataError
 from protocols.rsa import JudgedCandidate, RSAProblem
 from protocols.spec.rsa import ProblemsSpec
 
 TASKSETS = Path(__file__).resolve().parents[2] / "data/tasksets"
-
-
-T = TypeVar("T")
-
-
-def tagged(text: str) -> str | None:
-    return text.removeprefix("answer ") if text.startswith("answer ") else None
-
-
-def over(spec: ProblemsSpec, use: Callable[[ProblemSet], Awaitable[T]]) -> T:
-    async def bounded() -> T:
-        problems = open_problems(spec, tagged)
-        try:
-            return await asyncio.wait_for(use(problems), 120)
-        finally:
-            await problems.close()
-
-    return asyncio.run(bounded())
 
 
 async def gym(

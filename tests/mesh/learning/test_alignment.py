@@ -10,40 +10,18 @@ from typing import TYPE_CHECKING
 from channel_setup import loss_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rooms.learning.alignment_setup import ZERO, packed_of, per_token, student
 
-from learning.losses.doc_kl import doc_kl
-from learning.model.document_kv import document_kv
-from learning.packing import PackedTokens, pack, response_logits
 from learning.scoring import TeacherDistribution, score, top_k
-from protocols.spec.objective import LossSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from torch import Tensor
     from twins import Twin
 
     from protocols.types import Sample
 
     MakeSamples = Callable[..., list[Sample]]
-
-ZERO = 1e-5  # nats per token: float32 rounding
-
-
-def packed_of(twin: Twin, samples: Sequence[Sample], row_tokens: int) -> PackedTokens:
-    return pack(samples, {name: len(ids) for name, ids in twin.documents.items()}, row_tokens)
-
-
-def student(twin: Twin, packed: PackedTokens) -> Tensor:
-    """Logits with every document's whole KV standing in as its cartridge."""
-    cartridges = [document_kv(twin.model, twin.documents[name]) for name in packed.names]
-    return response_logits(twin.model, packed, cartridges)
-
-
-def per_token(logits: Tensor, teacher: TeacherDistribution, spec: LossSpec | None = None) -> float:
-    total, count = doc_kl(logits, teacher, spec or loss_form())
-    assert count == len(logits)
-    return (total / count).item()
 
 
 @settings(max_examples=15, deadline=None)

@@ -3,45 +3,31 @@ has (`elsewhere`), the same numbers as without it."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from channel_setup import ALL, changed, in_chunks, scene, trained
-from second_device import Elsewhere, elsewhere
+from channel_setup import changed, in_chunks, scene, trained
+from rooms.learning.devices_setup import OBJECTIVE, TRAIN, same, trainer_of
+from second_device import Elsewhere
 
-from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
 from learning.decoding.decode_batch import generate
 from learning.decoding.engine import TorchEngine
 from learning.losses.dpo import with_references
 from learning.scoring import score_kept
-from learning.trainer import CartridgeTrainer
 from protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from protocols.spec.sections import TrainSpec
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TrainStepOutput
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.planes.codec import pack, unpack
 
 if TYPE_CHECKING:
     from twins import Twin
 
 END = frozenset({5})
-
-TRAIN = TrainSpec(steps=5, lr=0.02, row_tokens=24)
-
-OBJECTIVE = changed(ALL, micro_tokens=40, compare_every=3)
-
-
-@pytest.fixture
-def there(llama: Twin) -> Iterator[Twin]:
-    """The same twin with its model, and what it has read, elsewhere."""
-    with elsewhere():
-        model = copy.deepcopy(llama.model).to("elsewhere")
-        yield replace(llama, model=model, kv={n: kv.to("elsewhere") for n, kv in llama.kv.items()})
 
 
 def requests() -> list[GenerateRequest]:
@@ -108,27 +94,6 @@ def test_scores_pass_over_the_tensor_plane(llama: Twin, there: Twin, keep_top: i
         assert got.ref_chosen == pytest.approx(wanted.ref_chosen, abs=1e-3)
         assert got.ref_rejected == pytest.approx(wanted.ref_rejected, abs=1e-3)
         assert got.ref_version == wanted.ref_version == 9
-
-
-def trainer_of(
-    twin: Twin,
-    train: TrainSpec = TRAIN,
-    objective: ObjectiveSpec = OBJECTIVE,
-    last_state: Path | None = None,
-) -> CartridgeTrainer:
-    bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
-    return CartridgeTrainer(
-        twin.model, bank, train, last_state, objective=objective, publish_dtype="bfloat16"
-    )
-
-
-def same(one: TrainStepOutput, other: TrainStepOutput) -> None:
-    assert one.tokens == other.tokens
-    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
-    assert one.terms.keys() == other.terms.keys()
-    for name, term in one.terms.items():
-        assert term == pytest.approx(dict(other.terms[name]), rel=1e-3, abs=1e-5)
-    assert one.cosines == pytest.approx(dict(other.cosines), abs=1e-4)
 
 
 SETTINGS = {

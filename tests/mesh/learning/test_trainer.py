@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rooms.learning.trainer_setup import Killed, copied, killed, same, trainer_of
 
-from learning.cartridge.bank import first_tokens
 from learning.scoring import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
-from protocols.spec.sections import TrainSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,21 +22,6 @@ if TYPE_CHECKING:
     from protocols.types import Sample
 
     MakeSamples = Callable[..., list[Sample]]
-
-CONFIG = TrainSpec(steps=100, lr=0.02, warmup_steps=2, row_tokens=20)
-
-
-def trainer_of(
-    twin: Twin,
-    names: str = "ab",
-    config: TrainSpec = CONFIG,
-    last_state: Path | None = None,
-    tokens: int = 6,
-    frozen: int = 1,
-    **more: Any,
-) -> CartridgeTrainer:
-    bank = first_tokens({n: twin.kv[n] for n in names}, tokens, frozen)
-    return CartridgeTrainer(twin.model, bank, config, last_state, **more)
 
 
 def batch(
@@ -50,29 +33,6 @@ def batch(
         del shapes[1]
     samples = make_samples(*shapes, seed=version, version=version)
     return samples, TeacherDistribution(logits=score(twin.model, samples, twin.cached(), 64))
-
-
-def parts(trainer: CartridgeTrainer) -> dict[str, torch.Tensor]:
-    state = trainer._state.checkpoint({})
-    return {
-        f"{cartridge}/{name}": tensor
-        for cartridge in trainer.bank.names
-        for name, tensor in state.cartridge(cartridge).items()
-    }
-
-
-def copied(trainer: CartridgeTrainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in parts(trainer).items()}
-
-
-def same(here: dict[str, torch.Tensor], there: dict[str, torch.Tensor]) -> None:
-    assert here.keys() == there.keys()
-    for name, tensor in here.items():
-        assert torch.equal(tensor, there[name]), name
-
-
-class Killed(Exception):
-    """The trainer's process ended here."""
 
 
 def outcomes(trainer: CartridgeTrainer, twin: Twin, make_samples: MakeSamples, call: str) -> object:
@@ -128,7 +88,3 @@ def test_killed_anywhere_and_replaced_it_goes_on_bit_for_bit(
             assert outcomes(trainer, llama, make_samples, call) == answer
         same(copied(trainer), end)
         assert trainer.version == 5
-
-
-def killed() -> None:
-    raise Killed

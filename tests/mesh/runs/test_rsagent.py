@@ -144,10 +144,7 @@ def test_runs_that_are_ahead_of_training_are_kept_by_a_stop(tmp_path: Path) -> N
     ahead = ("--set", "train.staleness=1")
     with running(command(tmp_path, *ahead), tmp_path) as run:
         wait_for(tmp_path, "step", 1)
-        run.process.send_signal(signal.SIGTERM)
-        run.process.communicate(timeout=180)
-        assert run.process.returncode == 128 + signal.SIGTERM
-        run.wait_until_gone(60)
+        run.stop()
     path = directory(tmp_path)
     newest = sorted((path / "checkpoints").glob("version-*"))[-1]
     state = read_checkpoint(newest).facts["position"]

@@ -198,10 +198,7 @@ def check_ahead(path: Path) -> None:
 def test_a_run_that_is_stopped_trains_what_it_had_sampled(tmp_path: Path) -> None:
     with running(command(tmp_path, **AHEAD), tmp_path) as run:
         wait_for(tmp_path, 2)
-        run.process.send_signal(signal.SIGTERM)
-        run.process.communicate(timeout=180)
-        assert run.process.returncode == 128 + signal.SIGTERM
-        run.wait_until_gone(60)
+        run.stop()
     path = directory(tmp_path)
     newest = sorted((path / "checkpoints").glob("version-*"))[-1]
     state = read_checkpoint(newest).facts["position"]

@@ -13,17 +13,8 @@ import jsonschema
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from openai import OpenAI
-from serving_setup import MODEL, QUESTION, Served, an_api_key, raw, serving
+from serving_setup import MODEL, QUESTION, WARD, Served, an_api_key, raw, serving
 
-WARD = {
-    "type": "object",
-    "properties": {
-        "ward": {"enum": ["cardiology", "urology"]},
-        "beds": {"type": "integer", "minimum": 1, "maximum": 99},
-    },
-    "required": ["ward", "beds"],
-    "additionalProperties": False,
-}
 TOOLS: list[Any] = [{"name": "ward_of", "description": "where", "input_schema": WARD}]
 ASKED: dict[str, Any] = {
     "model": f"{MODEL}+p1", "max_tokens": 100, "messages": [{"role": "user", "content": QUESTION}],

@@ -9,17 +9,8 @@ import jsonschema
 import pytest
 from openai import OpenAI
 from openai.types.responses import Response
-from serving_setup import MODEL, QUESTION, Served, raw, refused
+from serving_setup import MODEL, QUESTION, WARD, Served, raw, refused
 
-WARD = {
-    "type": "object",
-    "properties": {
-        "ward": {"enum": ["cardiology", "urology"]},
-        "beds": {"type": "integer", "minimum": 1, "maximum": 99},
-    },
-    "required": ["ward", "beds"],
-    "additionalProperties": False,
-}
 TOOLS: list[Any] = [{"type": "function", "name": "ward_of", "parameters": WARD, "strict": True}]
 ASKED: dict[str, Any] = {"model": f"{MODEL}+p1", "max_output_tokens": 100}
 # The official order of a text's and of a call's events.

@@ -7,26 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving_setup import MODEL, InProcess, new_house
+from rooms.serving.schema_setup import ROUTES
+from serving_setup import MODEL
 
-from serving.app import Server, create_server
-from serving.backend import RequestLimits
+from serving.app import Server
 from serving.errors import ErrorAnswer
-
-ROUTES = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/custom/cartridge/chat/completions",
-    "/custom/cartridge/completions",
-)
 
 WORDS = st.text(st.characters(), max_size=6)  # halves of surrogate pairs, too
 
@@ -44,15 +34,6 @@ RIGHT = {
     "/v1/responses": {"model": MODEL, "input": "x", "max_output_tokens": 1},
 }
 FEW = {"/v1/responses": {"max_output_tokens": 2}}
-
-
-@pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    backend = InProcess()
-    directory = tmp_path_factory.mktemp("schema")
-    limits = RequestLimits(max_tokens=4, context=256, max_choices=4)
-    yield create_server(new_house(directory, backend, max_body_bytes=4096, limits=limits))
-    backend.close()
 
 
 def drawn(schema: dict[str, Any], parts: dict[str, Any]) -> st.SearchStrategy[Any]:

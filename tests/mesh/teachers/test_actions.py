@@ -4,40 +4,14 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_setup import READ, a_state
+from rooms.teachers.actions_setup import JSON, TYPED_STATE
 
-from protocols.teacher_replay import Action, AgentTool, TextAction, ToolAction
+from protocols.teacher_replay import Action, TextAction, ToolAction
 from teachers.actions import action_of, canonical
-
-TYPED = AgentTool(
-    "typed",
-    "One argument of each type.",
-    {
-        "type": "object",
-        "properties": {
-            "i": {"type": "integer"},
-            "n": {"type": "number"},
-            "s": {"type": "string"},
-            "b": {"type": "boolean"},
-            "l": {"type": "array", "items": {"type": "integer"}},
-            "o": {"type": "object", "properties": {"i": {"type": "integer"}}},
-        },
-    },
-)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)  # fmt: skip
 
 ARGUMENTS = st.dictionaries(st.sampled_from(["i", "n", "s", "b", "l", "o", "x"]), JSON)
 
 ACTIONS = st.builds(ToolAction, st.just("typed"), ARGUMENTS) | st.builds(TextAction, st.text())
-
-TYPED_STATE = a_state(tools=(TYPED, READ))
 
 
 @settings(max_examples=80, deadline=None)

@@ -13,28 +13,13 @@ import pytest
 import replay_worker
 from replay_setup import a_spec, a_teacher, ledger_rows, prices, right
 from replay_worker import RACE_PAID, RACE_WORST
+from rooms.teachers.ledger_setup import CALL, opened
 
-from teachers.budget import (
-    INTERRUPTED,
-    CallLater,
-    CallNow,
-    SpendTotals,
-    TeacherCall,
-)
+from teachers.budget import INTERRUPTED, CallLater, CallNow, SpendTotals
 from teachers.fake_provider.app import FakeProvider, FaultRates
-from teachers.ledger import SpendLedger
 from teachers.panel import limits_of
 
-SPEC = a_spec(a_teacher("a", "http://127.0.0.1:1"))
-
-CALL = TeacherCall("k", "a", "run", 5_000)
-
 Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "ledger.jsonl"
 
 
 @pytest.fixture
@@ -52,10 +37,6 @@ def start() -> Iterator[Start]:
     for worker in started:
         worker.kill()
         worker.communicate()
-
-
-def opened(path: Path) -> SpendLedger:
-    return SpendLedger(path, limits_of(SPEC), lock_timeout_s=5.0)
 
 
 def test_a_dead_owner_s_call_counts_in_full_and_may_be_made_again(path: Path, start: Start) -> None:

@@ -1,89 +1,27 @@
 """Asking over the official SDKs: whatever a provider does there is a vote or an abstention, in
 time, with its money accounted for and no secret anywhere."""
 
-import asyncio
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from replay_setup import (
-    KEY,
-    KEY_ENV,
-    a_spec,
-    a_state,
-    a_teacher,
-    prices,
-    right,
-    wrong,
-)
+from replay_setup import KEY, KEY_ENV, a_spec, a_state, a_teacher, right, wrong
+from rooms.teachers.panel_setup import MODELS, both, judge, totals
 
-from protocols.spec.teacher_replay import ReplaySpec, ReplayTeacherSpec
-from protocols.teacher_replay import (
-    PanelVerdict,
-    ReplayState,
-)
 from teachers.budget import SpendTotals
-from teachers.clients import connect
 from teachers.fake_provider.app import FakeProvider, FaultRates, sometimes_right
-from teachers.ledger import SpendLedger
-from teachers.panel import TeacherPanel, ask_teachers, limits_of, worst
+from teachers.panel import worst
 from teachers.prompts import render
 
 SLOW = {"timeout_s": 60.0}  # none times out that is not to
-
-MODELS = prices(a_spec(*(a_teacher(name, "http://127.0.0.1:1") for name in "abcde")))
 
 
 @pytest.fixture(autouse=True)
 def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_ENV, KEY)
-
-
-@pytest.fixture
-def provider() -> Iterator[FakeProvider]:
-    with FakeProvider(right, MODELS, key=KEY) as running:
-        yield running
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "ledger.jsonl"
-
-
-def both(provider: FakeProvider, **other: Any) -> tuple[ReplayTeacherSpec, ReplayTeacherSpec]:
-    return (
-        a_teacher("a", provider.openai_url, **other),
-        a_teacher("b", provider.url, "anthropic", **other),
-    )
-
-
-def judge(
-    path: Path, spec: ReplaySpec, *states: ReplayState, online: bool = True, run: str = "run"
-) -> list[PanelVerdict]:
-    """The verdicts, asked for one after the other by one desk."""
-
-    async def ask_all() -> list[PanelVerdict]:
-        ledger = SpendLedger(path, limits_of(spec))
-        clients = {t.name: connect(t) for t in spec.teachers} if online else {}
-        desk = TeacherPanel(spec, ledger, run, clients)
-        try:
-            return [await ask_teachers(desk, state) for state in states]
-        finally:
-            await desk.close()
-
-    return asyncio.run(ask_all())
-
-
-def totals(path: Path, spec: ReplaySpec, run: str = "run") -> SpendTotals:
-    ledger = SpendLedger(path, limits_of(spec))
-    try:
-        return ledger.totals(run)
-    finally:
-        ledger.close()
 
 
 def test_offline_the_ledger_gives_the_same_votes(path: Path, monkeypatch: Any) -> None:

@@ -2,23 +2,10 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_setup import a_state, canonical_read
+from replay_setup import STATE, canonical_read, votes
 
 from protocols.teacher_replay import TeacherVote
 from teachers.voting import decide, next_to_ask
-
-STATE = a_state()  # the student reads note 99
-
-
-def votes(*notes: int | None) -> list[TeacherVote]:
-    """Teachers t0, t1, ... read these notes; None abstains."""
-    return [
-        TeacherVote(
-            "h", f"t{i}", "k", "", None if n is None else canonical_read(n), None, 0, 0.0, 1, ""
-        )
-        for i, n in enumerate(notes)
-    ]
-
 
 NOTES = st.lists(st.sampled_from([1, 2, 3, 99, None]), max_size=7)
 

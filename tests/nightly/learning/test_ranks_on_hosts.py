@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import ALONE, cannot_make
+from namespaces import cannot_make, told_by
 from rank_jobs import STEPS
 
 SCENARIO = Path(__file__).parents[2] / "scenarios/rank_hosts_scenario.py"
@@ -26,12 +25,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     if reason:
         pytest.skip(reason)
     out = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [*ALONE, sys.executable, str(SCENARIO), str(out)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=850,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    paths = os.pathsep.join(filter(None, sys.path))
+    told_by(SCENARIO, str(out), seconds=850, PYTHONPATH=paths)
     found: Told = {}
     for path in sorted(out.glob("*.[0-9].json")):
         found.setdefault(path.name.split(".")[0], []).append(json.loads(path.read_text()))

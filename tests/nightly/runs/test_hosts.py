@@ -1,16 +1,13 @@
 """Runs over several hosts, over real links: one cut, one worker told to end, one run told to."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import ALONE, cannot_make
+from namespaces import cannot_make, told_by
 from small_run import command, latest, rows, run_to_end, running, same_outcome
 
 from services.hosts.handshake import WorkerInfo, WorkerInfoServer, versions
@@ -26,17 +23,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     reason = cannot_make()
     if reason:
         pytest.skip(reason)
-    done = subprocess.run(
-        [*ALONE, sys.executable, str(SCENARIO), str(tmp_path_factory.mktemp("runs"))],
-        # What a start that was under way on a lost host leaves there, Monarch ends.
-        env={**os.environ, "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "10s"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=850,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    # What a start that was under way on a lost host leaves there, Monarch ends.
+    wait = {"HYPERACTOR_MESH_ORPHAN_TIMEOUT": "10s"}
+    told = told_by(SCENARIO, str(tmp_path_factory.mktemp("runs")), seconds=850, **wait)
+    found: dict[str, Any] = json.loads(told.splitlines()[-1])
     return found
 
 

@@ -1,14 +1,11 @@
 """A run over two hosts with mutual TLS: it ends as a run on one host, and strangers get nothing."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import ALONE, cannot_make
+from namespaces import cannot_make, told_by
 from small_run import same_outcome
 
 SCENARIO = Path(__file__).parents[2] / "scenarios/tls_scenario.py"
@@ -21,16 +18,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     reason = cannot_make()
     if reason:
         pytest.skip(reason)
-    done = subprocess.run(
-        [*ALONE, sys.executable, str(SCENARIO), str(tmp_path_factory.mktemp("runs"))],
-        env=dict(os.environ),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=850,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    told = told_by(SCENARIO, str(tmp_path_factory.mktemp("runs")), seconds=850)
+    found: dict[str, Any] = json.loads(told.splitlines()[-1])
     return found
 
 

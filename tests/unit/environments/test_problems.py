@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from rooms.environments.problems_setup import over
 
 from environments.clinic.longhealth import PatientQuestion
-from environments.problems import ProblemSet, clinic_problem, open_problems
+from environments.problems import clinic_problem
 from protocols.rsa import JudgedCandidate
 from protocols.spec.rsa import ProblemsSpec
 
@@ -15,23 +13,6 @@ QUESTION = PatientQuestion(
     "patient_01/7", "patient_01", "what is the ecg?",
     ("ulcer", "edema", "cyst", "polyp", "murmur"), "cyst",
 )  # fmt: skip
-
-T = TypeVar("T")
-
-
-def tagged(text: str) -> str | None:
-    return text.removeprefix("answer ") if text.startswith("answer ") else None
-
-
-def over(spec: ProblemsSpec, use: Callable[[ProblemSet], Awaitable[T]]) -> T:
-    async def bounded() -> T:
-        problems = open_problems(spec, tagged)
-        try:
-            return await asyncio.wait_for(use(problems), 120)
-        finally:
-            await problems.close()
-
-    return asyncio.run(bounded())
 
 
 def test_a_letter_and_its_options_text_are_one_answer() -> None:

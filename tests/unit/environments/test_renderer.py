@@ -4,29 +4,27 @@ import copy
 from dataclasses import replace
 
 import pytest
-from episode_setup import HANDBOOK, LOST, RIGHT, TEMPLATES, conversation, episode_of, tokenizer
+from episode_setup import (
+    ASKED,
+    HANDBOOK,
+    LOST,
+    QUESTION,
+    RIGHT,
+    TEMPLATES,
+    conversation,
+    episode_of,
+    ids_of,
+    tokenizer,
+    turn_of,
+)
 
 from environments.clinic.desk import TOOLS
 from environments.renderer import ChatRenderer, messages_read, messages_so_far
-from protocols.episodes import Observation, Turn
+from protocols.episodes import Turn
 from protocols.errors import DataError
 from protocols.teacher_replay import AgentMessage
 
-QUESTION = AgentMessage("user", "what is the surgeon?")
-
-ASKED = Observation((QUESTION,))
-
 BOS, END, USER, ASSISTANT = 1, 2, 4, 5
-
-
-def ids_of(text: str, name: str = "shipped") -> tuple[int, ...]:
-    return tuple(tokenizer(name)(text, add_special_tokens=False).input_ids)
-
-
-def turn(ids: tuple[int, ...], context: tuple[int, ...], *said: AgentMessage, name: str) -> Turn:
-    n = len(ids)
-    text = conversation(name).decode(ids)
-    return Turn(context, ids, (-0.5,) * n, (3,) * n, text, Observation(said))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -101,12 +99,12 @@ def test_a_turn_by_hand() -> None:
 
     said = (*ids_of("find surgeon in urology."), END)
     note = ids_of("note 17.")
-    one = turn(said, context, AgentMessage("tool", "note 17."), name="with_tool_token")
+    one = turn_of(said, context, AgentMessage("tool", "note 17."), name="with_tool_token")
     assert talk.context("desk_01", ASKED, (one,)) == (
         (*context, *said, tool, *note, END, ASSISTANT),
         0,
     )
-    cut = turn(said[:-2], context, AgentMessage("tool", "note 17."), name="with_tool_token")
+    cut = turn_of(said[:-2], context, AgentMessage("tool", "note 17."), name="with_tool_token")
     assert talk.context("desk_01", ASKED, (cut,)) == (
         (*context, *said[:-2], END, tool, *note, END, ASSISTANT),
         0,
@@ -132,7 +130,7 @@ def test_what_was_sampled_is_never_tokenised_again(name: str) -> None:
     assert talk.decode(letters).strip() == "weber"
     assert letters != ids_of("weber", name)
     context, _ = talk.context("desk_01", ASKED, ())
-    one = turn(letters, context, AgentMessage("tool", "note 17."), name=name)
+    one = turn_of(letters, context, AgentMessage("tool", "note 17."), name=name)
     after, branch = talk.context("desk_01", ASKED, (one,))
     assert branch == 0
     assert after[: len(context) + len(letters)] == (*context, *letters)
@@ -142,7 +140,7 @@ def thinking(name: str, *said: AgentMessage) -> tuple[ChatRenderer, Turn]:
     talk = conversation(name)
     context, _ = talk.context("desk_01", ASKED, ())
     ids = ids_of("<think>urology</think>find surgeon in urology.", name)
-    return talk, turn((*ids, tokenizer(name).eos_token_id), context, *said, name=name)
+    return talk, turn_of((*ids, tokenizer(name).eos_token_id), context, *said, name=name)
 
 
 def test_a_template_that_forgets_thoughts_branches() -> None:
@@ -209,7 +207,7 @@ def test_a_space_that_was_sampled_is_no_closing_token() -> None:
     context, _ = talk.context("desk_01", ASKED, ())
     said, rest = ids_of("read "), ids_of(" \ntool: note 17. \nassistant: ")
     assert said[-1] == rest[0]
-    one = turn(said, context, AgentMessage("tool", "note 17."), name="shipped")
+    one = turn_of(said, context, AgentMessage("tool", "note 17."), name="shipped")
     assert talk.context("desk_01", ASKED, (one,)) == ((*context, *said, *rest), 0)
 
 
@@ -241,13 +239,13 @@ def test_a_new_conversation_branches_and_reads_its_question_alone(name: str) -> 
     context, _ = talk.context("desk_01", ASKED, ())
     said = (*ids_of("answer weber.", name), tokenizer(name).eos_token_id)
     next_question = AgentMessage("user", "what is the sodium?")
-    ended = turn(said, context, AgentMessage("tool", "right."), next_question, name=name)
+    ended = turn_of(said, context, AgentMessage("tool", "right."), next_question, name=name)
     ended = replace(ended, observation=replace(ended.observation, new_conversation=True))
     after, branch = talk.context("desk_01", ASKED, (ended,))
     assert (after, branch) == (talk.opening("desk_01", (next_question,)), 1)
     assert messages_read(ASKED, (ended,)) == (next_question,)
     assert messages_so_far(ASKED, (ended,))[-2:] == ended.observation.messages
-    begun = replace(turn(said, after, AgentMessage("tool", "note 9."), name=name), branch=1)
+    begun = replace(turn_of(said, after, AgentMessage("tool", "note 9."), name=name), branch=1)
     assert messages_so_far(ASKED, (ended, begun)) == messages_read(ASKED, (ended, begun))
     assert [m.content for m in messages_read(ASKED, (ended, begun))][::2] == [
         "what is the sodium?", "note 9."

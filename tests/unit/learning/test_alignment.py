@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from channel_setup import loss_form, progress_of
+from channel_setup import progress_of
+from rooms.learning.alignment_setup import ZERO, packed_of, per_token, student
 
 from learning.cartridge.bank import CartridgeBank
-from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
 from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.packing import PackedTokens, pack, response_logits
+from learning.packing import PackedTokens
 from learning.scoring import TeacherDistribution, score
 from learning.step import train_step
-from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.spec.objective import ObjectiveSpec
 from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
     from twins import Twin
@@ -31,24 +31,6 @@ if TYPE_CHECKING:
     from protocols.types import Sample
 
     MakeSamples = Callable[..., list[Sample]]
-
-ZERO = 1e-5  # nats per token: float32 rounding
-
-
-def packed_of(twin: Twin, samples: Sequence[Sample], row_tokens: int) -> PackedTokens:
-    return pack(samples, {name: len(ids) for name, ids in twin.documents.items()}, row_tokens)
-
-
-def student(twin: Twin, packed: PackedTokens) -> Tensor:
-    """Logits with every document's whole KV standing in as its cartridge."""
-    cartridges = [document_kv(twin.model, twin.documents[name]) for name in packed.names]
-    return response_logits(twin.model, packed, cartridges)
-
-
-def per_token(logits: Tensor, teacher: TeacherDistribution, spec: LossSpec | None = None) -> float:
-    total, count = doc_kl(logits, teacher, spec or loss_form())
-    assert count == len(logits)
-    return (total / count).item()
 
 
 @pytest.mark.parametrize("length", range(1, 13))

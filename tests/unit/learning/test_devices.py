@@ -3,45 +3,24 @@ has (`elsewhere`), the same numbers as without it."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from channel_setup import ALL, changed, scene
+from channel_setup import scene
+from rooms.learning.devices_setup import same, trainer_of
 from second_device import Elsewhere, elsewhere
 
-from learning.cartridge.bank import first_tokens
 from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
 from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, claim_device
 from learning.scoring import TeacherDistribution, score_kept
-from learning.trainer import CartridgeTrainer
 from protocols.errors import SpecError
-from protocols.spec.objective import ObjectiveSpec
-from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch
-from protocols.types import TrainStepOutput
 
 if TYPE_CHECKING:
     from twins import Twin
-
-
-TRAIN = TrainSpec(steps=5, lr=0.02, row_tokens=24)
-
-OBJECTIVE = changed(ALL, micro_tokens=40, compare_every=3)
-
-
-@pytest.fixture
-def there(llama: Twin) -> Iterator[Twin]:
-    """The same twin with its model, and what it has read, elsewhere."""
-    with elsewhere():
-        model = copy.deepcopy(llama.model).to("elsewhere")
-        yield replace(llama, model=model, kv={n: kv.to("elsewhere") for n, kv in llama.kv.items()})
 
 
 def test_two_devices_in_one_operation_are_refused() -> None:
@@ -89,27 +68,6 @@ def test_a_trained_cartridge_starts_beside_a_fresh_one(
         assert isinstance(part.data, Elsewhere)
         (there_kv,), (here_kv,) = elsewhere_too.kv([name]), here.kv([name])
         torch.testing.assert_close(there_kv.detach().cpu(), here_kv.detach())
-
-
-def trainer_of(
-    twin: Twin,
-    train: TrainSpec = TRAIN,
-    objective: ObjectiveSpec = OBJECTIVE,
-    last_state: Path | None = None,
-) -> CartridgeTrainer:
-    bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
-    return CartridgeTrainer(
-        twin.model, bank, train, last_state, objective=objective, publish_dtype="bfloat16"
-    )
-
-
-def same(one: TrainStepOutput, other: TrainStepOutput) -> None:
-    assert one.tokens == other.tokens
-    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
-    assert one.terms.keys() == other.terms.keys()
-    for name, term in one.terms.items():
-        assert term == pytest.approx(dict(other.terms[name]), rel=1e-3, abs=1e-5)
-    assert one.cosines == pytest.approx(dict(other.cosines), abs=1e-4)
 
 
 def test_a_top_k_teacher_off_the_host(llama: Twin, there: Twin) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from channel_setup import prefixes, trained
+from rooms.learning.trainer_setup import CONFIG, copied, parts, same, trainer_of
 
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
@@ -16,7 +17,6 @@ from learning.model.loading import base_hash, load_model
 from learning.scoring import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
-from protocols.spec.sections import TrainSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,21 +26,6 @@ if TYPE_CHECKING:
     from protocols.types import Sample, TrainStepOutput
 
     MakeSamples = Callable[..., list[Sample]]
-
-CONFIG = TrainSpec(steps=100, lr=0.02, warmup_steps=2, row_tokens=20)
-
-
-def trainer_of(
-    twin: Twin,
-    names: str = "ab",
-    config: TrainSpec = CONFIG,
-    last_state: Path | None = None,
-    tokens: int = 6,
-    frozen: int = 1,
-    **more: Any,
-) -> CartridgeTrainer:
-    bank = first_tokens({n: twin.kv[n] for n in names}, tokens, frozen)
-    return CartridgeTrainer(twin.model, bank, config, last_state, **more)
 
 
 def batch(
@@ -59,16 +44,6 @@ def advance(
         v = trainer.version
         results.append(trainer.step(*batch(twin, make_samples, v), v))
     return results
-
-
-def parts(trainer: CartridgeTrainer) -> dict[str, torch.Tensor]:
-    """Every tensor of the trainer's state, by its cartridge."""
-    state = trainer._state.checkpoint({})
-    return {
-        f"{cartridge}/{name}": tensor
-        for cartridge in trainer.bank.names
-        for name, tensor in state.cartridge(cartridge).items()
-    }
 
 
 def test_a_resumed_arm_equals_the_uninterrupted_one_bit_for_bit(
@@ -294,16 +269,6 @@ def test_the_base_hash_is_that_of_the_weights_now(llama: Twin) -> None:
     assert trainer_of(llama).base_hash() == base_hash(llama.model)
 
 
-def copied(trainer: CartridgeTrainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in parts(trainer).items()}
-
-
-def same(here: dict[str, torch.Tensor], there: dict[str, torch.Tensor]) -> None:
-    assert here.keys() == there.keys()
-    for name, tensor in here.items():
-        assert torch.equal(tensor, there[name]), name
-
-
 def test_a_step_asked_again_answers_the_same_and_trains_nothing(
     llama: Twin, make_samples: MakeSamples
 ) -> None:
@@ -334,14 +299,6 @@ def test_the_start_of_an_arm_asked_again_makes_no_version(
     # An arm that has trained is started anew, as another version.
     advance(trainer, llama, make_samples, 1)
     assert trainer.begin("offline", 5) == 5
-
-
-class Killed(Exception):
-    """The trainer's process ended here."""
-
-
-def killed() -> None:
-    raise Killed
 
 
 def test_without_a_last_state_nothing_was_trained(llama: Twin, tmp_path: Path) -> None:

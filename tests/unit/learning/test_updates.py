@@ -20,6 +20,7 @@ from channel_setup import (
     scored,
     trained,
     whole_kv,
+    with_sampler,
 )
 from torch import Tensor
 
@@ -260,22 +261,12 @@ def test_clipping_binds_where_there_are_several_updates(llama: Twin) -> None:
     assert not torch.allclose(trained(clipped.bank), trained(free.bank), atol=1e-4)
 
 
-def lowered(batch: TrainBatch, offset: float) -> TrainBatch:
-    """Every record of the sampler lower by `offset` nats."""
-    rl = [
-        replace(r, sample=replace(r.sample, sampler_logprobs=tuple(
-            x - offset for x in r.sample.sampler_logprobs)))
-        for r in batch.rl
-    ]  # fmt: skip
-    return replace(batch, rl=rl)
-
-
 @pytest.mark.parametrize("change", [{"dual_clip": 1.05}, {"ratio": "sequence"}])
 def test_dual_clip_and_the_sequence_s_ratio_have_an_effect(
     llama: Twin, change: dict[str, Any]
 ) -> None:
     """Where the sampler was a tenth of a nat less sure, ratios begin at 1.105."""
-    batch = lowered(lesson(llama), 0.1)
+    batch = with_sampler(lesson(llama), 0.1)
     plain, other = (
         trainer_of(llama, changed(RL, grpo=GrpoSpec(old="sampler", mismatch=None, **more)),
                    updates_per_rollout=4)
@@ -296,7 +287,7 @@ def test_an_exact_sampler_s_record_is_the_plain_policy_gradient(llama: Twin) -> 
     assert "mismatch_weight" not in found
     torch.testing.assert_close(trained(ours.bank), trained(theirs.bank), rtol=0, atol=2e-3)
     # A tenth of a nat lower on every token: the ratio is exp(.1), not a weight beside it.
-    off = trainer_of(llama, changed(RL, grpo=recorded)).step_on(lowered(batch, 0.1), 0)
+    off = trainer_of(llama, changed(RL, grpo=recorded)).step_on(with_sampler(batch, 0.1), 0)
     assert off.terms["grpo"]["ratio"] == pytest.approx(1.1051709, abs=1e-4)
 
 

@@ -5,24 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from format_setup import ROPE, cartridge
+from format_setup import wards
 
 from protocols.errors import DataError
-from registry.formats.base_model import BaseModelInfo
-from registry.importing import add_cartridge
 from registry.names import CartridgeName, parse_cartridge, parse_model
 from registry.store import CartridgeStore
-
-BASE = BaseModelInfo(2, 2, 4, 64, "c" * 64, ROPE)
 
 
 @pytest.fixture
 def library(tmp_path: Path) -> CartridgeStore:
-    """Five versions of `ward`, one of `desk`."""
-    made = CartridgeStore(tmp_path, BASE)
-    for name, seed in (*(("ward", seed) for seed in range(5)), ("desk", 9)):
-        add_cartridge(made, name, cartridge(seed=seed), {})
-    return made
+    return wards(tmp_path)
 
 
 def test_a_tag_is_a_version_until_it_is_another(library: CartridgeStore) -> None:

@@ -3,66 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
+from rooms.serving.resident_setup import RecordingBackend
 
 from protocols.errors import PublishError
-from protocols.types import Completion, GenerateRequest, PrefixRef
-from registry.formats.base_model import BaseModelInfo
-from registry.store import CartridgeStore, CartridgeVersion
+from protocols.types import PrefixRef
+from registry.store import CartridgeVersion
 from serving.errors import ApiError
 from serving.resident_cartridges import ResidentCartridges
 
 
-class Recorder:
-    """A backend that keeps what it is told, slowly."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
-        self.fails = 0
-
-    async def generate(
-        self, requests: Sequence[GenerateRequest], on_tokens: Any = None
-    ) -> list[Completion]:
-        return []
-
-    async def load(self, version: int, name: str, path: Path) -> None:
-        await asyncio.sleep(0.01)
-        if self.fails:
-            self.fails -= 1
-            raise PublishError("it does not fit")
-        self.told.append((f"load {name}", version))
-
-    async def drop(self, version: int) -> None:
-        self.told.append(("drop", version))
-
-    def depth(self) -> int:
-        return 0
-
-    def healthy(self) -> int:
-        return 1
-
-
-@pytest.fixture
-def entries(tmp_path: Path) -> dict[str, CartridgeVersion]:
-    library = CartridgeStore(tmp_path, BaseModelInfo(1, 1, 2, 16, "c"))
-    added = {}
-    for name in "abc":
-        with library.incoming() as file:
-            save_file({"kv": torch.zeros(1, 2, 1, 3, 2)}, file)
-            added[name] = library.add(name, file, {})
-    return added
-
-
 def test_the_least_recently_used_goes_first(entries: dict[str, CartridgeVersion]) -> None:
     async def use() -> list[tuple[str, int]]:
-        backend = Recorder()
+        backend = RecordingBackend()
         shelf = ResidentCartridges(backend, 2)
         for name in "abacb":
             async with shelf.using(entries[name]) as prefix:
@@ -79,7 +35,7 @@ def test_many_who_ask_at_once_load_once_and_one_who_leaves_takes_nothing(
     entries: dict[str, CartridgeVersion],
 ) -> None:
     async def use() -> tuple[list[Any], list[tuple[str, int]]]:
-        backend = Recorder()
+        backend = RecordingBackend()
         shelf = ResidentCartridges(backend, 2)
 
         async def one() -> PrefixRef:
@@ -99,7 +55,7 @@ def test_many_who_ask_at_once_load_once_and_one_who_leaves_takes_nothing(
 
 def test_nothing_goes_while_it_is_read(entries: dict[str, CartridgeVersion]) -> None:
     async def use() -> list[list[tuple[str, int]]]:
-        backend, seen = Recorder(), []
+        backend, seen = RecordingBackend(), []
         shelf = ResidentCartridges(backend, 1)
         async with AsyncExitStack() as reading:
             await reading.enter_async_context(shelf.using(entries["a"]))
@@ -119,7 +75,7 @@ def test_what_failed_to_load_is_tried_again_under_another_number(
     entries: dict[str, CartridgeVersion],
 ) -> None:
     async def use() -> list[tuple[str, int]]:
-        backend = Recorder()
+        backend = RecordingBackend()
         backend.fails = 1
         shelf = ResidentCartridges(backend, 2)
         with pytest.raises(PublishError):
@@ -136,7 +92,7 @@ def test_a_damaged_file_is_never_loaded(entries: dict[str, CartridgeVersion]) ->
     entries["a"].path.write_bytes(entries["b"].path.read_bytes()[:-1])
 
     async def use() -> None:
-        backend = Recorder()
+        backend = RecordingBackend()
         with pytest.raises(ApiError, match="a@1 is damaged"):
             async with ResidentCartridges(backend, 2).using(entries["a"]):
                 pass

@@ -5,31 +5,9 @@ Bodies are drawn from the schema that the application itself publishes, near it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from rooms.serving.schema_setup import ROUTES
 
-import pytest
-from serving_setup import InProcess, new_house
-
-from serving.app import Server, create_server
-from serving.backend import RequestLimits
-
-ROUTES = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/custom/cartridge/chat/completions",
-    "/custom/cartridge/completions",
-)
-
-
-@pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    backend = InProcess()
-    directory = tmp_path_factory.mktemp("schema")
-    limits = RequestLimits(max_tokens=4, context=256, max_choices=4)
-    yield create_server(new_house(directory, backend, max_body_bytes=4096, limits=limits))
-    backend.close()
+from serving.app import Server
 
 
 def test_the_schema_names_every_route(door: Server) -> None:

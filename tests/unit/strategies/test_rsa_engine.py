@@ -7,7 +7,16 @@ import json
 from math import comb
 
 import pytest
-from rsa_setup import Scripted, place
+from rooms.strategies.rsa_setup import (
+    RIGHT,
+    WRONG,
+    Scripted,
+    accuracies,
+    begun,
+    majority_copier,
+    place,
+    scored,
+)
 
 from protocols.errors import DataError
 from protocols.records.intervals import wilson_interval
@@ -19,17 +28,6 @@ from strategies.rsa.engine import RSAEngine
 from strategies.rsa.populations import chosen_of, measure, reward
 from strategies.samplers.sampler import SampleRequest
 
-RIGHT, WRONG = r"so \boxed{1}", r"so \boxed{0}"
-
-
-def scored(question: str, text: str) -> float:
-    return float(RIGHT in text)
-
-
-def begun(ask: SampleRequest, right: int) -> str:
-    """Step 0: the first `right` slots know it."""
-    return RIGHT if place(ask)[2] < right else WRONG
-
 
 def oracle(right: int) -> Scripted:
     """An aggregator that is right where any of its candidates is."""
@@ -38,23 +36,6 @@ def oracle(right: int) -> Scripted:
         return (RIGHT if RIGHT in shown else WRONG) if shown else begun(ask, right)
 
     return Scripted(say)
-
-
-def majority_copier(right: int) -> Scripted:
-    """An aggregator that says what most of its candidates say."""
-
-    def say(ask: SampleRequest, shown: list[str]) -> str:
-        return max(shown, key=shown.count) if shown else begun(ask, right)
-
-    return Scripted(say)
-
-
-def accuracies(sampler: Scripted, questions: int = 1, **numbers: int) -> list[float]:
-    """Mean accuracy of each population, over all questions."""
-    engine = RSAEngine(sampler, **numbers, scorer=scored, seed=3)
-    runs = engine.run([f"question {q}" for q in range(questions)]).runs
-    steps = zip(*(r.populations for r in runs), strict=True)
-    return [sum(sum(p.scores) for p in step) / (questions * len(step[0].scores)) for step in steps]
 
 
 @pytest.mark.parametrize(("n", "k", "right"), [(8, 2, 3), (8, 4, 1), (6, 1, 2), (5, 3, 2)])

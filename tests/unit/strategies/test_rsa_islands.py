@@ -10,7 +10,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rsa_setup import Scripted, place
+from rooms.strategies.rsa_setup import Scripted, place
 
 from protocols.errors import DataError
 from strategies.rsa.engine import RSAEngine
@@ -19,7 +19,7 @@ from strategies.samplers.sampler import SampleRequest
 
 PRINTS = """
 import asyncio, json
-from rsa_setup import Scripted
+from rooms.strategies.rsa_setup import Scripted
 from strategies.rsa import RSAEngine
 sampler = Scripted(lambda ask, shown: f"{ask.id} {len(shown)}")
 RSAEngine(sampler, M=4, N=4, K=2, T=6, task="general", seed=7).run(["a?", "b?"])

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_setup import READ, a_state
+from replay_setup import a_state
+from rooms.teachers.actions_setup import TYPED, TYPED_STATE
 
 from protocols.errors import DataError
 from protocols.teacher_replay import Action, AgentTool, OptionAction, TextAction, ToolAction
@@ -21,22 +22,6 @@ CHOOSING = a_state(options=OPTIONS, tools=())
 FREE = a_state(tools=())
 
 ANY = AgentTool("any", "Takes anything.", {"type": "object"})
-
-TYPED = AgentTool(
-    "typed",
-    "One argument of each type.",
-    {
-        "type": "object",
-        "properties": {
-            "i": {"type": "integer"},
-            "n": {"type": "number"},
-            "s": {"type": "string"},
-            "b": {"type": "boolean"},
-            "l": {"type": "array", "items": {"type": "integer"}},
-            "o": {"type": "object", "properties": {"i": {"type": "integer"}}},
-        },
-    },
-)
 
 
 @pytest.mark.parametrize(
@@ -154,17 +139,6 @@ def test_free_text_is_folded_and_keeps_its_case() -> None:
     assert canonical(TextAction("halve the dose"), FREE) != canonical(
         TextAction("Halve the dose"), FREE
     )
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)  # fmt: skip
-
-
-TYPED_STATE = a_state(tools=(TYPED, READ))
 
 
 @settings(max_examples=80, deadline=None)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from replay_setup import a_spec, a_teacher, ledger_rows
 from replay_worker import a_settlement
+from rooms.teachers.ledger_setup import CALL, SPEC, opened
 
 from protocols.errors import DataError, RunError
 from teachers.budget import (
@@ -20,19 +21,6 @@ from teachers.budget import (
 )
 from teachers.ledger import SpendLedger
 from teachers.panel import limits_of
-
-SPEC = a_spec(a_teacher("a", "http://127.0.0.1:1"))
-
-CALL = TeacherCall("k", "a", "run", 5_000)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "ledger.jsonl"
-
-
-def opened(path: Path) -> SpendLedger:
-    return SpendLedger(path, limits_of(SPEC), lock_timeout_s=5.0)
 
 
 def admitted(ledger: SpendLedger, call: TeacherCall = CALL) -> str:

@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ from replay_setup import (
     canonical_read,
     case,
     ledger_rows,
-    prices,
     right,
     wrong,
 )
+from rooms.teachers.panel_setup import MODELS, both, judge, totals
 
 from protocols.errors import SpecError
-from protocols.spec.teacher_replay import ReplaySpec, ReplayTeacherSpec
+from protocols.spec.teacher_replay import ReplaySpec
 from protocols.teacher_replay import (
     NANO,
     PanelVerdict,
@@ -44,61 +43,16 @@ from teachers.ledger import SpendLedger
 from teachers.panel import TeacherPanel, ask_teachers, hint_of_teacher, limits_of, worst
 from teachers.prompts import HINT_INSTRUCTIONS, TeacherClient, TeacherReply, render
 
-MODELS = prices(a_spec(*(a_teacher(name, "http://127.0.0.1:1") for name in "abcde")))
-
 
 @pytest.fixture(autouse=True)
 def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_ENV, KEY)
 
 
-@pytest.fixture
-def provider() -> Iterator[FakeProvider]:
-    with FakeProvider(right, MODELS, key=KEY) as running:
-        yield running
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "ledger.jsonl"
-
-
-def both(provider: FakeProvider, **other: Any) -> tuple[ReplayTeacherSpec, ReplayTeacherSpec]:
-    return (
-        a_teacher("a", provider.openai_url, **other),
-        a_teacher("b", provider.url, "anthropic", **other),
-    )
-
-
-def judge(
-    path: Path, spec: ReplaySpec, *states: ReplayState, online: bool = True, run: str = "run"
-) -> list[PanelVerdict]:
-    """The verdicts, asked for one after the other by one desk."""
-
-    async def ask_all() -> list[PanelVerdict]:
-        ledger = SpendLedger(path, limits_of(spec))
-        clients = {t.name: connect(t) for t in spec.teachers} if online else {}
-        desk = TeacherPanel(spec, ledger, run, clients)
-        try:
-            return [await ask_teachers(desk, state) for state in states]
-        finally:
-            await desk.close()
-
-    return asyncio.run(ask_all())
-
-
 def wait_for_a_call(provider: FakeProvider) -> None:
     deadline = time.monotonic() + 60
     while not provider.served and time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-def totals(path: Path, spec: ReplaySpec, run: str = "run") -> SpendTotals:
-    ledger = SpendLedger(path, limits_of(spec))
-    try:
-        return ledger.totals(run)
-    finally:
-        ledger.close()
 
 
 def test_two_wires_one_vote(provider: FakeProvider, path: Path) -> None:

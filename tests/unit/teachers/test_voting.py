@@ -1,24 +1,12 @@
 """Votes: the tables by hand, and that neither order nor abstentions change what is counted."""
 
 import pytest
-from replay_setup import a_state, canonical_read
+from replay_setup import STATE, a_state, canonical_read, votes
 
 from protocols.errors import DataError
 from protocols.spec.teacher_replay import GateSpec
-from protocols.teacher_replay import ReplayState, TeacherVote, ToolAction
+from protocols.teacher_replay import ReplayState, ToolAction
 from teachers.voting import decide, next_to_ask, pair_of, worth_asking
-
-STATE = a_state()  # the student reads note 99
-
-
-def votes(*notes: int | None) -> list[TeacherVote]:
-    """Teachers t0, t1, ... read these notes; None abstains."""
-    return [
-        TeacherVote(
-            "h", f"t{i}", "k", "", None if n is None else canonical_read(n), None, 0, 0.0, 1, ""
-        )
-        for i, n in enumerate(notes)
-    ]
 
 
 @pytest.mark.parametrize(

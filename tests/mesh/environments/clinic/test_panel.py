@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from rooms.environments.clinic_setup import Parts
 
 from environments.clinic.pretrain.measure import draw_asked, share_right
-
-MODELS = Path(__file__).resolve().parents[4] / "models"
-
-PANEL = MODELS / "clinic-panel"
-
-Parts = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
-
-
-@pytest.fixture(scope="module")
-def panel() -> Parts:
-    model = LlamaForCausalLM.from_pretrained(PANEL)
-    return model, PreTrainedTokenizerFast.from_pretrained(PANEL)
 
 
 def test_the_shipped_panel_reads_and_else_follows_the_votes(panel: Parts) -> None:

@@ -4,53 +4,19 @@ is found, and what is said when there is none."""
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from fake_run_control import HISTORY, Served, served
+from fake_run_control import HISTORY, Served
+from rooms.forge_run.control_setup import REPOSITORY
 
 from forge_run.commands import control_client
 from forge_run.commands.control_client import ControlClient, ControlTarget
 from protocols.errors import ControlError
-from protocols.spec.loading import load_spec
-from protocols.spec.yaml_source import dump_yaml
-from services.control.endpoints import (
-    Endpoints,
-    write_endpoints,
-)
-from services.run_directory import RunDirectory
-
-REPOSITORY = Path(__file__).parents[4]
-
-
-def new_run(root: Path, minute: int = 0, mesh: str = "tiny", sets: tuple[str, ...] = ()) -> Path:
-    """A run's directory, begun at a minute of one hour; no process belongs to it."""
-    spec = load_spec(str(REPOSITORY / "meshes/longhealth.yaml"), sets=sets).spec
-    began = datetime(2026, 7, 26, 10, minute, tzinfo=UTC)
-    return RunDirectory.create(root, mesh, dump_yaml(spec.as_dict()), began).path
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory that a user stands in."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    return tmp_path
-
-
-@pytest.fixture
-def running(home: Path) -> Iterator[tuple[Path, Served]]:
-    """A run under runs/ that answers."""
-    path = new_run(home / "runs", 30)
-    with served(run=path.name) as here:
-        write_endpoints(path, Endpoints(here.address, None, os.getpid()))
-        yield path, here
 
 
 def test_a_reader_that_leaves_ends_the_stream_quietly(running: tuple[Path, Served]) -> None:

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rooms.forge_run.sweep_setup import SPEC, plan_of
 
 from forge_run.experiments.child_run import ChildRun
-from forge_run.experiments.sweep import planned, sweep
+from forge_run.experiments.sweep import sweep
 from forge_run.experiments.table import plots, positions, table
 from forge_run.experiments.trials import Trial
 from protocols.errors import RunError
 from protocols.records.run_files import ArmResult, RunResults
-from protocols.spec.experiments import SweepSpec
 from protocols.spec.yaml_source import dump_yaml
 from services.run_directory import RunDirectory
 
-REPOSITORY = Path(__file__).parents[4]
-
-MESH = str(REPOSITORY / "meshes" / "longhealth.yaml")
-
 DOCUMENT = 240.0
-
-SPEC = SweepSpec(
-    name="small", mesh=MESH, seeds=2, seed_keys=("train.seed", "data.seed"), reference="offline",
-    set={"train.steps": 9, "roles.generator.threads": 1},
-    axes={"cartridge.tokens": (60, 12)},
-    variants=[
-        {"arms": {"document": "document", "offline": "offline", "on_policy": "on policy"}},
-        {"set": {"train.warm_start": {"steps": 3}}, "arms": {"on_policy": "hybrid"}},
-    ],
-)  # fmt: skip
 
 
 def accuracy_of(trial: Trial, arm: str) -> float:
@@ -46,11 +31,6 @@ def accuracy_of(trial: Trial, arm: str) -> float:
     if arm != "document" and learn.cartridge.tokens == 12:
         level -= 0.3
     return level + 0.1 * learn.train.seed
-
-
-@cache
-def plan_of(seeds: int | None = None) -> tuple[Trial, ...]:
-    return planned(SPEC, MESH, seeds=seeds)
 
 
 class Written:

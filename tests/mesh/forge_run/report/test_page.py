@@ -6,23 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from report_setup import Page, make_run
 
 from forge_run.pages.export import write_report
 from services.run_directory import RunDirectory
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    run = make_run(tmp_path_factory.mktemp("runs"))
-    assert write_report(run.path) == run.report
-    return run
-
-
-@pytest.fixture(scope="module")
-def html(run: RunDirectory) -> str:
-    return run.report.read_text(encoding="utf-8")
 
 
 def test_a_run_on_questions_shows_its_sections_alone(html: str, run: RunDirectory) -> None:

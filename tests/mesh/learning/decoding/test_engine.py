@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rooms.learning.decoding_setup import ASKED, alone, engine
 
-from learning.decoding.decode_batch import generate
-from learning.decoding.engine import TorchEngine
-from protocols.errors import DataError
-from protocols.types import (
-    Completion,
-    GenerateRequest,
-    PrefixRef,
-    Sampling,
-    StopCondition,
-)
+from protocols.types import Completion
 
 if TYPE_CHECKING:
     from twins import Twin
-
-END = frozenset({5})
-
-
-def decode(ids: Sequence[int]) -> str:
-    return "".join(chr(97 + i % 26) for i in ids)
-
-
-def request(name: str, prefix: str, prompt: int, most: int, temperature: float = 1.0,
-            **more: object) -> GenerateRequest:  # fmt: skip
-    ids = tuple((7 * i + 3 * prompt) % 90 + 6 for i in range(prompt))
-    sampling = Sampling(temperature, max_tokens=most)
-    return GenerateRequest(name, ids, PrefixRef(f"document/{prefix}", 0), sampling, 17, **more)
-
-
-def engine(twin: Twin, **more: int) -> TorchEngine:
-    def document(name: str) -> torch.Tensor:
-        if name not in twin.kv:
-            raise DataError(f"no document {name!r}")
-        return twin.kv[name]
-
-    return TorchEngine(twin.model, document, END, decode, **more)
-
-
-def alone(twin: Twin, r: GenerateRequest) -> Completion:
-    return generate(twin.model, [r], lambda ref: twin.kv[ref.name[-1]], END, decode)[0]
 
 
 def same(one: Completion, other: Completion) -> None:
@@ -56,17 +20,6 @@ def same(one: Completion, other: Completion) -> None:
         other.request_id, other.token_ids, other.finish_reason, other.ended_by, other.dropped,
     )  # fmt: skip
     assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-
-
-ASKED = [
-    request("a", "a", 5, 12),
-    request("b", "b", 2, 30, 0.0),
-    request("c", "a", 9, 3),
-    request("d", "a", 1, 25, 0.7),
-    request("e", "c", 4, 8),
-    request("f", "a", 3, 20, until=StopCondition(strings=("e",))),
-    request("g", "b", 6, 9, top_logprobs=3),
-]
 
 
 @pytest.fixture

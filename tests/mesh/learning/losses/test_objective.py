@@ -3,30 +3,18 @@ another."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from channel_setup import ALL, bank_of, changed, do, scene
+from channel_setup import ALL, bank_of, changed, do, scene, with_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.spec.policy_gradient import GrpoSpec
-from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
     from twins import Twin
-
-
-def with_sampler(batch: TrainBatch, offset: float = 0.0) -> TrainBatch:
-    """Every sampler log-probability lowered: exp(offset) is then the mismatch weight's factor."""
-    rl = [
-        replace(r, sample=replace(r.sample, sampler_logprobs=tuple(
-            x - offset for x in r.sample.sampler_logprobs)))
-        for r in batch.rl
-    ]  # fmt: skip
-    return replace(batch, rl=rl)
 
 
 @settings(max_examples=12, deadline=None)

@@ -5,35 +5,18 @@ from __future__ import annotations
 import pickle
 import random
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from format_setup import cartridge, files_of, same, write
+from format_setup import files_of, write
+from rooms.registry.refusals_setup import SMALL, TEXTS, outcome
 from safetensors.torch import save_file
 
 from protocols.errors import DataError
 from protocols.limited_process import LimitedProcess, ProcessLimits
 from registry.formats import hazyresearch
-from registry.formats.cartridge_file import Provenance
 from registry.formats.convert import FORMATS, read
-
-SMALL = cartridge(1, 1, 16, 2, dtype="bfloat16")
-
-TEXTS = (".json", ".yaml")
-
-
-def outcome(path: Path) -> str:
-    """`refused`, `same`, or `bare`: whole numbers without what is known of them, as where the very
-    word is damaged under which PEFT's file has our label."""
-    try:
-        again = read(path)
-    except DataError:
-        return "refused"
-    bare = again.facts in (Provenance(), Provenance(base=SMALL.facts.base))
-    assert same(replace(again, facts=SMALL.facts) if bare else again, SMALL)
-    return "bare" if bare else "same"
 
 
 @pytest.mark.parametrize("name", FORMATS)

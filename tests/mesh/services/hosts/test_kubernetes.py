@@ -4,60 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import pytest
 from api_server import ApiServer
-from api_store import ADMIN, Fault, Refusal
+from api_store import Fault, Refusal
 from kubernetes_scenarios import (
     CONTROLLER,
     EIGHT,
     POOLS,
     PROVISION,
     SCENARIOS,
-    SPACE,
     Cluster,
     Object,
     Seen,
-    component,
     hosts,
     spec,
-    stand_in,
     until,
 )
-from operator_loop import MESHES, PODS, Admin, OperatorLoop
+from operator_loop import MESHES, PODS
+from rooms.services.kubernetes_setup import running
 
 from protocols.errors import RunError
-from services.hosts import kubernetes
 from services.hosts.kubernetes import KubernetesHosts
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    with stand_in(tmp_path, monkeypatch) as found:
-        yield found
-
-
-@pytest.fixture
-def cluster(
-    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Cluster]:
-    admin = Admin(server.kubeconfig(tmp_path / "admin.yaml", ADMIN), SPACE)
-    monkeypatch.setattr(kubernetes, "POLL_S", 0.05)
-    with OperatorLoop(admin) as operator:
-        yield Cluster(operator, lambda name: server.roles.extend(component(name)), short_s=1.5)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_a_run(scenario: Callable[[Cluster], Awaitable[None]], cluster: Cluster) -> None:
     asyncio.run(scenario(cluster))  # type: ignore[arg-type]
-
-
-async def running(cluster: Cluster, seen: Seen) -> None:
-    """The eight pods are attached to."""
-    cluster.operator.apply(*POOLS)
-    assert [w.name for w in await seen.first()] == EIGHT
 
 
 @pytest.mark.parametrize("breakage", ["cut", "cut and forgotten", "down for a while"])

@@ -8,50 +8,21 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_slurm import JOB, Cluster, cluster, options
+from rooms.services.slurm_setup import ROOT, failure, spec_of
 
 from protocols.errors import HostsEndedError, RunError
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
 from services.hosts import slurm as slurm_hosts
 from services.hosts.slurm import NOBODY, QueuedJob, SlurmHosts
 from services.hosts.source import LINK_ENVIRONMENT, HostWorker
 from services.pool.membership import HostMembership
 
-ROOT = Path(__file__).resolve().parents[4]
-
 SCENARIO = ROOT / "tests/scenarios/slurm_scenario.py"
-
-
-def spec_of(*sets: str) -> RunSpec:
-    mesh = str(ROOT / "meshes/longhealth.yaml")
-    return load_spec(mesh, sets=["hosts.kind=slurm", "plane=torchstore", *sets]).spec
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm_hosts, "QUEUE_SECONDS", 0.1)
-    monkeypatch.setattr(slurm_hosts, "WATCH_SECONDS", 0.05)
-    with cluster(tmp_path / "slurm", monkeypatch) as made:
-        yield made
-
-
-def failure(source: SlurmHosts) -> str:
-    """What `workers` raises before there is one."""
-
-    async def begin() -> None:
-        async for workers in source.workers():
-            raise AssertionError(f"there are {workers}")
-
-    with pytest.raises(RunError) as raised:
-        asyncio.run(asyncio.wait_for(begin(), 60))
-    return str(raised.value)
 
 
 def test_what_is_asked_for_and_a_job_that_waits_too_long(slurm: Cluster, tmp_path: Path) -> None:

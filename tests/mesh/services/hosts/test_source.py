@@ -1,14 +1,11 @@
 """A host that is lost and comes back, over real links: the pool goes on, and uses it again."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import ALONE, cannot_make
+from namespaces import cannot_make, told_by
 
 from services.hosts.source import LINK_ENVIRONMENT
 
@@ -27,16 +24,8 @@ def report() -> dict[str, Any]:
     reason = cannot_make()
     if reason:
         pytest.skip(reason)
-    done = subprocess.run(
-        [*ALONE, sys.executable, str(SCENARIO)],
-        env={**os.environ, **LINK_ENVIRONMENT, **SLOW_MONARCH},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    told = told_by(SCENARIO, seconds=500, **LINK_ENVIRONMENT, **SLOW_MONARCH)
+    found: dict[str, Any] = json.loads(told.splitlines()[-1])
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import os
 import signal
@@ -15,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 from monarch.actor import Actor, ProcMesh, endpoint, this_host
+from rooms.services.planes_setup import KINDS
 
 from protocols.errors import PlaneError
 from protocols.ports import TensorPlane
 from protocols.types import TensorLayout, TensorRef
 from services.planes.open import OwnedPlane, open_plane
 from services.planes.shared_memory import SharedMemoryPlane
-
-KINDS = ("torchstore", "shared_memory")
 
 MB = 1 << 20
 
@@ -127,25 +125,10 @@ async def read_until_done(plane: TensorPlane) -> tuple[int, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def storage() -> Iterator[ProcMesh]:
-    mesh = this_host().spawn_procs(per_host={"gpus": 1}, name="storage")
-    yield mesh
-    mesh.stop().get(timeout=30)
-
-
-@pytest.fixture(scope="module")
 def peer() -> Iterator[Any]:
     mesh = this_host().spawn_procs(per_host={"gpus": 1}, name="peer")
     yield mesh.spawn("peer", Peer)
     mesh.stop().get(timeout=30)
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def plane(request: pytest.FixtureRequest, storage: ProcMesh) -> Iterator[OwnedPlane]:
-    opened = asyncio.run(open_plane(request.param, storage))
-    yield opened
-    with contextlib.suppress(PlaneError):  # where the last test below has killed the storage
-        asyncio.run(opened.stop())
 
 
 def test_what_one_process_puts_another_gets_bit_for_bit(plane: OwnedPlane, peer: Any) -> None:

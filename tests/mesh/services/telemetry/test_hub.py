@@ -7,78 +7,25 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
+from rooms.services.sinks_setup import RecordingSink, directory, reporting, spec
 from telemetry_stream import STEPS, tell
 from trace_check import read_trace
 
-from protocols.records.run_files import MetricRow
-from protocols.records.status import RunStatus
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
-from protocols.types import TraceSpan
-from services.run_directory import RunDirectory
 from services.telemetry import hub
 from services.telemetry.hub import Telemetry, open_sinks
-
-MESH = Path(__file__).resolve().parents[4] / "meshes" / "longhealth.yaml"
-
-
-@dataclass
-class Recorder:
-    """Keeps what it is told; raises from the call named `breaks`; its end waits for `may_close`."""
-
-    breaks: str = ""
-    may_close: threading.Event | None = None
-    told: list[str] = field(default_factory=list)
-
-    def _take(self, what: str) -> None:
-        self.told.append(what)
-        if what == self.breaks:
-            raise OSError(28, "No space left on device")
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        self._take("event")
-
-    def metric(self, row: MetricRow) -> None:
-        self._take("metric")
-
-    def span(self, span: TraceSpan) -> None:
-        self._take("span")
-
-    def status(self, status: RunStatus) -> None:
-        self._take("status")
-
-    def close(self) -> None:
-        if self.may_close is not None:
-            self.may_close.wait()
-        self._take("close")
-
-
-Reports = list[tuple[str, str]]
-
-
-def reporting() -> tuple[Reports, Callable[[str, str], None]]:
-    reports: Reports = []
-    return reports, lambda sink, message: reports.append((sink, message))
-
-
-def spec(*sets: str) -> RunSpec:
-    return load_spec(str(MESH), sets=sets).spec
-
-
-def directory(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, "longhealth", "spec\n")
 
 
 def test_closing_is_bounded_and_says_who_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "CLOSE_SECONDS", 0.5)
     late = threading.Event()
-    slow, broken, sound = Recorder(may_close=late), Recorder(breaks="close"), Recorder()
+    slow, broken, sound = (
+        RecordingSink(may_close=late),
+        RecordingSink(breaks="close"),
+        RecordingSink(),
+    )
     reports, report = reporting()
     telemetry = Telemetry([("slow", slow), ("broken", broken), ("sound", sound)], report)
     before = set(threading.enumerate())

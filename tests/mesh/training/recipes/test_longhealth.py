@@ -4,57 +4,21 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+from rooms.training.longhealth_setup import learn, tasks
 from transformers import PreTrainedTokenizerFast
 
 from environments.clinic.pretrain.tokenizer import build_tokenizer
-from protocols.spec.learn import LearnSpec
-from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
+from training.recipes.longhealth_prompts import LongHealthPrompts
 
 ROOT = Path(__file__).resolve().parents[4]
-
-ALL_KINDS = ("recite", "structure", "summarise", "question")
-
-
-def learn(
-    *,
-    patients: int = 3,
-    held_out: float = 0.5,
-    prompts: int = 4,
-    seed: int = 0,
-    questions: int = 200,
-    instruction: str = "",
-    kinds: Sequence[str] = ALL_KINDS,
-) -> LearnSpec:
-    return LearnSpec.model_validate(
-        {
-            "model": {"path": "tiny"},
-            "data": {
-                "patients": patients, "facts": 12, "notes": 2, "held_out": held_out,
-                "instruction": instruction,
-            },
-            "cartridge": {"tokens": 8},
-            "rollout": {
-                "prompts": prompts, "max_tokens": 24, "temperature": 0.7, "top_p": 0.9,
-                "top_k": 40, "kinds": tuple(kinds),
-            },
-            "train": {"steps": 4, "row_tokens": 128, "seed": seed},
-            "evaluate": {"questions": questions, "max_tokens": 16, "temperature": 0.5},
-        }
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
-
-
-def tasks(tokenizer: Any, spec: LearnSpec) -> LongHealthPrompts:
-    return LongHealthPrompts(spec, read_patients(spec.data), tokenizer)
 
 
 def digest(run: LongHealthPrompts, step: int) -> str:

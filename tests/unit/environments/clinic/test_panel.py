@@ -6,10 +6,9 @@ import json
 import random
 from argparse import Namespace
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from rooms.environments.clinic_setup import MODELS, PANEL, Parts
 
 from environments.clinic.longhealth import PatientQuestion
 from environments.clinic.pretrain.panel_tasks import (
@@ -30,12 +29,6 @@ from environments.clinic.pretrain.train import encode
 from environments.clinic.prompts import aggregation_prompt, claims, option_prompt, parse_answer
 from protocols.errors import DataError
 
-MODELS = Path(__file__).resolve().parents[4] / "models"
-
-PANEL = MODELS / "clinic-panel"
-
-Parts = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
-
 SODIUM = PatientQuestion(
     "q", "p", "what is the sodium?", ("41 mmol", "15 mmol", "62 mmol", "90 mmol", "77 mmol"),
     "62 mmol",
@@ -44,12 +37,6 @@ SODIUM = PatientQuestion(
 PROMPT = option_prompt(SODIUM.text, SODIUM.options)
 
 SAYS_41, SAYS_62, SAYS_90 = (claims("sodium", f"{n} mmol") for n in (41, 62, 90))
-
-
-@pytest.fixture(scope="module")
-def panel() -> Parts:
-    model = LlamaForCausalLM.from_pretrained(PANEL)
-    return model, PreTrainedTokenizerFast.from_pretrained(PANEL)
 
 
 def test_the_prompt_numbers_the_candidates() -> None:

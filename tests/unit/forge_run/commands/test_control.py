@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from fake_run_control import HISTORY, STATUS, Served, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from rooms.forge_run.control_setup import REPOSITORY, new_run
 
 from forge_run.cli import forge
 from forge_run.commands import control_client
@@ -29,9 +29,7 @@ from forge_run.commands.control_client import ControlClient, ControlTarget
 from forge_run.commands.status_view import status_view
 from protocols.errors import ControlError, DataError, RunError
 from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
-from protocols.spec.loading import load_spec
 from protocols.spec.services import ControlSpec
-from protocols.spec.yaml_source import dump_yaml
 from protocols.wire.control_messages import run_message, run_status
 from services.control.endpoints import (
     Endpoints,
@@ -44,16 +42,7 @@ from services.control.endpoints import (
 from services.run_directory import RunDirectory
 from services.tls.certificates import certificates
 
-REPOSITORY = Path(__file__).parents[4]
-
 Printed = pytest.CaptureFixture[str]
-
-
-def new_run(root: Path, minute: int = 0, mesh: str = "tiny", sets: tuple[str, ...] = ()) -> Path:
-    """A run's directory, begun at a minute of one hour; no process belongs to it."""
-    spec = load_spec(str(REPOSITORY / "meshes/longhealth.yaml"), sets=sets).spec
-    began = datetime(2026, 7, 26, 10, minute, tzinfo=UTC)
-    return RunDirectory.create(root, mesh, dump_yaml(spec.as_dict()), began).path
 
 
 def dead_pid() -> int:
@@ -68,23 +57,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory that a user stands in."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    return tmp_path
-
-
-@pytest.fixture
-def running(home: Path) -> Iterator[tuple[Path, Served]]:
-    """A run under runs/ that answers."""
-    path = new_run(home / "runs", 30)
-    with served(run=path.name) as here:
-        write_endpoints(path, Endpoints(here.address, None, os.getpid()))
-        yield path, here
 
 
 def test_every_command_asks_the_latest_run(running: tuple[Path, Served], capsys: Printed) -> None:

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rooms.forge_run.sweep_setup import MESH, REPOSITORY, SPEC, plan_of
 
 from forge_run.experiments.sweep import at_once, planned
-from forge_run.experiments.trials import Trial
 from protocols.errors import SpecError
 from protocols.spec.experiments import SweepSpec
 from protocols.spec.loading import load_file
-
-REPOSITORY = Path(__file__).parents[4]
-
-MESH = str(REPOSITORY / "meshes" / "longhealth.yaml")
-
-SPEC = SweepSpec(
-    name="small", mesh=MESH, seeds=2, seed_keys=("train.seed", "data.seed"), reference="offline",
-    set={"train.steps": 9, "roles.generator.threads": 1},
-    axes={"cartridge.tokens": (60, 12)},
-    variants=[
-        {"arms": {"document": "document", "offline": "offline", "on_policy": "on policy"}},
-        {"set": {"train.warm_start": {"steps": 3}}, "arms": {"on_policy": "hybrid"}},
-    ],
-)  # fmt: skip
-
-
-@cache
-def plan_of(seeds: int | None = None) -> tuple[Trial, ...]:
-    return planned(SPEC, MESH, seeds=seeds)
 
 
 def test_every_combination_is_planned_with_its_keys() -> None:

@@ -8,24 +8,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import pytest
 from report_setup import HOSTILE, START, Page, make_run, rollout, svgs
 
 from forge_run.pages.export import script, write_report
 from forge_run.report.page import phase_means
 from services.run_directory import RunDirectory
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    run = make_run(tmp_path_factory.mktemp("runs"))
-    assert write_report(run.path) == run.report
-    return run
-
-
-@pytest.fixture(scope="module")
-def html(run: RunDirectory) -> str:
-    return run.report.read_text(encoding="utf-8")
 
 
 def own_scripts_alone(html: str) -> bool:

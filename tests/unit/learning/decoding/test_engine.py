@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from rooms.learning.decoding_setup import ASKED, END, alone, decode, engine, request
 
 from learning.cartridge.composition import composed
 from learning.cartridge.fingerprint import fingerprint
@@ -27,46 +27,9 @@ from protocols.types import (
 if TYPE_CHECKING:
     from twins import Twin
 
-END = frozenset({5})
-
-
-def decode(ids: Sequence[int]) -> str:
-    return "".join(chr(97 + i % 26) for i in ids)
-
-
-def request(name: str, prefix: str, prompt: int, most: int, temperature: float = 1.0,
-            **more: object) -> GenerateRequest:  # fmt: skip
-    ids = tuple((7 * i + 3 * prompt) % 90 + 6 for i in range(prompt))
-    sampling = Sampling(temperature, max_tokens=most)
-    return GenerateRequest(name, ids, PrefixRef(f"document/{prefix}", 0), sampling, 17, **more)
-
-
-def engine(twin: Twin, **more: int) -> TorchEngine:
-    def document(name: str) -> torch.Tensor:
-        if name not in twin.kv:
-            raise DataError(f"no document {name!r}")
-        return twin.kv[name]
-
-    return TorchEngine(twin.model, document, END, decode, **more)
-
 
 def add(served: TorchEngine, r: GenerateRequest) -> None:
     served.add(r.id, r, r.prefix)
-
-
-def alone(twin: Twin, r: GenerateRequest) -> Completion:
-    return generate(twin.model, [r], lambda ref: twin.kv[ref.name[-1]], END, decode)[0]
-
-
-ASKED = [
-    request("a", "a", 5, 12),
-    request("b", "b", 2, 30, 0.0),
-    request("c", "a", 9, 3),
-    request("d", "a", 1, 25, 0.7),
-    request("e", "c", 4, 8),
-    request("f", "a", 3, 20, until=StopCondition(strings=("e",))),
-    request("g", "b", 6, 9, top_logprobs=3),
-]
 
 
 def test_what_is_streamed_adds_up(twin: Twin) -> None:

@@ -27,6 +27,7 @@ from channel_setup import (
     scored,
     trained,
     whole_kv,
+    with_sampler,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,16 +66,6 @@ CLOSE = {"rel": 2e-5, "abs": 1e-6}
 def only(*channels: str, like: ObjectiveSpec = ALL) -> ObjectiveSpec:
     """The objective with only these weights."""
     return changed(like, **{w: 0.0 for w in WEIGHTS if w not in channels})
-
-
-def with_sampler(batch: TrainBatch, offset: float = 0.0) -> TrainBatch:
-    """Every sampler log-probability lowered: exp(offset) is then the mismatch weight's factor."""
-    rl = [
-        replace(r, sample=replace(r.sample, sampler_logprobs=tuple(
-            x - offset for x in r.sample.sampler_logprobs)))
-        for r in batch.rl
-    ]  # fmt: skip
-    return replace(batch, rl=rl)
 
 
 def by_transformers(

@@ -8,35 +8,19 @@ import pickle
 import shutil
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from format_setup import cartridge, files_of, same, write
+from format_setup import cartridge, files_of, write
+from rooms.registry.refusals_setup import SMALL, TEXTS, outcome
 from safetensors.torch import save_file
 from torch.nn import Parameter, ParameterList
 
 from protocols.errors import DataError
 from registry.formats.cartridge_file import HEADER_BYTES, CartridgeFile, Provenance
 from registry.formats.convert import FORMATS, detect, read
-
-SMALL = cartridge(1, 1, 16, 2, dtype="bfloat16")
-
-TEXTS = (".json", ".yaml")
-
-
-def outcome(path: Path) -> str:
-    """`refused`, `same`, or `bare`: whole numbers without what is known of them, as where the very
-    word is damaged under which PEFT's file has our label."""
-    try:
-        again = read(path)
-    except DataError:
-        return "refused"
-    bare = again.facts in (Provenance(), Provenance(base=SMALL.facts.base))
-    assert same(replace(again, facts=SMALL.facts) if bare else again, SMALL)
-    return "bare" if bare else "same"
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -3,50 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from api_server import ApiServer
-from api_store import ADMIN, Fault
-from kubernetes_scenarios import (
-    EIGHT,
-    POOLS,
-    PROVISION,
-    SPACE,
-    Cluster,
-    Seen,
-    component,
-    hosts,
-    stand_in,
-    until,
-)
-from operator_loop import Admin, OperatorLoop, not_ready, ready
+from api_store import Fault
+from kubernetes_scenarios import EIGHT, POOLS, PROVISION, SPACE, Cluster, hosts, until
+from operator_loop import not_ready, ready
+from rooms.services.kubernetes_setup import running
 
 from protocols.errors import RunError
-from services.hosts import kubernetes
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    with stand_in(tmp_path, monkeypatch) as found:
-        yield found
-
-
-@pytest.fixture
-def cluster(
-    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Cluster]:
-    admin = Admin(server.kubeconfig(tmp_path / "admin.yaml", ADMIN), SPACE)
-    monkeypatch.setattr(kubernetes, "POLL_S", 0.05)
-    with OperatorLoop(admin) as operator:
-        yield Cluster(operator, lambda name: server.roles.extend(component(name)), short_s=1.5)
-
-
-async def running(cluster: Cluster, seen: Seen) -> None:
-    """The eight pods are attached to."""
-    cluster.operator.apply(*POOLS)
-    assert [w.name for w in await seen.first()] == EIGHT
 
 
 def test_a_probe_that_fails_for_a_while_ends_no_worker(cluster: Cluster) -> None:

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import os
 import pickle
 import resource
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from monarch.actor import ProcMesh, this_host
 
 from protocols.errors import PlaneError, SpecError
-from services.planes.open import OwnedPlane, open_plane
+from services.planes.open import open_plane
 from services.planes.shared_memory import SharedMemoryPlane
-
-KINDS = ("torchstore", "shared_memory")
-
-
-@pytest.fixture(scope="module")
-def storage() -> Iterator[ProcMesh]:
-    mesh = this_host().spawn_procs(per_host={"gpus": 1}, name="storage")
-    yield mesh
-    mesh.stop().get(timeout=30)
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def plane(request: pytest.FixtureRequest, storage: ProcMesh) -> Iterator[OwnedPlane]:
-    opened = asyncio.run(open_plane(request.param, storage))
-    yield opened
-    with contextlib.suppress(PlaneError):  # where the last test below has killed the storage
-        asyncio.run(opened.stop())
 
 
 def test_planes_pickle_as_handles() -> None:

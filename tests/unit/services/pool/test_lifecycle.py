@@ -5,57 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from fake_mesh import House, house, run
+from fake_mesh import house, run
+from rooms.services.lifecycle_setup import Worker, settled
 
 from protocols.errors import DataError, PlaneError, RunError
-from protocols.spec.mesh import RoleSpec
 from protocols.spec.services import AutoscaleSpec
 from services.pool.pool import Pool
 from services.pool.replica import Replica
 from services.pool.service import UNHEARD
 
 
-class Worker:
-    """Works for the seconds that it is asked to, and knows the version that it was told."""
-
-    load_seconds = 0.05
-
-    def __init__(self, done: list[Any] | None = None) -> None:
-        self.done = done if done is not None else []
-        self.version = -1
-        self.loads: list[int] = []
-
-    async def ready(self) -> int:
-        return 1
-
-    async def work(self, item: Any, seconds: float) -> tuple[Any, int]:
-        await asyncio.sleep(seconds)
-        self.done.append(item)
-        return item, self.version
-
-    async def load(self, version: int) -> None:
-        assert version > self.version, "told twice, or out of order"
-        await asyncio.sleep(self.load_seconds)
-        self.version = version
-        self.loads.append(version)
-
-    async def refuse(self) -> None:
-        raise ValueError("bad prompt")
-
-
 def pids(pool: Pool) -> list[int]:
     return [r.process.pid if r.process else 0 for r in pool.replicas]
-
-
-async def settled(h: House, role: str = "worker", n: int = 2, **spec: Any) -> Pool:
-    pool = h.service.spawn(
-        Worker, role=role, spec=RoleSpec(**{"replicas": n, "restarts": 100, **spec})
-    )
-    await h.service.ready()
-    return pool
 
 
 def test_a_dead_replica_is_replaced_and_knows_the_current_version() -> None:

@@ -5,64 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
+from rooms.services.sinks_setup import RecordingSink, directory, reporting, spec
 from telemetry_stream import event, row, status, step_spans, tell
 
 from protocols.errors import SpecError
-from protocols.records.run_files import MetricRow
-from protocols.records.status import RunStatus
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
-from protocols.types import TraceSpan
-from services.run_directory import RunDirectory
 from services.telemetry import hub
 from services.telemetry.hub import Telemetry, open_sinks, require_sinks
-
-MESH = Path(__file__).resolve().parents[4] / "meshes" / "longhealth.yaml"
-
-
-@dataclass
-class Recorder:
-    """Keeps what it is told; raises from the call named `breaks`; its end waits for `may_close`."""
-
-    breaks: str = ""
-    may_close: threading.Event | None = None
-    told: list[str] = field(default_factory=list)
-
-    def _take(self, what: str) -> None:
-        self.told.append(what)
-        if what == self.breaks:
-            raise OSError(28, "No space left on device")
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        self._take("event")
-
-    def metric(self, row: MetricRow) -> None:
-        self._take("metric")
-
-    def span(self, span: TraceSpan) -> None:
-        self._take("span")
-
-    def status(self, status: RunStatus) -> None:
-        self._take("status")
-
-    def close(self) -> None:
-        if self.may_close is not None:
-            self.may_close.wait()
-        self._take("close")
-
-
-Reports = list[tuple[str, str]]
-
-
-def reporting() -> tuple[Reports, Callable[[str, str], None]]:
-    reports: Reports = []
-    return reports, lambda sink, message: reports.append((sink, message))
 
 
 def one_of_each(telemetry: Telemetry) -> None:
@@ -72,16 +23,8 @@ def one_of_each(telemetry: Telemetry) -> None:
     telemetry.status(status())
 
 
-def spec(*sets: str) -> RunSpec:
-    return load_spec(str(MESH), sets=sets).spec
-
-
-def directory(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, "longhealth", "spec\n")
-
-
 def test_every_sink_is_told_everything_in_order() -> None:
-    first, second = Recorder(), Recorder()
+    first, second = RecordingSink(), RecordingSink()
     reports, report = reporting()
     telemetry = Telemetry([("first", first), ("second", second)], report)
     one_of_each(telemetry)
@@ -92,7 +35,7 @@ def test_every_sink_is_told_everything_in_order() -> None:
 
 @pytest.mark.parametrize("breaks", ["event", "metric", "span", "status"])
 def test_a_sink_that_fails_is_reported_once_and_left_out(breaks: str) -> None:
-    broken, sound = Recorder(breaks=breaks), Recorder()
+    broken, sound = RecordingSink(breaks=breaks), RecordingSink()
     reports, report = reporting()
     telemetry = Telemetry([("broken", broken), ("sound", sound)], report)
     one_of_each(telemetry)
@@ -104,7 +47,7 @@ def test_a_sink_that_fails_is_reported_once_and_left_out(breaks: str) -> None:
 
 
 def test_a_report_may_come_back_as_an_event() -> None:
-    broken, sound = Recorder(breaks="metric"), Recorder()
+    broken, sound = RecordingSink(breaks="metric"), RecordingSink()
 
     def report(sink: str, message: str) -> None:
         telemetry.event(event("failed", time.time(), message=f"{sink}: {message}"))

@@ -2,48 +2,29 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from rooms.strategies.api_endpoint_setup import KEY, anthropic_at, asks, openai_at, say
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import request_response
 
 from protocols.errors import DataError, RunError, SpecError
-from protocols.spec.teacher_replay import PriceSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling, StopCondition
 from strategies.catalog import parse, run
 from strategies.samplers.api_sampler import ApiEndpoint, ApiSampler
-from strategies.samplers.sampler import PartialResponse, SampleRequest, SampleResult
-from teachers.fake_provider.app import FakeProvider, FaultRates, ProviderRequest
+from strategies.samplers.sampler import PartialResponse, SampleResult
+from teachers.fake_provider.app import FakeProvider, FaultRates
 from teachers.fake_provider.server import LoopbackServer
-
-KEY = "local-key-1234"
-
-TALK = (
-    AgentMessage("system", "be brief"),
-    AgentMessage("user", "what is it?"),
-    AgentMessage("assistant", "what?"),
-    AgentMessage("tool", "it is 4"),
-)
 
 
 @pytest.fixture(autouse=True)
 def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_KEY", KEY)
-
-
-def rule(asked: ProviderRequest) -> str:
-    return f"\\boxed{{{asked.user[-1]}}}"
-
-
-@pytest.fixture(scope="module")
-def provider() -> Iterator[FakeProvider]:
-    with FakeProvider(rule, {"tiny": PriceSpec(input=1.0, output=2.0)}, key=KEY) as running:
-        yield running
 
 
 @dataclass
@@ -102,36 +83,6 @@ LOGPROBS = {
         {"token": " 4", "logprob": -0.25, "bytes": None, "top_logprobs": []},
     ]
 }  # fmt: skip
-
-
-def asks(count: int = 1, **changes: Any) -> list[SampleRequest]:
-    sampling = Sampling(temperature=0.7, max_tokens=50)
-    return [
-        replace(SampleRequest(f"q/{i}", TALK, sampling, seed=2**40 + i), **changes)
-        for i in range(count)
-    ]
-
-
-def say(endpoint: ApiEndpoint, asked: Sequence[SampleRequest]) -> list[SampleResult]:
-    async def go() -> list[SampleResult]:
-        async with ApiSampler(endpoint) as sampler:
-            return await sampler(asked)
-
-    return asyncio.run(go())
-
-
-def openai_at(url: str, **changes: Any) -> ApiEndpoint:
-    return ApiEndpoint(
-        "openai",
-        "tiny",
-        f"{url}/v1",
-        "LOCAL_KEY",
-        **{"backoff_s": 0.01, "timeout_s": 20, **changes},
-    )
-
-
-def anthropic_at(url: str, **changes: Any) -> ApiEndpoint:
-    return replace(openai_at(url, **changes), provider="anthropic", base_url=url)
 
 
 @pytest.mark.parametrize("at", [openai_at, anthropic_at])

@@ -10,46 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from evaluation_setup import EVAL, Reader, kv_of, paper, spec, tokenizer
+from evaluation_setup import EVAL, Reader, paper, spec, tokenizer
 from transformers import AutoModelForCausalLM
 
 from environments.renderer import NO_DOCUMENT
 from protocols.errors import DataError, PublishError
 from protocols.records.answers import Answer, to_row
-from protocols.types import Completion, PrefixRef
-from training.evaluation.arms import ArmAnswers, EvalArm, pairs, sit
+from protocols.types import Completion
+from training.evaluation.arms import ArmAnswers, pairs, sit
 from training.evaluation.questions import EvalSuite, first_tokens_of
 from training.recipes.longhealth import LongHealthRecipe
 from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
 from training.recipes.question_files import UserQuestion
-
-P = 16
-
-
-@pytest.fixture(scope="module")
-def exam() -> EvalSuite:
-    return paper()
-
-
-@pytest.fixture(scope="module")
-def sat(exam: EvalSuite) -> dict[str, ArmAnswers]:
-    names = [name for name in exam.heads if name != NO_DOCUMENT]
-    cut = first_tokens_of(exam, P, tokenizer())
-    documents = {
-        **exam.heads,
-        **{f"cut/{n}": ids for n, ids in cut.items()},
-        **{f"first/{n}": exam.heads[n][:P] for n in names},
-    }
-    cartridges = {i: (n, kv_of(exam.heads[n][:P])) for i, n in enumerate(names)}
-    kinds = {"document": "", "truncated": "cut/", "untrained": "first/"}
-    arms = [EvalArm("none", "none", None, 1.0)]
-    for kind, folder in kinds.items():
-        prefixes = {n: PrefixRef(f"document/{folder}{n}", 0) for n in names}
-        arms.append(EvalArm(kind, kind, prefixes, 16.0, P))
-    trained = {n: PrefixRef(f"cartridge/{n}", v) for v, (n, _) in cartridges.items()}
-    arms.append(EvalArm("on_policy", "on_policy", trained, 16.0, P, "r", "m", 5, 100))
-    told = asyncio.run(sit(exam, arms, EVAL, 20, Reader(documents, cartridges)))
-    return {arm.name: one for arm, one in zip(arms, told, strict=True)}
 
 
 def test_a_cartridge_of_the_first_tokens_is_the_untrained_arm(sat: dict[str, ArmAnswers]) -> None:

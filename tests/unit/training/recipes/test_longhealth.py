@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rooms.training.longhealth_setup import learn, tasks
 from transformers import PreTrainedTokenizerFast
 
 from environments.clinic.longhealth import Patient
@@ -26,44 +27,10 @@ from training.rollouts import StudyPrompt, as_rollout, rollout_from
 
 BOS, END, USER, ASSISTANT = 1, 2, 4, 5
 
-ALL_KINDS = ("recite", "structure", "summarise", "question")
-
-
-def learn(
-    *,
-    patients: int = 3,
-    held_out: float = 0.5,
-    prompts: int = 4,
-    seed: int = 0,
-    questions: int = 200,
-    instruction: str = "",
-    kinds: Sequence[str] = ALL_KINDS,
-) -> LearnSpec:
-    return LearnSpec.model_validate(
-        {
-            "model": {"path": "tiny"},
-            "data": {
-                "patients": patients, "facts": 12, "notes": 2, "held_out": held_out,
-                "instruction": instruction,
-            },
-            "cartridge": {"tokens": 8},
-            "rollout": {
-                "prompts": prompts, "max_tokens": 24, "temperature": 0.7, "top_p": 0.9,
-                "top_k": 40, "kinds": tuple(kinds),
-            },
-            "train": {"steps": 4, "row_tokens": 128, "seed": seed},
-            "evaluate": {"questions": questions, "max_tokens": 16, "temperature": 0.5},
-        }
-    )  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
-
-
-def tasks(tokenizer: Any, spec: LearnSpec) -> LongHealthPrompts:
-    return LongHealthPrompts(spec, read_patients(spec.data), tokenizer)
 
 
 def whole(tokenizer: Any, document: str | None, user: str) -> list[int]:

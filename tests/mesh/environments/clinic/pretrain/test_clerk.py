@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from argparse import Namespace
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from rooms.environments.clinic_setup import Parts, episodes
 
-from environments.clinic import vocabulary as words
-from environments.clinic.desk import case_of
-from environments.clinic.pretrain.clerk_tasks import (
-    GUESSING,
-    INFORMED,
-    ErrorRates,
-    draw_episode,
-)
+from environments.clinic.pretrain.clerk_tasks import GUESSING, INFORMED, ErrorRates
 from environments.clinic.pretrain.measure import measure_clerk
 from environments.clinic.pretrain.reader_tasks import TaughtMessage
-
-MODELS = Path(__file__).resolve().parents[5] / "models"
-
-CLERK = MODELS / "clinic-clerk"
-
-Parts = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
-
-
-@pytest.fixture(scope="module")
-def clerk() -> Parts:
-    model = LlamaForCausalLM.from_pretrained(CLERK)
-    return model, PreTrainedTokenizerFast.from_pretrained(CLERK)
-
-
-def episodes(name: str, known: bool, hinted: bool, count: int) -> list[list[TaughtMessage]]:
-    rng = random.Random(name)
-    drawn = []
-    for _ in range(count):
-        case = case_of(rng.choice(words.FIELDS), rng.choice(words.DEPARTMENTS), rng)
-        drawn.append(draw_episode(rng, case, case.department if known else "", hinted))
-    return drawn
 
 
 def counted(drawn: list[list[TaughtMessage]]) -> tuple[Counter[str], int, int]:

@@ -7,42 +7,14 @@ import random
 from argparse import Namespace
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
-import pytest
+from rooms.environments.clinic_setup import CLERK, MODELS, Parts, episodes
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from environments.clinic import vocabulary as words
-from environments.clinic.desk import HINTS, case_of, parse_call
-from environments.clinic.pretrain.clerk_tasks import (
-    LADDER,
-    draw_episode,
-    draw_row,
-    rows,
-)
-from environments.clinic.pretrain.reader_tasks import TaughtMessage
+from environments.clinic.desk import HINTS, parse_call
+from environments.clinic.pretrain.clerk_tasks import LADDER, draw_row, rows
 from environments.clinic.pretrain.train import encode, hire
-
-MODELS = Path(__file__).resolve().parents[5] / "models"
-
-CLERK = MODELS / "clinic-clerk"
-
-Parts = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
-
-
-@pytest.fixture(scope="module")
-def clerk() -> Parts:
-    model = LlamaForCausalLM.from_pretrained(CLERK)
-    return model, PreTrainedTokenizerFast.from_pretrained(CLERK)
-
-
-def episodes(name: str, known: bool, hinted: bool, count: int) -> list[list[TaughtMessage]]:
-    rng = random.Random(name)
-    drawn = []
-    for _ in range(count):
-        case = case_of(rng.choice(words.FIELDS), rng.choice(words.DEPARTMENTS), rng)
-        drawn.append(draw_episode(rng, case, case.department if known else "", hinted))
-    return drawn
 
 
 def test_a_seed_names_its_episodes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from strategies.rsa.engine import RSAEngine
 from strategies.samplers.sampler import Ability, SampleRequest, SampleResult
 
 Script = Callable[
@@ -45,3 +46,33 @@ def place(ask: SampleRequest) -> tuple[int, int, int]:
     """Question, step and slot of an ask."""
     question, step, slot = map(int, ask.id.split("/"))
     return question, step, slot
+
+
+RIGHT, WRONG = r"so \boxed{1}", r"so \boxed{0}"
+
+
+def scored(question: str, text: str) -> float:
+    """Score 1 for what is right."""
+    return float(RIGHT in text)
+
+
+def begun(ask: SampleRequest, right: int) -> str:
+    """Step 0: the first `right` slots know it."""
+    return RIGHT if place(ask)[2] < right else WRONG
+
+
+def majority_copier(right: int) -> Scripted:
+    """An aggregator that says what most of its candidates say."""
+
+    def say(ask: SampleRequest, shown: list[str]) -> str:
+        return max(shown, key=shown.count) if shown else begun(ask, right)
+
+    return Scripted(say)
+
+
+def accuracies(sampler: Scripted, questions: int = 1, **numbers: int) -> list[float]:
+    """Mean accuracy of each population, over all questions."""
+    engine = RSAEngine(sampler, **numbers, scorer=scored, seed=3)
+    runs = engine.run([f"question {q}" for q in range(questions)]).runs
+    steps = zip(*(r.populations for r in runs), strict=True)
+    return [sum(sum(p.scores) for p in step) / (questions * len(step[0].scores)) for step in steps]

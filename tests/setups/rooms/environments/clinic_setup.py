@@ -1,0 +1,43 @@
+"""The shipped models of the clinic, and the episodes that the clerk learns from."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from environments.clinic import vocabulary as words
+from environments.clinic.desk import case_of
+from environments.clinic.pretrain.clerk_tasks import draw_episode
+from environments.clinic.pretrain.reader_tasks import TaughtMessage
+
+MODELS = Path(__file__).resolve().parents[4] / "models"
+CLERK = MODELS / "clinic-clerk"
+PANEL = MODELS / "clinic-panel"
+Parts = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
+
+
+@pytest.fixture(scope="module")
+def clerk() -> Parts:
+    """Return the shipped clerk and its tokenizer."""
+    model = LlamaForCausalLM.from_pretrained(CLERK)
+    return model, PreTrainedTokenizerFast.from_pretrained(CLERK)
+
+
+@pytest.fixture(scope="module")
+def panel() -> Parts:
+    """Return the shipped panel and its tokenizer."""
+    model = LlamaForCausalLM.from_pretrained(PANEL)
+    return model, PreTrainedTokenizerFast.from_pretrained(PANEL)
+
+
+def episodes(name: str, known: bool, hinted: bool, count: int) -> list[list[TaughtMessage]]:
+    """Return episodes as the clerk is taught them, drawn by a seed of that name."""
+    rng = random.Random(name)
+    drawn = []
+    for _ in range(count):
+        case = case_of(rng.choice(words.FIELDS), rng.choice(words.DEPARTMENTS), rng)
+        drawn.append(draw_episode(rng, case, case.department if known else "", hinted))
+    return drawn

@@ -1,0 +1,47 @@
+"""A library and a hub that stands in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_hub import TOKEN, FakeHub, fake_hub
+from format_setup import ROPE
+from huggingface_hub import HfApi
+from huggingface_hub.utils import disable_progress_bars
+
+from registry.formats.base_model import BaseModelInfo
+from registry.store import CartridgeStore
+
+BASE = BaseModelInfo(2, 2, 4, 64, "c" * 64, ROPE, "models/some")
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[FakeHub]:
+    """Yield the hub of all tests of a file."""
+    with fake_hub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(house: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    """Empty the hub and return it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    disable_progress_bars()
+    house.repos.clear()
+    house.blobs.clear()
+    house.asked.clear()
+    return house
+
+
+@pytest.fixture
+def api(hub: FakeHub) -> HfApi:
+    """Return a client of the hub."""
+    return HfApi(endpoint=hub.url, token=TOKEN)
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> CartridgeStore:
+    """Return a library of its own."""
+    return CartridgeStore(tmp_path / "library", BASE)

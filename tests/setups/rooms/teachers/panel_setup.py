@@ -1,0 +1,68 @@
+"""A panel of teachers over a local provider, its verdicts and what it spent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replay_setup import KEY, a_spec, a_teacher, prices, right
+
+from protocols.spec.teacher_replay import ReplaySpec, ReplayTeacherSpec
+from protocols.teacher_replay import PanelVerdict, ReplayState
+from teachers.budget import SpendTotals
+from teachers.clients import connect
+from teachers.fake_provider.app import FakeProvider
+from teachers.ledger import SpendLedger
+from teachers.panel import TeacherPanel, ask_teachers, limits_of
+
+MODELS = prices(a_spec(*(a_teacher(name, "http://127.0.0.1:1") for name in "abcde")))
+
+
+@pytest.fixture
+def provider() -> Iterator[FakeProvider]:
+    """Yield a provider that answers right."""
+    with FakeProvider(right, MODELS, key=KEY) as running:
+        yield running
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return where the ledger is."""
+    return tmp_path / "ledger.jsonl"
+
+
+def both(provider: FakeProvider, **other: Any) -> tuple[ReplayTeacherSpec, ReplayTeacherSpec]:
+    """Return two teachers, one of each SDK."""
+    return (
+        a_teacher("a", provider.openai_url, **other),
+        a_teacher("b", provider.url, "anthropic", **other),
+    )
+
+
+def judge(
+    path: Path, spec: ReplaySpec, *states: ReplayState, online: bool = True, run: str = "run"
+) -> list[PanelVerdict]:
+    """The verdicts, asked for one after the other by one desk."""
+
+    async def ask_all() -> list[PanelVerdict]:
+        ledger = SpendLedger(path, limits_of(spec))
+        clients = {t.name: connect(t) for t in spec.teachers} if online else {}
+        desk = TeacherPanel(spec, ledger, run, clients)
+        try:
+            return [await ask_teachers(desk, state) for state in states]
+        finally:
+            await desk.close()
+
+    return asyncio.run(ask_all())
+
+
+def totals(path: Path, spec: ReplaySpec, run: str = "run") -> SpendTotals:
+    """Return what a run has spent, as its ledger says."""
+    ledger = SpendLedger(path, limits_of(spec))
+    try:
+        return ledger.totals(run)
+    finally:
+        ledger.close()
