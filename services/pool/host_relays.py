@@ -123,9 +123,8 @@ class HostRelays:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        ends = (relay.process.end() for relay in self._relays.values())
+        ends = [self._end(host, relay) for host, relay in self._relays.items()]
         await asyncio.gather(*ends, return_exceptions=True)
-        self._relays.clear()
 
     def _lacking(self) -> Sequence[ProcessHost]:
         """Return the hosts that may have a relay, at their worker's address, and have none."""
@@ -145,10 +144,9 @@ class HostRelays:
             for host, relay in list(self._relays.items()):
                 over = host not in there and not host.processes
                 silent = relay.process.silent_s > self._health.dead_after_s
-                if over or (silent and relay.place is not None):
+                lost = silent or relay.process.ended_pid()
+                if over or (lost and relay.place is not None):
                     self._begin(self._end(host, relay))
-                else:
-                    self._begin(self._beat(relay))
             for host in self._lacking():
                 self._begin(self._start(host))
             if self._told != self.places and not self._telling.locked():
@@ -163,6 +161,7 @@ class HostRelays:
             relay = self._relays[host] = HostRelay(process)
             async with asyncio.timeout(self._start_timeout_s):
                 await process.beat()
+                host.beside.append(process)  # from now on asked for heartbeats with the others
                 name = host_and_port(host.worker.address)[0]
                 secured = is_tls(host.worker.address)
                 relay.place = await start_relay(process.procs, host.label, name, secured=secured)
@@ -177,6 +176,8 @@ class HostRelays:
         relay.gone = True
         if self._relays.get(host) is relay:
             del self._relays[host]
+        if relay.process in host.beside:
+            host.beside.remove(relay.process)
         await relay.process.end()
 
     async def _tell(self) -> None:
@@ -185,10 +186,6 @@ class HostRelays:
             with contextlib.suppress(ForgeError):  # told again at the next heartbeat
                 await self._changed()
                 self._told = places
-
-    async def _beat(self, relay: HostRelay) -> None:
-        with contextlib.suppress(Exception):  # `_keep` judges its silence
-            await asyncio.wait_for(relay.process.beat(), self._health.dead_after_s)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
