@@ -1,9 +1,9 @@
-"""Answer heartbeats for all processes of a remote host, from one of them.
+"""Answer heartbeats for all processes of a remote host, from one process there.
 
-    controller --one message a period--> a process of the host --> every process of the host
+    controller --one message a period--> this actor --> the heartbeat actor of every process
 
-The controller chooses the process (`services.pool.host_heartbeats`), and hears from it when each of
-the others answered last, and which have ended. The messages to them stay on their host.
+The controller keeps this actor (`services.pool.host_heartbeats`), and hears from it when each
+process answered last, and which have ended. The messages to the processes stay on their host.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class HostBeats:
 
 
 class HostBeatsActor(HeartbeatActor):
-    """Answer heartbeats for its own process, and on request for all of its host."""
+    """Ask the processes of its host. It has a process of its own, because Monarch ends an actor
+    whose message reaches one that has just been stopped: it is then started again."""
 
     def __init__(self, alone_s: float | None = None) -> None:
         super().__init__(alone_s)
@@ -131,11 +132,11 @@ class HostBeatsActor(HeartbeatActor):
         self, names: Sequence[str], added: Mapping[str, WatchedProcess], period_s: float
     ) -> dict[str, ProcessBeat]:
         """See `HostBeats.ask`."""
+        self._asked = time.monotonic()
         return await self._host.ask(names, added, period_s)
 
     def _handle_undeliverable_message(self, message: Any) -> bool:
-        """Go on where a heartbeat could not be delivered: its process has ended, and this one has
-        not. Monarch's default would end this actor."""
+        """Go on where a heartbeat could not be delivered, as to a process that was killed."""
         return True
 
 

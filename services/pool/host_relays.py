@@ -26,10 +26,9 @@ from services.hosts.handshake import host_and_port
 from services.hosts.source import finish
 from services.planes.memory_directory import MemoryDirectory
 from services.planes.relay import Relay, RelayPlace, RelayServer
-from services.pool.process import ProcessHost, ReplicaProcess
+from services.pool.process import ALONE, ProcessHost, ReplicaProcess
 
 RETRY_SECONDS = 5.0  # after a start that failed
-ALONE = 2.0  # times dead_after_s without a heartbeat, after which the process exits
 Changed = Callable[[], Awaitable[None]]
 _count = itertools.count()
 

@@ -21,13 +21,13 @@ from monarch.actor import HostMesh, ProcMesh
 
 from actors.base import bootstrap, gpus_here
 from actors.heartbeat import Heartbeat, HeartbeatActor, digest
-from actors.host_beats import HostBeatsActor
 from protocols.errors import RunError
 from services.forkserver.client import bootstrap_command
 from services.hosts.source import HostWorker, finish
 from services.proc_info import has_ended
 
 LOOK_SECONDS = 30.0  # a shared file system may be slow on first access
+ALONE = 2.0  # times dead_after_s without a heartbeat, after which a remote process exits
 STOP_SECONDS = 3.0  # an idle process stops in 0.5 s, a computing one after its computation
 
 T = TypeVar("T")
@@ -41,7 +41,8 @@ class ReplicaProcess:
     resident memory and count of work then. `gone` is the id of a remote process that has ended,
     0 until its host tells of it (`services.pool.host_heartbeats`). `given_up` is set once Monarch
     reports the process lost, which it may also do for one that was paused too long. `gpus` are the
-    devices of the host that it sees; `taken` is set once a replica uses it."""
+    devices of the host that it sees; `taken` is set once a replica uses it, `ending` once it is
+    being ended."""
 
     name: str
     host: str
@@ -50,6 +51,7 @@ class ReplicaProcess:
     local: bool
     gpus: tuple[int, ...] = ()
     taken: bool = False
+    ending: bool = False
     pids: tuple[int, ...] = ()
     given_up: bool = False
     work: int = 0
@@ -130,7 +132,7 @@ class ReplicaProcess:
 
     async def end(self) -> None:
         """Stop the process, or kill it: a paused (SIGSTOP) process never answers."""
-        self._on_end = None
+        self.ending, self._on_end = True, None
         for descriptor in list(self._watched):
             self._unwatch(descriptor)
         with contextlib.suppress(Exception):  # a failed stop is followed by a kill
@@ -217,9 +219,10 @@ class ProcessHost:
         ranks: int,
         alone_s: float | None,
         variables: Sequence[str],
+        beating: type[HeartbeatActor] = HeartbeatActor,
     ) -> ReplicaProcess:
-        """Return a starting process that takes no replica's place here: its caller ends it. Raises
-        RunError."""
+        """Return a starting process that takes no replica's place here: its caller ends it. It has
+        an actor of the class `beating` for heartbeats. Raises RunError."""
         host = "" if self.local else self.label
         try:
             procs = self.mesh.spawn_procs(
@@ -228,7 +231,6 @@ class ProcessHost:
                 bootstrap=bootstrap(threads, devices, ranks, variables, host),
                 bootstrap_command=bootstrap_command() if self.local else None,
             )
-            beating = HeartbeatActor if self.local else HostBeatsActor
             heartbeats = by_rank(procs.spawn(f"{name}heartbeat", beating, alone_s), ranks)
         except Exception as error:
             raise RunError(f"{self.label} started no process {name}: {error!r}") from error

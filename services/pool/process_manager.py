@@ -21,12 +21,11 @@ from protocols.spec.services import HealthSpec
 from services.hosts.source import HostWorker, finish
 from services.pool.host_heartbeats import HostHeartbeats
 from services.pool.placement import choose, crowded, lack, never_fits
-from services.pool.process import ProcessHost, ReplicaProcess
+from services.pool.process import ALONE, ProcessHost, ReplicaProcess
 
 SPARE_SECONDS = 1.0  # an idle process answers in a millisecond
 RETRY_SECONDS = 1.0  # between two trials of a host that fails them at once
 START_SHARE = 0.25  # of the time for a start, for one host of several
-ALONE = 2.0  # times dead_after_s without a heartbeat, after which a remote process exits
 
 T = TypeVar("T")
 
@@ -147,7 +146,9 @@ class ProcessManager:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
         hosts = [*self._hosts, *self._left]
-        await asyncio.gather(*(p.end() for host in hosts for p in host.processes))
+        ends = [p.end() for host in hosts for p in host.processes]
+        ends += [heartbeats.stop() for heartbeats in self._heartbeats.values()]
+        await asyncio.gather(*ends)
         for host in hosts:
             host.processes.clear()
 
@@ -169,7 +170,8 @@ class ProcessManager:
         spares = self._warm_spares().values()
         for host, heartbeats in self._heartbeats.items():
             working = [p for p in host.processes if p.taken or p in spares]
-            for work in heartbeats.send([*host.beside, *working]):
+            watched = [p for p in (*host.beside, *working) if not p.ending]
+            for work in heartbeats.send(watched):
                 self._begin(work)
 
     # -- hosts that come and go -----------------------------------------------------------------
@@ -179,7 +181,7 @@ class ProcessManager:
         host = ProcessHost(worker, mesh, local)
         self._hosts.append(host)
         if not local:
-            self._heartbeats[host] = HostHeartbeats(self._health)
+            self._heartbeats[host] = HostHeartbeats(host, self._health, self._timeout_s)
         self._change()
         if self._keeping:
             self.keep_spares()
@@ -215,7 +217,8 @@ class ProcessManager:
         while host.processes:
             await self._changed.wait()
         self._left.remove(host)
-        del self._heartbeats[host]
+        if host in self._heartbeats:
+            self._begin(self._heartbeats.pop(host).stop())
 
     def leaving(self) -> Sequence[ReplicaProcess]:
         """Return the processes at work on hosts that are being left."""
