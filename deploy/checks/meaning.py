@@ -19,6 +19,7 @@ from protocols.spec.mesh import RunSpec
 from protocols.spec.services import LOOPBACK
 
 GRACE_SECONDS = 30  # of a pod that gives none
+RUN_END_SECONDS = 4  # of a run after its --grace: the mesh ends, and the report is written
 WORKER_PATHS = ("/hello",)
 SERVER_PATHS = ("/health", "/ready", "/ping")
 METRICS_PATH = "/metrics"
@@ -31,9 +32,12 @@ def meant(manifests: Sequence[Manifest], ours: Sequence[OurContainer]) -> Iterat
             yield from _worker(each)
         elif each.handler == SERVE:
             yield from _server(each)
-        elif each.handler in RUN_HANDLERS and each.run is not None:
-            yield from _run(each, each.run)
-            yield from _pools(each, each.run, manifests)
+        elif each.handler in RUN_HANDLERS:
+            needed = float(each.options["grace"]) + RUN_END_SECONDS + _sleep(each.container)
+            yield from _grace(each.pod, needed, "the run's --grace and its end")
+            if each.run is not None:
+                yield from _run(each, each.run)
+                yield from _pools(each, each.run, manifests)
 
 
 def _worker(each: OurContainer) -> Iterator[ManifestFault]:
@@ -93,8 +97,7 @@ def _server(each: OurContainer) -> Iterator[ManifestFault]:
     keys = [spec.http.key_env, *(key.env for key in spec.http.keys.values())]
     yield from _variables(each, "http", [key for key in keys if key])
     yield from _written(each, "library", spec.library)
-    sleep = ((container.value.get("lifecycle") or {}).get("preStop") or {}).get("sleep") or {}
-    needed = spec.http.drain_s + STOP_SECONDS + (sleep.get("seconds") or 0)
+    needed = spec.http.drain_s + STOP_SECONDS + _sleep(container)
     yield from _grace(container.pod, needed, "http.drain_s and the end of the generators")
     if "startupProbe" not in container.value and (probe := container.value.get("livenessProbe")):
         patience = (probe.get("initialDelaySeconds") or 0) + (probe.get("periodSeconds") or 10) * (
@@ -261,6 +264,12 @@ def _is_mounted(container: Container, path: str) -> bool:
             items = ((volumes.get(mount["name"]) or {}).get("secret") or {}).get("items")
             return not items or path.removeprefix(f"{base}/") in {i["path"] for i in items}
     return False
+
+
+def _sleep(container: Container) -> float:
+    """Return the seconds that a container sleeps before it gets SIGTERM."""
+    sleep = ((container.value.get("lifecycle") or {}).get("preStop") or {}).get("sleep") or {}
+    return float(sleep.get("seconds") or 0)
 
 
 def _grace(template: PodTemplate, needed: float, what: str) -> Iterator[ManifestFault]:

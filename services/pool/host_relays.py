@@ -27,10 +27,9 @@ from services.hosts.source import finish
 from services.planes.memory_directory import MemoryDirectory
 from services.planes.relay import Relay, RelayPlace, RelayServer
 from services.pool.lifecycle import Note
-from services.pool.process import ProcessHost, ReplicaProcess
+from services.pool.process import ALONE, ProcessHost, ReplicaProcess
 
 RETRY_SECONDS = 5.0  # after a start that failed
-ALONE = 2.0  # times dead_after_s without a heartbeat, after which the process exits
 Changed = Callable[[], Awaitable[None]]
 _count = itertools.count()
 
@@ -127,9 +126,8 @@ class HostRelays:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        ends = (relay.process.end() for relay in self._relays.values())
+        ends = [self._end(host, relay) for host, relay in self._relays.items()]
         await asyncio.gather(*ends, return_exceptions=True)
-        self._relays.clear()
 
     def _lacking(self) -> Sequence[ProcessHost]:
         """Return the hosts that may have a relay, at their worker's address, and have none."""
@@ -148,15 +146,13 @@ class HostRelays:
             there = self._hosts()
             for host, relay in list(self._relays.items()):
                 over = host not in there and not host.processes
-                lost = (
-                    relay.process.silent_s > self._health.dead_after_s and relay.place is not None
-                )
+                silent = relay.process.silent_s > self._health.dead_after_s
+                ended = relay.process.ended_pid()
+                lost = (silent or bool(ended)) and relay.place is not None
                 if lost and not over and not relay.gone:
-                    self._tell_lost(host)
+                    self._tell_lost(host, ended)
                 if over or lost:
                     self._begin(self._end(host, relay))
-                else:
-                    self._begin(self._beat(relay))
             for host in self._lacking():
                 self._begin(self._start(host))
             if self._told != self.places and not self._telling.locked():
@@ -171,6 +167,7 @@ class HostRelays:
             relay = self._relays[host] = HostRelay(process)
             async with asyncio.timeout(self._start_timeout_s):
                 await process.beat()
+                host.beside.append(process)  # from now on asked for heartbeats with the others
                 name = host_and_port(host.worker.address)[0]
                 secured = is_tls(host.worker.address)
                 relay.place = await start_relay(process.procs, host.label, name, secured=secured)
@@ -182,9 +179,10 @@ class HostRelays:
             if relay is not None:
                 await self._end(host, relay)
 
-    def _tell_lost(self, host: ProcessHost) -> None:
+    def _tell_lost(self, host: ProcessHost, ended: int) -> None:
         self._lost_at[host] = time.monotonic()
-        reason = f"it was silent for {self._health.dead_after_s:g} s"
+        silent = f"it was silent for {self._health.dead_after_s:g} s"
+        reason = f"its process {ended} has ended" if ended else silent
         self._note("relay_lost", host=host.label, reason=reason)
 
     async def _end(self, host: ProcessHost, relay: HostRelay) -> None:
@@ -193,6 +191,8 @@ class HostRelays:
         relay.gone = True
         if self._relays.get(host) is relay:
             del self._relays[host]
+        if relay.process in host.beside:
+            host.beside.remove(relay.process)
         await relay.process.end()
 
     async def _tell(self) -> None:
@@ -201,10 +201,6 @@ class HostRelays:
             with contextlib.suppress(ForgeError):  # told again at the next heartbeat
                 await self._changed()
                 self._told = places
-
-    async def _beat(self, relay: HostRelay) -> None:
-        with contextlib.suppress(Exception):  # `_keep` judges its silence
-            await asyncio.wait_for(relay.process.beat(), self._health.dead_after_s)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -280,8 +280,8 @@ class ReplicaLifecycle:
             pool.changed()
 
     def lost_host(self, replica: Replica) -> bool:
-        """Return whether a remote replica, starting or not, was silent for `dead_after_s`. The end
-        of a remote process is never seen, so silence counts as loss."""
+        """Return whether a remote replica, starting or not, was silent for `dead_after_s`. Nobody
+        tells of the end of a whole host, so silence counts as loss."""
         away = replica.process is not None and not replica.process.local
         return away and time.monotonic() - replica.beaten >= self._health.dead_after_s
 

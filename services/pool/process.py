@@ -27,6 +27,7 @@ from services.hosts.source import HostWorker, finish
 from services.proc_info import has_ended
 
 LOOK_SECONDS = 30.0  # a shared file system may be slow on first access
+ALONE = 2.0  # times dead_after_s without a heartbeat, after which a remote process exits
 STOP_SECONDS = 3.0  # an idle process stops in 0.5 s, a computing one after its computation
 
 T = TypeVar("T")
@@ -36,10 +37,12 @@ T = TypeVar("T")
 class ReplicaProcess:
     """Hold one process, or `ranks` of one host that start and end together. It has answered when
     all ranks have, and has ended when any rank has. `pids` is empty until all have answered;
-    `last_beat` is the last time they did (monotonic seconds), and `work` their count of work then.
-    `given_up` is set once Monarch reports the process lost, which it may also do for one that was
-    paused too long. `gpus` are the devices of the host that it sees; `taken` is set once a replica
-    uses it."""
+    `last_beat` is the last time they did (monotonic seconds), `memory_bytes` and `work` their
+    resident memory and count of work then. `gone` is the id of a remote process that has ended,
+    0 until its host tells of it (`services.pool.host_heartbeats`). `given_up` is set once Monarch
+    reports the process lost, which it may also do for one that was paused too long. `gpus` are the
+    devices of the host that it sees; `taken` is set once a replica uses it, `ending` once it is
+    being ended."""
 
     name: str
     host: str
@@ -48,11 +51,15 @@ class ReplicaProcess:
     local: bool
     gpus: tuple[int, ...] = ()
     taken: bool = False
+    ending: bool = False
     pids: tuple[int, ...] = ()
     given_up: bool = False
     work: int = 0
+    memory_bytes: int = 0
+    gone: int = 0
     last_beat: float = field(default_factory=time.monotonic)
     _watched: dict[int, asyncio.AbstractEventLoop] = field(default_factory=dict)
+    _on_end: Callable[[int], None] | None = None
 
     @property
     def heartbeat(self) -> Any:
@@ -73,14 +80,34 @@ class ReplicaProcess:
         beats: list[Heartbeat] = await asyncio.gather(
             *(finish(p.beat.call_one()) for p in self.heartbeats)
         )
-        self.pids, self.last_beat = tuple(beat.pid for beat in beats), time.monotonic()
+        self.hear(beats, time.monotonic())
+        return self.memory_bytes
+
+    def hear(self, beats: Sequence[Heartbeat], at: float) -> None:
+        """Take the heartbeats of all ranks, answered `at` monotonic seconds. Of those that overtook
+        each other the newest counts."""
+        if at <= self.last_beat and self.pids:
+            return
+        self.pids, self.last_beat = tuple(beat.pid for beat in beats), at
         self.work = sum(beat.work for beat in beats)
-        return sum(beat.memory_bytes for beat in beats)
+        self.memory_bytes = sum(beat.memory_bytes for beat in beats)
+
+    def has_gone(self, pid: int) -> None:
+        """Take the news that this remote process has ended."""
+        if self.gone:
+            return
+        self.gone = pid
+        if self._on_end is not None:
+            self._on_end(pid)
 
     def watch(self, ended: Callable[[int], None]) -> None:
-        """Call `ended` with the id of a local process, in the running loop, as soon as it has
-        ended. Remote ends are not seen."""
+        """Call `ended` with the id of the process, in the running loop: as soon as a local one has
+        ended, once its host has told of it for a remote one."""
         loop = asyncio.get_running_loop()
+        if not self.local:
+            self._on_end = ended
+            if self.gone:
+                loop.call_soon(ended, self.gone)
         for pid in self.pids if self.local else ():
             try:
                 descriptor = os.pidfd_open(pid)
@@ -99,11 +126,13 @@ class ReplicaProcess:
         os.close(descriptor)
 
     def ended_pid(self) -> int:
-        """Return the id of a local process that has ended, 0 for none. Remote ends are not seen."""
-        return next((pid for pid in self.pids if has_ended(pid)), 0) if self.local else 0
+        """Return the id of a process that has ended, 0 for none. The end of a remote one is known
+        once its host has told of it."""
+        return next((pid for pid in self.pids if has_ended(pid)), 0) if self.local else self.gone
 
     async def end(self) -> None:
         """Stop the process, or kill it: a paused (SIGSTOP) process never answers."""
+        self.ending, self._on_end = True, None
         for descriptor in list(self._watched):
             self._unwatch(descriptor)
         with contextlib.suppress(Exception):  # a failed stop is followed by a kill
@@ -121,12 +150,13 @@ class ProcessHost:
     """Hold a host on which processes are started, and its `processes`, also those that start or
     end. `trial` runs while the host is suspect, and ends once a process has started there again.
     `gates` are resolved when the host becomes suspect or is left. Processes of a `local` host can
-    be killed, and their ends are seen."""
+    be killed, and their ends are seen. `beside` are processes that take no replica's place."""
 
     worker: HostWorker
     mesh: HostMesh
     local: bool
     processes: list[ReplicaProcess] = field(default_factory=list)
+    beside: list[ReplicaProcess] = field(default_factory=list)
     gates: set[asyncio.Future[None]] = field(default_factory=set)
     trial: asyncio.Task[None] | None = None
 
@@ -189,9 +219,10 @@ class ProcessHost:
         ranks: int,
         alone_s: float | None,
         variables: Sequence[str],
+        beating: type[HeartbeatActor] = HeartbeatActor,
     ) -> ReplicaProcess:
-        """Return a starting process that takes no replica's place here: its caller ends it. Raises
-        RunError."""
+        """Return a starting process that takes no replica's place here: its caller ends it. It has
+        an actor of the class `beating` for heartbeats. Raises RunError."""
         host = "" if self.local else self.label
         try:
             procs = self.mesh.spawn_procs(
@@ -200,7 +231,7 @@ class ProcessHost:
                 bootstrap=bootstrap(threads, devices, ranks, variables, host),
                 bootstrap_command=bootstrap_command() if self.local else None,
             )
-            heartbeats = by_rank(procs.spawn(f"{name}heartbeat", HeartbeatActor, alone_s), ranks)
+            heartbeats = by_rank(procs.spawn(f"{name}heartbeat", beating, alone_s), ranks)
         except Exception as error:
             raise RunError(f"{self.label} started no process {name}: {error!r}") from error
         return ReplicaProcess(name, self.label, procs, heartbeats, self.local, devices)

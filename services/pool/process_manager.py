@@ -19,13 +19,13 @@ from monarch.actor import HostMesh
 from protocols.errors import RunError
 from protocols.spec.services import HealthSpec
 from services.hosts.source import HostWorker, finish
+from services.pool.host_heartbeats import HostHeartbeats
 from services.pool.placement import choose, crowded, lack, never_fits
-from services.pool.process import ProcessHost, ReplicaProcess
+from services.pool.process import ALONE, ProcessHost, ReplicaProcess
 
 SPARE_SECONDS = 1.0  # an idle process answers in a millisecond
 RETRY_SECONDS = 1.0  # between two trials of a host that fails them at once
 START_SHARE = 0.25  # of the time for a start, for one host of several
-ALONE = 2.0  # times dead_after_s without a heartbeat, after which a remote process exits
 
 T = TypeVar("T")
 
@@ -52,6 +52,7 @@ class ProcessManager:
         self._hosts: list[ProcessHost] = []
         self._left: list[ProcessHost] = []  # hosts being left: no process starts there
         self._health = health
+        self._heartbeats: dict[ProcessHost, HostHeartbeats] = {}  # of remote hosts
         self._spares: dict[asyncio.Task[ReplicaProcess], int] = {}  # to its number of threads
         self._threads: set[int] = set()  # thread counts of replicas so far
         self._wanted_spares = spares
@@ -145,7 +146,9 @@ class ProcessManager:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
         hosts = [*self._hosts, *self._left]
-        await asyncio.gather(*(p.end() for host in hosts for p in host.processes))
+        ends = [p.end() for host in hosts for p in host.processes]
+        ends += [heartbeats.stop() for heartbeats in self._heartbeats.values()]
+        await asyncio.gather(*ends)
         for host in hosts:
             host.processes.clear()
 
@@ -156,16 +159,20 @@ class ProcessManager:
             self._suspect(host)
 
     def mind(self) -> None:
-        """Send heartbeats to the spares of remote hosts, at every heartbeat of the service."""
+        """Send heartbeats to remote hosts, at every heartbeat of the service, and give up spares
+        that are silent there. The owners of other processes judge these (`silent_s`)."""
         for task, spare in self._warm_spares().items():
-            if spare.local:
-                continue
-            if spare.silent_s < self._health.dead_after_s:
-                self._begin(self._beat(spare))
-            else:
+            silent = spare.silent_s >= self._health.dead_after_s
+            if not spare.local and (silent or spare.ended_pid()):
                 del self._spares[task]
                 self.lost(spare)
                 self._begin(self.discard(spare))
+        spares = self._warm_spares().values()
+        for host, heartbeats in self._heartbeats.items():
+            working = [p for p in host.processes if p.taken or p in spares]
+            watched = [p for p in (*host.beside, *working) if not p.ending]
+            for work in heartbeats.send(watched):
+                self._begin(work)
 
     # -- hosts that come and go -----------------------------------------------------------------
 
@@ -173,6 +180,8 @@ class ProcessManager:
         """Add a host on which processes start from now on, and return it."""
         host = ProcessHost(worker, mesh, local)
         self._hosts.append(host)
+        if not local:
+            self._heartbeats[host] = HostHeartbeats(host, self._health, self._timeout_s)
         self._change()
         if self._keeping:
             self.keep_spares()
@@ -208,6 +217,8 @@ class ProcessManager:
         while host.processes:
             await self._changed.wait()
         self._left.remove(host)
+        if host in self._heartbeats:
+            self._begin(self._heartbeats.pop(host).stop())
 
     def leaving(self) -> Sequence[ReplicaProcess]:
         """Return the processes at work on hosts that are being left."""
@@ -366,10 +377,6 @@ class ProcessManager:
         """End a process that starts after its start was abandoned."""
         with contextlib.suppress(RunError):
             await self.discard(await start)
-
-    async def _beat(self, process: ReplicaProcess) -> None:
-        with contextlib.suppress(Exception):  # `mind` judges its silence
-            await asyncio.wait_for(process.beat(), self._health.dead_after_s)
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run `work` as a background task, which `stop` cancels."""

@@ -263,7 +263,7 @@ class Service:
     # -- watching -------------------------------------------------------------------------------
 
     async def _keep_watch(self) -> None:
-        """Send heartbeats to every process, judge silent replicas, and scale pools by load."""
+        """Send heartbeats to all processes, judge silent replicas, and scale pools by load."""
         pause = self._health.heartbeat_s
         due = time.monotonic()
         while True:
@@ -283,7 +283,11 @@ class Service:
         process = replica.process
         if process is None or replica.ended:
             return
-        self._lifecycle.begin(self._beat(replica, process))
+        if process.local:
+            self._lifecycle.begin(self._beat(replica, process))
+        else:  # asked by `ProcessManager.mind`, with the others of its host
+            replica.beaten = max(replica.beaten, process.last_beat)
+            replica.memory_bytes = process.memory_bytes
         if late or (process.local and replica.state not in IN_SERVICE):
             return
         life = silent(replica.life, time.monotonic() - replica.beaten, self._health)

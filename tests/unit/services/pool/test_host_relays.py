@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +29,7 @@ class FakeProcess:
     name: str
     answers: bool = True
     ended: bool = False
-    heard: float = field(default_factory=time.monotonic)
+    gone: int = 0
     procs: Any = None
 
     def __post_init__(self) -> None:
@@ -42,12 +41,12 @@ class FakeProcess:
 
     @property
     def silent_s(self) -> float:
-        return time.monotonic() - self.heard
+        return 0.0 if self.answers else 60.0
+
+    def ended_pid(self) -> int:
+        return self.gone
 
     async def beat(self) -> int:
-        if not self.answers:
-            await asyncio.Event().wait()
-        self.heard = time.monotonic()
         return 1
 
     async def end(self) -> None:
@@ -60,6 +59,7 @@ class FakeHost:
     well: bool = True
     broken: bool = False
     processes: list[object] = field(default_factory=list)
+    beside: list[object] = field(default_factory=list)
     relays: list[FakeProcess] = field(default_factory=list)
 
     @property
@@ -131,6 +131,15 @@ def test_one_that_is_silent_is_replaced_and_hosts_come_and_go() -> None:
         [(lost, of), (back, by)] = told.notes
         assert (lost, of) == ("relay_lost", {"host": "a", "reason": "it was silent for 0.3 s"})
         assert (back, by["host"]) == ("relay_back", "a")
+        assert (a.beside, b.beside) == ([a.relays[1]], b.relays), "they are asked for heartbeats"
+        a.relays[1].gone = 4711
+        told.news.clear()
+        await told.news.wait()
+        await told.until(["b", "a"])
+        assert [relay.ended for relay in a.relays] == [True, True, False]
+        assert told.notes[2] == (
+            "relay_lost", {"host": "a", "reason": "its process 4711 has ended"}
+        )  # fmt: skip
         # A host that is left keeps its relay for as long as it has processes.
         b.processes.append("a trainer that ends its step")
         told.hosts.remove(b)
