@@ -148,7 +148,7 @@ def test_one_that_is_silent_is_replaced_and_hosts_come_and_go() -> None:
         b.processes.clear()
         await told.until(["a"])
         assert b.relays[0].ended
-        assert len(told.notes) == 2, "one that ends with its host is not lost"
+        assert len(told.notes) == 4, "one that ends with its host is not lost"
         await told.relays.stop()
 
     asyncio.run(scenario())
