@@ -11,6 +11,7 @@ import pytest
 from small_run import SMALL, Finished, rows
 
 from learning.model.loading import load_tokenizer
+from protocols.records.run_files import PHASES, WITHIN
 from protocols.spec.loading import load_resolved
 from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
 
@@ -56,7 +57,7 @@ def test_results_hold_what_they_promise(finished: Finished) -> None:
     assert sum(offline) >= tokens > sum(offline[:-1])
     assert results["tokens_trained"] == {"on_policy": tokens, "offline": sum(offline)}
     phases = results["phases"]
-    assert set(phases) == {"rollout", "score", "train", "publish", "orchestration", "step"}
+    assert set(phases) == {*PHASES, *WITHIN, "step"}
     parts = phases["rollout"] + phases["score"] + phases["train"] + phases["publish"]
     assert parts == pytest.approx(phases["step"], rel=1e-3)
     assert 0 < results["orchestration_share"] < 1
