@@ -37,18 +37,17 @@ def collect(run: Path, name: str, command: str, home: Path = HOME) -> Path:
     folder = home / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    spec = (run / "spec.yaml").read_text().replace(f"{REPOSITORY}/", "")
-    write_atomically(folder / "spec.yaml", spec)
+    for file in ("spec.yaml", *WHOLE):
+        if (run / file).is_file():
+            text = (run / file).read_text().replace(f"{REPOSITORY}/", "")
+            write_atomically(folder / file, text)
     source = {"command": command, "run": run.resolve().name}
     write_atomically(folder / "source.json", json.dumps(source, indent=1) + "\n")
-    for file in WHOLE:
-        if (run / file).is_file():
-            write_atomically(folder / file, (run / file).read_text())
     for file in ROWS:
         if (run / file).is_file():
-            text = json_lines(iter_rows(run / file)).encode()
+            rows_text = json_lines(iter_rows(run / file)).encode()
             # Without a time in the header, equal rows are equal files.
-            (folder / f"{file}.gz").write_bytes(gzip.compress(text, 9, mtime=0))
+            (folder / f"{file}.gz").write_bytes(gzip.compress(rows_text, 9, mtime=0))
     return folder
 
 

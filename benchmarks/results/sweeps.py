@@ -56,7 +56,9 @@ def restore(path: Path, root: Path, home: Path = records.HOME) -> list[str]:
         folder = root / trial.spec.mesh.name / run
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "spec.yaml", text)
-        write_atomically(folder / "results.json", (home / name / "results.json").read_text())
+        for file in records.WHOLE:
+            if (home / name / file).is_file():
+                write_atomically(folder / file, (home / name / file).read_text())
         for file in records.ROWS:
             if (home / name / f"{file}.gz").is_file():
                 rows = records.rows(name, file, home)

@@ -42,6 +42,7 @@ def finish_first(path: Path, root: Path) -> None:
         (run.path / "results.json").write_text(json.dumps({"status": status}))
         (run.path / "answers.jsonl").write_text('{"right": 1.0}\n')
         (run.path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+        (run.path / "eval.json").write_text(json.dumps({"model": f"{REPOSITORY}/models/a"}))
         runs[trial.name] = run.id
     (root / "sweep-two-rates").mkdir()
     write_record(root / "sweep-two-rates" / "sweep.json", mesh="longhealth", runs=runs)
@@ -60,6 +61,8 @@ def test_the_finished_runs_of_a_sweep_come_back_in_another_folder(tmp_path: Path
     directory = RunDirectory(there / "longhealth" / runs[first.name])
     assert unfit(directory, first) is None
     assert (directory.path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    # What was measured of the run afterwards comes back too, and names no folder of this machine.
+    assert json.loads((directory.path / "eval.json").read_text()) == {"model": "models/a"}
     assert sweeps.restore(path, there, home) == []
 
 
