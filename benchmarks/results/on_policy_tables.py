@@ -47,7 +47,13 @@ def outcomes(study: str) -> dict[tuple[str, str], ArmOutcomes]:
             if not row["sampled"]:
                 right[row["arm"]].append(row["right"])
         measured = records.whole(record, "eval.json", records.HOME)["rows"]
-        nats = {row["kind"]: math.log(row["passages"]["value"]) for row in measured}
+        # The arm of a warm start is told as "hybrid" by `forge eval`.
+        nats = {
+            "on_policy" if row["kind"] == "hybrid" else row["kind"]: math.log(
+                row["passages"]["value"]
+            )
+            for row in measured
+        }
         for arm, shown in trial.arms:
             own = found[shown, direction]
             own.right[trial.seed] = fmean(right[arm])
@@ -91,7 +97,12 @@ def _compared(study: str, asked: Sequence[tuple[str, str, str]]) -> tuple[Cells,
             tests.append(([f"{arm} over {other}", direction, name], paired, scale, form))
     adjusted = holm([mean_p(paired) for _, paired, _, _ in tests])
     body = [
-        [*shown, str(len(paired)), *_shown(paired, scale, form), f"{p:.3f}"]
+        [
+            *shown,
+            str(len(paired)),
+            *_shown(paired, scale, form),
+            f"{p:.3f}" if p >= 0.0005 else "< 0.001",
+        ]
         for (shown, paired, scale, form), p in zip(tests, adjusted, strict=True)
     ]
     return ["arms", "KL", "outcome", "documents", "difference", "95% interval", "p (Holm)"], body

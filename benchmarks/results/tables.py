@@ -33,6 +33,7 @@ PAGES = (
     "docs/corpus.md",
     "docs/studies/ahead.md",
     "docs/studies/channels.md",
+    "docs/studies/on_policy.md",
     *(f"docs/explanation/{name}.md" for name in (
         "cartridges", "channels", "compression", "on_policy", "performance", "results", "rsa",
         "scaling", "test_time_compute",
