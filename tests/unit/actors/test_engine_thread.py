@@ -199,8 +199,9 @@ def test_tensors_that_the_engine_refuses_leave_no_version(start: Start) -> None:
 def test_a_malformed_request_fails_alone(start: Start) -> None:
     thread, fake = start()
     hold(thread, 0, KV).result(SOON)
-    good = thread.submit(request("good", 0))
+    good = thread.submit(request("good", 0, steps=2))
     bad = thread.submit(GenerateRequest("bad", (), PrefixRef("cartridge/p", 0), Sampling(), 0))
+    fake.turns.release(1)  # the engine may have begun a step before `bad` came
     with pytest.raises(DataError, match="an empty prompt"):
         bad.result(SOON)
     fake.turns.release(1)
@@ -217,7 +218,7 @@ def test_a_crash_reaches_everybody_who_waits_and_who_comes_later(start: Start) -
     waiting = [thread.submit(request("other", 0, 9)), thread.submit(request("poison", 0))]
     waiting.append(hold(thread, 1, KV))
     waiting.append(thread.submit(request("behind it", 1)))
-    fake.turns.release(1)
+    fake.turns.release(2)  # the first step may have begun before `poison` came
     for future in waiting:
         with pytest.raises(EngineDied, match="MemoryError: no block left"):
             future.result(SOON)
@@ -277,7 +278,7 @@ def test_a_stream_is_told_token_by_token_and_before_its_completion(start: Start)
     future = thread.submit(request("s", -1, steps=3), came.append)
     plain = thread.submit(request("p", -1, steps=3))
     future.add_done_callback(lambda done: came.append(done.result()))
-    fake.turns.release(3)
+    fake.turns.release(4)  # `s` may have been stepped once before `p` came
     plain.result(SOON)
     assert [type(c) for c in came] == [TokenChunk, TokenChunk, TokenChunk, Completion]
     assert [c.first for c in came[:3]] == [0, 1, 2]
