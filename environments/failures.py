@@ -28,13 +28,24 @@ def reason(episode: Episode) -> str:
     return MEANINGS.get(episode.error_kind, episode.error_kind)
 
 
+def not_judged(episodes: Sequence[Episode]) -> list[Episode]:
+    """Return the episodes that have no reward by a failure of their environment or of a reward,
+    and not by what the student wrote."""
+    return [e for e in episodes if e.error_kind.startswith(("environment_", "reward_"))]
+
+
 def all_failed(episodes: Sequence[Episode]) -> str | None:
     """Return a warning with the commonest reason where no episode of a step has a reward; None
     where one has, and for no episodes."""
     if not episodes or any(e.reward is not None for e in episodes):
         return None
-    (commonest, count), *_ = Counter(map(reason, episodes)).most_common(1)
     return (
-        f"none of {len(episodes)} episodes has a reward; {count} of them: {commonest}; "
+        f"none of {len(episodes)} episodes has a reward; {commonest_reason(episodes)}; "
         "forge env check MESH plays a few"
     )
+
+
+def commonest_reason(episodes: Sequence[Episode]) -> str:
+    """Return the commonest reason and its number: "3 of them: environment_died: ..."."""
+    (commonest, count), *_ = Counter(map(reason, episodes)).most_common(1)
+    return f"{count} of them: {commonest}"

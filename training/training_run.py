@@ -351,7 +351,14 @@ class TrainingRun:
             keep=keep if most is None else None,  # not those of validation
             route=routes.get(arm, own_cartridge),
         )  # fmt: skip
-        self._left.answered(measured["n"], time.perf_counter() - begun, all_of_them=most is None)
+        failed = measured.get("not_judged", 0)
+        asked = measured["n"] + failed
+        self._left.answered(asked, time.perf_counter() - begun, all_of_them=most is None)
+        if failed:
+            self._warn(
+                f"evaluating {arm}: {failed} of {asked} held-out tasks were not judged and are "
+                f"not counted; {measured['why_not']}"
+            )
         return measured
 
     def _answers_came(self, done: int, whole: int) -> None:

@@ -175,7 +175,8 @@ class MeasuredAccuracy(TypedDict):
     `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`. With `populations`
     the accuracy is that of the last population, and parse failures count its candidates. With
     `agreement` alone the accuracy is the share of tokens in it; with `f1` too, it is that of a
-    user's own questions. `reward` and `reward_ci95` are those of `EpisodeMeans`.
+    user's own questions. `reward` and `reward_ci95` are those of `EpisodeMeans`. Episodes that an
+    environment or a reward failed to judge are `not_judged`, with `why_not`, and not among the n.
     """
 
     accuracy: float
@@ -187,6 +188,8 @@ class MeasuredAccuracy(TypedDict):
     f1: NotRequired[float]
     reward: NotRequired[float]
     reward_ci95: NotRequired[list[float]]
+    not_judged: NotRequired[int]
+    why_not: NotRequired[str]
 
 
 class ArmResult(MeasuredAccuracy):

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from environments.episode_files import to_row
+from environments.failures import commonest_reason, not_judged
 from environments.hints import TurnHint, expected_of
 from environments.monitors import count_flags, environment_counts
 from environments.renderer import NO_DOCUMENT, ChatRenderer
@@ -202,7 +203,8 @@ class ToolEpisodesRecipe(Recipe):
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: GenerateCall, keep: KeepAnswers | None = None, route: Route = own_cartridge,
     ) -> MeasuredAccuracy:  # fmt: skip
-        """Return the share of held-out tasks that were done right, and their mean reward."""
+        """Return the share of held-out tasks that were done right, and their mean reward. Failures
+        of the environment or of a reward say nothing of the student: they are told, not counted."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
         tasks = [
             self._source.task(f"{arm}/{i}", i, f"exam/{seed}/{i}", held_out=True)
@@ -223,13 +225,18 @@ class ToolEpisodesRecipe(Recipe):
         )
         if keep is not None:
             keep([self._answer(f"exam/{seed}/{i}", e) for i, e in enumerate(episodes)])
+        failed = not_judged(episodes)
+        n = len(episodes) - len(failed)
         right = sum(self._rewards.is_right(e) for e in episodes)
-        low, high = wilson_interval(right, len(episodes))
-        unjudged = sum(e.reward is None for e in episodes)
-        return MeasuredAccuracy(
-            accuracy=right / len(episodes), ci95=[low, high], n=len(episodes),
-            parse_failures=unjudged, **self._rewards.means(episodes),
+        low, high = wilson_interval(right, n)
+        measured = MeasuredAccuracy(
+            accuracy=right / n if n else 0.0, ci95=[low, high], n=n,
+            parse_failures=sum(e.reward is None for e in episodes) - len(failed),
+            **self._rewards.means(episodes),
         )  # fmt: skip
+        if failed:
+            measured |= {"not_judged": len(failed), "why_not": commonest_reason(failed)}
+        return measured
 
     def _answer(self, name: str, episode: Episode) -> Answer:
         """Return the record of a held-out task, by the name of its draw. The text and the answer
@@ -243,7 +250,7 @@ class ToolEpisodesRecipe(Recipe):
             text=turns[-1].text if turns else None,
             answer=self._source.answer(turns[-1].text) if turns else None,
             expected=expected_of(episode),
-            right=None if episode.reward is None else float(self._rewards.is_right(episode)),
+            right=None if not_judged([episode]) else float(self._rewards.is_right(episode)),
             reward=episode.reward, tokens=sum(len(t.response_ids) for t in turns),
             cartridge=task.document, contexts=(task.document,),
         )  # fmt: skip

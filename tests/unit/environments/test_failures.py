@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from environments.failures import all_failed, reason
+from environments.failures import all_failed, commonest_reason, not_judged, reason
 from protocols.episodes import Episode, Observation, RewardOutcome, Task, Turn
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
@@ -64,3 +64,10 @@ def test_the_commonest_reason_is_told() -> None:
         "none of 3 episodes has a reward; 2 of them: environment_refused: ValueError: too late "
         "(guess.py:12); forge env check MESH plays a few"
     )
+
+
+def test_a_failure_of_the_environment_or_a_reward_judges_nobody() -> None:
+    kinds = ["environment_died", "", "reward_failed", "context_full", "no_verdict"]
+    episodes = [ended(kind) for kind in kinds]
+    assert not_judged(episodes) == [episodes[0], episodes[2]]
+    assert commonest_reason([episodes[0], episodes[2], episodes[2]]) == "2 of them: reward_failed"

@@ -138,6 +138,28 @@ def test_held_out_rows_are_asked_once_each(tmp_path: Path) -> None:
     assert {(a.answer, a.expected, a.right) for a in kept} == {("kim", "kim", 1.0)}
 
 
+def test_answers_that_a_reward_failed_to_judge_are_not_counted(tmp_path: Path) -> None:
+    learn = spec(tmp_path, "evaluate.questions=200")
+    held, kept = len(read_row_set(learn).held_out), []  # type: ignore[var-annotated]
+
+    def measured(*texts: str) -> Any:
+        return asyncio.run(
+            recipe(learn).measure(
+                "untrained", "cartridge", 0, most=None, sampled=False,
+                generate=saying(learn, texts), keep=kept.extend,
+            )
+        )  # fmt: skip
+
+    failed = len(range(1, held, 2))
+    found = measured("kim", "fail")
+    assert (found["n"], found["accuracy"], found["reward"]) == (held - failed, 1.0, 1.0)
+    assert (found["parse_failures"], found["not_judged"]) == (0, failed)
+    assert found["why_not"].startswith(f"{failed} of them: reward_failed: correct: ")
+    assert [a.right for a in kept] == [(1.0, None)[i % 2] for i in range(held)]
+    none = measured("fail")
+    assert (none["n"], none["ci95"], none["not_judged"]) == (0, [0.0, 1.0], held)
+
+
 def test_rewards_that_are_lost_with_their_replicas_end_no_run(tmp_path: Path) -> None:
     learn = spec(tmp_path, "episodes.tasks=1", "episodes.group=2")
     rollout = asyncio.run(recipe(learn, lost=True).sample(0, 0, saying(learn, ["kim"])))
