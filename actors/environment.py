@@ -19,11 +19,15 @@ class EnvironmentActor(Actor):
     episode, so any replica can continue any episode.
 
     `service.spawn(EnvironmentActor, n=2, args=(specs, most_turns))`. With kind desk each serves its
-    own desk on loopback; of kinds python and verifiers each has processes of its own.
+    own desk on loopback; of kinds python and verifiers each has processes of its own. `at_once`
+    bounds the moves that a replica has under way, so that a burst of episodes, as of an evaluation,
+    makes no server late.
     """
 
-    def __init__(self, specs: Sequence[EnvironmentSpec], most_turns: int) -> None:
-        self._specs, self._most_turns = specs, most_turns
+    def __init__(
+        self, specs: Sequence[EnvironmentSpec], most_turns: int, at_once: int = 64
+    ) -> None:
+        self._specs, self._most_turns, self._at_once = specs, most_turns, at_once
         self._environments: SeveralEnvironments | None = None
 
     @concurrent_endpoint
@@ -31,7 +35,7 @@ class EnvironmentActor(Actor):
         """Return this process's id. Raises RunError where its own server cannot start, and
         DataError where an environment could play no episode."""
         if self._environments is None:
-            environments = SeveralEnvironments(self._specs, self._most_turns)
+            environments = SeveralEnvironments(self._specs, self._most_turns, self._at_once)
             try:
                 await environments.start()
             except BaseException:

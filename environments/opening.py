@@ -57,9 +57,13 @@ class ServedDesk:
 
 
 class SeveralEnvironments:
-    """Play the environments of a run, each task in the one that it names."""
+    """Play the environments of a run, each task in the one that it names. At most `at_once` moves
+    are under way; a move that waits for others is not late by that."""
 
-    def __init__(self, specs: Sequence[EnvironmentSpec], most_turns: int) -> None:
+    def __init__(
+        self, specs: Sequence[EnvironmentSpec], most_turns: int, at_once: int = 64
+    ) -> None:
+        self._room = asyncio.Semaphore(at_once)
         self._of: Mapping[str, EpisodeEnvironment] = {
             spec.id: environment_of(spec, most_turns) for spec in specs
         }
@@ -74,7 +78,8 @@ class SeveralEnvironments:
         if found is None:
             known = ", ".join(self._of)
             return failed("environment_refused", f"no environment {name} is played, but {known}")
-        return await found.move(move)
+        async with self._room:
+            return await found.move(move)
 
     async def close(self) -> None:
         for environment in self._of.values():

@@ -138,7 +138,10 @@ def role_arguments(
         return (base, learn.train.row_tokens, top, learn.train.staleness + 2)
     if name == "environment":
         assert learn.episodes is not None
-        return (learn.episodes.played, learn.episodes.max_turns)
+        # As many moves at once as training itself makes; an evaluation has more episodes.
+        step = learn.episodes.tasks * learn.episodes.group
+        at_once = -(-step * (learn.train.staleness + 1) // spec.mesh.roles.environment.replicas)
+        return (learn.episodes.played, learn.episodes.max_turns, at_once)
     if name == "reward":
         return (learn.reward, spec.mesh.call_timeout_s)
     if name == "teacher_replay":
