@@ -23,8 +23,9 @@ class PrefixRef:
 
     `PrefixRef("cartridge/patient_01", 7)` is version 7 of a trained cartridge,
     `PrefixRef("document/patient_01", 0)` the frozen KV of a context, a document or a chunk of it,
-    `PrefixRef("document/a\\nb", 0)` that of two contexts read as one text, and
-    `PrefixRef("document/none", 0)` the bare beginning-of-sequence token.
+    `PrefixRef("document/a\\nb", 0)` that of two contexts read as one text,
+    `PrefixRef("document/none", 0)` the bare beginning-of-sequence token, and
+    `PrefixRef("document/", 0)` no token at all.
 
     `PrefixRef("cartridge/a", 7, (PrefixRef("cartridge/b", 7),))` is the ordered composition [a, b]:
     b's keys are moved behind a's, and a prompt begins behind both. Its tokens carry the version of
@@ -122,7 +123,8 @@ class Completion:
     truncation and before a grammar. `prompt_logprobs[t]`, if requested, is that of
     `prompt_ids[t + 1]`: the first prompt token follows a cartridge, which predicts nothing;
     `prompt_likeliest[t]` is the likeliest token there. `top_logprobs[t]` are (token id,
-    log-probability) pairs, likeliest first. `dropped` counts sampled tokens that are left out
+    log-probability) pairs, likeliest first, `prompt_top_logprobs[t]` those at the place of
+    `prompt_logprobs[t]`. `dropped` counts sampled tokens that are left out
     because the response ended before them. `served` are the fingerprints
     (`learning.cartridge.fingerprint`) of the cartridges in memory that the prefix's parts were read
     from, "" for a document.
@@ -140,6 +142,7 @@ class Completion:
     dropped: int = 0
     prompt_likeliest: tuple[int, ...] = ()
     served: tuple[str, ...] = ()
+    prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ UNSERVED = {
     "background": "a response is waited for; leave it out",
     "best_of": "ask for n responses, or a strategy in forge.strategy",
     "conversation": "no conversation is kept; send the whole of it as input",
-    "echo": "the prompt is not said again; leave it out",
     "frequency_penalty": "leave it out, or send 0",
     "function_call": "send tool_choice in its place",
     "functions": "send tools in its place",

@@ -63,10 +63,11 @@ def longest_beginning(text: str, stop: str) -> int:
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """Describe a token: its text begins at `offset` characters; `top` has the likeliest tokens."""
+    """Describe a token: its text begins at `offset` characters; `top` has the likeliest tokens.
+    Nothing predicts the first token of a prompt: its `logprob` is None."""
 
     id: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
     offset: int
 

@@ -48,6 +48,7 @@ from serving.middleware import end
 from serving.request import ServingRequest, StrategyRequest, requests_of
 from serving.request_parsing import RequestParser
 from serving.resident_cartridges import ResidentCartridges
+from serving.responses import unsaid
 from serving.structured.call_reading import CalledTools, CallReader, with_calls
 
 Body = TypeVar("Body")
@@ -55,6 +56,7 @@ Parse = Callable[[RequestParser, Body], ServingRequest]
 CARTRIDGE_HEADER = "x-forge-cartridge"
 UNCOUNTED = 10**15  # more is refused anyway; a number of thousands of digits could not be told
 BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
+NOTHING = PrefixRef("document/", 0)
 
 
 class RequestHandler:
@@ -71,11 +73,11 @@ class RequestHandler:
         self.cartridges = ResidentCartridges(config.backend, config.held_cartridges)
         self.hub = HubCartridges(config.hub, config.hub_token, config.library)
         # One thread: a tokenizer is not thread-safe, and its work must not hold the event loop up.
-        self._parsing = ThreadPoolExecutor(1, "parsing")
+        self.parsing = ThreadPoolExecutor(1, "parsing")
 
     async def close(self) -> None:
         await self.cartridges.close()
-        self._parsing.shutdown(wait=False, cancel_futures=True)
+        self.parsing.shutdown(wait=False, cancel_futures=True)
         self.hub.close()
         self.audit.close()
 
@@ -96,7 +98,7 @@ class RequestHandler:
                 noted = partial(self._note_pull, caller, scope)
                 await self.hub.fetch(body.cartridges or (), caller, noted)
             parsing = partial(parse, self.parser(caller), body)
-            request = await loop.run_in_executor(self._parsing, parsing)
+            request = await loop.run_in_executor(self.parsing, parsing)
             deadline = loop.time() + self.config.http.deadline_s
             cost = self._cost(request)
             held.enter_context(self.admission.let_in(cost))
@@ -108,7 +110,7 @@ class RequestHandler:
                     parts = [await held.enter_async_context(part) for part in using]
             if request.routed is not None:
                 self.metrics.routed(request.routed.entry.manifest.name)
-            prefix = composed_ref(parts) if parts else BARE
+            prefix = composed_ref(parts) if parts else NOTHING if request.echo else BARE
             return AnswerContext(self, request, prefix, held.pop_all(), deadline, reserved)
 
     def _cost(self, request: ServingRequest) -> RequestCost:
@@ -258,6 +260,8 @@ class AnswerContext:
                     param="tools" if request.tools else "response_format",
                     code="grammar_too_costly",
                 )
+        if request.sampling.max_tokens == 0:
+            self.completions = [unsaid(c) for c in self.completions]
         last = [text.finish(c) for text, c in zip(texts, self.completions, strict=True)]
         self._count(request.prompt_tokens, sum(len(c.token_ids) for c in self.completions))
         for choice, piece in enumerate(last):

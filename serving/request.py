@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from protocols.grammar import ResponseGrammar
@@ -32,7 +32,8 @@ class ServingRequest:
     """Ask for `n` responses to each prompt. With `top_logprobs` None no log-probabilities are
     returned. `entries` are the cartridges in the order of their composition, empty for the bare
     model; `routed` tells how the router chose the only one. With a strategy, which reads
-    `messages`, there is one prompt and one response. `tools` are those that responses may call."""
+    `messages`, there is one prompt and one response. `tools` are those that responses may call.
+    Where prompts are echoed `sampling.max_tokens` may be 0: then nothing is sampled."""
 
     id: str
     model: str
@@ -49,6 +50,10 @@ class ServingRequest:
     strategy: StrategyRequest | None = None
     grammar: ResponseGrammar | None = None
     tools: ToolOffer | None = None
+
+    @property
+    def echo(self) -> bool:
+        return any(p.echoed for p in self.prompts)
 
     @property
     def responses(self) -> int:
@@ -70,13 +75,16 @@ def requests_of(request: ServingRequest, prefix: PrefixRef) -> list[GenerateRequ
     after_one = (offer.form.end,) if offer and offer.most and offer.form.end else ()
     strings = (*request.stops, *after_one)
     until = StopCondition(strings=strings) if strings else None
+    # An engine samples a token at least; the reply to a request for none leaves it out.
+    sampling = replace(request.sampling, max_tokens=max(1, request.sampling.max_tokens))
     return [
         GenerateRequest(
             id=f"{request.id}/{p * request.n + i}",
             prompt_ids=prompt.ids,
             prefix=prefix,
-            sampling=request.sampling,
+            sampling=sampling,
             seed=seed_of(request.seed, p * request.n + i),
+            prompt_logprobs=request.echo and request.top_logprobs is not None,
             top_logprobs=request.top_logprobs or 0,
             until=until,
             grammar=request.grammar,

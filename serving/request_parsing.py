@@ -232,7 +232,12 @@ class RequestParser:
         for prompt in prompts:
             fewest = self._texts.fewest(prompt) if isinstance(prompt, str) else len(prompt)
             self._require_short(fewest, "prompt")
-        read = tuple(self._texts.prompt(p, bool(entries), "prompt") for p in prompts)
+        echo = bool(body.echo)
+        if echo and body.stream:
+            raise bad_request("echo is not served with stream; leave one of them out", "echo")
+        if body.max_tokens == 0 and not echo:
+            raise bad_request("max_tokens 0 needs echo: true; else ask for a token", "max_tokens")
+        read = tuple(self._texts.prompt(p, bool(entries), "prompt", echo) for p in prompts)
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         grammar = grammar_of(body, self._grammars)
         return self._parsed("cmpl", body, entries, read, most, body.logprobs, grammar=grammar)
@@ -289,7 +294,7 @@ class RequestParser:
         held = sum(entry.manifest.tokens for entry in entries)
         read = max(p.counted for p in prompts) + held
         room = limits.context - read
-        wanted = 1 if most is None else most
+        wanted = most or 1
         if wanted > room:
             of_cartridge = f", {held} of them of the cartridge" if entries else ""
             raise bad_request(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from protocols.types import Completion
 from protocols.wire.openai_chat import (
     AnswerMessage,
     ChatChoice,
@@ -24,7 +25,10 @@ from protocols.wire.openai_chat import (
 )
 from protocols.wire.openai_tools import AnsweredCall, AnsweredFunction
 from serving.detokenizer import CallPiece, TextPiece, TokenRecord
+from serving.tokenization import EchoedPrompt
 
+Item = TypeVar("Item")
+None_ = TypeVar("None_")
 LEAST = -9999.0  # for a token of probability 0: JSON has no infinity
 
 
@@ -39,6 +43,30 @@ def joined(pieces: Sequence[TextPiece]) -> TextPiece:
     return replace(
         pieces[-1], text="".join(p.text for p in pieces), tokens=tokens, calls=tuple(calls.values())
     )
+
+
+def unsaid(completion: Completion) -> Completion:
+    """Return the completion of a request for no token, without the one that was sampled."""
+    return replace(
+        completion, token_ids=(), logprobs=(), versions=(), top_logprobs=(), finish_reason="length"
+    )
+
+
+def echoed(prompt: EchoedPrompt, completion: Completion, piece: TextPiece) -> TextPiece:
+    """Return the piece of a whole response behind its prompt, with the prompt's tokens."""
+    count = len(prompt.ids)
+    logprobs = _behind_first(completion.prompt_logprobs, count, None)
+    tops = _behind_first(completion.prompt_top_logprobs, count, ())
+    read = map(TokenRecord, prompt.ids, logprobs, tops, prompt.offsets)
+    said = (replace(t, offset=t.offset + len(prompt.text)) for t in piece.tokens)
+    return replace(piece, text=prompt.text + piece.text, tokens=(*read, *said))
+
+
+def _behind_first(values: Sequence[Item], count: int, none: None_) -> list[Item | None_]:
+    """Return `none` for a prompt's first token, and the last `values` for the others of `count`;
+    `none` for all where there are no values."""
+    told = values[max(0, len(values) - count + 1) :]
+    return [*[none] * (count - len(told)), *told]
 
 
 class Replies(Protocol):
@@ -100,7 +128,9 @@ class CompletionWire:
         if self._top is not None:
             logprobs = CompletionLogprobs(
                 tokens=[self._token(t.id)[0] for t in piece.tokens],
-                token_logprobs=[max(t.logprob, LEAST) for t in piece.tokens],
+                token_logprobs=[
+                    None if t.logprob is None else max(t.logprob, LEAST) for t in piece.tokens
+                ],
                 top_logprobs=[self._likeliest(t) for t in piece.tokens],
                 text_offset=[t.offset for t in piece.tokens],
             )
@@ -109,8 +139,10 @@ class CompletionWire:
             index=index, text=piece.text, logprobs=logprobs, finish_reason=reason
         )
 
-    def _likeliest(self, token: TokenRecord) -> dict[str, float]:
-        """Map texts, the sampled token's too, to log-probabilities; equal texts: the likelier."""
+    def _likeliest(self, token: TokenRecord) -> dict[str, float] | None:
+        """Map texts, the token's own too, to log-probabilities; equal texts: the likelier."""
+        if token.logprob is None:
+            return None
         likeliest: dict[str, float] = {}
         for other, logprob in [*token.top[: self._top], (token.id, token.logprob)]:
             likeliest.setdefault(self._token(other)[0], max(logprob, LEAST))
@@ -176,6 +208,7 @@ class ChatWire(CompletionWire):
                 top_logprobs=[TopLogprob(**self._named(*o)) for o in t.top[: self._top]],
             )
             for t in piece.tokens
+            if t.logprob is not None
         ]
         return ChatLogprobs(content=tokens, refusal=None)
 

@@ -7,6 +7,7 @@ so nothing is put before a prompt.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +25,25 @@ STAND_IN = "cartridge"  # rendered and cut off: a placeholder for the cartridge'
 
 
 @dataclass(frozen=True)
+class EchoedPrompt:
+    """Hold a prompt as it is replied: its text, its ids, and the character each of them begins at.
+    The first token that was put before the prompt is not among them."""
+
+    text: str
+    ids: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class TokenizedPrompt:
-    """Hold the ids read behind the prefix, and the number of tokens reported to the client."""
+    """Hold the ids read behind the prefix, and the number of tokens reported to the client. Of a
+    prompt to be echoed without a cartridge the ids begin with the model's first token: no prefix
+    has it.
+    """
 
     ids: tuple[int, ...]
     counted: int
+    echoed: EchoedPrompt | None = None
 
 
 class Tokenization:
@@ -46,6 +61,7 @@ class Tokenization:
         byte_level = any(name.startswith("Ġ") for name in known)
         self._longest = max(map(len, known))  # characters of a token
         self._byte_of = _bytes_of_characters() if byte_level else {}
+        self._pieces: dict[int, tuple[str, list[int]]] = {}
         self.vocabulary = len(tokenizer)
         self.first = self._conversation.head(None)
         self._conversation.head(STAND_IN)  # fill its cache before threads use it
@@ -95,8 +111,11 @@ class Tokenization:
             return False
         return tool.name in self.decode(ids)
 
-    def prompt(self, prompt: str | Sequence[int], cartridge: bool, param: str) -> TokenizedPrompt:
+    def prompt(
+        self, prompt: str | Sequence[int], cartridge: bool, param: str, echo: bool = False
+    ) -> TokenizedPrompt:
         """Tokenise a text prompt, or take a prompt of ids unchanged."""
+        text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             _check_text(prompt, param)
             ids = tuple(self.tokenizer(prompt, add_special_tokens=not cartridge).input_ids)
@@ -109,9 +128,27 @@ class Tokenization:
                     f"{self.vocabulary - 1}; tokenise with its own tokenizer",
                     param,
                 )
+        given = ids
         if not cartridge and ids[:1] == self.first:
             ids = ids[1:]
-        return self._prompt(ids, cartridge, param)
+        read = self._prompt(ids, cartridge, param)
+        if not echo:
+            return read
+        echoed = self._echoed(given, None) if text is None else self._echoed(ids, text)
+        return TokenizedPrompt(ids if cartridge else (*self.first, *ids), read.counted, echoed)
+
+    def _echoed(self, ids: tuple[int, ...], text: str | None) -> EchoedPrompt:
+        """Return a prompt as it is replied, without the blank that some tokenizers put before its
+        `text`."""
+        decoder, parts, length = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
+        offsets = []
+        for token in ids:
+            offsets.append(length)
+            parts.append(decoder.decode(bytes(self.token(token)[1])))
+            length += len(parts[-1])
+        said = "".join(parts) + decoder.decode(b"", final=True)
+        added = max(0, len(said) - len(text)) if text is not None and said.endswith(text) else 0
+        return EchoedPrompt(said[added:], ids, tuple(max(0, at - added) for at in offsets))
 
     def _prompt(self, ids: tuple[int, ...], cartridge: bool, param: str) -> TokenizedPrompt:
         if not ids:
@@ -135,6 +172,12 @@ class Tokenization:
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
         """Return a token's text and its bytes. For part of a character the text is U+FFFD."""
+        found = self._pieces.get(token_id)
+        if found is None:
+            found = self._pieces[token_id] = self._piece(token_id)
+        return found
+
+    def _piece(self, token_id: int) -> tuple[str, list[int]]:
         piece = str(self.tokenizer.convert_ids_to_tokens(token_id))
         if token_id not in self._special and all(c in self._byte_of for c in piece):
             data = bytes(self._byte_of[c] for c in piece)

@@ -138,7 +138,7 @@ class VllmEngine:
             stop_token_ids=self._end_ids,
             ignore_eos=True,  # end_ids alone end a response, as with the embedded backend
             logprobs=row.top_wanted,
-            prompt_logprobs=1 if request.prompt_logprobs else None,
+            prompt_logprobs=max(1, request.top_logprobs) if request.prompt_logprobs else None,
             # vLLM would skip the connector as well, and compute the placeholders as tokens.
             skip_reading_prefix_cache=False if salt else None,
             detokenize=False,
@@ -219,7 +219,8 @@ class VllmEngine:
             return
         told, ends = len(row.tokens), set(self._end_ids)
         if output.prompt_logprobs is not None and not row.prompt_logprobs:
-            row.prompt_logprobs, row.prompt_likeliest = of_prompt(row.request, output)
+            read = of_prompt(row.request, output)
+            row.prompt_logprobs, row.prompt_likeliest, row.prompt_top = read
         assert made.logprobs is not None
         for token, at in zip(made.token_ids, made.logprobs, strict=True):
             if not row.reason:

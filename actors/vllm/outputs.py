@@ -27,25 +27,31 @@ def completed(request: GenerateRequest, output: Any) -> Completion:
     logprobs = tuple(at[token].logprob for at, token in zip(made.logprobs, ids, strict=True))
     versions = (request.prefix.version,) * len(ids)
     wanted = request.top_logprobs
-    read, likeliest_read = of_prompt(request, output)
+    read, likeliest_read, top_read = of_prompt(request, output)
     return Completion(
         request.id, ids, logprobs, versions, made.finish_reason, read,
-        prompt_likeliest=likeliest_read,
+        prompt_likeliest=likeliest_read, prompt_top_logprobs=top_read,
         top_logprobs=tuple(likeliest(at, wanted) for at in made.logprobs) if wanted else (),
     )  # fmt: skip
 
 
-def of_prompt(request: GenerateRequest, output: Any) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return the prompt's log-probabilities and the likeliest token at each of their positions."""
+def of_prompt(
+    request: GenerateRequest, output: Any
+) -> tuple[tuple[float, ...], tuple[int, ...], tuple[tuple[tuple[int, float], ...], ...]]:
+    """Return the prompt's log-probabilities, the likeliest token at each of their positions, and as
+    many of the likeliest as the request asks for."""
     wanted = len(request.prompt_ids) - 1
     if not request.prompt_logprobs or not wanted:
-        return (), ()
+        return (), (), ()
     # Counted from the end: the entries before depend on where computing began.
     assert output.prompt_logprobs is not None
     last = output.prompt_logprobs[-wanted:]
     told = zip(last, request.prompt_ids[1:], strict=True)
-    return tuple(at[token].logprob for at, token in told), tuple(
-        likeliest(at, 1)[0][0] for at in last
+    top = request.top_logprobs
+    return (
+        tuple(at[token].logprob for at, token in told),
+        tuple(likeliest(at, 1)[0][0] for at in last),
+        tuple(likeliest(at, top) for at in last) if top else (),
     )
 
 

@@ -26,6 +26,7 @@ from learning.model.decoder import LanguageModel
 from protocols.errors import DataError, PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TokenChunk, refused
 
+PROMPT_LOGITS = 2**26  # of a prompt's positions that exist at a time: 256 MiB
 Lookup = Callable[[PrefixRef], Tensor]
 Served = Callable[[PrefixRef, Tensor], tuple[str, ...]]
 
@@ -91,6 +92,7 @@ class DecodeState:
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     prompt_logprobs: tuple[float, ...] = ()
     prompt_likeliest: tuple[int, ...] = ()
+    prompt_top: tuple[tuple[tuple[int, float], ...], ...] = ()
     reason: str = ""
     ended_by: str = ""
     dropped: int = 0
@@ -146,6 +148,7 @@ class DecodeState:
             finish_reason=self.reason,
             prompt_logprobs=self.prompt_logprobs,
             prompt_likeliest=self.prompt_likeliest,
+            prompt_top_logprobs=self.prompt_top,
             served=self.served,
             top_logprobs=tuple(self.top),
             ended_by=self.ended_by,
@@ -308,10 +311,20 @@ class DecodeBatch:
     def _tell_prompt(self, row: DecodeState, hidden: Tensor) -> None:
         """Note the log-probabilities of a prompt's tokens after its first, from the hidden states
         [T - 1, width] before them."""
-        logprobs = self._model.lm_head(hidden).float().log_softmax(-1)
-        ids = torch.tensor(row.request.prompt_ids[1:], dtype=torch.long, device=logprobs.device)
-        row.prompt_logprobs = tuple(logprobs.gather(-1, ids[:, None])[:, 0].tolist())
-        row.prompt_likeliest = tuple(logprobs.argmax(-1).tolist())
+        ids = torch.tensor(row.request.prompt_ids[1:], dtype=torch.long, device=hidden.device)
+        told: list[float] = []
+        best: list[int] = []
+        top: list[tuple[tuple[int, float], ...]] = []
+        chunk = max(1, PROMPT_LOGITS // self._model.vocabulary)
+        for start in range(0, len(ids), chunk):
+            of = slice(start, start + chunk)
+            logprobs = self._model.lm_head(hidden[of]).float().log_softmax(-1)
+            told += logprobs.gather(-1, ids[of, None])[:, 0].tolist()
+            best += logprobs.argmax(-1).tolist()
+            top += _likeliest(logprobs, row.request.top_logprobs)
+        row.prompt_logprobs, row.prompt_likeliest = tuple(told), tuple(best)
+        if row.request.top_logprobs:
+            row.prompt_top = tuple(top)
 
     def _draw(self, hidden: Tensor) -> Tensor:
         """Draw the next token [B] of every live row from hidden states [B, width], and add it."""

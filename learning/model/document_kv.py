@@ -55,8 +55,10 @@ def own_document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]
 
 def context_ids(documents: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
     """Return the token ids of a context, or of several whose names are joined by SEPARATOR, as one
-    text: the tokens before any document, `documents["none"]`, begin it alone. Raises DataError for
-    an unknown name."""
+    text: the tokens before any document, `documents["none"]`, begin it alone. The empty name has no
+    token. Raises DataError for an unknown name."""
+    if not name:
+        return ()
     names = name.split(SEPARATOR)
     if unknown := [one for one in names if one not in documents]:
         raise DataError(f"no document {unknown[0]!r}; this run has {sorted(documents)}")

@@ -2,7 +2,7 @@
 
 `HarnessRequest` reads any client's chat and ignores unknown fields. `ChatRequest` and
 `CompletionRequest` are the server's strict schema. An OpenAI field that is not served may be given
-with its neutral value (`echo: false`, `frequency_penalty: 0`), so that clients which always send it
+with its neutral value (`best_of: 1`, `frequency_penalty: 0`), so that clients which always send it
 work. The server answers any other value, and any field that is not here, with 400 and its name.
 """
 
@@ -132,7 +132,7 @@ class SamplingFields(RequestPart):
         max_length=320, description="auto or BASE[+CARTRIDGE[@VERSION]], [:STRATEGY]"
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="of a response; default: what the context leaves, 16 of completions"
+        None, ge=1, description="of a response; default: what the context leaves"
     )
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
     top_p: float | None = Field(None, ge=0, le=1, description="nucleus mass; default 1")
@@ -202,12 +202,15 @@ class CompletionRequest(SamplingFields):
         | Ids
         | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
     ) = Field(description="text, texts, token ids, or lists of token ids")
+    max_tokens: int | None = Field(
+        None, ge=0, description="of a response, default 16; 0 with echo: none is sampled"
+    )
     logprobs: int | None = Field(
         None, ge=0, le=20, description="log-probabilities of every token and of so many likeliest"
     )
+    echo: bool | None = Field(None, description="the prompt before each response, with logprobs")
     # Not served: neutral values only.
     best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
     suffix: None = None
 
 
@@ -336,11 +339,11 @@ class ChatChunk(CompletionHead):
 
 class CompletionLogprobs(BaseModel):
     """Hold natural logs under the distribution at temperature 1, before truncation. Offsets count
-    characters from the start of the response."""
+    characters from the start of the text. An echoed prompt's first token has null."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 

@@ -5,6 +5,7 @@ body -> RequestHandler.begin -> pieces -> one reply, or chunks
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
@@ -36,7 +37,7 @@ from serving.errors import MESSAGES_PATH, RESPONSES_PATH, AsciiJSON, ErrorAnswer
 from serving.handler import AnswerContext, Parse, RequestHandler
 from serving.middleware import EventStream, while_connected
 from serving.request_parsing import RequestParser
-from serving.responses import ChatWire, CompletionWire, Replies, joined
+from serving.responses import ChatWire, CompletionWire, Replies, echoed, joined
 
 Body = TypeVar("Body", bound=SamplingFields | ResponsesRequest | MessagesRequest)
 # Of the reply's head, the text and bytes of tokens, and the request's top_logprobs.
@@ -58,8 +59,7 @@ async def answer(
     metrics, http = handler.metrics, handler.config.http
     if not body.stream:
         whole = _whole(handler, request.scope, body, parse, wire)
-        reply, headers = await while_connected(request, metrics, whole)
-        return AsciiJSON(reply, headers=headers)
+        return await while_connected(request, metrics, whole)
     answering = await while_connected(request, metrics, handler.begin(request.scope, body, parse))
     events = _events(handler, answering, body, wire)
     longest_s = http.deadline_s + GRACE_SECONDS
@@ -71,8 +71,8 @@ async def answer(
 
 async def _whole(
     handler: RequestHandler, scope: Scope, body: Body, parse: Parse[Body], wire: Wire
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the reply and its headers."""
+) -> Response:
+    """Return the reply."""
     answering = await handler.begin(scope, body, parse)
     request = answering.request
     pieces: list[list[TextPiece]] = [[] for _ in range(request.responses)]
@@ -89,8 +89,19 @@ async def _whole(
         used = usage(used.prompt_tokens * request.n, used.completion_tokens)
         top = None if packed else top
     replies = wire(_head(answering), handler.config.texts.token, top)
-    whole = replies.whole([joined(p) for p in pieces], used, answering.forge, **more)
-    return whole, answering.headers
+
+    def written() -> Response:
+        found = [joined(p) for p in pieces]
+        if request.echo:
+            prompts = [p.echoed for p in request.prompts for _ in range(request.n) if p.echoed]
+            found = [*map(echoed, prompts, answering.completions, found)]
+        whole = replies.whole(found, used, answering.forge, **more)
+        return AsciiJSON(whole, headers=answering.headers)
+
+    if not request.echo:
+        return written()
+    # Prompts may be long: they are written beside the event loop.
+    return await asyncio.get_running_loop().run_in_executor(handler.parsing, written)
 
 
 async def _events(

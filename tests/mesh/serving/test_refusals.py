@@ -71,7 +71,6 @@ def test_what_is_not_served_names_the_field(
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"prompt": ""}, "prompt"),
