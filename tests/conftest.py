@@ -81,7 +81,8 @@ OF_ONE_RUN = tuple(
     f"tests/{name}.py"
     for name in (
         "mesh/runs/test_eval", "mesh/runs/test_frontier", "nightly/runs/test_interrupted",
-        "mesh/runs/test_endings", "mesh/runs/test_whole", "nightly/runs/test_ranks",
+        "mesh/runs/test_endings", "mesh/runs/test_served_gold", "mesh/runs/test_whole",
+        "nightly/runs/test_ranks",
         "nightly/runs/test_stalled", "nightly/runs/test_clock",
     )
 )  # fmt: skip
