@@ -32,7 +32,7 @@ from actors.base import ModelSource, bootstrap, missing_vllm
 from actors.engine_generator import EngineGeneratorActor
 from learning.cartridge.composition import composed
 from learning.decoding.decode_batch import generate
-from learning.model.document_kv import document_kv
+from learning.model.document_kv import context_ids, document_kv
 from learning.model.loading import load_model, text_of
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import (
@@ -190,7 +190,7 @@ class Replica:
     def _single(self, ref: PrefixRef) -> Tensor:
         kind, _, name = ref.name.partition("/")
         if kind == "document":
-            return document_kv(self.model.ours, self.model.documents[name])
+            return document_kv(self.model.ours, context_ids(self.model.documents, name))
         return self.published[ref.version][name]
 
     def embedded(self, *requests: GenerateRequest) -> list[Completion]:

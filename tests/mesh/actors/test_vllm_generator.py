@@ -315,17 +315,20 @@ def test_prompt_logprobs_over_a_cartridge(engine: Replica, tokens: int) -> None:
         over("cartridge/a", version, p, 3) for p in prompts(4, (1, 2, 40, 130).__getitem__, seed=8)
     ]
     plain = engine.generate(*asked)  # their blocks are now in the prefix cache
-    scored = [dataclasses.replace(r, prompt_logprobs=True) for r in asked]
+    scored = [dataclasses.replace(r, prompt_logprobs=True, top_logprobs=3) for r in asked]
     for _ in range(2):
         for r, c, p in zip(scored, engine.generate(*scored), plain, strict=True):
             expected = engine.model.logprobs(engine.lookup(r.prefix), r.prompt_ids)
             steps = range(len(r.prompt_ids) - 1)
             close(c.prompt_logprobs, expected[:-1][steps, list(r.prompt_ids[1:])])
             assert c.prompt_likeliest == tuple(expected[:-1].argmax(-1).tolist())
+            best = expected[:-1].topk(3)
+            assert [[i for i, _ in top] for top in c.prompt_top_logprobs] == best.indices.tolist()
+            close(tuple(x for top in c.prompt_top_logprobs for _, x in top), best.values.flatten())
             assert (c.token_ids, p.prompt_logprobs) == (p.token_ids, ())
 
 
-@pytest.mark.parametrize("name", ["document/d", "document/none"])
+@pytest.mark.parametrize("name", ["document/d", "document/none", "document/"])
 def test_prompt_logprobs_over_a_document(engine: Replica, name: str) -> None:
     (prompt,) = prompts(1, lambda i: 60, seed=12)
     asked = dataclasses.replace(over(name, 0, prompt), prompt_logprobs=True)

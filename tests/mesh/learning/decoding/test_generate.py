@@ -267,6 +267,31 @@ def test_prompt_logprobs_are_those_of_plain_transformers(twin: Twin) -> None:
     )
 
 
+def test_a_prompt_behind_nothing_is_scored_a_part_at_a_time(
+    twin: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no prefix at all, and with logits of two positions at a time: nine tokens."""
+    monkeypatch.setattr(decode_batch, "PROMPT_LOGITS", 2 * twin.model.vocabulary)
+    nothing = PrefixRef("document/", 0)
+    asked = replace(request("p", nothing, 9, 3), prompt_logprobs=True, top_logprobs=2)
+    layers, heads, size = twin.model.kv_shape
+    (done,) = generate(
+        twin.model, [asked], lambda ref: torch.zeros(layers, 2, heads, 0, size), NO_END
+    )
+    logits = twin.logits((*asked.prompt_ids, *done.token_ids), None).log_softmax(-1)
+    read, said = logits[:8], logits[8:11]
+    best = read.topk(2)
+    assert [[i for i, _ in top] for top in done.prompt_top_logprobs] == best.indices.tolist()
+    for told, expected in (
+        (done.prompt_logprobs, read[range(8), list(asked.prompt_ids[1:])]),
+        ([x for top in done.prompt_top_logprobs for _, x in top], best.values.flatten()),
+        (done.logprobs, said[range(3), list(done.token_ids)]),
+    ):
+        torch.testing.assert_close(
+            torch.tensor(told), expected, atol=1e-4, rtol=0, check_dtype=False
+        )
+
+
 def test_a_perturbed_cartridge_changes_the_next_output(twin: Twin) -> None:
     """Same name, same prompt, same seed: the version that the request names is what is read."""
     held = CartridgeVersions(keep=2)

@@ -1,16 +1,20 @@
-"""Structured answers of `forge serve`, on the embedded engine and on vLLM: the same ones."""
+"""What `forge serve` answers alike on the embedded engine and on vLLM: structured answers, calls of
+tools, and log-probabilities of given text."""
 
 from __future__ import annotations
 
 import json
 import re
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 from openai import OpenAI
+from safetensors.torch import save
 from served import serve_command
+from serving_setup import cartridge
 from strategy_setup import reward_model
 from vllm_replica import require_vllm
 
@@ -141,3 +145,36 @@ def test_a_reward_model_chooses_the_same_steps_on_both(both: dict[str, OpenAI]) 
         (done,) = said[name][1]["finished"]
         assert 0 < done["score"] < 1
     assert said["embedded"] == said["vllm"]
+
+
+def test_both_engines_score_the_same_text(both: dict[str, OpenAI]) -> None:
+    """Over a cartridge that vLLM has read prompts behind before, beside and without it."""
+    prompts = ["Who is the surgeon?", [1, 60, 77, 84, 290], "What is the age of the patient?" * 40]
+    told: dict[str, list[Any]] = {}
+    for name, client in both.items():
+        url = f"http://{client.base_url.host}:{client.base_url.port}/admin/cartridges/p1"
+        data = save({"kv": cartridge(seed=1, tokens=40)})
+        urllib.request.urlopen(urllib.request.Request(url, data), timeout=60).close()
+        told[name] = []
+        for model in (f"{MODEL}+p1", MODEL) * 2:
+            for asked in ({"max_tokens": 0}, {"max_tokens": 4, "n": 2, "stop": ["zzz"]}):
+                asked |= {"model": model, "temperature": 0, "logprobs": 3}
+                plain = client.completions.create(prompt=prompts[0], **asked | {"max_tokens": 1})
+                for prompt in (prompts[0], prompts[1], [prompts[0], prompts[2]]):
+                    reply = client.completions.create(prompt=prompt, echo=True, **asked)
+                    told[name] += [(model, choice) for choice in reply.choices]
+                assert plain.choices[0].logprobs is not None
+    assert len(told["vllm"]) == 4 * (4 + 8)
+    for (model, one), (_, other) in zip(told["embedded"], told["vllm"], strict=True):
+        mine, theirs = one.logprobs, other.logprobs
+        assert one.text == other.text
+        assert (mine.tokens, mine.text_offset) == (theirs.tokens, theirs.text_offset)
+        assert mine.token_logprobs[0] is theirs.token_logprobs[0] is None
+        same = pytest.approx(mine.token_logprobs[1:], abs=1e-4)
+        assert theirs.token_logprobs[1:] == same, model
+        for a, b in zip(mine.top_logprobs[1:], theirs.top_logprobs[1:], strict=True):
+            assert sorted(a.values()) == pytest.approx(sorted(b.values()), abs=1e-4)
+    (_, over), (_, bare) = told["vllm"][0], told["vllm"][12]
+    assert over.logprobs.token_logprobs[1:] != pytest.approx(
+        bare.logprobs.token_logprobs[1:], abs=0.01
+    )
