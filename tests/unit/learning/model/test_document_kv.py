@@ -207,6 +207,7 @@ def test_contexts_are_joined_as_one_text() -> None:
     documents = {"none": (1,), "x": (1, 10, 11), "y": (1, 20)}
     assert context_ids(documents, "x") == (1, 10, 11)
     assert context_ids(documents, "y\nx\ny") == (1, 20, 10, 11, 20)
+    assert context_ids(documents, "") == ()
     with pytest.raises(DataError, match="no document 'z'"):
         context_ids(documents, "x\nz")
     reader = Reader()
