@@ -35,12 +35,14 @@ BENCH ?=
 GPU ?=
 BASE ?= 9fc9f6f
 MINUTES ?= 24
+TARGET ?= cpu
+IMAGE_OPTIONS ?=
 REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanation/test_time_compute.md
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm run run-real run-vllm serve test test-fast test-all bench-against \
-        lint format proto proto-release constraints sbom k8s k8s-check k8s-apiserver k8s-control-plane bench bench-vllm bench-hosts gpu-check chaos clean \
+        lint format proto proto-release constraints sbom image k8s k8s-check k8s-apiserver k8s-control-plane bench bench-vllm bench-hosts gpu-check chaos clean \
         install-docs docs reference
 
 help: ## show this list
@@ -228,6 +230,9 @@ constraints: ## pin in constraints*.txt every package that is installed now
 
 sbom: install ## write sbom.json: every installed package with its licence, as CycloneDX
 	$(BIN)/cyclonedx-py environment --output-reproducible --of JSON -o sbom.json $(BIN)/python
+
+image: ## build the image TARGET (cpu or cuda) with docker, podman or buildah; its SBOM and size
+	deploy/build_image.sh $(TARGET) $(IMAGE_OPTIONS)
 
 format: install ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
