@@ -55,11 +55,9 @@ def small(sets: dict[str, Any]) -> list[str]:
     return words
 
 
-def test_its_size_is_told(image: Image) -> None:
-    print(image.said)
-    found = re.search(
-        r"^cartridge-forge:\S+-cpu: ([0-9.]+) GB, .*\.json$", image.said, re.MULTILINE
-    )
+def test_its_size_is_told(image: Image, record_property: Callable[[str, object], None]) -> None:
+    record_property("image", image.said)
+    found = re.search(r"^cartridge-forge:\S+-cpu: ([0-9.]+) GB, .*\.json$", image.said, re.M)
     assert found is not None, image.said
     assert float(found[1]) < SIZE_GB
 

