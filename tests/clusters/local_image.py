@@ -83,7 +83,8 @@ class Image:
         user, _, group = self.config["User"].partition(":")
         lines = ["ip link set lo up", f"root={shlex.quote(str(self.root))}",
                  'mount --bind "$root" "$root"', 'mount -o remount,bind,ro "$root"',
-                 'mount -t proc proc "$root/proc"', 'mount --rbind /dev "$root/dev"',
+                 'mount -t proc proc "$root/proc"', 'mount -t sysfs -o ro sysfs "$root/sys"',
+                 'mount --rbind /dev "$root/dev"',
                  'mount -t tmpfs -o size=1g,mode=1777 tmpfs "$root/dev/shm"']  # fmt: skip
         for name in ("tmp", "runs"):
             folder = home / name
