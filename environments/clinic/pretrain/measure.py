@@ -1,4 +1,5 @@
-"""Measure by sampling how often a clerk solves desk cases and a panel five-option questions."""
+"""Measure by sampling how often a clerk solves desk cases, a panel answers five-option questions and
+a merger questions of several fields."""
 
 from __future__ import annotations
 
@@ -11,14 +12,23 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from environments.clinic.desk import HINTS, CaseState, DeskCase, draw_case, draw_desk, reply_to
+from environments.clinic.findings import (
+    FindingsQuestion,
+    all_right,
+    draw_findings,
+    parts_f1,
+    said_parts,
+    says_parts,
+)
 from environments.clinic.longhealth import PatientQuestion, parse_patients
 from environments.clinic.patients import generate_clinic
+from environments.clinic.pretrain.merge_tasks import draw_value
 from environments.clinic.pretrain.panel_tasks import field_of
 from environments.clinic.pretrain.reader_tasks import head
 from environments.clinic.prompts import aggregation_prompt, claims, option_prompt, parse_answer
 
 MAX_TURNS = 5  # of an episode
-MAX_CALL, MAX_ANSWER = 12, 20  # tokens
+MAX_CALL, MAX_ANSWER, MAX_LIST = 12, 20, 32  # tokens
 CARTRIDGE = 28  # handbook tokens that initialise a cartridge of the default size
 FACTS, NOTES = 24, 4  # of a chart
 PANELS = (1, 2, 4)  # candidates to a question
@@ -146,21 +156,36 @@ def share_right(
 ) -> float:
     """Return the share of questions answered right, in [0, 1], drawn at temperature 1, or greedily
     without a seed."""
-    torch.manual_seed(seed or 0)
-    prompts = []
+    asked = []
     for question, document, candidates in questions:
         text = option_prompt(question.text, question.options)
-        if candidates:
-            text = aggregation_prompt(text, candidates)
+        asked.append((document, aggregation_prompt(text, candidates) if candidates else text))
+    right = 0
+    said = _replies(model, tokenizer, asked, MAX_ANSWER, seed)
+    for (question, _, _), answer in zip(questions, said, strict=True):
+        letter = parse_answer(answer, question)
+        right += letter is not None and question.is_correct(letter)
+    return right / len(questions)
+
+
+def _replies(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    asked: list[tuple[str, str]],
+    most: int,
+    seed: int | None,
+) -> list[str]:
+    """Return a reply of up to `most` tokens to each prompt after its document ("": none)."""
+    torch.manual_seed(seed or 0)
+    prompts = []
+    for document, text in asked:
         ids = tokenizer([head(document), f"<|user|>{text}<|end|><|assistant|>"]).input_ids
         prompts.append([*ids[0], *ids[1]])
-    end, right = tokenizer.get_vocab()["<|end|>"], 0
+    end, said = tokenizer.get_vocab()["<|end|>"], list[str]()
     for at in range(0, len(prompts), AT_ONCE):
-        said = sample(model, prompts[at : at + AT_ONCE], end, MAX_ANSWER, seed is None)
-        for (question, _, _), answer in zip(questions[at : at + AT_ONCE], said, strict=True):
-            letter = parse_answer(str(tokenizer.decode(answer)), question)
-            right += letter is not None and question.is_correct(letter)
-    return right / len(questions)
+        rows = sample(model, prompts[at : at + AT_ONCE], end, most, seed is None)
+        said += [str(tokenizer.decode(row)) for row in rows]
+    return said
 
 
 def measure_panel(
@@ -177,4 +202,69 @@ def measure_panel(
         shares[name] = round(share_right(model, tokenizer, questions, seed), 3)
         if chart:
             shares[f"{name} greedy"] = round(share_right(model, tokenizer, questions, None), 3)
+    return shares
+
+
+# -- the merger -------------------------------------------------------------------------------
+
+
+ListQuestion = tuple[FindingsQuestion, str, tuple[str, ...]]  # document before it, candidates
+
+
+def draw_lists(
+    seed: int, patients: int, parts: int, chart: bool, held: str, count: int = 8
+) -> list[ListQuestion]:
+    """Return `count` questions of `parts` fields for each seeded chart, after the chart or after
+    nothing. `held` tells the candidates: "all but one" (as many as parts, each wrong in another
+    part), "two" (as many as parts, each with two other right parts and no more) or "" (none)."""
+    rng = random.Random(f"merge/measure/{seed}/{parts}/{held}")
+    asked = []
+    for patient in parse_patients(generate_clinic(seed, patients, FACTS, NOTES), "measured"):
+        for question in draw_findings(patient, parts, count, seed):
+            fields, said = list(question.parts), []
+            for i in range(parts if held else 0):
+                own = dict(question.parts)
+                if held == "two":
+                    kept = fields[i], fields[(i + 1) % parts]
+                    own = {field: value for field, value in own.items() if field in kept}
+                else:
+                    own[fields[i]] = draw_value(rng, fields[i], own[fields[i]])
+                said.append(says_parts(own))
+            rng.shuffle(said)
+            asked.append((question, patient.document if chart else "", tuple(said)))
+    return asked
+
+
+def lists_right(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    questions: list[ListQuestion],
+    seed: int | None,
+) -> tuple[float, float]:
+    """Return the share of questions with all parts right and the mean F1 of the parts, in [0, 1],
+    drawn at temperature 1, or greedily without a seed."""
+    asked = []
+    for question, document, candidates in questions:
+        text = question.text
+        asked.append((document, aggregation_prompt(text, candidates) if candidates else text))
+    said = [said_parts(text) for text in _replies(model, tokenizer, asked, MAX_LIST, seed)]
+    pairs = list(zip([question for question, _, _ in questions], said, strict=True))
+    right = sum(all_right(question, parts) for question, parts in pairs)
+    return right / len(pairs), sum(parts_f1(q, parts) for q, parts in pairs) / len(pairs)
+
+
+def measure_merge(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: Namespace
+) -> dict[str, tuple[float, float]]:
+    """Return shares with all parts right and F1, of questions of `args.parts` fields with the chart
+    and without, and with each kind of candidates of `draw_lists`. Answers are drawn, or greedy."""
+    seed = 1_000_003 + args.seed
+    settings = [(True, ""), *product((True, False), ("all but one", "two"))]
+    shares = {}
+    for chart, held in settings:
+        questions = draw_lists(seed, args.patients, args.parts, chart, held)
+        name = ("chart" if chart else "none") + (f", {held}" if held else "")
+        for drawn, own in ((name, seed), (f"{name}, greedy", None)):
+            right, f1 = lists_right(model, tokenizer, questions, own)
+            shares[drawn] = round(right, 3), round(f1, 3)
     return shares

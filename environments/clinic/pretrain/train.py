@@ -36,9 +36,9 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from environments.clinic.pretrain import clerk_tasks, panel_tasks, reader_tasks
+from environments.clinic.pretrain import clerk_tasks, merge_tasks, panel_tasks, reader_tasks
 from environments.clinic.pretrain.induction import new_model
-from environments.clinic.pretrain.measure import measure_clerk, measure_panel
+from environments.clinic.pretrain.measure import measure_clerk, measure_merge, measure_panel
 from environments.clinic.pretrain.reader_tasks import Row
 from environments.clinic.pretrain.tokenizer import build_tokenizer
 
@@ -87,6 +87,17 @@ MIXES = {
             "--others": (1, "the reader's turns to a chart"), "--patients": (5, "to measure"),
         },
         measure_panel,
+    ),
+    "merge": TaskMix(
+        merge_tasks.rows, len(merge_tasks.LADDER), "merged", 0.6, 2400.0, 1e-3, 0.01, 8,
+        {
+            "--first": (1, "plain questions of several fields to a chart"),
+            "--merged": (5, "questions with candidates"),
+            "--others": (1, "the reader's turns to a chart"),
+            "--parts": (4, "fields of a question, to measure"),
+            "--patients": (8, "to measure"),
+        },
+        measure_merge,
     ),
 }  # fmt: skip
 
