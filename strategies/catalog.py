@@ -22,7 +22,7 @@ from protocols.types import Sampling
 from strategies.adaptive import AdaptiveScaling
 from strategies.answers.extract import FORMS, Form
 from strategies.deepconf import DeepConf
-from strategies.offline import ChainOfThought, SelfConsistency
+from strategies.offline import ChainOfThought, PartVote, SelfConsistency
 from strategies.phi import PhiDecoding
 from strategies.problem import Judge, StrategyCost, StrategyProblem, StrategyResult
 from strategies.rsa.engine import RecursiveSelfAggregation
@@ -48,6 +48,7 @@ class Strategy(Protocol):
 STRATEGIES: Mapping[str, type[Strategy]] = {
     "chain_of_thought": ChainOfThought,
     "self_consistency": SelfConsistency,
+    "part_vote": PartVote,
     "deepconf": DeepConf,
     "best_of_n": BestOfN,
     "beam_search": BeamSearch,

@@ -48,8 +48,8 @@ def over_reference(name: str) -> tuple[Cells, list[Cells]]:
     for arm, values in arms.items():
         paired = [values[seed] - base[seed] for seed in values if seed in base]
         own = list(values.values())
-        gain = ["", ""] if arm == reference else _with_interval(paired, "+.1f", None)
-        body.append([arm, str(len(own)), *_with_interval(own, ".1f", (0.0, 1.0)), *gain])
+        gain = ["", ""] if arm == reference else with_interval(paired, "+.1f", None)
+        body.append([arm, str(len(own)), *with_interval(own, ".1f", (0.0, 1.0)), *gain])
     heads = ["arm", "units", "right, %", "95% interval", f"over {reference}, points"]
     return [*heads, "95% interval"], body
 
@@ -61,7 +61,7 @@ def between(name: str) -> tuple[Cells, list[Cells]]:
     trained = dict.fromkeys(shown["on_policy"] for _, shown, _ in _kept(name))
     pairs = combinations([arm for arm in trained if arm != spec.reference], 2)
     body = [
-        [f"{late} over {early}", *_with_interval(paired, "+.1f", None)]
+        [f"{late} over {early}", *with_interval(paired, "+.1f", None)]
         for early, late in pairs
         if (paired := [arms[late][s] - arms[early][s] for s in arms[late] if s in arms[early]])
     ]
@@ -100,9 +100,10 @@ def _kept(name: str) -> list[tuple[str, Mapping[str, str], int]]:
     return [(record, dict(trial.arms), trial.seed) for record, trial in kept_trials(name)]
 
 
-def _with_interval(
+def with_interval(
     values: Sequence[float], form: str, within: tuple[float, float] | None
 ) -> list[str]:
+    """Return the mean of shares in points and its Student's 95% interval, cut to `within`."""
     if not values:
         return ["", ""]
     shown, interval = format(100 * fmean(values), form), mean_interval(values)

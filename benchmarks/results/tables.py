@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.results import records
 from benchmarks.results.corpus_tables import seeds, shared_facts
 from benchmarks.results.host_tables import limits, publishes, results_of, simulated
+from benchmarks.results.merging_tables import merging_arms, merging_differences
 from benchmarks.results.on_policy_tables import every_arm, primary, secondary
 from benchmarks.results.study_tables import between, collapses, over_reference
 from protocols.files import REPOSITORY
@@ -31,6 +32,7 @@ from training.evaluation.comparison import AnswerSource, compare_groups, grouped
 PAGES = (
     "README.md",
     "docs/corpus.md",
+    "docs/studies/aggregation.md",
     "docs/studies/ahead.md",
     "docs/studies/channels.md",
     "docs/studies/on_policy.md",
@@ -169,6 +171,8 @@ TABLES: dict[str, Callable[[str], Lines]] = {
     "every_arm": lambda sweep: table(*every_arm(sweep)),
     "primary": lambda sweep: table(*primary(sweep)),
     "secondary": lambda sweep: table(*secondary(sweep)),
+    "merging_arms": lambda sweep: table(*merging_arms(sweep)),
+    "merging_differences": lambda sweep: table(*merging_differences(sweep)),
 }
 
 

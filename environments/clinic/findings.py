@@ -74,15 +74,15 @@ def said_parts(response: str) -> dict[str, str]:
     return {} if said is None else answer_parts(_STOP.split(said, maxsplit=1)[0])
 
 
-def all_right(question: FindingsQuestion, said: Mapping[str, str]) -> bool:
+def all_right(right: Mapping[str, str], said: Mapping[str, str]) -> bool:
     """Return whether every asked field has its value."""
-    return all(said.get(field) == value for field, value in question.parts.items())
+    return all(said.get(field) == value for field, value in right.items())
 
 
-def parts_f1(question: FindingsQuestion, said: Mapping[str, str]) -> float:
+def parts_f1(right: Mapping[str, str], said: Mapping[str, str]) -> float:
     """Return F1 of the parts, in [0, 1]: three of four right and one wrong are 0.75."""
-    right = sum(said.get(field) == value for field, value in question.parts.items())
-    return 2 * right / (len(question.parts) + len(said))
+    hits = sum(said.get(field) == value for field, value in right.items())
+    return 2 * hits / (len(right) + len(said))
 
 
 def draw_findings(

@@ -14,19 +14,20 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from forge_run.commands import note
 from forge_run.formatting import TableSection
-from forge_run.report.frontier import HEADS, cells
+from forge_run.report.frontier import arms_table, cells
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY, json_lines, write_atomically
-from protocols.records.answers import AnswerRow, to_row
+from protocols.records.answers import Answer, AnswerRow, to_row
 from protocols.spec.experiments import FrontierSpec
 from protocols.spec.loading import load_file, load_resolved
 from protocols.spec.mesh import RunSpec
 from protocols.types import PrefixRef
 from services.run_directory import FRONTIER, FRONTIER_ANSWERS, RunDirectory
-from strategies.problem import StrategyResult
+from training.evaluation.frontier_questions import findings_questions, option_questions
 from training.evaluation.strategies import ArmRow, compare
 
 ARMS = REPOSITORY / "configs" / "frontier.yaml"
@@ -51,11 +52,30 @@ def command(
         raise SpecError(f"--questions must be >= 1: got {questions}")
     if questions is not None:
         chosen = chosen.model_copy(update={"questions": questions})
+    return (section(*measure(directory, chosen, show)),)
+
+
+def measured(directory: RunDirectory, chosen: FrontierSpec) -> bool:
+    """Return whether the run has a frontier of these arms and settings."""
+    file = directory.path / FRONTIER
+    if not file.is_file():
+        return False
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if [arm["name"] for arm in found["arms"]] != [arm.name for arm in chosen.arms]:
+        return False
+    return all(found.get(key) == value for key, value in _settings(chosen).items())
+
+
+def measure(
+    directory: RunDirectory, chosen: FrontierSpec, show: Callable[[str], None]
+) -> tuple[list[ArmRow], int]:
+    """Measure every arm over the run, write its files, and return the rows and the version."""
+    spec = load_resolved(directory.spec)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     rows, version, answers = asyncio.run(_measure(spec, directory, chosen, show))
     record = {
         "version": version,
-        **chosen.model_dump(mode="json", exclude={"arms"}, exclude_none=True),
+        **_settings(chosen),
         "arms": [row.as_dict() for row in rows],
     }
     write_atomically(directory.path / FRONTIER, json.dumps(record, indent=1) + "\n")
@@ -63,13 +83,17 @@ def command(
     from forge_run.pages.export import write_report
 
     write_report(directory.path)
-    return (section(rows, version),)
+    return rows, version
+
+
+def _settings(chosen: FrontierSpec) -> dict[str, Any]:
+    return chosen.model_dump(mode="json", exclude={"arms"}, exclude_none=True)
 
 
 def section(rows: Sequence[ArmRow], version: int) -> TableSection:
     """Return the table of the arms."""
-    title = f"{rows[0].n} held-out questions over version {version}; tokens and calls a question"
-    return TableSection(title, HEADS, tuple(map(cells, rows)))
+    title = f"{rows[0].n} questions over version {version}; tokens and calls a question"
+    return arms_table(title, rows)
 
 
 async def _measure(
@@ -99,14 +123,15 @@ async def _measure(
             samplers[document] = TokenSampler(backend.generate, tasks.conversation, context, ref)
         answers: list[AnswerRow] = []
 
-        def keep(row: ArmRow, results: Sequence[StrategyResult]) -> None:
-            exams = tasks.exams[: chosen.questions]
-            said, spent = [r.text for r in results], [r.spent.tokens for r in results]
-            found = tasks.answers(exams, said, spent)
+        def keep(row: ArmRow, found: Sequence[Answer]) -> None:
             answers.extend(to_row(answer, row.name, version, sampled=True) for answer in found)
 
+        if chosen.parts > 1:
+            questions = findings_questions(tasks, chosen.parts, chosen.questions, chosen.seed)
+        else:
+            questions = option_questions(tasks, chosen.questions)
         rows = await compare(
-            chosen, tasks.exams, samplers.__getitem__,
+            chosen, questions, samplers.__getitem__,
             lambda row: show("  ".join(cells(row))), keep, judge,
         )  # fmt: skip
     return rows, version, answers

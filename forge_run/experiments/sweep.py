@@ -31,6 +31,7 @@ from protocols.errors import SpecError
 from protocols.files import write_atomically
 from protocols.spec.experiments import SweepSpec
 from protocols.spec.loading import load_file, load_spec
+from services.run_directory import RunDirectory
 
 # Keys that save time and do not change the table. The sweep's own keys override them.
 PLAIN = ("evaluate.probe_every=0", "evaluate.sampled=false")
@@ -82,11 +83,18 @@ def planned(
 def sweep(
     spec: SweepSpec, plan: Sequence[Trial], root: Path, runner: Runner, say: Callable[[str], None]
 ) -> list[SweepRow]:
-    """Run the unfinished trials, write the results and return a row of every arm. Raises RunError
-    when a run fails; finished runs are kept."""
+    """Run the unfinished trials, measure the sweep's frontier over each, write the results and
+    return a row of every arm. Raises RunError when a run fails; finished runs are kept."""
     home = root / f"sweep-{spec.name}"
     record = home / "sweep.json"
-    done = {trial.name: run for trial, run in runs_of(plan, root, record, runner, say)}
+    done: dict[str, RunDirectory] = {}
+    for trial, run in runs_of(plan, root, record, runner, say):
+        done[trial.name] = run
+        if spec.frontier is not None:
+            from forge_run.commands.frontier import measure, measured  # which import torch
+
+            if not measured(run, spec.frontier):
+                measure(run, spec.frontier, say)
     rows = gather((trial, done[trial.name]) for trial in plan)
     write_record(
         record, mesh=plan[0].spec.mesh.name, runs=read_runs(record), name=spec.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,8 +40,13 @@ def frontier(run: Path) -> list[Block]:
     name = f"{rows[0].n} questions over version {found['version']}"
     note = f"{name}; bars are 95% intervals, lines join the budgets of one strategy."
     drawn = Plot("Accuracy against tokens", note, partial(_draw, rows=rows), height=4.2)
-    table = TableSection(name, HEADS, tuple(map(cells, rows)))
-    return [("soft", NOTE), ("table", table), ("plots", [drawn])]
+    return [("soft", NOTE), ("table", arms_table(name, rows)), ("plots", [drawn])]
+
+
+def arms_table(title: str, rows: Sequence[ArmRow]) -> TableSection:
+    """Return the table of the arms; questions of several parts have their F1 too."""
+    heads = HEADS if rows[0].f1 is None else (*HEADS, "F1")
+    return TableSection(title, heads, tuple(map(cells, rows)))
 
 
 def cells(row: ArmRow) -> tuple[str, ...]:
@@ -50,6 +56,7 @@ def cells(row: ArmRow) -> tuple[str, ...]:
         "-" if row.gain is None else f"{100 * row.gain:+.1f}",
         "-" if row.gain_ci95 is None else interval(row.gain_ci95),
         f"{row.tokens:.0f}", f"{row.prompt_tokens:.0f}", f"{row.calls:.1f}", f"{row.seconds:.1f}",
+        *(() if row.f1 is None else (f"{row.f1:.2f}",)),
     )  # fmt: skip
 
 

@@ -54,6 +54,12 @@ class FrontierSpec(SpecSection):
     """Configure arms that answer the same held-out questions over the same cartridges."""
 
     questions: int = Field(default=200, ge=1, description="most held-out questions")
+    parts: int = Field(
+        default=1,
+        ge=1,
+        description="1: the held-out option questions; more: questions of so many fields of one "
+        "chart of the embedded clinic, right if all are",
+    )
     max_tokens: int = Field(default=32, ge=1, description="most tokens of one response")
     temperature: float = Field(default=1.0, gt=0, description="of every sample")
     seed: int = Field(default=0, ge=0, description="seed of every draw")
@@ -106,6 +112,10 @@ class SweepSpec(SpecSection):
     )
     reference: str | None = Field(
         default=None, description="the arm that the others are compared with, seed by seed"
+    )
+    frontier: FrontierSpec | None = Field(
+        default=None,
+        description="strategies that are compared over every finished run, as by `forge frontier`",
     )
 
     @field_validator("axes")

@@ -17,6 +17,7 @@ from strategies.problem import StrategyResult
 ASKED = (AgentMessage("user", "what is it?"),)
 SMALL: dict[str, dict[str, Any]] = {
     "self_consistency": {"samples": 5},
+    "part_vote": {"samples": 5},
     "deepconf": {"traces": 6, "window": 4, "keep_fraction": 0.5},
     "phi_decoding": {"beams": 2, "rollouts": 3},
 }

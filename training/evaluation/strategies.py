@@ -14,15 +14,16 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from environments.clinic.prompts import parse_answer
+from environments.clinic.findings import answer_parts, parts_f1
 from protocols.errors import DataError
+from protocols.records.answers import Answer
 from protocols.records.intervals import mean_interval, wilson_interval
 from protocols.spec.experiments import FrontierArm, FrontierSpec
 from protocols.teacher_replay import AgentMessage
 from strategies.catalog import Strategy, parse, run
 from strategies.problem import Judge, StrategyResult
 from strategies.samplers.sampler import Sampler
-from training.recipes.longhealth_prompts import LongHealthQuestion
+from training.evaluation.frontier_questions import FrontierQuestion
 
 AT_ONCE = 32  # questions: more would wait in the engines until their calls time out
 
@@ -32,7 +33,7 @@ class ArmRow:
     """Hold the results of one arm. Tokens and calls are means a question. `latency` is the mean
     wall time of a question beside all others, `seconds` the wall time of the arm. `gain` is the
     mean over questions of being right minus the first arm's (None: the first), with Student's t
-    interval."""
+    interval. `f1` is the mean F1 of the parts (None: questions of one part)."""
 
     name: str
     strategy: str
@@ -47,6 +48,7 @@ class ArmRow:
     seconds: float
     gain: float | None = None
     gain_ci95: tuple[float, float] | None = None
+    f1: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -55,14 +57,14 @@ class ArmRow:
 
 async def compare(
     spec: FrontierSpec,
-    exams: Sequence[LongHealthQuestion],
+    questions: Sequence[FrontierQuestion],
     sampler_of: Callable[[str], Sampler],
     show: Callable[[ArmRow], None] = lambda row: None,
-    keep: Callable[[ArmRow, Sequence[StrategyResult]], None] = lambda row, results: None,
+    keep: Callable[[ArmRow, Sequence[Answer]], None] = lambda row, answers: None,
     judge: Judge | None = None,
 ) -> list[ArmRow]:
     """Return a row for every arm, in order. `sampler_of(document)` samples over its prefix; `keep`
-    gets every arm's results, question by question; `judge` serves the scorer process_reward.
+    gets every arm's answers, question by question; `judge` serves the scorer process_reward.
 
     Raises DataError for an unknown strategy or option, before anything is sampled.
     """
@@ -72,24 +74,22 @@ async def compare(
             "an arm has the scorer process_reward, and nothing is configured for it; add "
             "process_reward to the file of the arms"
         )
-    chosen = exams[: spec.questions]
     rows: list[ArmRow] = []
     first: list[bool] | None = None
     for arm, strategy in zip(spec.arms, strategies, strict=True):
         begun, places = time.perf_counter(), asyncio.Semaphore(AT_ONCE)
         results = await asyncio.gather(
-            *(_solve(strategy, arm, spec, exam, sampler_of, places, judge) for exam in chosen)
+            *(_solve(strategy, arm, spec, asked, sampler_of, places, judge) for asked in questions)
         )
         seconds = time.perf_counter() - begun
-        letters = [parse_answer(r.text, e.question) for e, r in zip(chosen, results, strict=True)]
-        right = [
-            letter is not None and e.question.is_correct(letter)
-            for e, letter in zip(chosen, letters, strict=True)
+        answers = [
+            asked.record(r.text, r.spent.tokens)
+            for asked, r in zip(questions, results, strict=True)
         ]
-        rows.append(_row(arm, results, right, sum(x is None for x in letters), seconds, first))
-        first = first or right
+        rows.append(_row(arm, results, answers, spec.parts, seconds, first))
+        first = first or [a.right == 1 for a in answers]
         show(rows[-1])
-        keep(rows[-1], results)
+        keep(rows[-1], answers)
     return rows
 
 
@@ -97,7 +97,7 @@ async def _solve(
     strategy: Strategy,
     arm: FrontierArm,
     spec: FrontierSpec,
-    exam: LongHealthQuestion,
+    asked: FrontierQuestion,
     sampler_of: Callable[[str], Sampler],
     places: asyncio.Semaphore,
     judge: Judge | None,
@@ -105,15 +105,15 @@ async def _solve(
     async with places:
         return await run(
             strategy,
-            sampler_of(exam.question.patient),
-            (AgentMessage("user", exam.text),),
+            sampler_of(asked.document),
+            (AgentMessage("user", asked.text),),
             form="clinic",
             seed=spec.seed,
             max_tokens=spec.max_tokens,
             temperature=spec.temperature,
             budget=arm.budget,
             # Draws depend on the question alone, so arms share their common samples.
-            name=exam.question.id,
+            name=asked.id,
             judge=judge,
         )
 
@@ -121,11 +121,12 @@ async def _solve(
 def _row(
     arm: FrontierArm,
     results: Sequence[StrategyResult],
-    right: Sequence[bool],
-    unparsed: int,
+    answers: Sequence[Answer],
+    parts: int,
     seconds: float,
     first: Sequence[bool] | None,
 ) -> ArmRow:
+    right = [a.right == 1 for a in answers]
     gains = None if first is None else [float(a) - b for a, b in zip(right, first, strict=True)]
     return ArmRow(
         name=arm.name,
@@ -133,7 +134,7 @@ def _row(
         accuracy=fmean(right),
         ci95=wilson_interval(sum(right), len(right)),
         n=len(right),
-        unparsed=unparsed,
+        unparsed=sum(a.answer is None for a in answers),
         tokens=fmean(r.spent.tokens for r in results),
         prompt_tokens=fmean(r.spent.prompt_tokens for r in results),
         calls=fmean(r.spent.calls for r in results),
@@ -141,4 +142,9 @@ def _row(
         seconds=seconds,
         gain=None if gains is None else fmean(gains),
         gain_ci95=None if gains is None else mean_interval(gains),
+        f1=fmean(map(_f1, answers)) if parts > 1 else None,
     )
+
+
+def _f1(answer: Answer) -> float:
+    return parts_f1(answer_parts(answer.expected or ""), answer_parts(answer.answer or ""))

@@ -248,9 +248,9 @@ def lists_right(
         text = question.text
         asked.append((document, aggregation_prompt(text, candidates) if candidates else text))
     said = [said_parts(text) for text in _replies(model, tokenizer, asked, MAX_LIST, seed)]
-    pairs = list(zip([question for question, _, _ in questions], said, strict=True))
-    right = sum(all_right(question, parts) for question, parts in pairs)
-    return right / len(pairs), sum(parts_f1(q, parts) for q, parts in pairs) / len(pairs)
+    pairs = list(zip([question.parts for question, _, _ in questions], said, strict=True))
+    right = sum(all_right(parts, found) for parts, found in pairs)
+    return right / len(pairs), sum(parts_f1(parts, found) for parts, found in pairs) / len(pairs)
 
 
 def measure_merge(

@@ -4,7 +4,8 @@ A merger answers a question of two to four fields (`environments.clinic.findings
 candidate lists, in which any part may be wrong or missing, as the prompt of aggregation writes
 them. Each part of its answer is the fact where the document can be read; else the value that most
 candidates give; else a guess. Documents are those of the panel: a whole chart, one that is cut off,
-as in an untrained cartridge, or none.
+as in an untrained cartridge, or none. A step is with documents or without any: without, its rows
+are short and merging is cheap to learn.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from environments.clinic.pretrain.reader_tasks import (
 from environments.clinic.prompts import aggregation_prompt
 
 LADDER = (Difficulty((4, 12), 0.6), Difficulty((8, 26), 1.0))
-CUT_RATE, NONE_RATE = 0.2, 0.5  # of the rows: merging is learnt where nothing can be read
+NONE_RATE, CUT_RATE = 0.55, 0.4  # of the steps; of the charts
 ABSENT_RATE = 0.3  # fields of a question that are not in the whole chart
 PARTS = (2, 3, 3, 4, 4, 4)  # fields of a question, drawn for each
 CANDIDATES = (1, 2, 3, 3, 4, 4, 4)
@@ -45,8 +46,14 @@ Parts = Mapping[str, str]  # field -> value, with its unit
 
 
 def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
-    """Draw `args.batch` conversations: `args.first` plain questions where there is a document,
-    `args.merged` with candidates, and `args.others` of the reader's turns after a whole chart."""
+    """Draw `args.alone` questions with candidates and no document; or `args.batch` charts with
+    `args.first` plain questions, `args.merged` with candidates, and, after a whole chart,
+    `args.others` of the reader's turns."""
+    if rng.random() < NONE_RATE:
+        for _ in range(args.alone):
+            asked = draw_asked(rng, {})
+            yield head(""), [merge_turn(rng, asked, {}).said]
+        return
     for _ in range(args.batch):
         kinds = [rng.choice(OTHER_TURNS) for _ in range(args.others)]
         document, whole, turns = draw_turns(rng, LADDER[rung], args.first, args.merged, kinds)
@@ -56,15 +63,11 @@ def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
 def draw_turns(
     rng: random.Random, difficulty: Difficulty, first: int, merged: int, kinds: list[str]
 ) -> tuple[str, bool, list[CorpusTurn]]:
-    """Return a chart (whole, cut off or ""), whether it is whole, and its turns: `first` plain
-    questions if there is a chart, `merged` with candidates, the reader's of `kinds` if it is
-    whole."""
+    """Return a chart, whether it is whole or cut off, and its turns: `first` plain questions,
+    `merged` with candidates, and, if it is whole, the reader's of `kinds`."""
     patient, turns = draw_conversation(rng, difficulty, kinds)
     document = patient.document
-    draw = rng.random()
-    if draw < NONE_RATE:
-        document, turns, first = "", [], 0
-    elif draw < NONE_RATE + CUT_RATE:
+    if rng.random() < CUT_RATE:
         parts = document.split(" ")
         document, turns = " ".join(parts[: rng.randint(*CUT_WORDS)]), []
     facts = {field_of(q): q.correct for q in patient.questions}
@@ -78,16 +81,16 @@ def draw_turns(
 
 
 def draw_asked(rng: random.Random, facts: Parts) -> dict[str, str]:
-    """Return two to four fields with their values; some are not among the chart's `facts`."""
+    """Return two to four fields with their values; some, or all without `facts`, are not in the
+    chart."""
+    count = rng.choice(PARTS)
+    present = rng.sample(sorted(facts), min(len(facts), count))
+    kept = {field: facts[field] for field in present if rng.random() >= ABSENT_RATE}
     others = [field for field in words.FIELDS if field not in facts]
-    asked: dict[str, str] = {}
-    for field in rng.sample(sorted(facts), min(len(facts), rng.choice(PARTS))):
-        if rng.random() < ABSENT_RATE:
-            absent = rng.choice([other for other in others if other not in asked])
-            asked[absent] = draw_value(rng, absent)
-        else:
-            asked[field] = facts[field]
-    return asked
+    absent = {f: draw_value(rng, f) for f in rng.sample(others, count - len(kept))}
+    asked = list({**kept, **absent}.items())
+    rng.shuffle(asked)
+    return dict(asked)
 
 
 def first_turn(rng: random.Random, asked: Parts, known: Parts) -> CorpusTurn:

@@ -4,10 +4,12 @@
       --out models/clinic-reader
     python -m environments.clinic.pretrain.train clerk --resume models/clinic-reader \\
       --out models/clinic-clerk
+    torchrun --nproc-per-node 2 -m environments.clinic.pretrain.train merge \
+      --resume models/clinic-panel --out models/clinic-merge
     python -m environments.clinic.pretrain.train panel --resume models/clinic-panel --measure
 
 The reader, a standard LlamaForCausalLM, starts from random weights; clerk and panel start from the
-reader. A batch row has a head (a chart, a handbook, or the begin token) and several conversations.
+reader, the merger from the panel. A batch row has a head (a chart, a handbook, or the begin token) and several conversations.
 A block mask lets each conversation attend to the head and itself only; its positions restart after
 the head. One forward pass over a chart thus serves many questions. The loss covers the taught
 messages only.
@@ -89,10 +91,11 @@ MIXES = {
         measure_panel,
     ),
     "merge": TaskMix(
-        merge_tasks.rows, len(merge_tasks.LADDER), "merged", 0.6, 2400.0, 1e-3, 0.01, 8,
+        merge_tasks.rows, len(merge_tasks.LADDER), "merged", 0.6, 3000.0, 1e-3, 0.01, 6,
         {
+            "--alone": (40, "questions with candidates of a step without charts"),
             "--first": (1, "plain questions of several fields to a chart"),
-            "--merged": (5, "questions with candidates"),
+            "--merged": (4, "questions with candidates to a chart"),
             "--others": (1, "the reader's turns to a chart"),
             "--parts": (4, "fields of a question, to measure"),
             "--patients": (8, "to measure"),
@@ -366,10 +369,10 @@ def main() -> None:
         print(json.dumps(mix.measure(model, tokenizer, args)))
         return
     shared = own = random.Random(f"{args.mix}/{args.seed}")
-    if args.mix == "reader":  # trains on several ranks, each with its own charts
+    if args.mix in ("reader", "merge"):  # train on several ranks, each with its own charts
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("gloo")
-        stream = f"reader/{args.seed}/{args.rung}"
+        stream = f"{args.mix}/{args.seed}/{args.rung}"
         shared = random.Random(stream)
         own = random.Random(f"{stream}/{os.environ.get('RANK', '0')}")
     train(model, tokenizer, mix, shared, own, args)

@@ -41,6 +41,7 @@ PREFIX = PrefixRef("cartridge/p", 0)
 BUDGET = 700
 SMALL: dict[str, dict[str, Any]] = {
     "self_consistency": {"samples": 4},
+    "part_vote": {"samples": 4},
     "deepconf": {"mode": "online", "traces": 6, "warmup": 3, "window": 4, "keep_fraction": 0.5},
     "best_of_n": {"candidates": 3},
     "beam_search": {"beams": 2, "candidates": 2},

@@ -92,6 +92,7 @@ def test_the_words_around_attempts_are_no_more_than_told(task: Form, count: int)
     [
         ("chain_of_thought", {}, (1, 1)),
         ("self_consistency", {"samples": 7}, (7, 7)),
+        ("part_vote", {"samples": 7}, (7, 7)),
         ("deepconf", {"traces": 9}, (9, 9)),
         ("deepconf", {"mode": "online", "traces": 9, "warmup": 3}, (6, 9)),
         ("deepconf", {"mode": "online", "traces": 9, "warmup": 3, "consensus": True}, (6, 9)),

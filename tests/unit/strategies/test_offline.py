@@ -12,7 +12,7 @@ from protocols.teacher_replay import AgentMessage
 from strategies.answers.extract import Form
 from strategies.catalog import Strategy, run
 from strategies.deepconf import DeepConf, group_confidences, token_confidences
-from strategies.offline import ChainOfThought, SelfConsistency
+from strategies.offline import ChainOfThought, PartVote, SelfConsistency
 from strategies.problem import StrategyResult
 from strategies.samplers.sampler import ABILITIES, Sampler
 
@@ -57,6 +57,35 @@ def test_self_consistency_votes_by_equivalence_in_one_call() -> None:
 def test_self_consistency_without_any_answer_has_none() -> None:
     result = solve(SelfConsistency(samples=2), traces(words("no idea"), words("none")))
     assert (result.answer, result.text, result.details["votes"]) == (None, "no idea", [])
+
+
+def test_part_vote_chooses_every_part_by_itself() -> None:
+    """No response has all parts right; the mri is not asked for, and the ecg has one vote a value."""
+    sampler = traces(
+        words("the answer is ecg edema, sodium 41 mmol, surgeon weber."),
+        words("the answer is sodium 41 mmol, ecg normal, mri cyst."),
+        words("no idea"),
+        words("the answer is surgeon weber, sodium 9 mmol."),
+        words("the answer is surgeon costa, surgeon weber."),
+    )
+    asked = (AgentMessage("user", "what is the sodium? what is the surgeon? what is the ecg?"),)
+    result = asyncio.run(
+        run(PartVote(samples=5), sampler, asked, form="clinic", seed=7, max_tokens=100)
+    )
+    assert result.answer == "sodium 41 mmol, surgeon weber, ecg edema"
+    assert result.text == f"the answer is {result.answer}."
+    assert (result.finish_reason, result.token_ids) == ("stop", ())
+    assert result.details["votes"] == {
+        "sodium": {"41 mmol": 2, "9 mmol": 1},
+        "surgeon": {"weber": 2, "costa": 1},
+        "ecg": {"edema": 1, "normal": 1},
+    }
+    assert (result.spent.calls, result.spent.asks) == (1, 5)
+
+
+def test_part_vote_without_a_part_has_no_answer() -> None:
+    result = solve(PartVote(samples=2), traces(words("no idea"), box("4")))
+    assert (result.answer, result.text, result.details["votes"]) == (None, "no idea", {})
 
 
 # Confidences of the tokens "so", "so", the box and the end. Windows of two.

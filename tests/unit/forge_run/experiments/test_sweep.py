@@ -88,7 +88,7 @@ def test_a_file_that_is_no_sweep_is_refused(tmp_path: Path, text: str, message: 
 
 
 SHIPPED = sorted(
-    path for kind in ("sweep", "study") for path in (REPOSITORY / "configs").glob(f"{kind}_*.yaml")
+    path for kind in ("sweep", "study") for path in (REPOSITORY / "configs").rglob(f"{kind}_*.yaml")
 )
 
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from math import sqrt
 
 import pytest
 
-from environments.clinic.longhealth import PatientQuestion
+from environments.clinic.findings import FindingsQuestion
+from environments.clinic.longhealth import Patient
 from protocols.errors import DataError, SpecError
+from protocols.records.answers import Answer
 from protocols.records.intervals import student_t95, wilson_interval
 from protocols.spec.experiments import FrontierArm, FrontierSpec
 from protocols.spec.loading import load_file
 from strategies.catalog import parse
 from strategies.samplers.sampler import ABILITIES, SampleRequest, SampleResult
 from training.evaluation.strategies import ArmRow, compare
-from training.recipes.longhealth_prompts import LongHealthQuestion
+from training.evaluation.frontier_questions import FrontierQuestion, findings_answer
 
-OPTIONS = ("cyst", "ulcer", "normal", "edema", "murmur")
 # What the samples 0, 1, 2 say of each question; all are asked with the right answer "cyst".
 SAYS = {
     "q/0": ("cyst", "cyst", "ulcer"),
@@ -47,15 +49,17 @@ class Scripted:
         return found
 
 
+def judged(text: str, tokens: int) -> Answer:
+    answer = text.removeprefix("the answer is ").strip(".") if "answer" in text else None
+    right = float(answer == "cyst")
+    return Answer(
+        id="q", fact="which?", document="p", document_hash="", question_hash="", text=text,
+        answer=answer, expected="cyst", right=right, tokens=tokens,
+    )  # fmt: skip
+
+
 EXAMS = [
-    LongHealthQuestion(
-        PatientQuestion(name, f"p{i % 2}", "which?", OPTIONS, "cyst"),
-        "which? options",
-        (4,),
-        (5,),
-        (f"p{i % 2}",),
-    )
-    for i, name in enumerate(SAYS)
+    FrontierQuestion(name, f"p{i % 2}", "which? options", judged) for i, name in enumerate(SAYS)
 ]
 
 
@@ -63,7 +67,8 @@ def rows(*arms: FrontierArm, questions: int = 4) -> tuple[list[ArmRow], list[tup
     calls: list[tuple[str, list[str]]] = []
     spec = FrontierSpec(questions=questions, arms=arms)
     shown: list[ArmRow] = []
-    found = asyncio.run(compare(spec, EXAMS, lambda d: Scripted(d, calls), shown.append))
+    exams = EXAMS[:questions]
+    found = asyncio.run(compare(spec, exams, lambda d: Scripted(d, calls), shown.append))
     assert shown == found
     return found, calls
 
@@ -115,3 +120,39 @@ def test_the_shipped_arms_are_strategies_and_an_arm_is_listed_once(tmp_path) -> 
     file.write_text("arms:\n  - {strategy: rsa}\n  - {strategy: rsa}\n")
     with pytest.raises(SpecError, match=r"each arm once.*\n?.*twice\.yaml:1"):
         load_file(FrontierSpec, file)
+
+
+RIGHT = {"sodium": "41 mmol", "ecg": "normal"}
+WHOLE, HALF = "the answer is sodium 41 mmol, ecg normal.", "the answer is ecg normal."
+
+
+class Lists(Scripted):
+    """Says half of the answer in every sample but the first to the question "a"."""
+
+    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
+        texts = [WHOLE if ask.id == "a/0" else HALF for ask in asks]
+        return [SampleResult(text, len(text.split()), 7, "stop") for text in texts]
+
+
+def test_questions_of_several_parts_have_their_f1() -> None:
+    """One sample answers "a" as a whole and of "b" a half: F1 1 and 2/3. A vote over three whole
+    answers loses what the first sample of "a" had; a vote over each part keeps it."""
+    patient = Patient("p", "anna weber", "14 march", "asthma", ("sodium 41 mmol.",), ())
+    asked = FindingsQuestion("q", "p", RIGHT)
+    exams = [
+        FrontierQuestion(name, "p", asked.text, partial(findings_answer, asked, patient, "p"))
+        for name in ("a", "b")
+    ]
+    arms = (ONE, THREE, FrontierArm(strategy="part_vote", options={"samples": 3}))
+    spec = FrontierSpec(parts=2, arms=arms)
+    kept: list[Answer] = []
+    found = asyncio.run(
+        compare(spec, exams, lambda d: Lists(d, []), keep=lambda row, own: kept.extend(own))
+    )
+    assert [(row.accuracy, row.f1) for row in found] == [
+        (0.5, pytest.approx(5 / 6)), (0.0, pytest.approx(2 / 3)), (0.5, pytest.approx(5 / 6)),
+    ]  # fmt: skip
+    assert [row.tokens for row in found] == [6.5, 16.5, 16.5]
+    first = kept[0]
+    assert (first.answer, first.expected) == ("sodium 41 mmol, ecg normal",) * 2
+    assert (first.right, kept[1].right, kept[1].answer) == (1.0, 0.0, "ecg normal")
