@@ -29,7 +29,7 @@ def by_strategy(study: str) -> dict[str, dict[int, dict[str, Any]]]:
     for record, trial in kept_trials(study):
         if not (records.HOME / record / "frontier.json").is_file():
             continue
-        for row in records.whole(record, "frontier.json")["arms"]:
+        for row in records.whole(record, "frontier.json", records.HOME)["arms"]:
             found[row["strategy"]][trial.seed] = row
     return found
 
