@@ -40,7 +40,9 @@ def merging_arms(study: str) -> tuple[Cells, list[Cells]]:
     for strategy, rows in by_strategy(study).items():
         own = list(rows.values())
         right = with_interval([row["accuracy"] for row in own], ".1f", (0.0, 1.0))
-        f1, tokens, read = (fmean(row[key] for row in own) for key in ("f1", "tokens", "prompt_tokens"))
+        f1, tokens, read = (
+            fmean(row[key] for row in own) for key in ("f1", "tokens", "prompt_tokens")
+        )
         body.append(
             [SHOWN[strategy], str(len(own)), *right, f"{f1:.3f}", f"{tokens:.0f}", f"{read:.0f}"]
         )

@@ -1,8 +1,8 @@
 """Ask for several fields of a chart at once, and score the values that a response gives.
 
-    question   what is the sodium? what is the surgeon?
-    response   the answer is sodium 41 mmol, surgeon weber.
-    right      every asked field has its value; F1 counts the parts, a field with its value each
+question   what is the sodium? what is the surgeon?
+response   the answer is sodium 41 mmol, surgeon weber.
+right      every asked field has its value; F1 counts the parts, a field with its value each
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from protocols.spec.errors import (
     unknown_key,
     unknown_override,
 )
-from protocols.spec.experiments import FrontierSpec
+from protocols.spec.experiments import FrontierSpec, SweepSpec
 from protocols.spec.keys import (
     FILES,
     MESH_FILE,
@@ -160,6 +160,9 @@ def load_file(model: type[Model], path: Path) -> Model:
         raise combined(faults)
     if model is FrontierSpec:
         return _with_local_paths(spec, document.places, *REWARD_PATHS)
+    if model is SweepSpec:
+        keys = [f"frontier.{key}" for key in REWARD_PATHS]
+        return _with_local_paths(spec, document.places, *keys)
     return spec
 
 

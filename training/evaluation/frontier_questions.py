@@ -1,7 +1,7 @@
 """Make the questions that strategies are compared on, with the records of their answers.
 
-    options    a run's held-out option questions, right by their letter or its text
-    findings   questions of several fields of a chart of the embedded clinic, right if all are
+options    a run's held-out option questions, right by their letter or its text
+findings   questions of several fields of a chart of the embedded clinic, right if all are
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@
       --out models/clinic-reader
     python -m environments.clinic.pretrain.train clerk --resume models/clinic-reader \\
       --out models/clinic-clerk
-    torchrun --nproc-per-node 2 -m environments.clinic.pretrain.train merge \
+    torchrun --nproc-per-node 2 -m environments.clinic.pretrain.train merge \\
       --resume models/clinic-panel --out models/clinic-merge
     python -m environments.clinic.pretrain.train panel --resume models/clinic-panel --measure
 
 The reader, a standard LlamaForCausalLM, starts from random weights; clerk and panel start from the
-reader, the merger from the panel. A batch row has a head (a chart, a handbook, or the begin token) and several conversations.
-A block mask lets each conversation attend to the head and itself only; its positions restart after
-the head. One forward pass over a chart thus serves many questions. The loss covers the taught
-messages only.
+reader, the merger from the panel. A batch row has a head (a chart, a handbook, or the begin token)
+and several conversations. A block mask lets each conversation attend to the head and itself only;
+its positions restart after the head. One forward pass over a chart thus serves many questions. The
+loss covers the taught messages only.
 
 The curriculum starts easy and climbs a rung when the share of exact messages passes a mark
 (teacher-forced; every batch is new). docs/log.md records other attempts.

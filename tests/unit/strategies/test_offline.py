@@ -60,7 +60,7 @@ def test_self_consistency_without_any_answer_has_none() -> None:
 
 
 def test_part_vote_chooses_every_part_by_itself() -> None:
-    """No response has all parts right; the mri is not asked for, and the ecg has one vote a value."""
+    """No response has all parts; the mri is not asked for, and the ecg has one vote a value."""
     sampler = traces(
         words("the answer is ecg edema, sodium 41 mmol, surgeon weber."),
         words("the answer is sodium 41 mmol, ecg normal, mri cyst."),

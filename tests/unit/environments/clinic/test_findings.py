@@ -71,5 +71,5 @@ def test_questions_are_distinct_and_of_the_chart() -> None:
     assert drawn[:5] == draw_findings(PATIENT, 3, 5, seed=1)
     assert drawn[:5] != draw_findings(PATIENT, 3, 5, seed=2)
     assert [q.id for q in drawn[:2]] == ["patient_01/findings/0", "patient_01/findings/1"]
-    with pytest.raises(DataError, match="57 questions of 3 fields .* patient_01 has 8"):
+    with pytest.raises(DataError, match=r"57 questions of 3 fields .* patient_01 has 8"):
         draw_findings(PATIENT, 3, 57, seed=1)

@@ -53,7 +53,7 @@ def test_every_part_has_its_own_vote(field: str, expected: list[str]) -> None:
         (LISTS, {"surgeon": "weber", "ecg": "normal"}, "merged",
          {"sodium 41 mmol, surgeon weber, ecg normal"}),
         (LISTS, {"ecg": "normal"}, "tied",
-         {"sodium 41 mmol, surgeon weber, ecg normal", "sodium 41 mmol, surgeon costa, ecg normal"}),
+         {f"sodium 41 mmol, surgeon {name}, ecg normal" for name in ("weber", "costa")}),
     ],
 )  # fmt: skip
 def test_a_merged_answer_by_hand(

@@ -87,6 +87,20 @@ def test_a_file_that_is_no_sweep_is_refused(tmp_path: Path, text: str, message: 
         load_file(SweepSpec, path)
 
 
+def test_a_frontiers_reward_model_is_beside_the_sweeps_file(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(
+        "name: x\nmesh: m.yaml\nvariants: [{arms: {on_policy: a}}]\n"
+        "frontier:\n  process_reward: {model: {path: prm, separator: x}}\n"
+        "  arms: [{strategy: best_of_n}]\n"
+    )
+    frontier = load_file(SweepSpec, path).frontier
+    assert frontier is not None
+    assert frontier.process_reward is not None
+    assert frontier.process_reward.model is not None
+    assert frontier.process_reward.model.path == str(tmp_path / "prm")
+
+
 SHIPPED = sorted(
     path for kind in ("sweep", "study") for path in (REPOSITORY / "configs").rglob(f"{kind}_*.yaml")
 )

@@ -18,8 +18,8 @@ from protocols.spec.experiments import FrontierArm, FrontierSpec
 from protocols.spec.loading import load_file
 from strategies.catalog import parse
 from strategies.samplers.sampler import ABILITIES, SampleRequest, SampleResult
-from training.evaluation.strategies import ArmRow, compare
 from training.evaluation.frontier_questions import FrontierQuestion, findings_answer
+from training.evaluation.strategies import ArmRow, compare
 
 # What the samples 0, 1, 2 say of each question; all are asked with the right answer "cyst".
 SAYS = {
