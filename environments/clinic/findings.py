@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import comb
 
 from environments.clinic.longhealth import Patient
-from environments.clinic.prompts import said_answer
+from environments.clinic.prompts import findings_prompt, said_answer
 from environments.clinic.vocabulary import FIELDS
 from protocols.errors import DataError
 
@@ -39,10 +39,6 @@ class FindingsQuestion:
     def correct(self) -> str:
         """Return the right answer as text: `"sodium 41 mmol, surgeon weber"`."""
         return part_list(self.parts)
-
-
-def findings_prompt(fields: Sequence[str]) -> str:
-    return " ".join(f"what is the {field}?" for field in fields)
 
 
 def part_list(parts: Mapping[str, str]) -> str:

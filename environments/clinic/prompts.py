@@ -55,6 +55,11 @@ def question_prompt(cue: str) -> str:
     return f"what about {cue}?"
 
 
+def findings_prompt(fields: Sequence[str]) -> str:
+    """Return a question of several fields: `"what is the sodium? what is the surgeon?"`."""
+    return " ".join(f"what is the {field}?" for field in fields)
+
+
 def option_prompt(text: str, options: tuple[str, ...] | list[str], instruction: str = "") -> str:
     """Return a question with its lettered options on one line, then any `instruction`."""
     lettered = " ".join(f"{letter}) {o}" for letter, o in zip(LETTERS, options, strict=True))
@@ -105,8 +110,8 @@ def self_study_prompt(
     one of `questions` without its options. `questions` are those that may be trained on. A "choice"
     is about a sentence too; its options are the sentence's end and four similar ones. These come
     from the ends of the document's sentences and from `others`, ends in other documents. A
-    "recite_note" asks for a whole note, by its first sentence. A note without a unique cue gets the
-    kind "structure".
+    "recite_note" asks for a whole note, by its first sentence; "findings" for two to four fields of
+    the chart. A note without a unique cue, and a chart without fields, get the kind "structure".
     """
     kind = rng.choice(kinds)
     note = rng.randrange(len(patient.texts))
@@ -125,6 +130,13 @@ def self_study_prompt(
         asked = rng.choice(questions)
         return kind, asked.text, patient.places_of(asked)
     cued = cued_sentences(patient)
+    if kind == "findings":
+        fields = [(n, cue) for n, cue, rest in cued if rest and cue in FIELDS]
+        chosen = rng.sample(fields, min(len(fields), rng.randint(2, 4)))
+        places = tuple((n, 0, len(patient.texts[n])) for n in sorted({n for n, _ in chosen}))
+        if not chosen:
+            return "structure", structure_prompt(note + 1), whole
+        return kind, findings_prompt([field for _, field in chosen]), places
     here = [(c, rest) for n, c, rest in cued if n == note and (kind != "choice" or rest)]
     ends = sorted({*sentence_ends(patient), *others})
     if not here or (kind == "choice" and len(ends) < len(LETTERS)):

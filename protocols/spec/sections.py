@@ -36,7 +36,10 @@ class RolloutSpec(SpecSection):
     top_k: int = Field(default=0, ge=0, description="tokens kept; 0 truncates nothing")
     kinds: Annotated[
         tuple[
-            Literal["recite", "recite_note", "structure", "summarise", "question", "choice"], ...
+            Literal[
+                "recite", "recite_note", "structure", "summarise", "question", "choice", "findings"
+            ],
+            ...,
         ],
         AsTuple,
     ] = Field(

@@ -1,5 +1,5 @@
-"""Measure by sampling what the tiny models do: a clerk's cases, a panel's five-option questions, and
-a merger's questions of several fields."""
+"""Measure by sampling what the tiny models do: a clerk's cases, a panel's five-option questions,
+and a merger's questions of several fields."""
 
 from __future__ import annotations
 

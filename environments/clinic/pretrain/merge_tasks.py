@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from environments.clinic import vocabulary as words
-from environments.clinic.findings import findings_prompt, said_parts, says_parts
+from environments.clinic.findings import said_parts, says_parts
 from environments.clinic.pretrain.panel_tasks import (
     AGREE_RATE,
     CUT_WORDS,
@@ -32,10 +32,10 @@ from environments.clinic.pretrain.reader_tasks import (
     draw_conversation,
     head,
 )
-from environments.clinic.prompts import aggregation_prompt
+from environments.clinic.prompts import aggregation_prompt, findings_prompt
 
 LADDER = (Difficulty((4, 12), 0.6), Difficulty((8, 26), 1.0))
-NONE_RATE, CUT_RATE = 0.55, 0.4  # of the steps; of the charts
+NONE_RATE, CUT_RATE = 0.5, 0.3  # of the steps; of the charts
 ABSENT_RATE = 0.3  # fields of a question that are not in the whole chart
 PARTS = (2, 3, 3, 4, 4, 4)  # fields of a question, drawn for each
 CANDIDATES = (1, 2, 3, 3, 4, 4, 4)

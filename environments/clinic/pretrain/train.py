@@ -94,8 +94,8 @@ MIXES = {
         merge_tasks.rows, len(merge_tasks.LADDER), "merged", 0.6, 3000.0, 1e-3, 0.01, 6,
         {
             "--alone": (40, "questions with candidates of a step without charts"),
-            "--first": (1, "plain questions of several fields to a chart"),
-            "--merged": (4, "questions with candidates to a chart"),
+            "--first": (3, "plain questions of several fields to a chart"),
+            "--merged": (3, "questions with candidates to a chart"),
             "--others": (1, "the reader's turns to a chart"),
             "--parts": (4, "fields of a question, to measure"),
             "--patients": (8, "to measure"),

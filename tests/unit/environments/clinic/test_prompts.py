@@ -371,3 +371,19 @@ def test_a_whole_note_is_asked_for_by_its_first_sentence() -> None:
     assert cue is not None
     assert (kind, text) == ("recite_note", f"recite from {cue}.")
     assert patient.texts[0].startswith(cue)
+
+
+def test_findings_ask_for_fields_of_the_chart_and_name_their_notes() -> None:
+    (patient,) = parse_patients(generate_clinic(0, 1, 12, 3), "test")
+    counts = set()
+    for seed in range(50):
+        kind, text, places = self_study_prompt(patient, [], ("findings",), random.Random(seed))
+        fields = re.findall(r"what is the (\w+)\?", text)
+        assert (kind, text) == ("findings", " ".join(f"what is the {f}?" for f in fields))
+        notes = {i for f in fields for i, t in enumerate(patient.texts) if f" {f} " in f" {t}"}
+        assert places == tuple((n, 0, len(patient.texts[n])) for n in sorted(notes))
+        counts.add(len(set(fields)))
+    assert counts == {2, 3, 4}
+    other = Patient("p", "n", "b", "d", ("the night was quiet.",), ())
+    kind, text, _ = self_study_prompt(other, [], ("findings",), random.Random(0))
+    assert (kind, text) == ("structure", "list the findings of note 1.")

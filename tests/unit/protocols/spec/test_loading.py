@@ -175,8 +175,8 @@ BAD_FILES = [
     (C, "[recite, question]", "recite",
      f"kinds must be a list: got 'recite' at {C}:13 (rollout.kinds); write it as [a, b]"),
     (C, "[recite, question]", "\n    - recite\n    - summarize",
-     "kinds[1] must be one of recite, recite_note, structure, summarise, question, choice: got "
-     f"'summarize' at {C}:15 (rollout.kinds[1]); did you mean summarise?"),
+     "kinds[1] must be one of recite, recite_note, structure, summarise, question, choice, "
+     f"findings: got 'summarize' at {C}:15 (rollout.kinds[1]); did you mean summarise?"),
     (C, "[recite, question]", "[recite, recite]",
      f"kinds must list each item once: got [recite, recite] at {C}:13 (rollout.kinds); "
      "remove the second recite"),
