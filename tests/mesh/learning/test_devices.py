@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -72,9 +72,12 @@ def test_sampling(sampled: Callable[[Twin], list[Completion]], llama: Twin, ther
     for got, expected in zip(sampled(there), sampled(llama), strict=True):
         for name in ("logprobs", "prompt_logprobs"):
             assert getattr(got, name) == pytest.approx(getattr(expected, name), abs=1e-4)
-        tops = [[token for token, _ in top] for top in got.top_logprobs]
-        assert tops == [[token for token, _ in top] for top in expected.top_logprobs]
-        rest = {"logprobs": (), "prompt_logprobs": (), "top_logprobs": ()}
+        for name in ("top_logprobs", "prompt_top_logprobs"):
+            tops = [[token for token, _ in top] for top in getattr(got, name)]
+            assert tops == [[token for token, _ in top] for top in getattr(expected, name)]
+        rest: dict[str, Any] = {
+            "logprobs": (), "prompt_logprobs": (), "top_logprobs": (), "prompt_top_logprobs": (),
+        }  # fmt: skip
         assert replace(got, **rest) == replace(expected, **rest)
 
 
