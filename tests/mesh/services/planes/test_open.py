@@ -37,8 +37,10 @@ def digest(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, 
 
 
 def resident_mb(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / MB
+    """Return a process's memory that no file backs: pages of files come and go with the system's
+    need for memory."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(w[1]) for w in lines if w[0] in ("RssAnon:", "RssShmem:")) * 1024 / MB
 
 
 class Peer(Actor):
