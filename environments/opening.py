@@ -60,9 +60,7 @@ class SeveralEnvironments:
     """Play the environments of a run, each task in the one that it names. At most `at_once` moves
     are under way; a move that waits for others is not late by that."""
 
-    def __init__(
-        self, specs: Sequence[EnvironmentSpec], most_turns: int, at_once: int = 64
-    ) -> None:
+    def __init__(self, specs: Sequence[EnvironmentSpec], most_turns: int, at_once: int) -> None:
         self._room = asyncio.Semaphore(at_once)
         self._of: Mapping[str, EpisodeEnvironment] = {
             spec.id: environment_of(spec, most_turns) for spec in specs

@@ -28,7 +28,7 @@ from serving.detokenizer import CallPiece, TextPiece, TokenRecord
 from serving.tokenization import EchoedPrompt
 
 Item = TypeVar("Item")
-None_ = TypeVar("None_")
+Missing = TypeVar("Missing")
 LEAST = -9999.0  # for a token of probability 0: JSON has no infinity
 
 
@@ -62,11 +62,11 @@ def echoed(prompt: EchoedPrompt, completion: Completion, piece: TextPiece) -> Te
     return replace(piece, text=prompt.text + piece.text, tokens=(*read, *said))
 
 
-def _behind_first(values: Sequence[Item], count: int, none: None_) -> list[Item | None_]:
-    """Return `none` for a prompt's first token, and the last `values` for the others of `count`;
-    `none` for all where there are no values."""
+def _behind_first(values: Sequence[Item], count: int, missing: Missing) -> list[Item | Missing]:
+    """Return `missing` for a prompt's first token, and the last `values` for the others of `count`;
+    `missing` for all where there are no values."""
     told = values[max(0, len(values) - count + 1) :]
-    return [*[none] * (count - len(told)), *told]
+    return [*[missing] * (count - len(told)), *told]
 
 
 class Replies(Protocol):
