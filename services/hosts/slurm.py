@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import json
 import logging
 import os
 import secrets
@@ -33,7 +34,7 @@ from protocols.errors import HostsEndedError, RunError, SpecError
 from protocols.spec.hosts import SlurmSpec
 from protocols.spec.mesh import RunSpec
 from services.hosts.source import LINK_ENVIRONMENT, HostWorker, finish
-from services.hosts.worker import PORT
+from services.hosts.worker import PORT, SETTLE_SECONDS
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
@@ -47,6 +48,7 @@ REASON_SECONDS = 10.0  # for why a job ended, on a busy login node
 QUEUE_SECONDS = 2.0  # between two looks at a job that waits
 WATCH_SECONDS = 10.0  # between two looks at a running job
 ATTACH_SECONDS = 120.0  # a node's Python may come over a busy network file system
+LISTEN_SECONDS = 0.2  # between two tries to connect to a node's worker
 CANCEL_SECONDS = 15.0
 WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"}
 RUNS = {"RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"}
@@ -241,6 +243,7 @@ class SlurmHosts:
 
     async def _attach(self, job: SlurmJob) -> list[HostMesh]:
         try:
+            await self._listening()
             # Without a path, SlurmJob writes no copy of itself to .monarch/.
             state = await in_thread(partial(job.state, cached_path=None))
             meshes = [getattr(state, f"host{i}") for i in range(self._spec.nodes)]
@@ -255,6 +258,20 @@ class SlurmHosts:
                 f"the nodes of the Slurm job were not attached ({error!r:.200}); SlurmJob reads "
                 f"the JSON of Slurm 24.05 and newer; what the nodes wrote is in {self._logs}"
             ) from error
+
+    async def _listening(self) -> None:
+        """Return once every node's worker can be attached to.
+
+        A message that reaches Monarch's server before its agent is there ends the actor that sent
+        it, and Monarch has no call that tells when the agent is there: SETTLE_SECONDS are for that.
+        """
+        found = await ask("squeue", "--me", "--json")
+        jobs = json.loads(found)["jobs"] if found else []
+        for job in jobs:
+            if job["name"].startswith(self._name):
+                for node in job["job_resources"]["nodes"]["allocation"]:
+                    await until_listening(node["name"], PORT)
+        await asyncio.sleep(SETTLE_SECONDS)
 
     async def _ended(self) -> None:
         """Raise RunError once squeue reports that the job no longer runs, and why."""
@@ -310,6 +327,18 @@ async def ask(*command: str) -> str | None:
             asking.kill()
             await asking.wait()
     return said.decode(errors="replace") if asking.returncode == 0 else None
+
+
+async def until_listening(host: str, port: int) -> None:
+    """Return once something listens there, without a bound of its own."""
+    while True:
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            return
+        except OSError:  # not yet, or an unknown name; a TimeoutError is one
+            await asyncio.sleep(LISTEN_SECONDS)
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:

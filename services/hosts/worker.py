@@ -43,6 +43,7 @@ from services.tls.identity import TlsIdentity, read_identity
 PORT = 26600
 GRACE_SECONDS = 25.0  # Kubernetes kills after 30
 LOOK_SECONDS = 0.1
+SETTLE_SECONDS = 0.5  # after Monarch's server listens, until its agent is there to attach to
 KILL_SECONDS = 5.0  # for children to be gone after SIGKILL
 
 
@@ -112,10 +113,12 @@ def work(
         return WorkerInfo(versions(), incarnation, stop.signals > 0, attach_at, gpus)
 
     context = None if identity is None else identity.server_context
-    with WorkerInfoServer(interface, own + 1, tell, context):
-        for listened in served:
-            loop = start_worker_loop_forever(address=listened, ca="trust_all_connections")
-            threading.Thread(target=_watch, args=(loop, stop), daemon=True).start()
+    info = WorkerInfoServer(interface, own + 1, tell, context)
+    for listened in served:
+        loop = start_worker_loop_forever(address=listened, ca="trust_all_connections")
+        threading.Thread(target=_watch, args=(loop, stop), daemon=True).start()
+    time.sleep(SETTLE_SECONDS)
+    with info:
         sys.stdout.write(f"worker {name}:{port} waits for controllers\n")
         sys.stdout.flush()
         while not stop.signals:

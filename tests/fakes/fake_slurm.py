@@ -139,7 +139,7 @@ def squeue(slurm: Cluster, *words: str) -> None:
         if "name" in facts and state != "gone":
             say(f"{JOB}|{state}|{reason}|{facts['name']}")
         return
-    assert words == ("--job", JOB, "--json"), words
+    assert words in (("--job", JOB, "--json"), ("--me", "--json")), words
     nodes: dict[str, Any] = {"nodes": ",".join(node_names(facts))}
     if facts.get("nodes_as", "allocation") == "allocation":
         allocation = [{"index": i, "name": n} for i, n in enumerate(node_names(facts))]

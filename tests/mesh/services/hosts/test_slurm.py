@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
@@ -168,3 +169,17 @@ def test_nothing_is_left_of_the_job(report: dict[str, Any]) -> None:
 def test_the_end_of_the_job_is_told(report: dict[str, Any]) -> None:
     told = f"the Slurm job {JOB} ended: PREEMPTED; its nodes are gone, and the checkpoints are kept"
     assert f"{told}: go on with --resume" in report["end"]
+
+
+def test_a_worker_that_listens_later_is_waited_for() -> None:
+    async def follow() -> list[bool]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        waiting = asyncio.ensure_future(slurm_hosts.until_listening("127.0.0.1", port))
+        before, _ = await asyncio.wait({waiting}, timeout=3 * slurm_hosts.LISTEN_SECONDS)
+        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port):
+            await asyncio.wait_for(waiting, 60)
+        return [not before, waiting.done()]
+
+    assert asyncio.run(follow()) == [True, True]
