@@ -64,7 +64,7 @@ def test_the_run_ends_and_until_it_was_scaled_it_was_as_one_on_this_host(
 ) -> None:
     """Later on two generators share the prompts, and a row's last digits depend on its batch."""
     assert report["local"]["code"] == 0, report["local"]["output"]
-    assert report["job"]["succeeded"] == 1, report["log"][-4000:]
+    assert report["job"].get("succeeded") == 1, f"{report['job']}\n{report['log'][-4000:]}"
     found, local = (
         rows(Path(p) / "metrics.jsonl") for p in (report["path"], report["local"]["path"])
     )

@@ -274,5 +274,6 @@ def test_in_bfloat16_sampler_and_trainer_agree(
     own = response_logprobs(model, samples, {"p": kv}, 64)
     gap = (own - torch.tensor([x for one in done for x in one.logprobs])).abs()
     assert len(gap) == 256
-    assert 0 < gap.mean() <= 0.01
+    assert next(model.parameters()).dtype == torch.bfloat16
+    assert gap.mean() <= 0.01  # on some processors nothing
     assert gap.max() <= 0.1
