@@ -247,7 +247,7 @@ def scenario(admin: Admin, cluster: SmallCluster, pems: Path) -> Object:
     report["resumed"] = {"from": first, "to": run.pod}
 
     run.forge("resume")
-    timed("job ended", lambda: bool((admin.call("GET", JOB) or {})["status"].get("conditions")))
+    timed("job ended", lambda: has_ended((admin.call("GET", JOB) or {})["status"]))
     report["job"] = (admin.call("GET", JOB) or {})["status"]
     report["log"] = "".join(cluster.logs(n) for n in cluster.pods() if n.startswith("controller-"))
     report["path"], report["diagnoses"] = str(run.path), run.diagnoses
@@ -257,6 +257,12 @@ def scenario(admin: Admin, cluster: SmallCluster, pems: Path) -> Object:
 
 
 ROLES = {"generator": "generator", "docteacher": "doc_teacher", "trainer": "trainer"}
+
+
+def has_ended(job: dict[str, Any]) -> bool:
+    """Whether its pods are counted: SuccessCriteriaMet and FailureTarget come before that."""
+    ended = ("Complete", "Failed")
+    return any(c["type"] in ended and c["status"] == "True" for c in job.get("conditions", ()))
 
 
 def evict(admin: Admin, pod: str) -> str:
