@@ -123,9 +123,10 @@ class MeasuredCosts:
 class MeshScale:
     """Describe a mesh of `hosts` with `replicas` readers each, and its step's model time.
 
-    With `relays`, several hosts hand a version on, as the product does (docs/adr/0027). The other
-    options are plans: one heartbeat per host in place of one per process; `kept_seats`, requests
-    that do not look at every replica; `controllers` that share the replicas.
+    Of several hosts, with `relays` one hands a version on to the next, and with `beat_per_host` one
+    heartbeat asks for all processes of a host, as in the product (docs/adr/0027 and 0029). The
+    other options are plans: `kept_seats`, requests that do not look at every replica;
+    `controllers` that share the replicas.
     """
 
     hosts: int
@@ -136,7 +137,7 @@ class MeshScale:
     published: int  # bytes
     heartbeat_s: float = 0.5
     relays: bool = True
-    beat_per_host: bool = False
+    beat_per_host: bool = True
     kept_seats: bool = False
     controllers: int = 1
 
@@ -216,7 +217,8 @@ class SimulatedMesh:
 
     def _watch(self) -> Task:
         costs, scale = self.costs, self.scale
-        beats = math.ceil(scale.hosts / scale.controllers) if scale.beat_per_host else self.replicas
+        by_host = scale.beat_per_host and scale.hosts > 1
+        beats = math.ceil(scale.hosts / scale.controllers) if by_host else self.replicas
         groups = grouped(beats)
         self.heard = [0.0] * len(groups)
         due = 0.0
