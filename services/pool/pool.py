@@ -25,7 +25,7 @@ from protocols.errors import ForgeError, RunError
 from protocols.records.status import PoolStatus, ReplicaState
 from protocols.spec.mesh import RoleSpec
 from protocols.types import TimedReply, TraceSpan
-from services.pool.replica import Replica, ReplicaLoad, ReplicaLost, ReplicaTimeout, ask, new_router
+from services.pool.replica import Replica, ReplicaLost, ReplicaTimeout, ask, new_router
 from services.pool.work_time import SPANS, Span
 
 T = TypeVar("T")
@@ -280,10 +280,12 @@ class Pool:
         why = ""
         for attempt in range(1, self.spec.attempts + 1):
             request.attempt, request.replica = attempt, ""
-            asked = steady_time()
-            replica = await self._seat(session, deadline, request, limit)
+            asked = begun = steady_time()
+            replica = self._free(session)
+            if replica is None:
+                replica = await self._seat(session, deadline, request, limit)
+                begun = steady_time()
             request.replica = replica.name
-            begun = steady_time()
             outcome = "failed"
             replica.ongoing += 1
             try:
@@ -317,14 +319,7 @@ class Pool:
         self, session: str | None, deadline: float, request: RequestStatus, limit: float
     ) -> Replica:
         """Return a replica that may take a request, waiting for one until the deadline."""
-        while True:
-            most = self.spec.max_ongoing
-            free = [r for r in self.replicas if r.life.takes_requests and r.ongoing < most]
-            if free:
-                chosen = self._router.choose(
-                    [ReplicaLoad(r.slot, r.ongoing) for r in free], session
-                )
-                return next(r for r in free if r.slot == chosen)
+        while (replica := self._free(session)) is None:
             given_up = self.failed is not None and all(r.life.over for r in self.replicas)
             if why := self.closed or (str(self.failed) if given_up else ""):
                 raise RunError(f"{request.method} found no {self.role}: {why}")
@@ -336,6 +331,13 @@ class Pool:
                 raise RunError(self._silence(request, limit, "found no replica")) from error
             finally:
                 self._seekers -= 1
+        return replica
+
+    def _free(self, session: str | None) -> Replica | None:
+        """Return a replica that may take a request now; None where all have their most."""
+        most = self.spec.max_ongoing
+        free = [r for r in self.replicas if r.ongoing < most and r.life.takes_requests]
+        return self._router.choose(free, session) if free else None
 
     async def _catch_up(self, replica: Replica) -> None:
         while missed := self._missed(replica):

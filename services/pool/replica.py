@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
@@ -103,12 +103,14 @@ async def ask(replica: Replica, method: str, args: tuple[Any, ...], deadline: fl
     if replica.ended:
         raise ReplicaLost(replica.ended)
     # A death ends the wait as the deadline does, so that a call needs no task of its own.
-    limit = asyncio.timeout(max(0.0, deadline - time.monotonic()))
+    limit = asyncio.timeout_at(deadline)  # the loop's clock is monotonic too
     try:
         async with limit:
             replica.calls.add(limit)
             try:
-                return await _call(replica, method, args)
+                if replica.others:
+                    return await _call_ranks(replica, method, args)
+                return await _call_rank(replica.name, replica.actor, method, args)
             finally:
                 replica.calls.discard(limit)
     except TimeoutError as error:
@@ -119,9 +121,7 @@ async def ask(replica: Replica, method: str, args: tuple[Any, ...], deadline: fl
         raise ReplicaTimeout(f"{replica.name}.{method} did not answer in time") from error
 
 
-async def _call(replica: Replica, method: str, args: tuple[Any, ...]) -> Any:
-    if not replica.others:
-        return await _call_rank(replica.name, replica.actor, method, args)
+async def _call_ranks(replica: Replica, method: str, args: tuple[Any, ...]) -> Any:
     handles = (replica.actor, *replica.others)
     names = (f"{replica.name} rank {rank}" for rank in range(len(handles)))
     # Wait for all ranks, unless one dies: the error that matters may arrive last.
@@ -173,19 +173,21 @@ def last_line(error: BaseException) -> str:
     return lines[-1][:300] if lines else type(error).__name__
 
 
-class ReplicaLoad(NamedTuple):
-    """Hold the pool slot and the number of ongoing requests of a replica that may take a request.
-    One is made for each replica at each request; a tuple is the fastest to make."""
+class Seat(Protocol):
+    """Describe a replica to a router: its slot in the pool, and how many requests it works on."""
 
     slot: int
     ongoing: int
 
 
-class Router(Protocol):
-    """Choose a replica by one policy, for one pool. `choose` returns the slot of one of `seats`,
-    which is not empty. Requests of one `session` are served better by the same replica."""
+S = TypeVar("S", bound=Seat)
 
-    def choose(self, seats: Sequence[ReplicaLoad], session: str | None) -> int: ...
+
+class Router(Protocol):
+    """Choose a replica by one policy, for one pool. `choose` returns one of `seats`, which is not
+    empty. Requests of one `session` are served better by the same replica."""
+
+    def choose(self, seats: Sequence[S], session: str | None) -> S: ...
 
 
 class RoundRobin:
@@ -194,22 +196,25 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = -1
 
-    def choose(self, seats: Sequence[ReplicaLoad], session: str | None = None) -> int:
+    def choose(self, seats: Sequence[S], session: str | None = None) -> S:
         # By slot, not by index in `seats`: a replica that leaves or returns shifts no other's turn.
-        slots = [seat.slot for seat in seats]
-        self._last = min((i for i in slots if i > self._last), default=min(slots))
-        return self._last
+        last = self._last
+        chosen = min(seats, key=lambda seat: (seat.slot <= last, seat.slot))
+        self._last = chosen.slot
+        return chosen
 
 
 class LeastLoaded:
     """Choose a replica with the fewest ongoing requests, and replicas with equally few in turn."""
 
     def __init__(self) -> None:
-        self._turns = RoundRobin()
+        self._last = -1
 
-    def choose(self, seats: Sequence[ReplicaLoad], session: str | None = None) -> int:
-        fewest = min(seat.ongoing for seat in seats)
-        return self._turns.choose([seat for seat in seats if seat.ongoing == fewest])
+    def choose(self, seats: Sequence[S], session: str | None = None) -> S:
+        last = self._last
+        chosen = min(seats, key=lambda seat: (seat.ongoing, seat.slot <= last, seat.slot))
+        self._last = chosen.slot
+        return chosen
 
 
 class SessionAffinity:
@@ -223,10 +228,10 @@ class SessionAffinity:
     def __init__(self) -> None:
         self._others = LeastLoaded()
 
-    def choose(self, seats: Sequence[ReplicaLoad], session: str | None) -> int:
+    def choose(self, seats: Sequence[S], session: str | None) -> S:
         if session is None:
             return self._others.choose(seats)
-        return max(seats, key=lambda seat: (_rank(session, seat.slot), seat.slot)).slot
+        return max(seats, key=lambda seat: (_rank(session, seat.slot), seat.slot))
 
 
 def _rank(session: str, index: int) -> bytes:

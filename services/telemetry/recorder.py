@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from protocols.clock import steady_time
@@ -59,7 +58,7 @@ class RunLog:
         """Report a request or a phase. A request gets the arm and step of the current phase."""
         if self._phase is not None and span.lane != self._phase.lane:
             where = {k: v for k, v in self._phase.facts.items() if k in ("arm", "step")}
-            span = replace(span, facts={**where, **span.facts})
+            span = span._replace(facts={**where, **span.facts})
         self.moved += span.facts.get("outcome", "ok") == "ok"
         self._sink.span(span)
 
@@ -67,7 +66,7 @@ class RunLog:
         """Begin a phase and end the one before; "" for none."""
         now = steady_time()
         if self._phase is not None:
-            self.span(replace(self._phase, end=now))
+            self.span(self._phase._replace(end=now))
         self._phase = TraceSpan("controller", name, now, now, facts) if name else None
 
     def status(self, status: RunStatus) -> None:

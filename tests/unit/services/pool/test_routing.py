@@ -4,20 +4,34 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.spec.services import RouterName
-from services.pool.replica import ReplicaLoad, new_router
+from services.pool.replica import Router, new_router
 
 indices = st.sets(st.integers(0, 40), min_size=1, max_size=8).map(sorted)
 names = st.text(max_size=12)
 
 
-def idle(*at: int) -> list[ReplicaLoad]:
-    return [ReplicaLoad(i, 0) for i in at]
+@dataclass
+class Load:
+    """A replica as a router sees it."""
+
+    slot: int
+    ongoing: int
+
+
+def idle(*at: int) -> list[Load]:
+    return [Load(i, 0) for i in at]
+
+
+def choose(router: Router, seats: Sequence[Load], session: str | None) -> int:
+    return router.choose(seats, session).slot
 
 
 # -- round robin ------------------------------------------------------------------------------
@@ -25,21 +39,21 @@ def idle(*at: int) -> list[ReplicaLoad]:
 
 def test_round_robin_goes_by_index_whatever_the_order_of_the_seats() -> None:
     router = new_router("round_robin")
-    assert [router.choose(idle(5, 2, 9), None) for _ in range(5)] == [2, 5, 9, 2, 5]
+    assert [choose(router, idle(5, 2, 9), None) for _ in range(5)] == [2, 5, 9, 2, 5]
 
 
 def test_a_replica_that_leaves_or_returns_shifts_nobodys_turn() -> None:
     router = new_router("round_robin")
-    assert [router.choose(idle(0, 1, 2), None) for _ in range(2)] == [0, 1]
-    assert router.choose(idle(0, 2), None) == 2
-    assert [router.choose(idle(0, 1, 2), None) for _ in range(3)] == [0, 1, 2]
+    assert [choose(router, idle(0, 1, 2), None) for _ in range(2)] == [0, 1]
+    assert choose(router, idle(0, 2), None) == 2
+    assert [choose(router, idle(0, 1, 2), None) for _ in range(3)] == [0, 1, 2]
 
 
 @given(at=indices, rounds=st.integers(1, 5), extra=st.integers(0, 7))
 def test_round_robin_gives_each_its_share(at: list[int], rounds: int, extra: int) -> None:
     router = new_router("round_robin")
     calls = rounds * len(at) + extra % len(at)
-    counts = Counter(router.choose(idle(*at), "s") for _ in range(calls))
+    counts = Counter(choose(router, idle(*at), "s") for _ in range(calls))
     assert set(counts) == set(at)
     assert max(counts.values()) - min(counts.values()) <= 1
 
@@ -49,25 +63,25 @@ def test_round_robin_gives_each_its_share(at: list[int], rounds: int, extra: int
 
 def test_least_loaded_by_hand() -> None:
     router = new_router("least_loaded")
-    seats = [ReplicaLoad(0, 3), ReplicaLoad(1, 1), ReplicaLoad(2, 1), ReplicaLoad(3, 2)]
-    assert [router.choose(seats, None) for _ in range(3)] == [1, 2, 1]
-    assert router.choose([ReplicaLoad(0, 0), *seats[1:]], None) == 0
+    seats = [Load(0, 3), Load(1, 1), Load(2, 1), Load(3, 2)]
+    assert [choose(router, seats, None) for _ in range(3)] == [1, 2, 1]
+    assert choose(router, [Load(0, 0), *seats[1:]], None) == 0
 
 
 @given(loads=st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_the_choice_has_the_fewest(loads: list[int]) -> None:
-    seats = [ReplicaLoad(i, n) for i, n in enumerate(loads)]
-    assert loads[new_router("least_loaded").choose(seats, None)] == min(loads)
+    seats = [Load(i, n) for i, n in enumerate(loads)]
+    assert loads[choose(new_router("least_loaded"), seats, None)] == min(loads)
 
 
 @given(at=indices, calls=st.integers(1, 40))
 def test_idle_replicas_share_and_so_do_busy_ones(at: list[int], calls: int) -> None:
     """One request after the other, each answered at once; and as many that are never answered."""
     router = new_router("least_loaded")
-    answered = Counter(router.choose(idle(*at), None) for _ in range(calls))
+    answered = Counter(choose(router, idle(*at), None) for _ in range(calls))
     open_ = dict.fromkeys(at, 0)
     for _ in range(calls):
-        open_[router.choose([ReplicaLoad(i, n) for i, n in open_.items()], None)] += 1
+        open_[choose(router, [Load(i, n) for i, n in open_.items()], None)] += 1
     for counts in (answered, open_):
         assert max(counts.values()) <= math.ceil(calls / len(at))
         assert sum(counts.values()) == calls
@@ -80,11 +94,11 @@ def test_idle_replicas_share_and_so_do_busy_ones(at: list[int], calls: int) -> N
 def test_a_session_stays_whatever_the_order_and_the_load(
     at: list[int], session: str, data: st.DataObject
 ) -> None:
-    chosen = new_router("session").choose(idle(*at), session)
-    busy = [ReplicaLoad(i, data.draw(st.integers(0, 9))) for i in data.draw(st.permutations(at))]
+    chosen = choose(new_router("session"), idle(*at), session)
+    busy = [Load(i, data.draw(st.integers(0, 9))) for i in data.draw(st.permutations(at))]
     router = new_router("session")
-    router.choose(busy, None)
-    assert router.choose(busy, session) == chosen
+    choose(router, busy, None)
+    assert choose(router, busy, session) == chosen
 
 
 @given(at=indices, gone=st.integers(0, 7), sessions=st.lists(names, max_size=40))
@@ -95,9 +109,9 @@ def test_a_replica_that_goes_or_comes_moves_its_own_sessions_alone(
     leaver = at[gone % len(at)]
     rest = [i for i in at if i != leaver]
     for session in sessions:
-        whole = router.choose(idle(*at), session)
+        whole = choose(router, idle(*at), session)
         if rest and whole != leaver:
-            assert router.choose(idle(*rest), session) == whole
+            assert choose(router, idle(*rest), session) == whole
 
 
 def test_sessions_spread_evenly_and_so_do_those_of_a_replica_that_goes() -> None:
@@ -105,13 +119,13 @@ def test_sessions_spread_evenly_and_so_do_those_of_a_replica_that_goes() -> None
     die (41 each); the 2,000 of one that goes over 5 others: 400 each, likewise (18)."""
     router = new_router("session")
     sessions = [f"patient_{i}" for i in range(12_000)]
-    before = {s: router.choose(idle(*range(6)), s) for s in sessions}
+    before = {s: choose(router, idle(*range(6)), s) for s in sessions}
     counts = Counter(before.values())
     assert len(counts) == 6
     assert all(abs(n - 2_000) <= 5 * math.sqrt(12_000 * 5 / 36) for n in counts.values())
 
     moved = Counter(
-        router.choose(idle(0, 1, 2, 4, 5), s) for s, replica in before.items() if replica == 3
+        choose(router, idle(0, 1, 2, 4, 5), s) for s, replica in before.items() if replica == 3
     )
     assert sorted(moved) == [0, 1, 2, 4, 5]
     share, spread = counts[3] / 5, math.sqrt(counts[3] * 4 / 25)
@@ -120,22 +134,24 @@ def test_sessions_spread_evenly_and_so_do_those_of_a_replica_that_goes() -> None
 
 def test_a_request_without_a_session_goes_to_the_least_loaded() -> None:
     router = new_router("session")
-    assert router.choose([ReplicaLoad(0, 2), ReplicaLoad(1, 1), ReplicaLoad(2, 2)], None) == 1
-    assert [router.choose(idle(0, 1, 2), None) for _ in range(3)] == [2, 0, 1]
+    assert choose(router, [Load(0, 2), Load(1, 1), Load(2, 2)], None) == 1
+    assert [choose(router, idle(0, 1, 2), None) for _ in range(3)] == [2, 0, 1]
 
 
 def test_the_empty_session_is_a_session() -> None:
     router = new_router("session")
-    assert len({router.choose(idle(0, 1, 2), "") for _ in range(6)}) == 1
+    assert len({choose(router, idle(0, 1, 2), "") for _ in range(6)}) == 1
 
 
 def test_another_process_chooses_alike() -> None:
     """With other seeds of `hash`, whose values differ between them."""
     code = (
-        "from services.pool.replica import ReplicaLoad, new_router\n"
-        "seats = [ReplicaLoad(i, 0) for i in range(8)]\n"
+        "from types import SimpleNamespace as Load\n"
+        "from services.pool.replica import new_router\n"
+        "seats = [Load(slot=i, ongoing=0) for i in range(8)]\n"
         "router = new_router('session')\n"
-        "print(hash('patient_1'), *(router.choose(seats, f'patient_{i}') for i in range(64)))\n"
+        "print(hash('patient_1'))\n"
+        "print(*(router.choose(seats, f'patient_{i}').slot for i in range(64)))\n"
     )
     runs = [
         subprocess.run(
@@ -147,7 +163,7 @@ def test_another_process_chooses_alike() -> None:
     ]  # fmt: skip
     assert runs[0][0] != runs[1][0]
     router = new_router("session")
-    here = [str(router.choose(idle(*range(8)), f"patient_{i}")) for i in range(64)]
+    here = [str(choose(router, idle(*range(8)), f"patient_{i}")) for i in range(64)]
     assert runs[0][1:] == runs[1][1:] == here
     assert set(here) == set("01234567")
 
@@ -166,7 +182,7 @@ def test_the_choice_is_there_and_history_alone_decides_it(
     """Seats come, go and fill at random; two routers of one history agree on every choice."""
     router, twin = new_router(name), new_router(name)
     for at, loads, session in calls:
-        seats = [ReplicaLoad(i, n) for i, n in zip(at, loads + [0] * len(at), strict=False)]
-        chosen = router.choose(seats, session)
+        seats = [Load(i, n) for i, n in zip(at, loads + [0] * len(at), strict=False)]
+        chosen = choose(router, seats, session)
         assert chosen in at
-        assert twin.choose(list(reversed(seats)), session) == chosen
+        assert choose(twin, list(reversed(seats)), session) == chosen
