@@ -8,6 +8,7 @@ forge sweep STUDY.yaml             runs the others
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from benchmarks.results import records
@@ -71,10 +72,11 @@ def restore(path: Path, root: Path, home: Path = records.HOME) -> list[str]:
     return restored
 
 
-def planned_trials(path: Path) -> list[tuple[str, Trial]]:
+@cache  # several tables are of one sweep, whose every trial has a spec of its own to read
+def planned_trials(path: Path) -> tuple[tuple[str, Trial], ...]:
     """Return every trial of the sweep in file `path` with the name of its record."""
     spec, plan = _read(path)
-    return [(_name(spec, trial), trial) for trial in plan]
+    return tuple((_name(spec, trial), trial) for trial in plan)
 
 
 def _read(path: Path) -> tuple[SweepSpec, tuple[Trial, ...]]:
