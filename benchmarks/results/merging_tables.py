@@ -1,4 +1,4 @@
-"""Make the tables of question 1 of docs/studies/aggregation.md, from the frontiers of its sweep.
+"""Make the tables of docs/studies/aggregation.md, from the frontiers of its sweeps.
 
 A chart is the unit: every arm answers the same questions over the cartridge of the chart.
 """
@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.results import records
-from benchmarks.results.study_tables import Cells, kept_trials, with_interval
-from protocols.records.intervals import mean_p
+from benchmarks.results.study_tables import Cells, kept_trials, sweep_spec, with_interval
+from protocols.records.intervals import holm, mean_p
 
 OURS = "rsa"
 SHOWN = {
@@ -64,3 +64,35 @@ def merging_differences(study: str) -> tuple[Cells, list[Cells]]:
         p = f"{mean_p(paired):.3f}" if strategy == PRIMARY else ""
         body.append([SHOWN[strategy], str(len(paired)), *with_interval(paired, "+.1f", None), p])
     return ["aggregation over", "charts", "difference, points", "95% interval", "p"], body
+
+
+def trained_to_aggregate(study: str) -> tuple[Cells, list[Cells]]:
+    """Return heads and rows: of every way to train, what aggregation adds to one sample over the
+    trained cartridge, and the paired difference from the sweep's reference, with Student's 95%
+    intervals and p-values adjusted by Holm."""
+    alone: dict[str, list[float]] = defaultdict(list)
+    added: dict[str, dict[int, float]] = defaultdict(dict)
+    for record, trial in kept_trials(study):
+        rows = records.whole(record, "frontier.json", records.HOME)["arms"]
+        right = {row["strategy"]: row["accuracy"] for row in rows}
+        shown = dict(trial.arms)["on_policy"]
+        alone[shown].append(right[PRIMARY])
+        added[shown][trial.seed] = right[OURS] - right[PRIMARY]
+    reference = sweep_spec(study).reference
+    base = added.get(reference or "", {})
+    paired = {
+        arm: [gain - base[seed] for seed, gain in gains.items() if seed in base]
+        for arm, gains in added.items()
+        if arm != reference
+    }
+    adjusted = dict(zip(paired, holm([mean_p(values) for values in paired.values()]), strict=True))
+    body = []
+    for arm, gains in added.items():
+        over = with_interval(paired[arm], "+.1f", None) if arm in paired else ["", ""]
+        p = f"{adjusted[arm]:.3f}" if arm in paired else ""
+        body.append(
+            [arm, str(len(gains)), f"{100 * fmean(alone[arm]):.1f}",
+             *with_interval(list(gains.values()), "+.1f", None), *over, p]
+        )  # fmt: skip
+    heads = ["trained on", "charts", "one sample right, %", "aggregation adds, points"]
+    return [*heads, "95% interval", f"over {reference}, points", "95% interval", "p, Holm"], body

@@ -40,7 +40,7 @@ def by_arm(name: str) -> dict[str, dict[int, float]]:
 def over_reference(name: str) -> tuple[Cells, list[Cells]]:
     """Return heads and rows: accuracy of every arm, and its paired difference from the sweep's
     reference, each with Student's 95% interval over the units that have both."""
-    reference = _spec(name).reference
+    reference = sweep_spec(name).reference
     assert reference is not None
     arms = by_arm(name)
     base = arms[reference]
@@ -57,7 +57,7 @@ def over_reference(name: str) -> tuple[Cells, list[Cells]]:
 def between(name: str) -> tuple[Cells, list[Cells]]:
     """Return heads and rows: the paired difference of each two trained arms but the reference, the
     later in the sweep minus the earlier, with Student's 95% interval."""
-    spec, arms = _spec(name), by_arm(name)
+    spec, arms = sweep_spec(name), by_arm(name)
     trained = dict.fromkeys(shown["on_policy"] for _, shown, _ in _kept(name))
     pairs = combinations([arm for arm in trained if arm != spec.reference], 2)
     body = [
@@ -115,7 +115,8 @@ def with_interval(
     return [shown, f"{100 * low:{form}} to {100 * high:{form}}"]
 
 
-def _spec(name: str) -> SweepSpec:
+def sweep_spec(name: str) -> SweepSpec:
+    """Return the sweep of configs/NAME.yaml."""
     return load_file(SweepSpec, _path(name))
 
 

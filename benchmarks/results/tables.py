@@ -22,7 +22,11 @@ from typing import Any
 from benchmarks.results import records
 from benchmarks.results.corpus_tables import seeds, shared_facts
 from benchmarks.results.host_tables import limits, publishes, results_of, simulated
-from benchmarks.results.merging_tables import merging_arms, merging_differences
+from benchmarks.results.merging_tables import (
+    merging_arms,
+    merging_differences,
+    trained_to_aggregate,
+)
 from benchmarks.results.on_policy_tables import every_arm, primary, secondary
 from benchmarks.results.study_tables import between, collapses, over_reference
 from protocols.files import REPOSITORY
@@ -173,6 +177,7 @@ TABLES: dict[str, Callable[[str], Lines]] = {
     "secondary": lambda sweep: table(*secondary(sweep)),
     "merging_arms": lambda sweep: table(*merging_arms(sweep)),
     "merging_differences": lambda sweep: table(*merging_differences(sweep)),
+    "trained_to_aggregate": lambda sweep: table(*trained_to_aggregate(sweep)),
 }
 
 

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.results import records
-from benchmarks.results.merging_tables import merging_arms, merging_differences
+from benchmarks.results.merging_tables import (
+    merging_arms,
+    merging_differences,
+    trained_to_aggregate,
+)
 from benchmarks.results.sweeps import planned_trials
 from protocols.files import REPOSITORY, json_lines
 
@@ -20,22 +24,25 @@ ACCURACY = {
 }
 
 
+def keep(home: Path, record: str, arms: dict[str, float], read: float = 0.0) -> None:
+    folder = home / record
+    folder.mkdir(parents=True)
+    (folder / "answers.jsonl.gz").write_bytes(gzip.compress(json_lines([{}]).encode()))
+    rows = [
+        {"strategy": name, "accuracy": share, "f1": share + 0.1, "tokens": 200.0,
+         "prompt_tokens": read}
+        for name, share in arms.items()
+    ]  # fmt: skip
+    (folder / "frontier.json").write_text(json.dumps({"arms": rows}))
+
+
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "HOME", tmp_path)
     monkeypatch.chdir(REPOSITORY)
     for record, trial in planned_trials(REPOSITORY / "configs" / f"{STUDY}.yaml"):
-        if trial.seed not in ACCURACY:
-            continue
-        folder = tmp_path / record
-        folder.mkdir(parents=True)
-        (folder / "answers.jsonl.gz").write_bytes(gzip.compress(json_lines([{}]).encode()))
-        arms = [
-            {"strategy": name, "accuracy": share, "f1": share + 0.1, "tokens": 200.0,
-             "prompt_tokens": 500.0 + trial.seed}
-            for name, share in ACCURACY[trial.seed].items()
-        ]  # fmt: skip
-        (folder / "frontier.json").write_text(json.dumps({"arms": arms}))
+        if trial.seed in ACCURACY:
+            keep(tmp_path, record, ACCURACY[trial.seed], 500.0 + trial.seed)
 
 
 @pytest.mark.usefixtures("kept")
@@ -57,6 +64,30 @@ def test_the_claim_is_decided_over_charts() -> None:
         ["vote over each part", "2", "-7.5", "-39.3 to +24.3", ""],
         ["best of N by confidence", "2", "+17.5", "-14.3 to +49.3", ""],
     ]
+
+
+def test_what_training_adds_to_aggregation_is_paired_by_chart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aggregation adds 10 and 20 points after single answers, 20 and 40 after whole runs with own
+    scores, 10 and 10 with the run's. Over the first 10 and 20: t is 3, so p is 0.205, twice it by
+    Holm; 0 and -10: t is -1, so p is 0.5."""
+    monkeypatch.setattr(records, "HOME", tmp_path)
+    study = "aggregation/study_training"
+    adds = {"single answers": (0.1, 0.2), "whole runs, own scores": (0.2, 0.4)}
+    for record, trial in planned_trials(REPOSITORY / "configs" / f"{study}.yaml"):
+        if trial.seed in (400, 401):
+            added = adds.get(dict(trial.arms)["on_policy"], (0.1, 0.1))[trial.seed - 400]
+            keep(tmp_path, record, {"self_consistency": 0.5, "rsa": 0.5 + added})
+    heads, body = trained_to_aggregate(study)
+    assert heads[-3] == "over single answers, points"
+    assert body == [
+        ["single answers", "2", "50.0", "+15.0", "-48.5 to +78.5", "", "", ""],
+        ["whole runs, own scores", "2", "50.0", "+30.0", "-97.1 to +157.1",
+         "+15.0", "-48.5 to +78.5", "0.410"],
+        ["whole runs, the run's reward", "2", "50.0", "+10.0", "+10.0 to +10.0",
+         "-5.0", "-68.5 to +58.5", "0.500"],
+    ]  # fmt: skip
 
 
 def test_without_records_there_are_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
