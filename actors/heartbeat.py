@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from actors.ports import PortCall, open_port
 from protocols import work
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -42,7 +44,12 @@ class HeartbeatActor(Actor):
             threading.Thread(target=self._end_alone, args=(alone_s,), daemon=True).start()
 
     @concurrent_endpoint
+    async def listen(self, method: str) -> Any:
+        """Return a port over which `method` is called (`actors.ports`)."""
+        return open_port(getattr(self, method))
+
     async def beat(self) -> Heartbeat:
+        """Tell of this process."""
         self._asked = time.monotonic()
         return Heartbeat(os.getpid(), resident_bytes(os.getpid()), work.done())
 
@@ -63,6 +70,15 @@ class HeartbeatActor(Actor):
         while time.monotonic() - self._asked < alone_s:
             time.sleep(min(1.0, alone_s / 4))
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HeartbeatHandle:
+    """Hold the calls of a heartbeat actor. `beat`, and `beat_host` of one that asks its host, end
+    nobody where they reach nobody."""
+
+    def __init__(self, actor: Any) -> None:
+        self.beat, self.beat_host = PortCall(actor, "beat"), PortCall(actor, "beat_host")
+        self.warm, self.look = actor.warm, actor.look
 
 
 class StoreActor(Actor):

@@ -15,11 +15,9 @@ import select
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from monarch.actor import concurrent_endpoint
 
 from actors.heartbeat import Heartbeat, HeartbeatActor
+from actors.ports import PortCall
 
 WAIT_SHARE = 0.25  # of a period, for answers; later ones are in the next reply
 PATIENCE_PERIODS = 10.0  # after which an answer is no longer waited for
@@ -27,9 +25,9 @@ PATIENCE_PERIODS = 10.0  # after which an answer is no longer waited for
 
 @dataclass(frozen=True)
 class WatchedProcess:
-    """Hold the heartbeat actor and the process id of each rank of a process."""
+    """Hold the calls of the heartbeat actor, and the process id, of each rank of a process."""
 
-    heartbeats: tuple[Any, ...]
+    beats: tuple[PortCall, ...]
     pids: tuple[int, ...]
 
 
@@ -47,7 +45,7 @@ class ProcessWatch:
     """Ask a process of this host for heartbeats, and see its end. `close` ends both."""
 
     def __init__(self, process: WatchedProcess) -> None:
-        self._heartbeats = process.heartbeats
+        self._calls = process.beats
         self._beats: tuple[Heartbeat, ...] = ()
         self._answered = 0.0
         self._ended = 0
@@ -77,7 +75,7 @@ class ProcessWatch:
     async def _ask(self, patience_s: float) -> None:
         with contextlib.suppress(Exception):  # the age of the last answer tells of silence
             async with asyncio.timeout(patience_s):
-                beats = await asyncio.gather(*map(_beat, self._heartbeats))
+                beats = await asyncio.gather(*(call.call_one() for call in self._calls))
             self._beats, self._answered = tuple(beats), time.monotonic()
 
     def told(self) -> ProcessBeat:
@@ -120,26 +118,16 @@ class HostBeats:
 
 
 class HostBeatsActor(HeartbeatActor):
-    """Ask the processes of its host. It has a process of its own, because Monarch ends an actor
-    whose message reaches one that has just been stopped: it is then started again."""
+    """Ask the processes of its host. It has a process of its own, which outlives all others there:
+    where it has ended it is started again."""
 
     def __init__(self, alone_s: float | None = None) -> None:
         super().__init__(alone_s)
         self._host = HostBeats()
 
-    @concurrent_endpoint
     async def beat_host(
         self, names: Sequence[str], added: Mapping[str, WatchedProcess], period_s: float
     ) -> dict[str, ProcessBeat]:
         """See `HostBeats.ask`."""
         self._asked = time.monotonic()
         return await self._host.ask(names, added, period_s)
-
-    def _handle_undeliverable_message(self, message: Any) -> bool:
-        """Go on where a heartbeat could not be delivered, as to a process that was killed."""
-        return True
-
-
-async def _beat(heartbeat: Any) -> Heartbeat:
-    beat: Heartbeat = await heartbeat.beat.call_one()
-    return beat

@@ -82,11 +82,6 @@ class ControllerActor(Actor):
         """Return whether the service handles the death of an owned process or actor."""
         return self._mesh is None or self._mesh.service.noticed(failure)
 
-    def _handle_undeliverable_message(self, message: Any) -> bool:
-        """Go on where a message could not be delivered, as a heartbeat to a host that has just been
-        left. Monarch would end this actor; whoever waits for the answer has a time limit."""
-        return True
-
     @concurrent_endpoint
     async def process(self) -> int:
         return os.getpid()

@@ -25,7 +25,6 @@ from typing import Any
 
 from actors.host_beats import HostBeatsActor, ProcessBeat, WatchedProcess
 from protocols.spec.services import HealthSpec
-from services.hosts.source import finish
 from services.pool.process import ALONE, ProcessHost, ReplicaProcess
 
 FRESH_PERIODS = 2.0  # since an answer of the host, within which a speaker is started there
@@ -144,13 +143,15 @@ class HostHeartbeats:
     async def _ask_host(
         self, speaker: ReplicaProcess, ask: HostAsk, watched: Sequence[ReplicaProcess]
     ) -> None:
-        added = {p.name: WatchedProcess(tuple(p.heartbeats), p.pids) for p in ask.added}
+        added = {
+            p.name: WatchedProcess(tuple(h.beat for h in p.heartbeats), p.pids) for p in ask.added
+        }
         try:
-            message = speaker.heartbeat.beat_host.call_one(
-                ask.names, added, self._health.heartbeat_s
-            )
-            reply = await asyncio.wait_for(finish(message), self._health.dead_after_s)
-        except Exception:  # Monarch's own, or no reply in time
+            async with asyncio.timeout(self._health.dead_after_s):
+                reply = await speaker.heartbeat.beat_host.call_one(
+                    ask.names, added, self._health.heartbeat_s
+                )
+        except Exception:  # no reply in time, or what it raised
             if speaker is self._process:
                 await self._fail()
             return

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from monarch.actor import HostMesh, ProcMesh
 
 from actors.base import bootstrap, gpus_here
-from actors.heartbeat import Heartbeat, HeartbeatActor, digest
+from actors.heartbeat import Heartbeat, HeartbeatActor, HeartbeatHandle, digest
 from protocols.errors import RunError
 from services.forkserver.client import bootstrap_command
 from services.hosts.source import HostWorker, finish
@@ -63,7 +63,7 @@ class ReplicaProcess:
 
     @property
     def heartbeat(self) -> Any:
-        """Return the heartbeat actor of the process, or of rank 0."""
+        """Return the calls of the heartbeat actor of the process, or of rank 0."""
         return self.heartbeats[0]
 
     @property
@@ -77,9 +77,7 @@ class ReplicaProcess:
 
     async def beat(self) -> int:
         """Send a heartbeat to all ranks and return their resident memory in bytes."""
-        beats: list[Heartbeat] = await asyncio.gather(
-            *(finish(p.beat.call_one()) for p in self.heartbeats)
-        )
+        beats: list[Heartbeat] = await asyncio.gather(*(p.beat.call_one() for p in self.heartbeats))
         self.hear(beats, time.monotonic())
         return self.memory_bytes
 
@@ -231,9 +229,10 @@ class ProcessHost:
                 bootstrap=bootstrap(threads, devices, ranks, variables, host),
                 bootstrap_command=bootstrap_command() if self.local else None,
             )
-            heartbeats = by_rank(procs.spawn(f"{name}heartbeat", beating, alone_s), ranks)
+            actors = by_rank(procs.spawn(f"{name}heartbeat", beating, alone_s), ranks)
         except Exception as error:
             raise RunError(f"{self.label} started no process {name}: {error!r}") from error
+        heartbeats = [HeartbeatHandle(actor) for actor in actors]
         return ReplicaProcess(name, self.label, procs, heartbeats, self.local, devices)
 
     def open_gates(self) -> None:

@@ -22,6 +22,7 @@ from protocols.errors import RunError
 from protocols.spec.mesh import RoleSpec
 from protocols.spec.services import HealthSpec
 from protocols.types import TraceSpan
+from services.pool import process as process_module
 from services.pool.health import HealthState, refitted
 from services.pool.pool import Pool
 from services.pool.replica import Replica
@@ -68,6 +69,8 @@ def run(scenario: Coroutine[Any, Any, Any]) -> Any:
     clock = _Clock()
     with (
         mock.patch.object(time, "monotonic", clock.time),
+        # What fake processes spawn are their heartbeats' calls already, without an actor.
+        mock.patch.object(process_module, "HeartbeatHandle", lambda calls: calls),
         asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(clock)) as runner,
     ):
         result = runner.run(watched())

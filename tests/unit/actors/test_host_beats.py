@@ -34,7 +34,7 @@ class Rank:
 
 
 def watched(*ranks: Rank) -> WatchedProcess:
-    handles: Any = ranks
+    handles: Any = tuple(rank.beat for rank in ranks)
     return WatchedProcess(handles, tuple(rank.process.pid for rank in ranks))
 
 

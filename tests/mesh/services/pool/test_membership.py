@@ -16,6 +16,7 @@ from protocols.errors import RunError
 from services.hosts.handshake import WorkerInfo, WorkerInfoServer
 from services.hosts.source import AddressedHosts, HostWorker
 from services.pool import membership as roster_module
+from services.pool import process as process_module
 from services.pool.membership import HostMembership
 from services.pool.process_manager import ProcessManager
 
@@ -98,6 +99,8 @@ def guests(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Guest]]:
     async def attach(address: str) -> FakeHost:
         return FakeHost(start_s=0.0)
 
+    # What a fake host spawns are its heartbeats' calls already, without an actor.
+    monkeypatch.setattr(process_module, "HeartbeatHandle", lambda calls: calls)
     monkeypatch.setattr(roster_module, "attach", attach)
     monkeypatch.setattr(roster_module, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(roster_module, "FIRST_SECONDS", 0.1)
