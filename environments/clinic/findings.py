@@ -1,4 +1,4 @@
-"""Ask for several fields of a chart at once, and score the values that a response gives.
+"""Ask for several fields of one or more charts at once, and score the values that a response gives.
 
 question   what is the sodium? what is the surgeon?
 response   the answer is sodium 41 mmol, surgeon weber.
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import comb
+from math import comb, prod
 
 from environments.clinic.longhealth import Patient
 from environments.clinic.prompts import findings_prompt, said_answer
@@ -24,11 +25,11 @@ _STOP = re.compile(r"\n|\.(?:\s|$)")
 
 @dataclass(frozen=True)
 class FindingsQuestion:
-    """Hold a question of several fields of one patient's chart. `parts` are the right values by
-    field, in the order of the question; a value has its unit."""
+    """Hold a question of several fields of the charts of `patients`. `parts` are the right values
+    by field, in the order of the question; a value has its unit."""
 
     id: str
-    patient: str
+    patients: tuple[str, ...]
     parts: Mapping[str, str]
 
     @property
@@ -82,28 +83,41 @@ def parts_f1(right: Mapping[str, str], said: Mapping[str, str]) -> float:
 
 
 def draw_findings(
-    patient: Patient, parts: int, count: int, seed: int
+    patients: Sequence[Patient], parts: int, count: int, seed: int
 ) -> tuple[FindingsQuestion, ...]:
-    """Return `count` distinct questions of `parts` fields of a patient's chart, in random order.
+    """Return `count` distinct questions of `parts` fields in random order: as many fields of each
+    of the patients' charts, and none that two of these charts have.
 
-    Raises DataError for a chart with too few fields, or one that is not the embedded clinic's.
+    Raises DataError for charts with too few fields, or that are not the embedded clinic's.
     """
-    values = {
+    charts = [_values(patient) for patient in patients]
+    times = Counter(field for values in charts for field in values)
+    own = [{f: v for f, v in values.items() if times[f] == 1} for values in charts]
+    each, ids = parts // len(own), tuple(patient.id for patient in patients)
+    if prod(comb(len(values), each) for values in own) < count:
+        raise DataError(
+            f"{count} questions of {each} fields of each chart need charts of the embedded clinic "
+            f"with more facts that no other has: {', '.join(ids)} have "
+            f"{', '.join(str(len(values)) for values in own)}; lower questions, or raise data.facts"
+        )
+    right = {field: value for values in own for field, value in values.items()}
+    rng = random.Random(f"findings/{seed}/{'+'.join(ids)}/{parts}")
+    chosen: dict[frozenset[str], list[str]] = {}
+    while len(chosen) < count:
+        fields = [field for values in own for field in rng.sample(sorted(values), each)]
+        if len(own) > 1:
+            rng.shuffle(fields)
+        chosen.setdefault(frozenset(fields), fields)
+    return tuple(
+        FindingsQuestion(f"{'+'.join(ids)}/findings/{i}", ids, {f: right[f] for f in fields})
+        for i, fields in enumerate(chosen.values())
+    )
+
+
+def _values(patient: Patient) -> dict[str, str]:
+    """Return the values of a chart's fields, with their units."""
+    return {
         found[1]: q.correct
         for q in patient.questions
         if (found := _FIELD.fullmatch(q.text)) and found[1] in FIELDS
     }
-    if comb(len(values), parts) < count:
-        raise DataError(
-            f"{count} questions of {parts} fields need a chart of the embedded clinic with more "
-            f"facts: {patient.id} has {len(values)}; lower questions, or raise data.facts"
-        )
-    rng = random.Random(f"findings/{seed}/{patient.id}/{parts}")
-    chosen: dict[frozenset[str], list[str]] = {}
-    while len(chosen) < count:
-        fields = rng.sample(sorted(values), parts)
-        chosen.setdefault(frozenset(fields), fields)
-    return tuple(
-        FindingsQuestion(f"{patient.id}/findings/{i}", patient.id, {f: values[f] for f in fields})
-        for i, fields in enumerate(chosen.values())
-    )

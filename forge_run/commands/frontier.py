@@ -104,6 +104,7 @@ async def _measure(
     from registry.formats.run_checkpoint import chosen_checkpoint, read_cartridges
     from serving.pool_backend import cartridge_pool
     from strategies.judges.opening import opened_judge
+    from strategies.samplers.alternating_sampler import AlternatingSampler
     from strategies.samplers.token_sampler import TokenSampler
     from training.recipes.longhealth_prompts import open_prompts
 
@@ -127,11 +128,13 @@ async def _measure(
             answers.extend(to_row(answer, row.name, version, sampled=True) for answer in found)
 
         if chosen.parts > 1:
-            questions = findings_questions(tasks, chosen.parts, chosen.questions, chosen.seed)
+            questions = findings_questions(
+                tasks, chosen.parts, chosen.charts, chosen.questions, chosen.seed
+            )
         else:
             questions = option_questions(tasks, chosen.questions)
         rows = await compare(
-            chosen, questions, samplers.__getitem__,
+            chosen, questions, lambda names: AlternatingSampler([samplers[n] for n in names]),
             lambda row: show("  ".join(cells(row))), keep, judge,
         )  # fmt: skip
     return rows, version, answers

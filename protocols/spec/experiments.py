@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from protocols.spec.base import AsTuple, SpecSection, broken, repeated
 from protocols.spec.teacher_replay import ProcessRewardSpec
@@ -57,8 +57,14 @@ class FrontierSpec(SpecSection):
     parts: int = Field(
         default=1,
         ge=1,
-        description="1: the held-out option questions; more: questions of so many fields of one "
-        "chart of the embedded clinic, right if all are",
+        description="1: the held-out option questions; more: questions of so many fields of "
+        "charts of the embedded clinic, right if all are",
+    )
+    charts: int = Field(
+        default=1,
+        ge=1,
+        description="charts that a question of several parts is about, with as many parts of each; "
+        "request i of a call is sampled over the cartridge of chart i modulo charts",
     )
     max_tokens: int = Field(default=32, ge=1, description="most tokens of one response")
     temperature: float = Field(default=1.0, gt=0, description="of every sample")
@@ -69,6 +75,15 @@ class FrontierSpec(SpecSection):
     arms: Annotated[tuple[FrontierArm, ...], AsTuple] = Field(
         min_length=1, description="what is compared; the first is what the others are held against"
     )
+
+    @model_validator(mode="after")
+    def _divided(self) -> FrontierSpec:
+        if self.charts > 1 and self.parts % self.charts:
+            raise broken(
+                f"charts must divide parts: {self.charts} and {self.parts}",
+                f"set parts to a multiple of {self.charts}",
+            )
+        return self
 
     @field_validator("arms")
     @classmethod

@@ -1,12 +1,13 @@
 """Make the questions that strategies are compared on, with the records of their answers.
 
 options    a run's held-out option questions, right by their letter or its text
-findings   questions of several fields of a chart of the embedded clinic, right if all are
+findings   questions of several fields of one or more charts of the embedded clinic, right if all
+           are
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +19,7 @@ from environments.clinic.findings import (
     said_parts,
 )
 from environments.clinic.longhealth import Patient
+from protocols.errors import DataError
 from protocols.records.answers import Answer, hash_of
 from training.recipes.longhealth_prompts import LongHealthPrompts, LongHealthQuestion
 from training.recipes.study_prompts import in_turns, titled
@@ -25,11 +27,11 @@ from training.recipes.study_prompts import in_turns, titled
 
 @dataclass(frozen=True)
 class FrontierQuestion:
-    """Hold a question about `document` as every arm is asked it. `record(text, tokens)` returns the
-    record of an answer, judged."""
+    """Hold a question about `documents` as every arm is asked it. `record(text, tokens)` returns
+    the record of an answer, judged."""
 
     id: str
-    document: str
+    documents: tuple[str, ...]
     text: str
     record: Callable[[str, int], Answer]
 
@@ -42,39 +44,53 @@ def option_questions(tasks: LongHealthPrompts, most: int) -> list[FrontierQuesti
         return answer
 
     return [
-        FrontierQuestion(e.question.id, e.question.patient, e.text, partial(record, e))
+        FrontierQuestion(e.question.id, (e.question.patient,), e.text, partial(record, e))
         for e in tasks.exams[:most]
     ]
 
 
 def findings_questions(
-    tasks: LongHealthPrompts, parts: int, count: int, seed: int
+    tasks: LongHealthPrompts, parts: int, charts: int, count: int, seed: int
 ) -> list[FrontierQuestion]:
-    """Return `count` questions of `parts` fields each, patients in turn. Raises DataError for
-    charts that have too few facts, or are not the embedded clinic's."""
-    each = -(-count // len(tasks.patients))
+    """Return `count` questions of `parts` fields of `charts` patients each, one group of patients
+    after another. Raises DataError for charts that are too few, have too few facts, or are not the
+    embedded clinic's."""
+    patients = [patient for _, patient in sorted(tasks.patients.items())]
+    if len(patients) < charts:
+        raise DataError(
+            f"questions of {charts} charts need as many: the run has {len(patients)}; lower "
+            "frontier.charts, or raise data.patients"
+        )
+    starts = range(0, len(patients) - charts + 1, charts)
+    each = -(-count // len(starts))
     rows = [
-        [(patient, q) for q in draw_findings(patient, parts, each, seed)]
-        for _, patient in sorted(tasks.patients.items())
+        [(group, question) for question in draw_findings(group, parts, each, seed)]
+        for group in (patients[start : start + charts] for start in starts)
     ]
     found = []
-    for patient, question in in_turns(rows)[:count]:
-        text = titled(tasks.titles, patient.id, question.text)
-        cartridge = tasks.layout.cartridge_of(patient.id)
-        record = partial(findings_answer, question, patient, cartridge)
-        found.append(FrontierQuestion(question.id, patient.id, text, record))
+    for group, question in in_turns(rows)[:count]:
+        # A name leads a reader of one chart; a question of several names none of them.
+        text = titled(tasks.titles, group[0].id, question.text) if charts == 1 else question.text
+        cartridges = [tasks.layout.cartridge_of(patient.id) for patient in group]
+        record = partial(findings_answer, question, group, cartridges)
+        found.append(FrontierQuestion(question.id, question.patients, text, record))
     return found
 
 
 def findings_answer(
-    question: FindingsQuestion, patient: Patient, cartridge: str, text: str, tokens: int
+    question: FindingsQuestion,
+    patients: Sequence[Patient],
+    cartridges: Sequence[str],
+    text: str,
+    tokens: int,
 ) -> Answer:
     """Return the record of a response; its answer is the list of the parts that it gives."""
     said = said_parts(text)
     return Answer(
-        id=question.id, fact=question.text, document=patient.id,
-        document_hash=hash_of(patient.document),
+        id=question.id, fact=question.text, document="+".join(question.patients),
+        document_hash=hash_of(*(patient.document for patient in patients)),
         question_hash=hash_of(question.text, question.correct), text=text,
         answer=part_list(said) or None, expected=question.correct,
-        right=float(all_right(question.parts, said)), tokens=tokens, cartridge=cartridge,
+        right=float(all_right(question.parts, said)), tokens=tokens,
+        cartridge="+".join(cartridges),
     )  # fmt: skip

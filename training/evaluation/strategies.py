@@ -1,7 +1,7 @@
 """Compare strategies by accuracy and compute, over the same cartridges and held-out questions.
 
 arm      strategy, options, budget
-for each every question at once, each over its document's prefix -> answers, tokens, calls
+for each every question at once, each over its documents' prefixes -> answers, tokens, calls
 row      accuracy with its interval, gain over the first arm question by question, compute spent
 """
 
@@ -58,13 +58,13 @@ class ArmRow:
 async def compare(
     spec: FrontierSpec,
     questions: Sequence[FrontierQuestion],
-    sampler_of: Callable[[str], Sampler],
+    sampler_of: Callable[[tuple[str, ...]], Sampler],
     show: Callable[[ArmRow], None] = lambda row: None,
     keep: Callable[[ArmRow, Sequence[Answer]], None] = lambda row, answers: None,
     judge: Judge | None = None,
 ) -> list[ArmRow]:
-    """Return a row for every arm, in order. `sampler_of(document)` samples over its prefix; `keep`
-    gets every arm's answers, question by question; `judge` serves the scorer process_reward.
+    """Return a row for every arm, in order. `sampler_of(documents)` samples over their prefixes;
+    `keep` gets every arm's answers, question by question; `judge` serves the scorer process_reward.
 
     Raises DataError for an unknown strategy or option, before anything is sampled.
     """
@@ -98,14 +98,14 @@ async def _solve(
     arm: FrontierArm,
     spec: FrontierSpec,
     asked: FrontierQuestion,
-    sampler_of: Callable[[str], Sampler],
+    sampler_of: Callable[[tuple[str, ...]], Sampler],
     places: asyncio.Semaphore,
     judge: Judge | None,
 ) -> StrategyResult:
     async with places:
         return await run(
             strategy,
-            sampler_of(asked.document),
+            sampler_of(asked.documents),
             (AgentMessage("user", asked.text),),
             form="clinic",
             seed=spec.seed,

@@ -22,7 +22,7 @@ RIGHT = {"sodium": "41 mmol", "surgeon": "weber", "ecg": "normal", "mri": "cyst"
 
 
 def test_a_question_asks_for_its_fields_in_order() -> None:
-    question = FindingsQuestion("q", "p", RIGHT)
+    question = FindingsQuestion("q", ("p",), RIGHT)
     assert question.text == (
         "what is the sodium? what is the surgeon? what is the ecg? what is the mri?"
     )
@@ -65,11 +65,34 @@ def test_parts_are_named_by_their_first_word() -> None:
 def test_questions_are_distinct_and_of_the_chart() -> None:
     """Eight fields have 56 triples: all can be drawn, and no more."""
     facts = {q.text[len("what is the ") : -1]: q.correct for q in PATIENT.questions}
-    drawn = draw_findings(PATIENT, 3, 56, seed=1)
+    drawn = draw_findings((PATIENT,), 3, 56, seed=1)
     assert len({frozenset(q.parts) for q in drawn}) == 56
     assert all(facts[field] == value for q in drawn for field, value in q.parts.items())
-    assert drawn[:5] == draw_findings(PATIENT, 3, 5, seed=1)
-    assert drawn[:5] != draw_findings(PATIENT, 3, 5, seed=2)
+    assert drawn[:5] == draw_findings((PATIENT,), 3, 5, seed=1)
+    assert drawn[:5] != draw_findings((PATIENT,), 3, 5, seed=2)
     assert [q.id for q in drawn[:2]] == ["patient_01/findings/0", "patient_01/findings/1"]
-    with pytest.raises(DataError, match=r"57 questions of 3 fields .* patient_01 has 8"):
-        draw_findings(PATIENT, 3, 57, seed=1)
+    with pytest.raises(DataError, match=r"57 questions of 3 fields .* patient_01 have 8"):
+        draw_findings((PATIENT,), 3, 57, seed=1)
+
+
+def test_a_question_of_two_charts_has_as_many_fields_that_only_the_one_has() -> None:
+    pair = parse_patients(generate_clinic(3, 2, 16, 2), "the test")
+    facts = [{q.text[len("what is the ") : -1]: q.correct for q in p.questions} for p in pair]
+    shared = facts[0].keys() & facts[1].keys()
+    assert shared, "the charts are such that the rule matters"
+    drawn = draw_findings(pair, 4, 40, seed=1)
+    assert len({frozenset(q.parts) for q in drawn}) == 40
+    for question in drawn:
+        assert not question.parts.keys() & shared
+        own = [{f: v for f, v in question.parts.items() if f in chart} for chart in facts]
+        assert [len(parts) for parts in own] == [2, 2]
+        assert all(facts[i][f] == v for i in range(2) for f, v in own[i].items())
+    assert drawn[0].patients == ("patient_01", "patient_02")
+    assert drawn[0].id == "patient_01+patient_02/findings/0"
+    # The charts' fields are mixed: which chart has the first of a question varies.
+    assert len({next(iter(q.parts)) in facts[0] for q in drawn}) == 2
+    own_each = 16 - len(shared)
+    pairs = (own_each * (own_each - 1) // 2) ** 2
+    assert len(draw_findings(pair, 4, pairs, seed=1)) == pairs
+    with pytest.raises(DataError, match=rf"{pairs + 1} questions of 2 fields of each chart"):
+        draw_findings(pair, 4, pairs + 1, seed=1)

@@ -17,6 +17,7 @@ from protocols.records.intervals import student_t95, wilson_interval
 from protocols.spec.experiments import FrontierArm, FrontierSpec
 from protocols.spec.loading import load_file
 from strategies.catalog import parse
+from strategies.samplers.alternating_sampler import AlternatingSampler
 from strategies.samplers.sampler import ABILITIES, SampleRequest, SampleResult
 from training.evaluation.frontier_questions import FrontierQuestion, findings_answer
 from training.evaluation.strategies import ArmRow, compare
@@ -59,7 +60,7 @@ def judged(text: str, tokens: int) -> Answer:
 
 
 EXAMS = [
-    FrontierQuestion(name, f"p{i % 2}", "which? options", judged) for i, name in enumerate(SAYS)
+    FrontierQuestion(name, (f"p{i % 2}",), "which? options", judged) for i, name in enumerate(SAYS)
 ]
 
 
@@ -68,7 +69,7 @@ def rows(*arms: FrontierArm, questions: int = 4) -> tuple[list[ArmRow], list[tup
     spec = FrontierSpec(questions=questions, arms=arms)
     shown: list[ArmRow] = []
     exams = EXAMS[:questions]
-    found = asyncio.run(compare(spec, exams, lambda d: Scripted(d, calls), shown.append))
+    found = asyncio.run(compare(spec, exams, lambda d: Scripted(d[0], calls), shown.append))
     assert shown == found
     return found, calls
 
@@ -138,16 +139,18 @@ def test_questions_of_several_parts_have_their_f1() -> None:
     """One sample answers "a" as a whole and of "b" a half: F1 1 and 2/3. A vote over three whole
     answers loses what the first sample of "a" had; a vote over each part keeps it."""
     patient = Patient("p", "anna weber", "14 march", "asthma", ("sodium 41 mmol.",), ())
-    asked = FindingsQuestion("q", "p", RIGHT)
+    asked = FindingsQuestion("q", ("p",), RIGHT)
     exams = [
-        FrontierQuestion(name, "p", asked.text, partial(findings_answer, asked, patient, "p"))
+        FrontierQuestion(
+            name, ("p",), asked.text, partial(findings_answer, asked, (patient,), ("p",))
+        )
         for name in ("a", "b")
     ]
     arms = (ONE, THREE, FrontierArm(strategy="part_vote", options={"samples": 3}))
     spec = FrontierSpec(parts=2, arms=arms)
     kept: list[Answer] = []
     found = asyncio.run(
-        compare(spec, exams, lambda d: Lists(d, []), keep=lambda row, own: kept.extend(own))
+        compare(spec, exams, lambda d: Lists(d[0], []), keep=lambda row, own: kept.extend(own))
     )
     assert [(row.accuracy, row.f1) for row in found] == [
         (0.5, pytest.approx(5 / 6)), (0.0, pytest.approx(2 / 3)), (0.5, pytest.approx(5 / 6)),
@@ -156,3 +159,46 @@ def test_questions_of_several_parts_have_their_f1() -> None:
     first = kept[0]
     assert (first.answer, first.expected) == ("sodium 41 mmol, ecg normal",) * 2
     assert (first.right, kept[1].right, kept[1].answer) == (1.0, 0.0, "ecg normal")
+
+
+class Half(Scripted):
+    """Knows the part of its own chart, and gives the other a value of its own."""
+
+    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
+        self.calls.append((self.document, [a.id for a in asks]))
+        said = {
+            "a": "the answer is sodium 41 mmol, ecg cyst.",
+            "b": "the answer is sodium 9 mmol, ecg normal.",
+        }[self.document]
+        return [SampleResult(said, 7, 7, "stop") for _ in asks]
+
+
+def test_a_question_of_two_charts_is_sampled_over_their_cartridges_in_turn() -> None:
+    """Of three samples two are over the first chart, so its values lead in the vote over parts."""
+    patients = tuple(
+        Patient(name, "anna weber", "14 march", "asthma", ("a note.",), ()) for name in "ab"
+    )
+    asked = FindingsQuestion("q", ("a", "b"), RIGHT)
+    record = partial(findings_answer, asked, patients, ("a", "b"))
+    exam = FrontierQuestion("q", ("a", "b"), asked.text, record)
+    arms = (THREE, FrontierArm(strategy="part_vote", options={"samples": 3}))
+    calls: list[tuple[str, list[str]]] = []
+    kept: list[Answer] = []
+
+    def over(documents: tuple[str, ...]) -> AlternatingSampler:
+        return AlternatingSampler([Half(name, calls) for name in documents])
+
+    asyncio.run(
+        compare(
+            FrontierSpec(parts=2, charts=2, arms=arms), [exam], over,
+            keep=lambda row, own: kept.extend(own),
+        )
+    )  # fmt: skip
+    assert calls == 2 * [("a", ["q/0", "q/2"]), ("b", ["q/1"])]
+    assert [a.answer for a in kept] == ["sodium 41 mmol, ecg cyst"] * 2
+    assert (kept[0].document, kept[0].cartridge, kept[0].right) == ("a+b", "a+b", 0.0)
+
+
+def test_charts_divide_the_parts_of_a_question() -> None:
+    with pytest.raises(ValueError, match="charts must divide parts: 2 and 3; set parts to a mult"):
+        FrontierSpec(parts=3, charts=2, arms=(ONE,))
