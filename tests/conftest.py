@@ -60,9 +60,10 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # so that nothing is left at the interpreter's end
 
 
-# Of a test that does not say how many. HYPOTHESIS_PROFILE=many looks longer.
-# The same examples in every run of the suite; HYPOTHESIS_PROFILE=many draws others each time.
-settings.register_profile("few", max_examples=40, deadline=None, derandomize=True)
+# Of a test that does not say how many. `make test-all` looks for longer (night). The same examples
+# in every run of the suite; HYPOTHESIS_PROFILE=many draws others each time.
+settings.register_profile("few", max_examples=15, deadline=None, derandomize=True)
+settings.register_profile("night", max_examples=120, deadline=None, derandomize=True)
 settings.register_profile("many", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 
