@@ -69,7 +69,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 
 # Tests of vLLM stay together, for its memory.
 OF_VLLM = tuple(
-    f"tests/mesh/{name}.py"
+    f"tests/{tier}/{name}.py"
+    for tier in ("mesh", "nightly")
     for name in (
         "actors/test_in_process", "actors/test_engine_generator", "actors/test_vllm_generator",
         "actors/test_vllm_plugin", "actors/test_vllm_replica", "services/test_strategies_run",

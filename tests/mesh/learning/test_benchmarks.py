@@ -37,20 +37,6 @@ def test_losses_in_chunks_are_the_same_and_make_less(tmp_path: Path) -> None:
         assert chunked["differs"] < 1e-5
 
 
-def test_a_step_reads_its_document_once(tmp_path: Path) -> None:
-    """The benchmark itself refuses a row whose two gradients differ."""
-    plot = tmp_path / "step.svg"
-    short, long = rows_of(
-        "benchmarks.step", tmp_path / "step.json", "--batches", "4", "--documents", "64", "1024",
-        "--steps", "1", "--plot", str(plot),
-    )  # fmt: skip
-    assert 0 < short["ratio"] != long["ratio"] > 0
-    needed = {"rollout", "teacher", "train", "publish", "whole"}
-    assert long["theirs"].keys() == needed | {"old log-probabilities"}
-    assert long["ours"].keys() == needed
-    assert plot.read_text().count("<svg") == 1
-
-
 def test_the_model_alone_is_asked_with_one_chart_and_with_two(tmp_path: Path) -> None:
     """The shipped reader has the answer in one chart."""
     sets = [word for key in ("data.patients=2", "evaluate.questions=20") for word in ("--set", key)]

@@ -48,17 +48,6 @@ def test_a_directory_that_is_removed_ends_the_run_and_is_not_made_again(tmp_path
     assert rows(tmp_path / "elsewhere" / "metrics.jsonl")
 
 
-def test_one_run_is_not_resumed_twice_at_once(tmp_path: Path, finished: Finished) -> None:
-    with running(command(tmp_path), tmp_path) as run:
-        path = run.wait_for("on_policy", 2)
-        second = run_to_end(command(tmp_path, "--resume"))
-        assert second.returncode == 1
-        assert f"run {path.name} is held by process {run.process.pid} on " in second.stderr
-        said, _ = run.process.communicate(timeout=LIMIT_SECONDS)
-        assert run.process.returncode == 0, said
-    same_outcome(path, finished.path)
-
-
 def test_a_dead_controller_is_noticed_and_torn_files_heal(
     tmp_path: Path, finished: Finished
 ) -> None:

@@ -1,5 +1,5 @@
-"""Every command of two tutorials runs, in the short way that the pages themselves say.
-(tests/nightly/runs has the other, and all as they stand.)"""
+"""Every command of a tutorial runs, in the short way that the pages themselves say.
+(tests/nightly/runs has the others, and all as they stand.)"""
 
 from __future__ import annotations
 

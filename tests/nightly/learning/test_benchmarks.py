@@ -1,4 +1,4 @@
-"""The trainer's benchmarks, run small: what their tables claim of extraction and of starts."""
+"""The trainer's benchmarks, run small: what their tables claim of a step, extraction and starts."""
 
 from __future__ import annotations
 
@@ -41,3 +41,17 @@ def test_a_whole_chart_gives_every_fact_back_and_no_document_hardly_any(tmp_path
     assert found["whole"][2]["right"] >= 20
     assert found["none"][0]["right"] <= 4
     assert found["none"][2]["right"] == 0
+
+
+def test_a_step_reads_its_document_once(tmp_path: Path) -> None:
+    """The benchmark itself refuses a row whose two gradients differ."""
+    plot = tmp_path / "step.svg"
+    short, long = rows_of(
+        "benchmarks.step", tmp_path / "step.json", "--batches", "4", "--documents", "64", "1024",
+        "--steps", "1", "--plot", str(plot),
+    )  # fmt: skip
+    assert 0 < short["ratio"] != long["ratio"] > 0
+    needed = {"rollout", "teacher", "train", "publish", "whole"}
+    assert long["theirs"].keys() == needed | {"old log-probabilities"}
+    assert long["ours"].keys() == needed
+    assert plot.read_text().count("<svg") == 1

@@ -77,3 +77,14 @@ def test_sizes_that_were_set_by_command_outlive_the_controller(tmp_path: Path) -
     ready = [(e["role"], e["replicas"]) for e in told(path, "role_ready")]
     assert [n for role, n in ready if role == "generator"] == [2, 3]
     assert [n for role, n in ready if role == "doc_teacher"] == [1, 1]
+
+
+def test_one_run_is_not_resumed_twice_at_once(tmp_path: Path, finished: Finished) -> None:
+    with running(command(tmp_path), tmp_path) as run:
+        path = run.wait_for("on_policy", 2)
+        second = run_to_end(command(tmp_path, "--resume"))
+        assert second.returncode == 1
+        assert f"run {path.name} is held by process {run.process.pid} on " in second.stderr
+        said, _ = run.process.communicate(timeout=LIMIT_SECONDS)
+        assert run.process.returncode == 0, said
+    same_outcome(path, finished.path)
