@@ -193,7 +193,7 @@ SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 FORGE_REQUIRE_DOCS=
   FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
   $(PYTEST) --no-loadscope-reorder
 
-test-fast: install ## tests/unit: no mesh of processes, two minutes or three
+test-fast: install ## tests/unit: no mesh of processes, a minute or two
 	$(PYTEST) tests/unit
 
 test: install-vllm install-verifiers install-prometheus install-helm install-moto install-docs ## tests/unit and tests/mesh: the test suite
@@ -201,6 +201,7 @@ test: install-vllm install-verifiers install-prometheus install-helm install-mot
 	$(SLOW_PYTEST) tests/mesh
 
 test-all: test install-browser install-slurm install-trl install-verl ## and tests/nightly: kills at any phase, hosts, recipes, long runs
+	HYPOTHESIS_PROFILE=night $(PYTEST) -m hypothesis tests/unit tests/mesh
 	FORGE_SEQUENCES=200 $(PYTEST) tests/unit/services/test_run_model.py
 	FORGE_RUN_SEQUENCES=200 FORGE_REQUIRE_BROWSER=$(if $(and $(shell command -v chromium),$(shell command -v npm)),1) \
 	  $(SLOW_PYTEST) tests/nightly

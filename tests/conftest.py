@@ -60,15 +60,17 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # so that nothing is left at the interpreter's end
 
 
-# Of a test that does not say how many. HYPOTHESIS_PROFILE=many looks longer.
-# The same examples in every run of the suite; HYPOTHESIS_PROFILE=many draws others each time.
-settings.register_profile("few", max_examples=40, deadline=None, derandomize=True)
+# Of a test that does not say how many. `make test-all` looks for longer (night). The same examples
+# in every run of the suite; HYPOTHESIS_PROFILE=many draws others each time.
+settings.register_profile("few", max_examples=15, deadline=None, derandomize=True)
+settings.register_profile("night", max_examples=120, deadline=None, derandomize=True)
 settings.register_profile("many", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 
 # Tests of vLLM stay together, for its memory.
 OF_VLLM = tuple(
-    f"tests/mesh/{name}.py"
+    f"tests/{tier}/{name}.py"
+    for tier in ("mesh", "nightly")
     for name in (
         "actors/test_in_process", "actors/test_engine_generator", "actors/test_vllm_generator",
         "actors/test_vllm_plugin", "actors/test_vllm_replica", "services/test_strategies_run",
@@ -80,7 +82,10 @@ OF_VLLM = tuple(
 OF_ONE_RUN = tuple(
     f"tests/{name}.py"
     for name in (
-        "mesh/runs/test_eval", "mesh/runs/test_frontier", "nightly/runs/test_interrupted",
+        "mesh/runs/test_eval", "mesh/runs/test_frontier", "mesh/runs/test_object_store",
+        "nightly/runs/resumed/test_interrupted",
+        "nightly/runs/resumed/test_endings", "nightly/runs/resumed/test_object_store",
+        "nightly/runs/resumed/test_frontier",
         "mesh/runs/test_endings", "mesh/runs/test_served_gold", "mesh/runs/test_whole",
         "nightly/runs/test_ranks",
         "nightly/runs/test_stalled", "nightly/runs/test_clock",

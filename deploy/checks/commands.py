@@ -9,9 +9,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from posixpath import join, normpath
-from typing import Any
+from typing import Any, NamedTuple
 
 from deploy.checks.findings import Container, Manifest, ManifestFault, PodTemplate, pod_templates
 from deploy.manifests.objects import HOME
@@ -112,43 +113,66 @@ def _with_spec(
     if mesh is None or not (handler in (*RUN_HANDLERS, SERVE) or handler.startswith("cartridges:")):
         return OurContainer(container, options)
     folder = str(container.value.get("workingDir") or HOME)
-    with _files(container, manifests) as root:
-        path = root / normpath(join(folder, str(mesh))).lstrip("/")
+    path = normpath(join(folder, str(mesh)))
+    overlays = tuple(normpath(join(folder, one)) for one in options.get("overlays") or ())
+    laid = {normpath(at): text for at, text in _mounted(container, manifests).items()}
+    read = _load(handler, path, overlays, tuple(options.get("sets") or ()), tuple(laid.items()))
+    if read is None:
+        if _is_unknown(container, path):
+            return OurContainer(container, options)
+        raise SpecError(
+            f"reads {mesh}, which is neither in the image nor in a ConfigMap that it mounts"
+        )
+    return OurContainer(container, options, read.run, read.serve, read.size)
+
+
+class ReadSpec(NamedTuple):
+    """Hold what a command reads, as `OurContainer` does."""
+
+    run: RunSpec | None = None
+    serve: ServeSpec | None = None
+    size: ModelSize | None = None
+
+
+@lru_cache(maxsize=64)  # containers of one tree mostly read the same
+def _load(
+    handler: str,
+    mesh: str,
+    overlays: Sequence[str],
+    sets: Sequence[str],
+    laid: Sequence[tuple[str, str]],
+) -> ReadSpec | None:
+    """Return what a command reads of the image's files with `laid` over them; None without `mesh`.
+    Raises SpecError where it is wrong."""
+    with _files(laid) as root:
+        path = root / mesh.lstrip("/")
         if not path.is_file():
-            if _is_unknown(container, normpath(join(folder, str(mesh)))):
-                return OurContainer(container, options)
-            raise SpecError(
-                f"reads {mesh}, which is neither in the image nor in a ConfigMap that it mounts"
-            )
-        sets = tuple(options.get("sets") or ())
-        overlays = [str(root / normpath(join(folder, o)).lstrip("/"))
-                    for o in options.get("overlays") or ()]  # fmt: skip
+            return None
         try:
             if handler in RUN_HANDLERS:
-                loaded = load_spec(str(path), overlays=overlays, sets=sets).spec
+                found = [str(root / one.lstrip("/")) for one in overlays]
+                loaded = load_spec(str(path), overlays=found, sets=sets).spec
                 size = known_size(loaded.learn.model)
                 text = loaded.model_dump_json().replace(f"{root}/", "/")
-                return OurContainer(
-                    container, options, run=RunSpec.model_validate_json(text), size=size
-                )
+                return ReadSpec(run=RunSpec.model_validate_json(text), size=size)
             serve = load_serve(str(path), sets=sets).spec
             text = serve.model_dump_json().replace(f"{root}/", "/")
-            return OurContainer(container, options, serve=ServeSpec.model_validate_json(text))
+            return ReadSpec(serve=ServeSpec.model_validate_json(text))
         except SpecError as error:
             raise SpecError(str(error).replace(f"{root}/", "/")) from None
 
 
 @contextmanager
-def _files(container: Container, manifests: Sequence[Manifest]) -> Iterator[Path]:
-    """Lay out the image's mesh files and configs, and the container's ConfigMaps over them."""
+def _files(laid: Sequence[tuple[str, str]]) -> Iterator[Path]:
+    """Lay out the image's mesh files and configs, and the texts of ConfigMaps over them."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder).resolve()
         home = root / HOME.lstrip("/")
         for name in IMAGE_FOLDERS:
             shutil.copytree(REPOSITORY / name, home / name)
         (home / "models").symlink_to(REPOSITORY / "models")
-        for path, text in _mounted(container, manifests).items():
-            target = root / normpath(path).lstrip("/")
+        for path, text in laid:
+            target = root / path.lstrip("/")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
         yield root

@@ -17,6 +17,7 @@ import yaml
 
 from deploy.checks.constraints import constrained, named, remedy_of
 from deploy.checks.findings import Manifest, ManifestFault
+from deploy.checks.kustomize import LOADER
 from protocols.errors import SpecError
 
 KUBERNETES = "1.32"
@@ -38,7 +39,7 @@ Definition = Mapping[str, Any]
 def definitions() -> list[Definition]:
     """Read the custom kinds' definitions that come with the package."""
     kinds = Path(__file__).parent / "kinds"
-    return [yaml.safe_load(path.read_bytes()) for path in sorted(kinds.glob("*.yaml"))]
+    return [yaml.load(path.read_bytes(), LOADER) for path in sorted(kinds.glob("*.yaml"))]
 
 
 def is_built_in(found: Manifest) -> bool:

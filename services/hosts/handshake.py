@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from protocols.errors import RunError
 from protocols.spec.hosts import ADDRESS, is_tls
-from services.tls.listener import MutualTlsRequests
+from services.tls.listener import POLL_SECONDS, MutualTlsRequests
 
 PACKAGES = ("cartridge-forge", "torchmonarch", "torch")  # must have equal versions on all hosts
 ANSWER_SECONDS = 3.0  # an answer takes a millisecond
@@ -187,7 +187,9 @@ class WorkerInfoServer:
         self.port: int = self._server.server_address[1]
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, args=(POLL_SECONDS,), daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from services.tls.listener import MutualTlsRequests
+from services.tls.listener import POLL_SECONDS, MutualTlsRequests
 
 REQUEST_SECONDS = 30.0  # for a scraper to send its request
 
@@ -54,7 +54,9 @@ class MetricsServer:
         app = make_wsgi_app(registry)
         self._server = make_server(host.strip("[]"), int(port), app, listener, QuietRequests)
         self._server.context = context
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_SECONDS,), daemon=True
+        )
         self._thread.start()
         scheme = "http" if context is None else "https"
         self.url = f"{scheme}://{host}:{self._server.server_port}/metrics"

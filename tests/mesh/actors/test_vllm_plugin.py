@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -18,7 +17,7 @@ from serving_setup import cartridge
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from vllm_replica import prompts, require_vllm
-from vllm_server import START_SECONDS, StockServer, answers, refusals, started, stock_server, stop
+from vllm_server import StockServer, refusals, stock_server
 
 from learning.decoding.decode_batch import generate
 from learning.model.loading import load_model
@@ -268,17 +267,3 @@ def test_settings_under_which_cartridges_would_be_wrong_are_refused() -> None:
         "--tensor-parallel-size instead"
     )
     assert said == {}
-
-
-def test_a_server_that_would_answer_wrongly_does_not_start(
-    library: CartridgeStore, tmp_path: Path
-) -> None:
-    server = started(READER, library.directory, tmp_path, kv_load_failure_policy="recompute")
-    try:
-        assert server.process.wait(START_SECONDS) != 0
-        assert not answers(server.url)
-    finally:
-        stop(server)
-    assert "CartridgeLibraryConnector does not run with kv_load_failure_policy" in (
-        server.log.read_text()
-    )

@@ -3,7 +3,7 @@
 import json
 
 from episode_setup import task
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from environments.episode_files import from_row, to_row
@@ -52,7 +52,6 @@ def episodes(draw: st.DrawFn) -> Episode:
     )  # fmt: skip
 
 
-@settings(max_examples=30, deadline=None)
 @given(episodes())
 def test_what_is_written_is_read_back_equal(episode: Episode) -> None:
     row = json.loads(json.dumps(to_row(episode, "on_policy", 12), allow_nan=False))

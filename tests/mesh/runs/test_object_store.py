@@ -1,4 +1,5 @@
-"""Runs that are kept in an S3 bucket: killed and gone on with elsewhere, refused, and cut off."""
+"""Runs that are kept in an S3 bucket: killed and gone on with elsewhere, and refused.
+(tests/nightly/runs has a server that dies.)"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from s3_server import S3Server, require_moto, s3_server
-from small_run import Finished, command, latest, rows, run_to_end, running, same_outcome
+from small_run import Finished, command, latest, run_to_end, running, same_outcome
 
 from forge_run.cli import forge
 from registry.object_store import ObjectStore
@@ -81,26 +82,3 @@ def test_wrong_keys_and_no_bucket_are_refused_at_once(tmp_path: Path, server: S3
     assert "refuses the credentials of the environment (InvalidAccessKeyId)" in told
     assert server.environment["AWS_SECRET_ACCESS_KEY"] not in refused.stdout + refused.stderr
     assert "Traceback" not in refused.stderr
-
-
-def test_a_server_that_dies_holds_up_no_training(
-    tmp_path: Path, server: S3Server, finished: Finished
-) -> None:
-    with running(command(tmp_path, **KEPT), tmp_path) as run:
-        path = run.wait_for("on_policy", 1)
-        server.end()
-        said, _ = run.process.communicate(timeout=400)
-    told = " ".join(said.split())
-    assert run.process.returncode == 1, said
-    assert f"the run goes on in {path}" in told
-    assert f"the run is whole in {path}; make the store reachable" in told
-    same_outcome(path, finished.path)
-
-    with s3_server(server.port):  # and empty: nothing of the run is there
-        again = run_to_end(command(tmp_path, "--resume", **KEPT))
-        assert again.returncode == 0, again.stdout + again.stderr
-        same_outcome(path, finished.path)
-        third = tmp_path / "third"
-        assert forge(["pull", f"{URL}/longhealth/{path.name}", "--run-dir", str(third)]) == 0
-        same_outcome(third / "longhealth" / path.name, finished.path)
-        assert rows(path / "metrics.jsonl")

@@ -106,12 +106,12 @@ def test_a_faulty_function_costs_its_episodes_alone_and_rows_may_not_change(
         "".join(
             json.dumps({"question": f"problem {i}", "target": "1", "page": page, "number": i % 8})
             + "\n"
-            for i in range(32)
+            for i in range(16)
         )
     )
     sets = {
         "reward": [{"python": "mine:faulty", "timeout_s": 1.0, "folder": str(mesh.parent)}],
-        "episodes.tasks": 24,
+        "episodes.tasks": 12,
         "episodes.group": 2, "train.steps": 2, "train.checkpoint_every": 1,
     }  # fmt: skip
     process = run_to_end(forge_run(mesh, tmp_path, **sets))

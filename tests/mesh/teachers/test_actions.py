@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rooms.teachers.actions_setup import JSON, TYPED_STATE
 
@@ -14,14 +14,12 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["i", "n", "s", "b", "l", "o", "x"])
 ACTIONS = st.builds(ToolAction, st.just("typed"), ARGUMENTS) | st.builds(TextAction, st.text())
 
 
-@settings(max_examples=80, deadline=None)
 @given(action=ACTIONS)
 def test_a_canonical_action_stays_as_it_is(action: Action) -> None:
     once = canonical(action, TYPED_STATE)
     assert canonical(action_of(once), TYPED_STATE) == once
 
 
-@settings(max_examples=80, deadline=None)
 @given(arguments=ARGUMENTS, data=st.data())
 def test_the_order_of_keys_and_the_space_around_words_do_not_matter(
     arguments: dict[str, Any], data: st.DataObject

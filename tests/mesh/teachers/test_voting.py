@@ -1,6 +1,6 @@
 """Votes: the tables by hand, and that neither order nor abstentions change what is counted."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from replay_setup import STATE, canonical_read, votes
 
@@ -10,7 +10,6 @@ from teachers.voting import decide, next_to_ask
 NOTES = st.lists(st.sampled_from([1, 2, 3, 99, None]), max_size=7)
 
 
-@settings(max_examples=120, deadline=None)
 @given(notes=NOTES, quorum=st.integers(1, 4), data=st.data())
 def test_the_verdict_by_its_definition(
     notes: list[int | None], quorum: int, data: st.DataObject
@@ -32,7 +31,6 @@ def test_the_verdict_by_its_definition(
         assert (verdict.reason == "agrees_with_student") == (winners == [99])
 
 
-@settings(max_examples=80, deadline=None)
 @given(notes=st.lists(st.sampled_from([1, 2, None]), min_size=1, max_size=6), data=st.data())
 def test_asking_in_stages_ends_and_misses_no_quorum(
     notes: list[int | None], data: st.DataObject

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loop_setup import House, delays, drive, run, sampled_versions, turns_of
 
@@ -160,7 +160,6 @@ async def eager(house: House, steps: int) -> list[tuple[int, int]]:
     return ages
 
 
-@settings(max_examples=80, deadline=None)
 @given(b=bounds, steps=st.integers(1, 7), first=firsts, data=st.data())
 def test_what_is_asked_again_is_sampled_by_the_version_it_was_pinned_to(
     b: int, steps: int, first: int, data: st.DataObject
@@ -181,7 +180,6 @@ def test_what_is_asked_again_is_sampled_by_the_version_it_was_pinned_to(
     assert trained(house) == list(range(steps))
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     b=bounds, told=st.integers(1, 4), steps=st.integers(1, 7), first=firsts, data=st.data()
 )  # fmt: skip
@@ -203,7 +201,6 @@ def test_or_it_is_refused(b: int, told: int, steps: int, first: int, data: st.Da
             assert event[2] == first + max(0, event[1] - b)
 
 
-@settings(max_examples=80, deadline=None)
 @given(b=bounds, steps=st.integers(1, 7), first=firsts, data=st.data())
 def test_a_replacement_that_serves_the_first_version_is_caught(
     b: int, steps: int, first: int, data: st.DataObject
@@ -223,7 +220,6 @@ def test_a_replacement_that_serves_the_first_version_is_caught(
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(b=st.integers(0, 4), steps=st.integers(1, 7), first=st.integers(0, 3), drawn=delays)
 def test_every_token_is_exactly_as_old_as_the_bound_says(
     b: int, steps: int, first: int, drawn: list[int]
@@ -354,7 +350,6 @@ def test_a_queue_that_stays_empty_keeps_rollouts_one_version_old() -> None:
     assert len(refusals(strict)) == 1
 
 
-@settings(max_examples=60, deadline=None)
 @given(b=bounds, steps=st.integers(1, 9), drawn=delays)
 def test_of_a_loop_without_a_bound_the_check_trains_what_is_within_it(
     b: int, steps: int, drawn: list[int]

@@ -1,4 +1,4 @@
-"""The calculator, Sokoban and code fixing learn, whole, from their mesh files."""
+"""The calculator, Sokoban and code fixing run and learn, from their mesh files."""
 
 from __future__ import annotations
 
@@ -78,3 +78,15 @@ def test_the_calculator_learns(tmp_path: Path) -> None:
 @pytest.mark.skipif(not PYTHON.exists(), reason="make install-verifiers")
 def test_sokoban_learns(tmp_path: Path) -> None:
     risen("sokoban", tmp_path, {})
+
+
+def test_code_fixing_runs(tmp_path: Path) -> None:
+    run = ran("code_fixing", tmp_path, {})
+    assert [row["count"] for row in counts(run)] == [8, 8]
+    assert [row["errored"] for row in counts(run)] == [0, 0]
+    episodes = list(iter_rows(run.episodes))
+    assert {e["task"]["environment"] for e in episodes} == {"code_fixing"}
+    assert all(e["reward"] in (0.0, 1.0) for e in episodes)
+    said = [t["observation"]["messages"][0]["content"] for e in episodes for t in e["turns"]]
+    assert all("f(" in text or text.endswith(".") for text in said)
+    assert json.loads(run.results.read_bytes())["status"] == "finished"

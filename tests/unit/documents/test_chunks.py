@@ -5,7 +5,7 @@ import random
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from documents.chunks import TokenizedText, pieces, random_chunk
@@ -60,7 +60,6 @@ def test_bad_sizes(size: int, overlap: int) -> None:
 TEXTS = st.text(alphabet="ab.\n !é漢\U0001f600", max_size=120)
 
 
-@settings(max_examples=60)
 @given(TEXTS, st.integers(1, 40), st.integers(0, 19))
 def test_every_token_and_character_is_covered(text: str, size: int, overlap: int) -> None:
     overlap = min(overlap, (size - 1) // 2)
@@ -80,7 +79,6 @@ def test_every_token_and_character_is_covered(text: str, size: int, overlap: int
         assert found == pieces(tokens, size, overlap)
 
 
-@settings(max_examples=60)
 @given(TEXTS.filter(lambda t: bool(re.search(r"\w", t))), st.integers(1, 30), st.integers(0, 30),
        st.integers())  # fmt: skip
 def test_random_chunks_keep_their_bounds(text: str, low: int, more: int, seed: int) -> None:

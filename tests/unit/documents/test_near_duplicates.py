@@ -6,7 +6,7 @@ import random
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from documents.filters import jaccard, normalised, shingles
@@ -51,7 +51,6 @@ def test_what_comes_again_is_told_once_and_empty_texts_are_nothing() -> None:
 words = st.lists(st.sampled_from("abcdefg"), min_size=0, max_size=9).map(" ".join)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(words, max_size=8), st.lists(words, max_size=8), st.sampled_from([0.3, 0.5, 0.8, 1])
 )

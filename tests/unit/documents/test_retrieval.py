@@ -6,7 +6,7 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from documents.retrieval import Bm25Router, Choice, count_terms, terms_of
@@ -87,7 +87,6 @@ def test_terms_are_case_folded_words_in_any_script() -> None:
 WORDS = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=12).map(" ".join)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(WORDS, min_size=1, max_size=6), WORDS)
 def test_scores_are_the_textbooks(passages: list[str], question: str) -> None:
     names = [f"n{i}" for i in range(len(passages))]

@@ -165,7 +165,6 @@ def test_ranks_by_hand() -> None:
     assert split(TrainBatch(), None, 1, 2, even=True) == []
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=12),
     world=st.integers(1, 5),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from learning.packing import PackedTokens, pack, response_logits
@@ -117,7 +117,6 @@ def read_back(packed: PackedTokens, prefix_tokens: dict[str, int]) -> Counter[tu
     return found
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     shapes=st.lists(
         st.tuples(st.sampled_from("abc"), st.integers(1, 6), st.integers(1, 6)),

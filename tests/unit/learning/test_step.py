@@ -16,7 +16,7 @@ from channel_setup import (
     trained,
     whole_kv,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -316,7 +316,6 @@ def test_tokens_that_are_not_fresh_are_refused(
         check_fresh(samples, version=5, staleness=staleness)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     versions=st.lists(st.integers(-1, 9), min_size=1, max_size=8),
     version=st.integers(0, 9),

@@ -232,7 +232,7 @@ class RunModel(RuleBasedStateMachine):
 
 TestRunModel = RunModel.TestCase
 TestRunModel.settings = settings(
-    max_examples=int(os.environ.get("FORGE_SEQUENCES", "20")),
+    max_examples=int(os.environ.get("FORGE_SEQUENCES", "8")),
     stateful_step_count=25,
     deadline=None,
 )

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from replay_setup import a_state
 from rooms.teachers.actions_setup import TYPED, TYPED_STATE
@@ -141,7 +141,6 @@ def test_free_text_is_folded_and_keeps_its_case() -> None:
     )
 
 
-@settings(max_examples=80, deadline=None)
 @given(number=st.integers(-(2**53), 2**53))
 def test_a_number_is_one_number_however_it_is_written(number: int) -> None:
     written = [number, float(number), str(number), f"{number}.0"]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.teacher_replay import TeacherUsage
@@ -237,7 +237,6 @@ def test_our_own_death_does_not_count_against_the_teacher() -> None:
     assert b.admit(call(), 13.0) == CallNow("", "")  # another may probe at once
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     steps=st.lists(
         st.tuples(

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loop_setup import House, delays, drive, run, sampled_versions, turns_of
 
@@ -100,7 +100,6 @@ def test_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- stopping, resuming, failing --------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     b=st.integers(0, 3),
     steps=st.integers(1, 6),

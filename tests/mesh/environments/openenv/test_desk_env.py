@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from desk_tasks import a_task, its_case, solution
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from environments.clinic.desk import MAX_CALL_CHARS, bounded
@@ -72,7 +72,6 @@ def test_a_call_is_bounded_where_it_says() -> None:
     assert bounded(" " * 500) == ""
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(CALLS, max_size=8))
 def test_playing_again_gives_what_was_seen_at_every_turn(actions: list[str]) -> None:
     env, seen, states = play(actions)

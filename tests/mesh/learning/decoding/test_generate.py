@@ -363,7 +363,6 @@ def test_no_uniform_draws_an_impossible_token() -> None:
     assert drawn([0, 0, 1, 0], edges, top_k=3) == [2, 2, 2]
 
 
-@settings(max_examples=40, deadline=None)
 @given(weights, st.sampled_from([{}, {"top_k": 50}, {"top_p": 1 - 1e-9}]))
 def test_a_grid_of_uniforms_gives_the_probabilities_exactly(
     counts: list[int], sampling: dict[str, float]
@@ -375,7 +374,6 @@ def test_a_grid_of_uniforms_gives_the_probabilities_exactly(
     assert [tokens.count(v) for v in range(len(counts))] == counts
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     weights,
     st.integers(0, 13),

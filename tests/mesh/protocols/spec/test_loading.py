@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.errors import SpecError
@@ -21,7 +21,6 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 trees = st.recursive(scalars, lambda c: st.lists(c) | st.dictionaries(st.text(), c), max_leaves=8)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(), trees, min_size=1, max_size=4))
 def test_any_plain_values_survive_yaml(values: dict[str, object]) -> None:
     assert parse_document(dump_yaml(values), "x.yaml", Path()).values == values
@@ -71,7 +70,6 @@ def run_specs(draw: st.DrawFn) -> RunSpec:
     )
 
 
-@settings(max_examples=30, deadline=None)
 @given(run_specs())
 def test_a_resolved_spec_survives_its_dump(spec: RunSpec) -> None:
     written = parse_document(dump_yaml(spec.as_dict()), "spec.yaml", Path())

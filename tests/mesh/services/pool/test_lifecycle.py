@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from fake_mesh import house, run
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rooms.services.lifecycle_setup import settled
 
@@ -25,7 +25,6 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(schedule=st.lists(st.tuples(times, events), min_size=5, max_size=40))
 def test_whatever_happens_every_request_is_answered_once_and_by_who_is_current(
     schedule: list[tuple[float, tuple[str, Any]]],

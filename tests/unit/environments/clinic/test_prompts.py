@@ -4,7 +4,7 @@ import random
 import re
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from environments.clinic.longhealth import Patient, PatientQuestion, parse_patients
@@ -135,7 +135,6 @@ def test_what_a_response_chose(
     assert parse_answer(response, question) == letter
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.text(max_size=60), st.sampled_from("abcde"))
 def test_any_text_parses_to_an_option_or_nothing(noise: str, letter: str) -> None:
     assert parse_answer(noise, FINDINGS) in {None, *"abcde"}
@@ -225,7 +224,6 @@ words = st.sampled_from(["a", "b", "ab", "41", "4.1", "(x)", "é", "a,", "b;", "
 notes = st.lists(st.lists(words, min_size=1, max_size=6).map(" ".join), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
 @given(notes, st.sampled_from([". ", ".\n", ".\n\n"]), st.sampled_from([" ", "\n", "  "]))
 @example(["a a a", "a a"], ". ", " ")
 def test_a_cue_stands_once_and_begins_its_sentence(told: list[str], stop: str, space: str) -> None:

@@ -4,7 +4,7 @@ import hashlib
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from environments.clinic.longhealth import PatientQuestion, is_held_out, parse_patients
@@ -71,7 +71,6 @@ def test_the_share_is_about_what_was_asked_for(share: float) -> None:
     assert sum(held) / 2000 == pytest.approx(share, abs=0.05)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.text(), st.text(), st.floats(0, 1), st.floats(0, 1))
 def test_raising_the_share_only_adds(patient: str, text: str, a: float, b: float) -> None:
     low, high = sorted((a, b))

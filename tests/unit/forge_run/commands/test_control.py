@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import trustme
 from fake_run_control import HISTORY, STATUS, Served, served
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from rooms.forge_run.control_setup import REPOSITORY, new_run
@@ -513,7 +513,6 @@ statuses = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=30, deadline=None)
 @given(statuses)
 def test_any_status_survives_the_wire(status: RunStatus) -> None:
     message = run_message(status)

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from learning.decoding.decode_batch import generate
@@ -133,7 +133,6 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=30, deadline=None)
 @given(TREES, st.integers(0, 2**32), st.sampled_from([0.0, 1.0, 2.0]))
 def test_any_schema_is_satisfied(wanted: Any, seed: int, temperature: float) -> None:
     """The model's part is played by drawn logits: what is allowed decides alone."""

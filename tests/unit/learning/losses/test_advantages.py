@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from learning.losses.advantages import group_advantages, overlong_penalty, varying_groups
@@ -77,7 +77,6 @@ def test_nothing_to_compare_is_no_error(baseline: str) -> None:
     assert found == [None, pair[0], None, pair[1]]
 
 
-@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_only_the_group_matters(data: st.DataObject) -> None:
     """Other groups, the order, and a bonus for everybody change nothing; a group sums to 0."""

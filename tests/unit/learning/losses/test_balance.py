@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from channel_setup import ALL, bank_of, changed, do, of_cartridge, progress_of, scene
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from learning.losses.balance import GradientBalance
@@ -84,7 +84,6 @@ def test_when_norms_are_measured() -> None:
     assert not balance.is_due(5, [])
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0.01, 10), st.floats(1e-3, 1e3)), min_size=2, max_size=4

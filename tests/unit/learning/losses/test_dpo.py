@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from channel_setup import bank_of, changed, do, scene
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -62,7 +62,6 @@ def test_by_length() -> None:
     assert (up.item(), down.item()) == pytest.approx((-slope / 2, slope / 4), abs=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_the_derivative_by_hand_and_any_order(data: st.DataObject) -> None:
     """d loss / d pi_c = -beta * sigmoid(-beta m) / length, and the opposite for the rejected."""
@@ -231,7 +230,6 @@ def expected(drawn: Sequence[Drawn], spec: DpoSpec, point: float) -> float:
     return total
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_variant_and_its_slopes_against_plain_floats(data: st.DataObject) -> None:
     nats, length = st.floats(-30, 0), st.integers(1, 9)

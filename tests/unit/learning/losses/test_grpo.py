@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
@@ -203,7 +203,6 @@ def by_hand(
     return total / tokens
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data(), spec=st.sampled_from(SHAPES))
 def test_any_batch_equals_the_loops(data: st.DataObject, spec: GrpoSpec) -> None:
     """And in any order, and cut into any micro-batches at episodes."""

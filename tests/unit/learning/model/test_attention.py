@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,7 +61,6 @@ def written_out(
     return torch.stack(rows).view(len(read), KV_HEADS * SHARED, SIZE)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     window=st.sampled_from([None, 3, 7]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -87,7 +87,6 @@ def test_an_unknown_name_is_refused_and_counted_as_nothing() -> None:
     assert (cache.hits, cache.misses, reader.read) == (0, 0, [])
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from("abcd"), max_size=20), st.integers(0, 80))
 def test_the_bound_holds_and_what_is_served_is_right(names: list[str], max_bytes: int) -> None:
     cache, reader = cache_of(max_bytes)
@@ -173,7 +172,6 @@ def test_other_devices_have_pageable_memory_that_holds_the_same() -> None:
     assert spill.back(there).device.type == "meta"
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from("abcd"), max_size=25), st.integers(0, 80), st.integers(0, 80))
 def test_both_bounds_hold_and_values_do_not_depend_on_them(
     names: list[str], max_bytes: int, host_bytes: int

@@ -59,7 +59,6 @@ def test_impossible_counts_are_refused(successes: int, n: int) -> None:
         wilson_interval(successes, n)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 2000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_it_holds_the_share_and_mirrors(counts: tuple[int, int]) -> None:
     k, n = counts

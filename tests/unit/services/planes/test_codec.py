@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from second_device import elsewhere
 
@@ -65,7 +65,6 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return raw.view(dtype).view(shape)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.text(max_size=8), tensors(), max_size=6))
 def test_a_round_trip_is_bit_identical(named: dict[str, torch.Tensor]) -> None:
     buffer, layout = pack(named)

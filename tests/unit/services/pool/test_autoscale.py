@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.spec.services import AutoscaleSpec
@@ -159,7 +159,6 @@ def test_at_a_constant_load_it_never_goes_there_and_back(
     assert len(set(told[22:])) == 1  # the longest delay that is drawn is 20 s
 
 
-@settings(max_examples=80)
 @given(spec=specs, trace=traces, replicas=st.integers(1, 20))
 def test_every_change_has_its_reason_in_the_trace(
     spec: AutoscaleSpec, trace: list[tuple[float, int]], replicas: int

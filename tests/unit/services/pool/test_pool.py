@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_mesh import HEALTH, healthy, pool_of, run
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.errors import ForgeError, PlaneError, PublishError, RunError, StaleTokenError
@@ -382,7 +382,6 @@ def test_a_fanout_in_which_one_dies_waits_for_the_others() -> None:
     run(scenario())
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     target=st.integers(1, 7),
     alive=st.integers(1, 7),

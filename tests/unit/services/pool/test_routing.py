@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.spec.services import RouterName
@@ -172,7 +172,6 @@ def test_another_process_chooses_alike() -> None:
 
 
 @pytest.mark.parametrize("name", ["round_robin", "least_loaded", "session"])
-@settings(max_examples=30)
 @given(
     calls=st.lists(st.tuples(indices, st.lists(st.integers(0, 4)), st.none() | names), max_size=30)
 )

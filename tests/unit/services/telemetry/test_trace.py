@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from telemetry_stream import STEPS, event, tell
 from trace_check import read_trace
@@ -79,7 +79,6 @@ def test_requests_side_by_side_get_lanes_side_by_side(tmp_path: Path) -> None:
     assert [s["dur"] for s in slices["generator[0] (2)"]] == [300000, 50000]
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.floats(0, 10), st.floats(0, 3), st.floats(0, 1)),

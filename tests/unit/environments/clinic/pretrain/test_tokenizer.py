@@ -1,7 +1,7 @@
 """The tiny model's tokenizer: whole words, any text, and one beginning per conversation."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -74,7 +74,6 @@ def test_a_document_has_one_token_a_word_or_mark(
     assert len(tokenizer(patient.document).input_ids) == expected
 
 
-@settings(max_examples=80, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])).filter(lambda t: "<|" not in t))
 def test_any_text_comes_back(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     """But for special tokens, which are no text, and for the one space that is put before a text,
@@ -126,7 +125,6 @@ def test_the_template_says_what_the_model_was_trained_on(
     ) == [BOS, SYSTEM, *document, END, USER, *asked, END, ASSISTANT, *answered, END]
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     document=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<")),
     asked=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<")),

@@ -20,7 +20,7 @@ from deploy.checks.kustomize import build, targets
 from deploy.checks.schemas import definitions
 from forge_run.cli import parsed_elsewhere
 
-PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "deploy.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "deploy.md"
 HEAD = "| rule | faults put in | caught, rendered by us | caught, written by a user | not there |"
 KINDS = definitions()
 SPACES = {"forge-three-channels": "team-a", "forge-serve": "team-a"}
