@@ -55,6 +55,11 @@ class Patient:
     texts: tuple[str, ...]
     questions: tuple[PatientQuestion, ...]
 
+    def __hash__(self) -> int:
+        # Equal patients have equal ids. A hash of all fields would visit every question, each time
+        # that a cache is asked about the patient.
+        return hash(self.id)
+
     @property
     def document(self) -> str:
         """Return the whole chart as the model reads it, one line a note."""

@@ -138,7 +138,7 @@ def self_study_prompt(
             return "structure", structure_prompt(note + 1), whole
         return kind, findings_prompt([field for _, field in chosen]), places
     here = [(c, rest) for n, c, rest in cued if n == note and (kind != "choice" or rest)]
-    ends = sorted({*sentence_ends(patient), *others})
+    ends = sorted({*sentence_ends(patient), *others}) if kind == "choice" else []
     if not here or (kind == "choice" and len(ends) < len(LETTERS)):
         return "structure", structure_prompt(note + 1), whole
     cue, rest = rng.choice(here)
@@ -174,9 +174,14 @@ def look_alikes(end: str, ends: Sequence[str], count: int, rng: random.Random) -
                 return found
     pool = [e for e in ends if e != end and e not in found]
     rng.shuffle(pool)
-    words = len(end.split())
-    pool.sort(key=lambda e: abs(len(e.split()) - words))
+    words = _words(end)
+    pool.sort(key=lambda e: abs(_words(e) - words))
     return found + pool[: count - len(found)]
+
+
+@lru_cache(maxsize=2**14)  # every choice of a run compares the same ends
+def _words(text: str) -> int:
+    return len(text.split())
 
 
 def _another_number(digits: str, rng: random.Random) -> str:
