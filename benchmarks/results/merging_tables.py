@@ -1,6 +1,6 @@
 """Make the tables of docs/studies/aggregation.md, from the frontiers of its sweeps.
 
-A chart is the unit: every arm answers the same questions over the cartridge of the chart.
+A chart, or a pair of them, is the unit: every arm answers the same questions over its cartridges.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def merging_arms(study: str) -> tuple[Cells, list[Cells]]:
         body.append(
             [SHOWN[strategy], str(len(own)), *right, f"{f1:.3f}", f"{tokens:.0f}", f"{read:.0f}"]
         )
-    heads = ["arm", "charts", "all parts right, %", "95% interval", "F1", "tokens sampled"]
+    heads = ["arm", "pairs of charts", "all parts right, %", "95% interval", "F1", "tokens sampled"]
     return [*heads, "tokens read"], body
 
 
 def merging_differences(study: str) -> tuple[Cells, list[Cells]]:
-    """Return heads and rows: aggregation minus every other arm, chart by chart, with Student's 95%
+    """Return heads and rows: aggregation minus every other arm, pair by pair, with Student's 95%
     interval; the first decides the claim, and only it has a p-value."""
     arms = by_strategy(study)
     ours = arms.get(OURS, {})
@@ -61,9 +61,10 @@ def merging_differences(study: str) -> tuple[Cells, list[Cells]]:
         if strategy == OURS or not theirs:
             continue
         paired = [ours[s]["accuracy"] - theirs[s]["accuracy"] for s in sorted(ours) if s in theirs]
-        p = f"{mean_p(paired):.3f}" if strategy == PRIMARY else ""
-        body.append([SHOWN[strategy], str(len(paired)), *with_interval(paired, "+.1f", None), p])
-    return ["aggregation over", "charts", "difference, points", "95% interval", "p"], body
+        p = mean_p(paired)
+        told = "" if strategy != PRIMARY else f"{p:.3f}" if p >= 0.0005 else "< 0.001"
+        body.append([SHOWN[strategy], str(len(paired)), *with_interval(paired, "+.1f", None), told])
+    return ["aggregation over", "pairs of charts", "difference, points", "95% interval", "p"], body
 
 
 def trained_to_aggregate(study: str) -> tuple[Cells, list[Cells]]:

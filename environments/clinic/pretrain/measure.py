@@ -220,7 +220,7 @@ def draw_lists(
     rng = random.Random(f"merge/measure/{seed}/{parts}/{held}")
     asked = []
     for patient in parse_patients(generate_clinic(seed, patients, FACTS, NOTES), "measured"):
-        for question in draw_findings(patient, parts, count, seed):
+        for question in draw_findings((patient,), parts, count, seed):
             fields, said = list(question.parts), []
             for i in range(parts if held else 0):
                 own = dict(question.parts)
