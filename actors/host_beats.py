@@ -118,8 +118,8 @@ class HostBeats:
 
 
 class HostBeatsActor(HeartbeatActor):
-    """Ask the processes of its host. It has a process of its own, which outlives all others there:
-    where it has ended it is started again."""
+    """Ask the processes of its host. It has a process of its own, so that it does not end with any
+    replica; where it has ended it is started again."""
 
     def __init__(self, alone_s: float | None = None) -> None:
         super().__init__(alone_s)

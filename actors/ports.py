@@ -23,8 +23,6 @@ class PortCall:
 
     def __init__(self, actor: Any, method: str, port: Any = None) -> None:
         self._actor, self._method, self._port = actor, method, port
-        if port is not None:
-            port.return_undeliverable = False  # not part of a pickled port
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PortCall, (self._actor, self._method, self._port)
@@ -32,9 +30,8 @@ class PortCall:
     async def call_one(self, *values: Any) -> Any:
         """Return the reply. Raises what the method raises."""
         if self._port is None:
-            port = await self._actor.listen.call_one(self._method)
-            port.return_undeliverable = False
-            self._port = port
+            self._port = await self._actor.listen.call_one(self._method)
+        self._port.return_undeliverable = False  # not part of a pickled port
         reply, receiver = Channel[Any].open(once=True)
         self._port.send((values, reply))
         return await receiver.recv()

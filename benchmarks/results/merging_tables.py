@@ -10,7 +10,13 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.results import records
-from benchmarks.results.study_tables import Cells, kept_trials, sweep_spec, with_interval
+from benchmarks.results.study_tables import (
+    Cells,
+    kept_trials,
+    p_value,
+    sweep_spec,
+    with_interval,
+)
 from protocols.records.intervals import holm, mean_p
 
 OURS = "rsa"
@@ -61,9 +67,8 @@ def merging_differences(study: str) -> tuple[Cells, list[Cells]]:
         if strategy == OURS or not theirs:
             continue
         paired = [ours[s]["accuracy"] - theirs[s]["accuracy"] for s in sorted(ours) if s in theirs]
-        p = mean_p(paired)
-        told = "" if strategy != PRIMARY else f"{p:.3f}" if p >= 0.0005 else "< 0.001"
-        body.append([SHOWN[strategy], str(len(paired)), *with_interval(paired, "+.1f", None), told])
+        p = p_value(mean_p(paired)) if strategy == PRIMARY else ""
+        body.append([SHOWN[strategy], str(len(paired)), *with_interval(paired, "+.1f", None), p])
     return ["aggregation over", "pairs of charts", "difference, points", "95% interval", "p"], body
 
 
@@ -90,7 +95,7 @@ def trained_to_aggregate(study: str) -> tuple[Cells, list[Cells]]:
     body = []
     for arm, gains in added.items():
         over = with_interval(paired[arm], "+.1f", None) if arm in paired else ["", ""]
-        p = f"{adjusted[arm]:.3f}" if arm in paired else ""
+        p = p_value(adjusted[arm]) if arm in paired else ""
         body.append(
             [arm, str(len(gains)), f"{100 * fmean(alone[arm]):.1f}",
              *with_interval(list(gains.values()), "+.1f", None), *over, p]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from benchmarks.results import records
-from benchmarks.results.study_tables import Cells, kept_trials
+from benchmarks.results.study_tables import Cells, kept_trials, p_value
 from protocols.records.intervals import holm, mean_interval, mean_p
 
 # The arm, what it is compared with, and the direction of the KL: as they were registered.
@@ -101,7 +101,7 @@ def _compared(study: str, asked: Sequence[tuple[str, str, str]]) -> tuple[Cells,
             *shown,
             str(len(paired)),
             *_shown(paired, scale, form),
-            f"{p:.3f}" if p >= 0.0005 else "< 0.001",
+            p_value(p),
         ]
         for (shown, paired, scale, form), p in zip(tests, adjusted, strict=True)
     ]

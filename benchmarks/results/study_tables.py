@@ -100,6 +100,11 @@ def _kept(name: str) -> list[tuple[str, Mapping[str, str], int]]:
     return [(record, dict(trial.arms), trial.seed) for record, trial in kept_trials(name)]
 
 
+def p_value(p: float) -> str:
+    """Return a p-value as tables show it: three digits, or "< 0.001"."""
+    return f"{p:.3f}" if p >= 0.0005 else "< 0.001"
+
+
 def with_interval(
     values: Sequence[float], form: str, within: tuple[float, float] | None
 ) -> list[str]:

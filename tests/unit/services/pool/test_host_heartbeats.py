@@ -191,7 +191,7 @@ def test_a_host_gets_one_message_a_period_for_replicas_spares_and_relay() -> Non
         assert set(speaker.host) == set(everyone)
         assert mesh.asked() == before, "no process was asked from here"
         assert max(p.silent_s for p in host.processes) <= 0.5
-        # One that is being ended is asked no more: that would end the speaker.
+        # One that is being ended is asked no more.
         host.processes[0].ending = True
         await periods(manager, 1)
         assert speaker.asked[-1] == ("relay", *everyone[2:])
