@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import resource
 import socket
 import ssl
@@ -188,9 +189,10 @@ def test_an_answer_under_way_keeps_its_place(tmp_path: Path) -> None:
 
 
 def test_descriptors_bound_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (200, 200))
+    soft = len(os.listdir("/proc/self/fd")) + 200
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
     most = limited(HttpSpec())["http"].connections_open.most
-    assert 20 <= most <= 117  # 200 - 64 - 16 - those of this process
+    assert 110 <= most <= 130  # 200 - 64 - 16; others may open or close some meanwhile
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10**6, 10**6))
     assert limited(HttpSpec())["http"].connections_open.most == 1024
 
