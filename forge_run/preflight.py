@@ -17,7 +17,7 @@ from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.hosts import HostsSpec, is_loopback_host, is_tls
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
-from protocols.spec.model import model_shape
+from protocols.spec.model import model_shape, multiplies_bfloat16
 from protocols.spec.teacher_replay import ReplayTeacherSpec
 from protocols.spec.users.rows import ROW_SOURCES
 from protocols.spec.yaml_source import SourceLocation
@@ -52,6 +52,20 @@ def unmet(
     """Return the reasons why this machine cannot run the spec now; empty when it can."""
     faults = [*_role_faults(spec), *_link_faults(spec.mesh.hosts), *_input_faults(spec.learn)]
     return located(faults, place)
+
+
+def slow_products(spec: RunSpec) -> list[str]:
+    """Return a warning where this machine's processor is to compute in bfloat16 and lacks the
+    instructions."""
+    roles = spec.mesh.roles
+    on_gpu = any(getattr(roles, role).gpus for role in MODEL_ROLES)
+    here = spec.mesh.hosts.kind == "local" and not on_gpu
+    if spec.learn.model.dtype != "bfloat16" or not here or multiplies_bfloat16():
+        return []
+    return [
+        "warning: model.dtype is bfloat16, for which this processor has no instructions (AMX): "
+        "about 5 times slower than float32; set model.dtype=auto"
+    ]
 
 
 def located(faults: Iterable[Fault], place: Callable[[str], SourceLocation]) -> list[SpecProblem]:

@@ -30,7 +30,7 @@ from protocols.types import Sample
 DEFAULTS = {
     ("float32", "torch"): (5e-5, 5e-3),
     ("float32", "vllm"): (5e-5, 5e-3),
-    ("bfloat16", "torch"): (0.02, 1.0),
+    ("bfloat16", "torch"): (0.06, 1.0),
     ("bfloat16", "vllm"): (0.02, 1.0),
 }
 

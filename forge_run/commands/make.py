@@ -44,7 +44,8 @@ def command(
     found = read_documents(folders, ReadOptions())
     called = name or _name_of(folders[0])
     names = library_names(called, found)
-    basis = [f"data.path=[{', '.join(map(_quoted, folders))}]", f"model.path={_quoted(model)}"]
+    data = f"data.path=[{', '.join(map(_quoted, folders))}]"
+    basis = [data, f"model.path={_quoted(model)}", "model.dtype=auto"]
     loaded = load_spec(MESH, sets=[*basis, *sets])
     plan = _plan(loaded.spec.learn, found, tokens, ratio, minutes)
     for line in plan.told():

@@ -34,7 +34,7 @@ def run(
             mesh=mesh, overlays=overlays, sets=sets, run_dir=run_dir, continues=continues,
             alone=alone,
         )  # fmt: skip
-    from forge_run.preflight import require_runnable
+    from forge_run.preflight import require_runnable, slow_products
     from services.telemetry.hub import require_sinks
 
     loaded, notes = resolved(mesh, overlays, sets, run_dir, continues, alone=alone)
@@ -51,7 +51,7 @@ def run(
         require_dataset(loaded.spec.learn)
     from forge_run.launch import run as go
 
-    for line in notes:
+    for line in (*notes, *slow_products(loaded.spec)):
         print(line, file=sys.stderr)
     return go(loaded.spec, run_dir=run_dir, resume=resume, grace_s=grace, sized=roles_sized(loaded))
 

@@ -5,23 +5,25 @@ seconds = start + reading + self-study + steps * (rollout + teacher + training) 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from forge_run.formatting import bytes_text
 from learning.calibration import MachineRates
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
+from protocols.spec.users.documents import WRITTEN_KINDS
 
 RATIO = 10  # document tokens for each of a cartridge's, where the user says nothing
 LEAST_TOKENS, MOST_TOKENS = 32, 512  # of a cartridge that is chosen
 BATCHES = (16, 8, 4)  # prompts of a step, the first that leaves GOOD_STEPS
 GOOD_STEPS, LEAST_STEPS = 30, 4
 ANSWER_TOKENS, QUESTION_TOKENS = 64, 48
+WORDS_TOKENS = 32  # of an answer in the document's own words, mean
 STUDY_SHARE = 0.25  # of the minutes, at most, for writing questions
 LEAST_QUESTIONS = 8
 EXAM_QUESTIONS = 8
-START_SECONDS, STEP_SECONDS = 45.0, 1.0  # of processes; of a step beside the model's work
+START_SECONDS, STEP_SECONDS = 20.0, 1.0  # of processes; of a step beside the model's work
 READERS = 3  # generator, teacher and trainer each hold the model
 PROCESS_BYTES = 300 * 1024**2  # of one process without the model
 
@@ -112,14 +114,18 @@ def planned(
     assert study is not None
     whole, total = 60 * minutes, sum(counts)
     passage = min(max(counts), (study.min_chunk + study.max_chunk) / 2)
-    asking = passage / rates.forward + QUESTION_TOKENS / rates.decode
-    affordable = int(STUDY_SHARE * whole / asking / len(counts))
-    questions = max(LEAST_QUESTIONS, min(study.questions, affordable))
+    asking = _written(study.mix) * (passage / rates.forward + QUESTION_TOKENS / rates.decode)
+    questions = study.questions
+    if asking:
+        affordable = int(STUDY_SHARE * whole / asking / len(counts))
+        questions = max(LEAST_QUESTIONS, min(questions, affordable))
     start = START_SECONDS + 2 * total / rates.forward + questions * len(counts) * asking
     exam = EXAM_QUESTIONS * ANSWER_TOKENS * (1 / rates.decode + 1 / rates.forward)
     left = whole - start - exam
+    first = learn.train.warm_start
+    share = 0.0 if first is None else min(1.0, first.steps / learn.train.steps)
     for prompts in BATCHES:
-        step = STEP_SECONDS + prompts * _answer_seconds(rates)
+        step = STEP_SECONDS + prompts * _answer_seconds(rates, share)
         steps = int(left / step)
         if steps >= GOOD_STEPS:
             break
@@ -129,23 +135,26 @@ def planned(
             f"{_documents(len(counts))} of {total:,} tokens take at least {needed:.0f} minutes "
             f"here, and --minutes is {minutes:g}; raise it, or give fewer documents"
         )
-    first = learn.train.warm_start
-    warm = 0 if first is None else round(steps * first.steps / learn.train.steps)
     held = READERS * size.weights + 2 * total * size.token + 2 * READERS * PROCESS_BYTES
     return MakePlan(
         len(counts), total, tokens, questions, prompts, steps, start, step,
-        start + steps * step + exam, held, rates, warm,
+        start + steps * step + exam, held, rates, round(steps * share),
     )  # fmt: skip
 
 
-def _answer_seconds(rates: MachineRates) -> float:
-    """Return the seconds of one prompt of a step: written, read by the teacher, trained on."""
-    read = QUESTION_TOKENS + ANSWER_TOKENS
-    return (
-        ANSWER_TOKENS / rates.decode
-        + (QUESTION_TOKENS + read) / rates.forward
-        + (read / rates.backward)
-    )
+def _written(mix: Mapping[str, float]) -> float:
+    """Return the share of questions that the model writes; it reads a passage for each."""
+    return sum(w for kind, w in mix.items() if kind in WRITTEN_KINDS) / sum(mix.values())
+
+
+def _answer_seconds(rates: MachineRates, share: float) -> float:
+    """Return the mean seconds of one prompt of a step: read by the teacher and trained on, and
+    written before, but for the `share` of steps on the document's own words."""
+    words, own = QUESTION_TOKENS + WORDS_TOKENS, QUESTION_TOKENS + ANSWER_TOKENS
+    written = ANSWER_TOKENS / rates.decode + QUESTION_TOKENS / rates.forward
+    of_words = words / rates.forward + words / rates.backward
+    of_own = written + own / rates.forward + own / rates.backward
+    return share * of_words + (1 - share) * of_own
 
 
 def _documents(count: int) -> str:

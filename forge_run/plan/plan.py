@@ -36,7 +36,7 @@ from forge_run.plan.roofline import (
     Workload,
     divided,
 )
-from forge_run.preflight import resolved_place, unmet
+from forge_run.preflight import resolved_place, slow_products, unmet
 from learning.model.decoder_config import decoder_config
 from protocols.layout import length_warning
 from protocols.spec.learn import LearnSpec
@@ -78,6 +78,8 @@ def plan(
     if mean and learn.self_study is None and learn.cartridge.per == "document":
         warning = length_warning(learn.cartridge.tokens, {"a document": mean})
         sections += [] if warning is None else [lines("warning", [warning])]
+    if slow := slow_products(spec):
+        sections.append(lines("warning", slow))
     if faults := unmet(spec, place):
         sections.append(lines("cannot run here yet", (fault.text for fault in faults)))
     return tuple(sections)

@@ -23,6 +23,7 @@ from learning.decoding.grammar import GrammarMatcher, Grammars
 from learning.decoding.stopping import Decode, StopChecker
 from learning.model.attention import FlatAttention
 from learning.model.decoder import LanguageModel
+from learning.model.linear import linear
 from protocols.errors import DataError, PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TokenChunk, refused
 
@@ -318,7 +319,7 @@ class DecodeBatch:
         chunk = max(1, PROMPT_LOGITS // self._model.vocabulary)
         for start in range(0, len(ids), chunk):
             of = slice(start, start + chunk)
-            logprobs = self._model.lm_head(hidden[of]).float().log_softmax(-1)
+            logprobs = self._logits(hidden[of]).log_softmax(-1)
             told += logprobs.gather(-1, ids[of, None])[:, 0].tolist()
             best += logprobs.argmax(-1).tolist()
             top += _likeliest(logprobs, row.request.top_logprobs)
@@ -326,9 +327,13 @@ class DecodeBatch:
         if row.request.top_logprobs:
             row.prompt_top = tuple(top)
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = self._model.lm_head
+        return linear(hidden, head.weight, head.bias).float()
+
     def _draw(self, hidden: Tensor) -> Tensor:
         """Draw the next token [B] of every live row from hidden states [B, width], and add it."""
-        logits: Tensor = self._model.lm_head(hidden).float()
+        logits = self._logits(hidden)
         logprobs = logits.log_softmax(-1)
         for b, row in enumerate(self.rows):
             if row.grammar is not None and not row.reason:

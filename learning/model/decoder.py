@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from learning.model.decoder_config import DecoderConfig
+from learning.model.linear import linear
 from learning.model.tensor_parallel import TensorRanks, embedded
 from protocols.errors import DataError
 from protocols.work import count
@@ -142,7 +143,7 @@ class DecoderLayer(nn.Module):
         normed = F.rms_norm(x, (config.hidden,), self.input_norm, config.eps)
         normed = self.tensor.enter(normed)
         if read is None:
-            projected = F.linear(normed, self.qkv, self.qkv_bias).view(len(x), -1, size)
+            projected = linear(normed, self.qkv, self.qkv_bias).view(len(x), -1, size)
             q, k, v = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
             if self.q_norm is None:  # queries and keys lie side by side, and turn alike
                 turned = rotated(projected[:, : heads + kv_heads], cos, sin)
@@ -154,9 +155,9 @@ class DecoderLayer(nn.Module):
             asked = heads * size
             bias = self.qkv_bias
             of_q, of_kv = (None, None) if bias is None else (bias[:asked], bias[asked:])
-            q = F.linear(normed[read], self.qkv[:asked], of_q).view(len(read), heads, size)
+            q = linear(normed[read], self.qkv[:asked], of_q).view(len(read), heads, size)
             k, v = (
-                F.linear(normed, self.qkv[asked:], of_kv)
+                linear(normed, self.qkv[asked:], of_kv)
                 .view(len(x), 2 * kv_heads, size)
                 .chunk(2, dim=1)
             )
@@ -167,14 +168,14 @@ class DecoderLayer(nn.Module):
         seen = attention.attend(self._index, q, k, v, size**-0.5, config.windows[self._index])
         x = x + self._summed(seen.flatten(1), self.out, self.out_bias)
         normed = F.rms_norm(x, (config.hidden,), self.post_norm, config.eps)
-        gate, up = F.linear(self.tensor.enter(normed), self.gate_up).chunk(2, dim=-1)
+        gate, up = linear(self.tensor.enter(normed), self.gate_up).chunk(2, dim=-1)
         return x + self._summed(F.silu(gate) * up, self.down, None)
 
     def _summed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product with a weight that is divided by columns; the bias is added once."""
         if self.tensor.size == 1:
-            return F.linear(x, weight, bias)
-        found = self.tensor.total(F.linear(x, weight))
+            return linear(x, weight, bias)
+        found = self.tensor.total(linear(x, weight))
         return found if bias is None else found + bias
 
     def _normed(self, heads: Tensor, weight: Tensor | None) -> Tensor:

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from learning.model.linear import linear
 
 # Along which dimension a weight of the files is divided, by the last part of its name.
 DIVIDED = {
@@ -154,5 +155,5 @@ def projected(
 ) -> Tensor:
     """Return logits [n, V] in float32 of hidden states [n, width], whole on every rank."""
     if tensor.size == 1 or not divides_vocabulary(vocabulary, tensor.size):
-        return F.linear(hidden, weight, bias).float()
-    return tensor.beside(F.linear(tensor.enter(hidden), weight, bias).float())
+        return linear(hidden, weight, bias).float()
+    return tensor.beside(linear(tensor.enter(hidden), weight, bias).float())

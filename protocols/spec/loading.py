@@ -45,8 +45,8 @@ from protocols.spec.keys import (
     shown_path,
 )
 from protocols.spec.learn import LearnSpec
-from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
-from protocols.spec.model import ModelSpec
+from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MODEL_ROLES, MeshSpec, RunSpec
+from protocols.spec.model import ModelSpec, settled
 from protocols.spec.serving import SERVE_KEYS, ServeSpec
 from protocols.spec.users.data import DataSpec
 from protocols.spec.users.rows import ROW_SOURCES
@@ -106,6 +106,10 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
     learn = _with_local_paths(learn_spec, document.places, *learn_keys)
     learn = _with_local_environments(learn, document.places)
     learn = _with_local_rewards(learn, document.places)
+    roles = mesh_spec.roles
+    gpus = any(getattr(roles, role).gpus for role in MODEL_ROLES)
+    model = settled(learn.model, gpus=gpus, here=mesh_spec.hosts.kind == "local")
+    learn = learn.model_copy(update={"model": model})
     spec = RunSpec(
         mesh=_with_local_paths(mesh_spec, mesh_document.places, *mesh_keys),
         learn=_with_local_start(learn, document.places),
@@ -147,7 +151,8 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
         spec = spec.model_copy(update={"library": str(Path.cwd() / "library")})
     local = ("model.path", "library", "http.audit", *REWARD_PATHS)
     spec = _with_local_paths(spec, document.places, *local)
-    return LoadedServeSpec(spec, document.places)
+    model = settled(spec.model, gpus=spec.roles.generator.gpus > 0, here=True)
+    return LoadedServeSpec(spec.model_copy(update={"model": model}), document.places)
 
 
 def load_file(model: type[Model], path: Path) -> Model:

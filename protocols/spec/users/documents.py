@@ -18,6 +18,8 @@ SEED_KINDS: tuple[StudyKind, ...] = (  # whose turns A writes after a seed promp
     "structuring", "summarization", "question", "use_case", "creative",
 )  # fmt: skip
 
+WRITTEN_KINDS = (*SEED_KINDS, "quiz")  # whose turns the model writes
+
 
 class DocumentsSpec(SpecSection):
     """Configure how the files of data.path are read, and how long documents are cut."""

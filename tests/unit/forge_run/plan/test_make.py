@@ -35,51 +35,65 @@ def test_the_cartridge_s_tokens() -> None:
 
 
 def test_twenty_minutes_for_one_document(learn: LearnSpec) -> None:
-    """A question: 1000 / 400 + 48 / 64 = 3.25 s, so 40 take 130 s, under a quarter of 1200 s.
-    Before the first step: 45 + 2 * 1000 / 400 + 130 = 180 s.
-    The exam: 8 * 64 * (1/64 + 1/400) = 9.28 s. An answer: 64/64 + 160/400 + 112/112 = 2.4 s, so a
-    step of 16 takes 39.4 s, of which 25 fit in 1010.72 s; of 8 answers 20.2 s, of which 50 fit."""
+    """Before the first step: 20 + 2 * 1000 / 400 = 25 s. Exam: 8 * 64 * (1/64 + 1/400) = 9.28 s.
+    An answer of the document's words: 80/400 + 80/112 = 0.914 s, in 7 of 8 steps; one of its own:
+    64/64 + 160/400 + 112/112 = 2.4 s; mean 1.1 s. A step of 16 takes 18.6 s: 62 fit in 1165.72."""
     found = planned([1000], 100, 20, RATES, learn, SIZE)
-    assert (found.questions, found.prompts, found.steps) == (40, 8, 50)
-    assert found.start_seconds == pytest.approx(180)
-    assert found.step_seconds == pytest.approx(20.2)
-    assert found.seconds == pytest.approx(180 + 1010 + 9.28)
+    assert (found.questions, found.prompts, found.steps) == (40, 16, 62)
+    assert found.start_seconds == pytest.approx(25)
+    assert found.step_seconds == pytest.approx(18.6)
+    assert found.seconds == pytest.approx(25 + 62 * 18.6 + 9.28)
     assert found.memory == 3 * 500_000_000 + 2 * 1000 * 1000 + 6 * 300 * 1024**2
     assert found.told()[0] == (
         "one document of 1,000 tokens in all; one cartridge of 100 tokens, 10.0x fewer"
     )
     assert found.told()[2] == (
-        "40 questions about each document, then 50 steps of 8 answers, 20 s each"
+        "40 questions about each document, then 62 steps of 16 answers, 19 s each"
     )
-    assert found.told()[3].startswith("about 20 minutes: the first step after 3.0;")
+    assert found.told()[3].startswith("about 20 minutes: the first step after 0.4;")
 
 
-def test_more_minutes_take_a_larger_batch(learn: LearnSpec) -> None:
-    """Of 1789.28 s + 600 s, less the start and the exam, 60 steps of 39.4 s fit."""
-    found = planned([1000], 100, 43, RATES, learn, SIZE)
-    assert (found.prompts, found.steps) == (16, 60)
+def test_fewer_minutes_take_a_smaller_batch(learn: LearnSpec) -> None:
+    """Of 480 s, less 34.28, 23 steps of 18.6 s fit, and 45 of 8 answers, 9.8 s each."""
+    found = planned([1000], 100, 8, RATES, learn, SIZE)
+    assert (found.prompts, found.steps) == (8, 45)
 
 
-def test_few_minutes_ask_fewer_questions(learn: LearnSpec) -> None:
-    """A quarter of 240 s is 60 s: 18 questions of 3.25 s. 240 - 45 - 5 - 58.5 - 9.28 = 122.22 s
-    hold 11 steps of 4 answers, 10.6 s each."""
-    found = planned([1000], 100, 4, RATES, learn, SIZE)
-    assert (found.questions, found.prompts, found.steps) == (18, 4, 11)
+def test_without_a_warm_start_every_answer_is_written(learn: LearnSpec) -> None:
+    """A step of 8 takes 1 + 8 * 2.4 = 20.2 s: 57 of them fit in 1165.72 s, and 29 of 16 answers."""
+    cold = learn.model_copy(update={"train": learn.train.model_copy(update={"warm_start": None})})
+    found = planned([1000], 100, 20, RATES, cold, SIZE)
+    assert (found.prompts, found.steps, found.warm) == (8, 57, 0)
+
+
+@pytest.mark.parametrize(("minutes", "questions", "start"), [(20, 40, 90.0), (4, 36, 83.5)])
+def test_questions_that_the_model_writes_take_time(
+    learn: LearnSpec, minutes: float, questions: int, start: float
+) -> None:
+    """Half of them: 0.5 * (1000 / 400 + 48 / 64) = 1.625 s each, 65 s for 40. A quarter of 240 s is
+    60 s: 36 of them, 58.5 s."""
+    assert learn.self_study is not None
+    study = learn.self_study.model_copy(update={"mix": {"recite": 1.0, "quiz": 1.0}})
+    found = planned(
+        [1000], 100, minutes, RATES, learn.model_copy(update={"self_study": study}), SIZE
+    )
+    assert found.questions == questions
+    assert found.start_seconds == pytest.approx(start)
 
 
 def test_too_few_minutes_are_told_how_many_it_takes(learn: LearnSpec) -> None:
-    """8 questions: 45 + 5 + 26 + 9.28 + 4 * 10.6 = 127.7 s."""
-    with pytest.raises(DataError, match=r"at least 2 minutes here, and --minutes is 1; raise it"):
-        planned([1000], 100, 1, RATES, learn, SIZE)
+    """25 + 9.28 + 4 * 5.4 = 55.88 s."""
+    with pytest.raises(DataError, match=r"at least 1 minutes here, and --minutes is 0.8; raise it"):
+        planned([1000], 100, 0.8, RATES, learn, SIZE)
 
 
 def test_the_plan_s_keys_are_keys_of_the_mesh(learn: LearnSpec) -> None:
     plan = planned([1000], 100, 20, RATES, learn, SIZE)
     assert isinstance(plan, MakePlan)
     spec = load_spec("documents", sets=plan.sets).spec
-    assert (spec.learn.cartridge.tokens, spec.learn.train.steps) == (100, 50)
-    assert spec.learn.train.checkpoint_every == 16
+    assert (spec.learn.cartridge.tokens, spec.learn.train.steps) == (100, 62)
+    assert spec.learn.train.checkpoint_every == 20
     assert spec.learn.train.warm_start is not None
-    assert spec.learn.train.warm_start.steps == 44  # as large a share as 140 of 160
+    assert spec.learn.train.warm_start.steps == 54  # as large a share as 140 of 160
     assert spec.learn.evaluate.arms == ("on_policy",)
     assert spec.mesh.roles.generator.replicas == 1
