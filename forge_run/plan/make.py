@@ -12,7 +12,7 @@ from forge_run.formatting import bytes_text
 from learning.calibration import MachineRates
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
-from protocols.spec.users.documents import WRITTEN_KINDS
+from protocols.spec.users.documents import WRITTEN_KINDS, StudyKind
 
 RATIO = 10  # document tokens for each of a cartridge's, where the user says nothing
 LEAST_TOKENS, MOST_TOKENS = 32, 512  # of a cartridge that is chosen
@@ -142,7 +142,7 @@ def planned(
     )  # fmt: skip
 
 
-def _written(mix: Mapping[str, float]) -> float:
+def _written(mix: Mapping[StudyKind, float]) -> float:
     """Return the share of questions that the model writes; it reads a passage for each."""
     return sum(w for kind, w in mix.items() if kind in WRITTEN_KINDS) / sum(mix.values())
 
