@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 HEADS = (
     "arm", "prefix", "compression", "trained on", "accuracy", "95%", "exact", "F1", "unparsed",
-    "perplexity, answers", "text", "KL to the teacher", "agreement", "KL elsewhere",
-    "accuracy elsewhere",
+    "perplexity, answers", "text", "after own words", "KL to the teacher", "agreement",
+    "KL elsewhere", "accuracy elsewhere",
 )  # fmt: skip
 PAIR_HEADS = ("arm", "over", "difference", "95%", "other side of zero")
 TRAINED = ("offline", "hybrid", "on_policy", "routed")
@@ -40,7 +40,8 @@ NOTES = (
     "the cartridge where training starts",
     "exact and F1 as SQuAD normalises; an answer that cannot be read is unparsed, and wrong",
     "perplexity a token: of the right answers (of the teacher's where none are known), and of "
-    "passages of the documents",
+    "passages of the documents; after own words: of what the whole document's teacher writes where "
+    "the arm began a passage",
     "KL and agreement: with the whole document's own sampled answers, nats and shares of tokens; "
     "an estimate of KL may fall a little below zero",
     "elsewhere: questions that have nothing to do with the document; KL from the model without a "
@@ -61,7 +62,7 @@ def section(found: Evaluation) -> TableSection:
 
 def cells(row: EvalRow) -> tuple[str, ...]:
     """Return a row of the table, as texts."""
-    forgot, passages = row["forgetting"], row["passages"]
+    forgot, passages, own = row["forgetting"], row["passages"], row.get("after_own")
     return (
         row["arm"], number(row["prefix_tokens"], ",.0f"),
         UNKNOWN if row["compression"] is None else f"{row['compression']:.1f}x",
@@ -70,6 +71,7 @@ def cells(row: EvalRow) -> tuple[str, ...]:
         percent(row["exact"]), percent(row["f1"]), str(row["parse_failures"]),
         f"{row['answers']['value']:.3g}",
         UNKNOWN if passages is None else f"{passages['value']:.3g}",
+        UNKNOWN if own is None else f"{own['value']:.3g}",
         f"{row['teacher']['kl']:.3f}", percent(row["teacher"]["top1"]),
         UNKNOWN if forgot is None else f"{forgot['kl']:.3f}",
         UNKNOWN if forgot is None else

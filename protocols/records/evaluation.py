@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 from protocols.records.run_files import Agreement
 
@@ -30,6 +30,16 @@ class Forgetting(TypedDict):
     accuracy: float
     accuracy_without: float
     n: int
+
+
+class AfterOwn(TypedDict):
+    """Hold the perplexity a token of what the document's teacher writes after an arm's own words,
+    with the mean loss of each passage, nats a token: `{"value": 6.2, "tokens": 800, "nll":
+    {"patient_01/passage/0": 1.83}}`."""
+
+    value: float
+    tokens: int
+    nll: dict[str, float]
 
 
 class EvalRow(TypedDict):
@@ -64,6 +74,7 @@ class EvalRow(TypedDict):
     parse_failures: int
     answers: Perplexity
     passages: Perplexity | None
+    after_own: NotRequired[AfterOwn | None]
     teacher: Agreement
     forgetting: Forgetting | None
 

@@ -25,6 +25,12 @@ class EvalSpec(SpecSection):
         default=4, ge=0, description="passages of each document that are read word by word"
     )
     passage_tokens: int = Field(default=48, ge=8, description="tokens of a passage")
+    own_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="tokens that an arm writes where a passage is asked for, before the teacher "
+        "goes on with as many, which the arm then reads; 0: not measured",
+    )
     probes: int = Field(
         default=24, ge=0, description="questions that no document answers, to see what is forgotten"
     )

@@ -161,6 +161,7 @@ EVAL_ROW = EvalRow(
     document_tokens=231.0, compression=8.25, trained_tokens=107_154, n=200, accuracy=0.85,
     ci95=[0.79, 0.89], exact=0.84, f1=0.86, parse_failures=17,
     answers={"value": 1.234, "tokens": 900}, passages={"value": 8.5, "tokens": 300},
+    after_own={"value": 6.25, "tokens": 90, "nll": {"p/passage/0": 1.8326}},
     teacher={"kl": 0.021, "kl_ci95": [0.01, 0.03], "top1": 0.97, "tokens": 2000},
     forgetting={"kl": 0.04, "perplexity_ratio": 1.041, "top1": 0.98, "tokens": 300,
                 "accuracy": 0.9, "accuracy_without": 0.95, "n": 24},
@@ -191,7 +192,8 @@ def eval_found(*rows: EvalRow, **changes: Any) -> Evaluation:
 
 NONE = eval_row(
     arm="none", kind="none", compression=None, prefix_tokens=1.0, trained_tokens=0,
-           forgetting=None, passages=None, accuracy=0.18, ci95=[0.13, 0.24])  # fmt: skip
+    forgetting=None, passages=None, after_own=None, accuracy=0.18, ci95=[0.13, 0.24],
+)  # fmt: skip
 DOCUMENT = eval_row(arm="document", kind="document", compression=1.0, trained_tokens=0)
 
 

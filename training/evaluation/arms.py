@@ -5,6 +5,7 @@ bare      no document: sampled answers to every probe, once
 arm       answers greedily -> right, exact, F1, unparsed
           reads the right answers, the passages -> perplexity
           reads the teacher's answers -> agreement; the bare model's -> forgetting
+          begins the passages, the teacher goes on -> perplexity of the teacher's words
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from environments.rollout import BARE
 from protocols.errors import PublishError
 from protocols.records.answers import mean_nll, to_row
-from protocols.records.evaluation import EvalRow, Forgetting, PairedDifference, Perplexity
+from protocols.records.evaluation import AfterOwn, EvalRow, Forgetting, PairedDifference, Perplexity
 from protocols.records.intervals import (
     mean_interval,
     paired_difference,
@@ -112,12 +113,13 @@ class RequestWindow:
         self._general: list[HeldOutQuestion] = []
         self._bare_accuracy = 0.0
 
+        read = {about: PrefixRef(f"document/{about}", 0) for about in paper.abouts}
+        self._whole = EvalArm("document", "", read, 0.0)
+
     async def prepare(self) -> None:
         """Sample the answers of the teacher and of the bare model, once for all arms."""
-        read = {about: PrefixRef(f"document/{about}", 0) for about in self._paper.abouts}
-        whole = EvalArm("document", "", read, 0.0)
         bare = EvalArm("none", "", None, 0.0)
-        self._taught = await self._exams(whole, self._paper.items)
+        self._taught = await self._exams(self._whole, self._paper.items)
         self._general = await self._exams(bare, self._paper.probes)
         if self._paper.probes:
             self._bare_accuracy = fmean(await self._right(bare, self._paper.probes))
@@ -150,6 +152,8 @@ class RequestWindow:
             answers=answers_read,
             passages=(await self._perplexity(arm, self._paper.passages))[0]
             if self._paper.passages else None,
+            after_own=await self._after_own(arm)
+            if self._paper.passages and self._spec.own_tokens else None,
             teacher=_agreement(kl, same, self._taught),
             forgetting=await self._forgetting(arm) if self._paper.probes else None,
         )  # fmt: skip
@@ -207,6 +211,37 @@ class RequestWindow:
         # A diverged prefix may make a token all but impossible: keep the value within a float.
         found = Perplexity(value=math.exp(min(lost / tokens, 700.0)), tokens=tokens)
         return found, {r.id: mean_nll(c, len(r.answer_ids)) for r, c in both}
+
+    async def _after_own(self, arm: EvalArm) -> AfterOwn | None:
+        """Have the arm begin each passage greedily, and the document's teacher go on by sampling;
+        return how likely the teacher's words are to the arm, None where it ended all of them."""
+        passages, tokens = self._paper.passages, self._spec.own_tokens
+        greedy = Sampling(temperature=0.0, max_tokens=tokens)
+        begun = await self._all(
+            [self._request(arm, f"{arm.name}/begins/{p.id}", p, greedy, 0) for p in passages]
+        )
+        own = [
+            replace(
+                p, prompt_ids=(*p.prompt_ids, *c.token_ids), bare_ids=(*p.bare_ids, *c.token_ids)
+            )
+            for p, c in zip(passages, begun, strict=True)
+            if c.finish_reason == "length"  # after its end token nothing goes on
+        ]
+        sampled = Sampling(max_tokens=tokens)
+        gone_on = await self._all(
+            [
+                self._request(
+                    self._whole, f"{arm.name}/goes_on/{p.id}", p, sampled,
+                    stream_seed(f"eval/{self._spec.seed}/{p.id}"),
+                )
+                for p in own
+            ]
+        )  # fmt: skip
+        readings = [replace(p, answer_ids=c.token_ids) for p, c in zip(own, gone_on, strict=True)]
+        if not readings:
+            return None
+        found, nll = await self._perplexity(arm, readings)
+        return AfterOwn(**found, nll={key: loss for key, loss in nll.items() if loss is not None})
 
     async def _exams(self, arm: EvalArm, items: Sequence[EvalQuestion]) -> list[HeldOutQuestion]:
         """Sample an arm's answers and its own log-probabilities of them: untruncated, at

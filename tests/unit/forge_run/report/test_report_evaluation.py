@@ -13,7 +13,7 @@ from forge_run.report.evaluation import cells, markdown, pair_section, plots, se
 def test_a_row_as_texts() -> None:
     assert cells(EVAL_ROW) == (
         "on_policy", "28", "8.2x", "107 k", "85.0%", "79.0-89.0%", "84.0%", "86.0%", "17",
-        "1.23", "8.5", "0.021", "97.0%", "0.040", "90.0% of 95.0%",
+        "1.23", "8.5", "6.25", "0.021", "97.0%", "0.040", "90.0% of 95.0%",
     )  # fmt: skip
     assert cells(NONE)[2:4] == ("-", "-")
     assert cells(NONE)[-2:] == ("-", "-")
@@ -29,7 +29,7 @@ def test_markdown_keeps_its_columns_whatever_a_name_holds() -> None:
     text = markdown(eval_found(NONE, DOCUMENT, eval_row(arm="on|policy <b>"), notes=["a note"]))
     rows = [line for line in text.splitlines() if line.startswith("|")]
     widths = {line.replace("\\|", "").count("|") for line in rows}
-    assert widths == {16, 6}
+    assert widths == {17, 6}
     assert "on\\|policy &lt;b&gt;" in text
     assert "0 exact and 3 near doubles among 10,080 training prompts" in text
     assert "- a note" in text

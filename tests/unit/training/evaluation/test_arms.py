@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from environments.renderer import NO_DOCUMENT
 from protocols.errors import DataError, PublishError
 from protocols.records.answers import Answer, to_row
-from protocols.types import Completion
-from training.evaluation.arms import ArmAnswers, pairs, sit
+from protocols.types import Completion, GenerateRequest
+from training.evaluation.arms import ArmAnswers, EvalArm, pairs, sit
 from training.evaluation.questions import EvalSuite, first_tokens_of
 from training.recipes.longhealth import LongHealthRecipe
 from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
@@ -69,6 +70,43 @@ def test_perplexity_is_that_of_the_model_on_the_whole_text(
     assert told["value"] < 1.05 < sat["none"].row["answers"]["value"]
     passages = {name: one.row["passages"] for name, one in sat.items()}
     assert passages["document"]["value"] < passages["none"]["value"]  # type: ignore[index]
+
+
+def test_the_teacher_goes_on_after_an_arm_s_own_words(exam: EvalSuite) -> None:
+    """The arm without a document begins, the teacher samples, and the arm reads what it sampled:
+    its loss is that of the plain model on the whole text."""
+    reader, made = Reader(exam.heads, {}), {}
+
+    async def recorded(requests: Sequence[GenerateRequest]) -> list[Completion]:
+        found = await reader(requests)
+        made.update({r.id: (r, c) for r, c in zip(requests, found, strict=True)})
+        return found
+
+    chosen = EVAL.model_copy(update={"own_tokens": 6})
+    (told,) = asyncio.run(sit(exam, [EvalArm("none", "none", None, 1.0)], chosen, 20, recorded))
+    plain = AutoModelForCausalLM.from_pretrained(spec().learn.model.path, dtype=torch.float32)
+    after = told.row["after_own"]
+    assert after is not None
+    lost, tokens, went_on = 0.0, 0, set()
+    for passage in exam.passages:
+        begun = made[f"none/begins/{passage.id}"][1].token_ids
+        if begun[-1] in exam.end_ids:  # it ended by itself, and nothing goes on
+            continue
+        went_on.add(passage.id)
+        asked, more = made[f"none/goes_on/{passage.id}"]
+        assert asked.prefix.name == f"document/{passage.about}"
+        assert asked.prompt_ids == (*passage.prompt_ids, *begun)
+        assert len(begun) == 6
+        ids = (*exam.heads[NO_DOCUMENT], *passage.bare_ids, *begun, *more.token_ids)
+        with torch.no_grad():
+            logits = plain(torch.tensor([ids])).logits[0].log_softmax(-1)
+        at = range(len(ids) - len(more.token_ids), len(ids))
+        here = -sum(float(logits[i - 1, ids[i]]) for i in at)
+        assert after["nll"][passage.id] == pytest.approx(here / len(more.token_ids), rel=1e-3)
+        lost, tokens = lost + here, tokens + len(more.token_ids)
+    assert after["nll"].keys() == went_on
+    assert after["tokens"] == tokens > 0
+    assert after["value"] == pytest.approx(math.exp(lost / tokens), rel=1e-3)
 
 
 def test_accuracy_is_counted_over_all_questions(
