@@ -86,7 +86,7 @@ OF_ONE_RUN = tuple(
         "nightly/runs/resumed/test_interrupted",
         "nightly/runs/resumed/test_endings", "nightly/runs/resumed/test_object_store",
         "nightly/runs/resumed/test_frontier",
-        "mesh/runs/test_endings", "mesh/runs/test_served_gold", "mesh/runs/test_whole",
+        "nightly/runs/resumed/test_damaged", "mesh/runs/test_served_gold", "mesh/runs/test_whole",
         "nightly/runs/test_ranks",
         "nightly/runs/test_stalled", "nightly/runs/test_clock",
     )

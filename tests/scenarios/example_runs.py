@@ -1,7 +1,10 @@
-"""Run an example's mesh file for a few steps, with a model that is hardly trained."""
+"""Run an example's mesh file for a few steps, with a model that is hardly trained, or a copy of it
+with the clerk."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +19,12 @@ SHORT = (
     "train.steps=2", "train.warmup_steps=1", "episodes.tasks=2", "episodes.group=4",
     "evaluate.arms=[on_policy]", "evaluate.questions=4", "evaluate.sampled=false",
 )  # fmt: skip
+
+BY_CLERK: dict[str, Any] = {
+    "model.path": str(EXAMPLES.parent / "models" / "clinic-clerk"), "train.steps": 1,
+    "train.warmup_steps": 0, "episodes.tasks": 2, "episodes.group": 4,
+    "evaluate.arms": ["on_policy"], "evaluate.questions": 4, "evaluate.sampled": False,
+}  # fmt: skip
 
 
 def ran(name: str, folder: Path, sets: Mapping[str, str]) -> RunDirectory:
@@ -52,3 +61,22 @@ def _called(*arguments: str) -> None:
 
 def counts(run: RunDirectory) -> list[dict[str, Any]]:
     return [row["episodes"] for row in iter_rows(run.metrics)]
+
+
+def copied(name: str, folder: Path) -> Path:
+    """Copy an example without what its script makes; return the copy's mesh file."""
+    shutil.copytree(
+        EXAMPLES / name,
+        folder,
+        ignore=shutil.ignore_patterns("model", "problems.[jp]*", "__pycache__"),
+    )
+    return folder / "mesh.yaml"
+
+
+def by_clerk(mesh: Path, run_dir: Path, *extra: str, **sets: Any) -> list[str]:
+    """Return the command of one short step with the shipped clerk."""
+    code = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+    words = [sys.executable, "-c", code, str(mesh), "--run-dir", str(run_dir), *extra]
+    for key, value in {**BY_CLERK, **sets}.items():
+        words += ["--set", f"{key}={json.dumps(value)}"]
+    return words

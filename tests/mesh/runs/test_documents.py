@@ -1,15 +1,12 @@
-"""meshes/documents.yaml from the command line over a folder with odd files in it, and over rows
-with their scores. (tests/nightly/runs/resumed kills one.)"""
+"""meshes/documents.yaml from the command line over a folder with odd files in it.
+(tests/nightly/runs/resumed kills one, and trains over rows with their scores.)"""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from documents_runs import SMALL, command, directory
-from small_run import ROOT, run_to_end
 
 from protocols.files import read_rows
 from registry.terms import read_terms
@@ -53,32 +50,3 @@ def test_a_folder_is_trained_on_measured_and_reported(over_documents: Path) -> N
     report = (over_documents / "report.html").read_text()
     assert "<h2>Documents</h2>" in report
     assert "program.txt is binary" in report
-
-
-def test_rows_with_their_scores_are_trained_on_without_a_teacher(
-    odd_folder: Path, tmp_path: Path
-) -> None:
-    sets = {"data.path": str(odd_folder / "salt.txt"), **SMALL, "self_study.answer_tokens": 16}
-    code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
-    words = [sys.executable, "-c", code, "selfstudy", str(ROOT / "meshes" / "documents.yaml")]
-    words += ["--out", str(tmp_path / "study")]
-    for key, value in {**sets, "self_study.questions": 16, "self_study.top_k": 12}.items():
-        words += ["--set", f"{key}={json.dumps(value)}"]
-    process = run_to_end(words)
-    assert process.returncode == 0, process.stdout + process.stderr
-    stored = {
-        "self_study.rows": str(tmp_path / "study" / "rows.jsonl"), "self_study.scores": "stored",
-        "train.warm_start": {"steps": 10}, "evaluate.arms": ["untrained", "on_policy"],
-    }  # fmt: skip
-    words = [x for k, v in stored.items() for x in ("--set", f"{k}={json.dumps(v)}")]
-    process = run_to_end([*command(tmp_path / "runs", odd_folder / "salt.txt"), *words])
-    assert process.returncode == 0, process.stdout + process.stderr
-    done = directory(tmp_path / "runs")
-    rows = read_rows(done / "metrics.jsonl")
-    assert {version for r in read_rows(done / "rollouts.jsonl") for version in r["versions"]} == {
-        -1
-    }
-    assert rows[-1]["kl"] < 0.5 * rows[0]["kl"]  # 0.06 of 0.77
-    steps = [e for e in read_rows(done / "events.jsonl") if e["event"] == "step"]
-    assert {e["bytes"]["scores"] for e in steps} == {0}
-    assert {n for e in steps for n in e["documents"].values()} == {0}  # look-ups of the teacher's

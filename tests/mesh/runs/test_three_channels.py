@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from channel_runs import (
     GROUP,
     STEPS,
     TASKS,
-    WITHOUT_TEACHERS,
     whole_run,
 )
 from small_run import Finished
@@ -88,39 +86,3 @@ def test_what_was_spent_is_told_with_each_step(done: Finished) -> None:
     spent = [sum(step["dollars"].values()) for step in told]
     assert spent == sorted(spent)
     assert 0 < spent[-1] <= 2.0
-
-
-def test_the_document_teacher_plays_a_warm_start_and_the_offline_arm(tmp_path: Path) -> None:
-    """Its text trains doc_kl alone; the offline arm ends with the step that reaches the tokens of
-    the on-policy arm."""
-    sets = {
-        **WITHOUT_TEACHERS, "train.warm_start": {"steps": 1},
-        "evaluate.arms": ["document", "untrained", "offline", "on_policy"],
-    }  # fmt: skip
-    path = whole_run(tmp_path, **sets).path
-    rows = read_rows(path / "metrics.jsonl")
-    arms = Counter(row["arm"] for row in rows)
-    assert arms["on_policy"] == STEPS
-    written = [row for row in rows if row["arm"] == "offline" or row["step"] == 1]
-    assert len(written) == 1 + arms["offline"] < len(rows)
-    for row in rows:
-        doc, rest = row["channels"]["doc_kl"], ("grpo", "sdpo")
-        assert doc["count"] > 0
-        assert row["kl"] == doc["value"]
-        trained = [row["channels"][name]["count"] for name in rest]
-        if row in written:
-            assert trained == [0, 0]
-    # A step whose groups all have one reward has no tokens for grpo.
-    assert any(row["channels"]["grpo"]["count"] for row in rows if row not in written)
-    results = json.loads((path / "results.json").read_text())
-    assert list(results["arms"]) == ["untrained", "on_policy", "document", "offline"]
-    assert results["warm_steps"] == 1
-    tokens = results["tokens_trained"]
-    last = [row["tokens"] for row in rows if row["arm"] == "offline"][-1]
-    assert tokens["offline"] - last < tokens["on_policy"] <= tokens["offline"]
-    assert results["policy"]["stale_tokens"] == 0
-    for row in read_rows(path / "episodes.jsonl"):
-        versions = {v for turn in from_row(row).turns for v in turn.versions}
-        offline = row["arm"] == "offline" or row["step"] == 1
-        assert versions == ({-1} if offline else {row["step"] - 1})
-        assert row["task"]["id"].startswith("offline/" if offline else "on_policy/")

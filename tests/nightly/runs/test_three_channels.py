@@ -1,5 +1,6 @@
 """Deaths in a run of meshes/three_channels.yaml change nothing of it, to the byte; teachers that
-are all down are done without; a run that is stopped trains what it had sampled."""
+are all down are done without; a run that is stopped trains what it had sampled; the document's
+teacher plays a warm start."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from channel_runs import (
     GROUP,
+    STEPS,
     TASKS,
     WITHOUT_TEACHERS,
     command,
@@ -164,3 +166,39 @@ def test_a_run_that_is_stopped_trains_what_it_had_sampled(tmp_path: Path) -> Non
         if row["channels"]["grpo"]["count"]:  # else all its groups had one reward
             assert row["channels"]["grpo"]["ratio"] == pytest.approx(1.0)
             assert row["channels"]["grpo"]["mismatch_weight"] > 0
+
+
+def test_the_document_teacher_plays_a_warm_start_and_the_offline_arm(tmp_path: Path) -> None:
+    """Its text trains doc_kl alone; the offline arm ends with the step that reaches the tokens of
+    the on-policy arm."""
+    sets = {
+        **WITHOUT_TEACHERS, "train.warm_start": {"steps": 1},
+        "evaluate.arms": ["document", "untrained", "offline", "on_policy"],
+    }  # fmt: skip
+    path = whole_run(tmp_path, **sets).path
+    rows = read_rows(path / "metrics.jsonl")
+    arms = Counter(row["arm"] for row in rows)
+    assert arms["on_policy"] == STEPS
+    written = [row for row in rows if row["arm"] == "offline" or row["step"] == 1]
+    assert len(written) == 1 + arms["offline"] < len(rows)
+    for row in rows:
+        doc, rest = row["channels"]["doc_kl"], ("grpo", "sdpo")
+        assert doc["count"] > 0
+        assert row["kl"] == doc["value"]
+        trained = [row["channels"][name]["count"] for name in rest]
+        if row in written:
+            assert trained == [0, 0]
+    # A step whose groups all have one reward has no tokens for grpo.
+    assert any(row["channels"]["grpo"]["count"] for row in rows if row not in written)
+    results = json.loads((path / "results.json").read_text())
+    assert list(results["arms"]) == ["untrained", "on_policy", "document", "offline"]
+    assert results["warm_steps"] == 1
+    tokens = results["tokens_trained"]
+    last = [row["tokens"] for row in rows if row["arm"] == "offline"][-1]
+    assert tokens["offline"] - last < tokens["on_policy"] <= tokens["offline"]
+    assert results["policy"]["stale_tokens"] == 0
+    for row in read_rows(path / "episodes.jsonl"):
+        versions = {v for turn in from_row(row).turns for v in turn.versions}
+        offline = row["arm"] == "offline" or row["step"] == 1
+        assert versions == ({-1} if offline else {row["step"] - 1})
+        assert row["task"]["id"].startswith("offline/" if offline else "on_policy/")
