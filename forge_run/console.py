@@ -137,15 +137,18 @@ class ConsoleDisplay:
 
 
 def arms_table(results: Mapping[str, Any]) -> Table:
-    """Return a table of the arms: greedy accuracy with its interval, and sampled accuracy."""
+    """Return a table of the arms: greedy accuracy with its interval, and sampled accuracy; F1
+    where answers are free text."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("arm", no_wrap=True)
-    for heading in ("accuracy", *HEADS, "sampled"):
-        table.add_column(heading, justify="right", no_wrap=True)
     arms = results.get("arms", {})
+    f1 = {name: arm["f1"] for name, arm in arms.items() if arm and arm.get("f1") is not None}
+    for heading in ("accuracy", *HEADS, "sampled", *(["F1"] if f1 else [])):
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, *cells in arm_rows(arms):
         style = ("bold" if name == "on_policy" else None) if arms.get(name) else "dim"
-        table.add_row(name, *cells[: 2 + len(HEADS)], style=style)
+        last = (percent(f1.get(name)),) if f1 else ()
+        table.add_row(name, *cells[: 2 + len(HEADS)], *last, style=style)
     return table
 
 
@@ -179,14 +182,15 @@ def gold_rows(gold: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
 def print_results(console: Console, results: Mapping[str, Any], run_path: Path) -> None:
     """Print the last lines of a run: a summary, the table of arms, and paths."""
     console.print(Text(summary(results)), soft_wrap=True)
-    console.print(arms_table(results))
-    if results.get("gold"):
+    if results.get("gold"):  # what works for a model that answers in other words than the key's
+
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for at, heading in enumerate(GOLD_HEADS):
             table.add_column(heading, justify="right" if at else "left", no_wrap=True)
         for cells in gold_rows(results["gold"]):
             table.add_row(*cells, style="bold" if cells[0] == "on_policy" else None)
         console.print(table)
+    console.print(arms_table(results))
     if routing := routing_text(results.get("arms", {})):
         console.print(Text(routing), soft_wrap=True)
     for label, name in (("report", "report.html"), ("results", "results.json"), ("run", ".")):

@@ -26,6 +26,7 @@ SMALL: dict[str, Any] = {
     "rollout.prompts": 21,
     "rollout.max_tokens": 16,
     "train.steps": 10,
+    "cartridge.init": "first_tokens",  # ten steps at this rate leave the matched start
     "train.lr": 0.3,  # the tiny model's keys and values are large
     "train.lr_scale": "absolute",
     "train.warmup_steps": 1,

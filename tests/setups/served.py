@@ -6,9 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import OpenAI
@@ -41,6 +42,21 @@ def serve_command(directory: Path, *sets: str) -> Iterator[tuple[subprocess.Pope
     finally:
         process.kill()
         process.communicate()
+
+
+def documented_nll(
+    client: OpenAI, model: Path = ROOT / "models/clinic-reader"
+) -> Callable[[str, str, str], float]:
+    """Return the function of docs/how-to/serve.md that reads an answer over HTTP, with the
+    tokenizer of `model`."""
+    page = (ROOT / "docs" / "how-to" / "serve.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (block,) = [b for b in blocks if "def gold_nll" in b]
+    names: dict[str, Any] = {"client": client}
+    shown = '"models/clinic-reader"'
+    assert shown in block
+    exec(block.rpartition("\n\n\n")[0].replace(shown, repr(str(model)), 1), names)
+    return names["gold_nll"]
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from openai import OpenAI
-from served import serve_command
+from served import documented_nll, serve_command
 from small_run import MESH, Finished, rows
 
 from environments.clinic.prompts import right_answer
@@ -21,24 +18,10 @@ from protocols.spec.loading import load_resolved
 from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
 
 ROOT = MESH.parents[1]
-MODEL = "clinic-reader"
-PAGE = ROOT / "docs" / "how-to" / "serve.md"
 CODE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
 
 
-def documented(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], float]:
-    """Return the page's own function."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (block,) = [b for b in blocks if "def gold_nll" in b]
-    names: dict[str, Any] = {"client": client}
-    monkeypatch.chdir(ROOT)  # it names the model's folder
-    exec(block.rpartition("\n\n\n")[0], names)
-    return names["gold_nll"]
-
-
-def test_the_loss_of_every_right_answer_is_the_run_s(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_of_every_right_answer_is_the_run_s(finished: Finished, tmp_path: Path) -> None:
     words = ["cartridges", "add", str(finished.path), "--set", f"library={tmp_path / 'library'}"]
     subprocess.run(
         [sys.executable, "-c", CODE, *words], check=True, env=dict(os.environ), cwd=tmp_path,
@@ -56,7 +39,7 @@ def test_the_loss_of_every_right_answer_is_the_run_s(
         serve_command(tmp_path, "roles.generator.replicas=1", "spares=0") as (_, url, _),
         OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
-        gold_nll = documented(client, monkeypatch)
+        gold_nll = documented_nll(client)
         losses = {}
         for exam in tasks.exams:
             gold = right_answer(exam.question, exam.text)

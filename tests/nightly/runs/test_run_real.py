@@ -9,7 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
+from served import documented_nll, serve_command
 from small_run import ROOT
+
+from learning.model.loading import load_tokenizer
+from protocols.spec.loading import load_resolved
+from training.recipes.study_material import read_material
 
 pytestmark = [pytest.mark.timeout(3600)]
 
@@ -23,8 +29,9 @@ SETS = (
 )  # fmt: skip
 
 
-def test_a_real_model_reads_a_page_of_ours(tmp_path: Path) -> None:
-    """The document helps; the cartridge is a tenth of it, trained and in the library."""
+def test_a_real_model_reads_a_page_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document helps; the cartridge is a tenth of it, trained and in the library. A server
+    that has it gives the run's loss of every right answer."""
     (tmp_path / "pages").mkdir()
     (tmp_path / "pages" / "rsa.md").write_text(PAGE.read_text())
     questions = json.loads((ROOT / "configs" / "our_docs.json").read_text())
@@ -61,3 +68,25 @@ def test_a_real_model_reads_a_page_of_ours(tmp_path: Path) -> None:
     means = {arm: sum(of) / len(of) for arm, of in nll.items()}
     assert means["document"] < means["none"]
     assert forge("ask", "pages", "Who published it?", "--max-tokens", "8", *serving).strip()
+
+    # The same answers over HTTP.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORGE_HOME", str(tmp_path / "home"))
+    learn = load_resolved(tmp_path / "runs/documents/latest/spec.yaml").learn
+    _, asked = read_material(learn, load_tokenizer(learn.model.path))
+    kept = {(row["arm"], row["id"]): row["nll"] for row in rows}
+    of_model = ("name=smollm2", "model.path=smollm2-135m", f"model.dtype={learn.model.dtype}")
+    gaps = []
+    with (
+        serve_command(tmp_path, *of_model, "roles.generator.replicas=1") as (_, url, _),
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        gold_nll = documented_nll(client, Path(learn.model.path))
+        for question in asked:
+            assert question.wording is not None
+            for arm, name in (("none", "smollm2"), ("on_policy", "smollm2+pages")):
+                told = gold_nll(name, question.text, question.wording)
+                gaps.append(abs(told - kept[arm, question.id]))
+    assert len(gaps) == 2 * 20
+    # Other batches round otherwise: bfloat16 has three digits.
+    assert max(gaps) < (0.05 if learn.model.dtype == "bfloat16" else 1e-4)

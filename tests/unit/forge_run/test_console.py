@@ -247,6 +247,20 @@ def test_the_table_of_arms() -> None:
     assert order == ["none", "document", "untrained", "offline"]
 
 
+def test_free_text_has_f1_and_its_loss_stands_first() -> None:
+    """A model that answers in its own words has 0% of exact matches, whatever it knows."""
+    console = plain_console()
+    none, whole = ({**MEASURED, "accuracy": 0.0, "f1": f1} for f1 in (0.054, 0.12))
+    gold = {"n": 4, "arms": {"none": {"nll": 4.5, "closed": 0.0, "ci95": None}}}
+    found = {**RESULTS, "arms": {"none": none, "document": whole}, "gold": gold}
+    print_results(console, found, Path("nowhere"))
+    heads = [line.split() for line in text_of(console).splitlines() if "arm " in line]
+    assert heads[0][:3] == ["arm", "NLL", "of"]
+    assert heads[1][-2:] == ["sampled", "F1"]
+    rows = table_rows(console)
+    assert (rows["none"][-1], rows["document"][-1], rows["on_policy"][-1]) == ("5.4%", "12.0%", "-")
+
+
 def test_the_last_lines_are_the_table_and_where_things_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
