@@ -28,6 +28,7 @@ from benchmarks.results.merging_tables import (
     trained_to_aggregate,
 )
 from benchmarks.results.on_policy_tables import every_arm, primary, secondary
+from benchmarks.results.real_tables import articles
 from benchmarks.results.study_tables import between, collapses, over_reference
 from protocols.files import REPOSITORY
 from protocols.records.intervals import wilson_interval
@@ -36,6 +37,7 @@ from training.evaluation.comparison import AnswerSource, compare_groups, grouped
 PAGES = (
     "README.md",
     "docs/corpus.md",
+    "docs/real.md",
     "docs/studies/aggregation.md",
     "docs/studies/ahead.md",
     "docs/studies/channels.md",
@@ -177,6 +179,7 @@ TABLES: dict[str, Callable[[str], Lines]] = {
     "secondary": lambda sweep: table(*secondary(sweep)),
     "merging_arms": lambda sweep: table(*merging_arms(sweep)),
     "merging_differences": lambda sweep: table(*merging_differences(sweep)),
+    "articles": lambda record: table(*articles(record)),
     "trained_to_aggregate": lambda sweep: table(*trained_to_aggregate(sweep)),
 }
 
