@@ -23,7 +23,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
 PAGES = sorted(page.name for page in TUTORIALS.glob("*.md") if page.name != "index.md")
-AT_NIGHT = {"first_run.md", "own_documents.md"}  # whose short way too is run at night alone
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?$")
 COMMENT = re.compile(r"^<!-- (prints|short|long|before)(?:: (.*))? -->$")
 

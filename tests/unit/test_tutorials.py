@@ -1,4 +1,4 @@
-"""How the commands of a tutorial are read from its page; tests/mesh and tests/nightly run them."""
+"""How the commands of a tutorial are read from its page; tests/nightly/runs runs them."""
 
 from __future__ import annotations
 
