@@ -183,7 +183,6 @@ def print_results(console: Console, results: Mapping[str, Any], run_path: Path) 
     """Print the last lines of a run: a summary, the table of arms, and paths."""
     console.print(Text(summary(results)), soft_wrap=True)
     if results.get("gold"):  # what works for a model that answers in other words than the key's
-
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for at, heading in enumerate(GOLD_HEADS):
             table.add_column(heading, justify="right" if at else "left", no_wrap=True)
