@@ -20,8 +20,6 @@ if TYPE_CHECKING:  # Monarch reads its environment when it is imported
 
 CHANNEL = "FORGE_FORK_SERVER"  # environment variable: the owner's id, and its end of the socket
 READY_SECONDS = 120.0  # its imports take 3 s on an idle machine
-# glibc gives each thread a heap of its own, of which a trainer had 27 with 45 MB in each.
-FEW_HEAPS = {"MALLOC_ARENA_MAX": "2"}
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
 
@@ -46,7 +44,7 @@ def fork_server(
                 [*command, str(theirs.fileno()), str(os.getpid()), json.dumps([modules, model])],
                 pass_fds=[theirs.fileno()],
                 # One thread until a role sets its number: OpenMP reads this when it is loaded.
-                env={**FEW_HEAPS, **confined(os.environ), **QUIET, "OMP_NUM_THREADS": "1"},
+                env={**confined(os.environ), **QUIET, "OMP_NUM_THREADS": "1"},
                 # A signal to the owner's group is for the owner, which stops the run in order.
                 process_group=0,
             )
