@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +149,16 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+@lru_cache(maxsize=64)  # a command reads its mesh and config several times
+def _composed(text: str) -> tuple[YamlLoader, yaml.Node | None]:
+    loader = YamlLoader(text)
+    return loader, loader.get_single_node()
+
+
 def _parse(text: str, source: str, directory: Path) -> tuple[Any, dict[Key, SourceLocation]]:
     places: dict[Key, SourceLocation] = {}
     try:
-        loader = YamlLoader(text)
-        node = loader.get_single_node()
+        loader, node = _composed(text)
         if node is None:
             return None, places
         places[()] = SourceLocation(source, node.start_mark.line + 1, directory)
