@@ -193,7 +193,7 @@ SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 FORGE_REQUIRE_DOCS=
   FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
   $(PYTEST) --no-loadscope-reorder
 
-test-fast: install ## tests/unit: no mesh of processes, a minute or two
+test-fast: install ## tests/unit: no mesh of processes, about a minute
 	$(PYTEST) tests/unit
 
 test: install-vllm install-verifiers install-prometheus install-helm install-moto install-docs ## tests/unit and tests/mesh: the test suite
