@@ -57,9 +57,7 @@ def unmet(
 def slow_products(spec: RunSpec) -> list[str]:
     """Return a warning where this machine's processor is to compute in bfloat16 and lacks the
     instructions."""
-    roles = spec.mesh.roles
-    on_gpu = any(getattr(roles, role).gpus for role in MODEL_ROLES)
-    here = spec.mesh.hosts.kind == "local" and not on_gpu
+    here = spec.mesh.hosts.kind == "local" and not spec.mesh.model_on_gpus
     if spec.learn.model.dtype != "bfloat16" or not here or multiplies_bfloat16():
         return []
     return [

@@ -45,7 +45,7 @@ from protocols.spec.keys import (
     shown_path,
 )
 from protocols.spec.learn import LearnSpec
-from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MODEL_ROLES, MeshSpec, RunSpec
+from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
 from protocols.spec.model import ModelSpec, settled
 from protocols.spec.serving import SERVE_KEYS, ServeSpec
 from protocols.spec.users.data import DataSpec
@@ -106,9 +106,8 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
     learn = _with_local_paths(learn_spec, document.places, *learn_keys)
     learn = _with_local_environments(learn, document.places)
     learn = _with_local_rewards(learn, document.places)
-    roles = mesh_spec.roles
-    gpus = any(getattr(roles, role).gpus for role in MODEL_ROLES)
-    model = settled(learn.model, gpus=gpus, here=mesh_spec.hosts.kind == "local")
+    here = mesh_spec.hosts.kind == "local"
+    model = settled(learn.model, gpus=mesh_spec.model_on_gpus, here=here)
     learn = learn.model_copy(update={"model": model})
     spec = RunSpec(
         mesh=_with_local_paths(mesh_spec, mesh_document.places, *mesh_keys),

@@ -206,6 +206,11 @@ class MeshSpec(SpecSection):
         return f"{how}: there is one host"
 
     @property
+    def model_on_gpus(self) -> bool:
+        """Return whether a role that loads the base model has GPUs."""
+        return any(getattr(self.roles, role).gpus for role in MODEL_ROLES)
+
+    @property
     def carrier(self) -> Literal["torchstore", "shared_memory"]:
         """Return the tensor plane that is used."""
         if self.plane != "auto":
