@@ -1,7 +1,8 @@
 """Own the cartridges and their optimizer; the computation itself is in learning/.
 
 With several ranks each is an actor in a process of its own, and all get the same calls. Rank 0 does
-what only one may do; the replies of the others are ignored.
+what only one may do; the replies of the others are ignored. Ranks that stand apart have cartridges
+of their own, and publish these.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from monarch.actor import endpoint
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from actors.base import ModelSource, RankPlace
@@ -35,7 +37,7 @@ from learning.policy_scores import document_logprobs
 from learning.sampler_gap import gap_bounds
 from learning.scoring import TeacherDistribution, joined, of_stored
 from learning.trainer import CartridgeTrainer
-from protocols.errors import PlaneError
+from protocols.errors import DataError, PlaneError, PublishError
 from protocols.spec.learn import LearnSpec
 from protocols.train_batch import (
     PrecomputedScores,
@@ -49,6 +51,8 @@ from registry.formats.base_model import other_weights, read_base
 from registry.formats.cartridge_file import CartridgeFile
 from registry.starting import keep_record, read_start, record_of, require_fit_of
 from registry.stored_folder import StoredPlace
+
+SNAPSHOT = TypeAdapter(CartridgeSnapshot)
 
 
 class TrainerActor(ModelActor):
@@ -64,12 +68,14 @@ class TrainerActor(ModelActor):
         silent_s: float = 60.0,
         keep_token_scores: bool = False,
         stored: StoredPlace | None = None,
+        apart: bool = False,
     ) -> None:
-        """Keep every state in the file `last_state` before replying, and what trained cartridges
-        they started from in `start_record`. With `shard` each rank keeps its share of the base; a
-        rank waits at most `silent_s` for another. With `keep_token_scores` a step tells every
-        token's score. `stored`: where the run is in an object store, for a host that shares no
-        directory with the controller's."""
+        """Keep every state in the directory `last_state` before replying, and what trained
+        cartridges they started from in `start_record`. With `shard` each rank keeps its share of
+        the base; a rank waits at most `silent_s` for another. With `keep_token_scores` a step tells
+        every token's score. `stored`: where the run is in an object store, for a host that shares
+        no directory with the controller's. With `apart` each rank holds every N-th cartridge.
+        Raises DataError for more such ranks than cartridges."""
         place = RankPlace.here()
         device = claim_device(base.device, place.rank)
         # A base that is to be divided is first loaded whole on the host.
@@ -79,17 +85,24 @@ class TrainerActor(ModelActor):
         super().__init__(base, partial(load_model, base.path, base.dtype, whole))
         model = self._model
         names = sorted(base.cartridges)
+        if apart and place.world > len(names):
+            raise DataError(
+                f"{place.world} trainers cannot divide {len(names)} cartridges: set "
+                f"roles.trainer.replicas to at most {len(names)}"
+            )
         given = open_start(learn, names, model)
         self._ranks = join(
             place.rank, place.world, place.rendezvous, device=device.type, timeout_s=silent_s,
-            tensor=tensor,
+            tensor=tensor, apart=apart,
         )  # fmt: skip
         divide_base(model, self._ranks)
         if shard:
             shard_base(model, self._ranks)
         else:
             model.to(device)
-        bank = bank_of(model, base, learn, given)
+        own = self._ranks.own(names)
+        part = replace(base, cartridges={name: base.cartridges[name] for name in own})
+        bank = bank_of(model, part, learn, {name: given[name] for name in own if name in given})
         self._files = None
         if stored is not None and self._ranks.leads:
             self._files = TrainerFiles(stored, Path(start_record).parent)
@@ -108,6 +121,7 @@ class TrainerActor(ModelActor):
             ),
             keep_token_scores=keep_token_scores,
             ranks=self._ranks,
+            names=names,
         )
         self._fingerprints = Fingerprints()
         self._ahead: dict[str, asyncio.Task[dict[str, Tensor]]] = {}  # by key
@@ -122,6 +136,7 @@ class TrainerActor(ModelActor):
         """Restore the state of the trainer that died, and return its version."""
         if self._files is not None:
             self._files.fetch_last_state()
+        self._ranks.gather({})  # the others read what rank 0 fetched
         return self._trainer.recover()
 
     @endpoint
@@ -217,11 +232,30 @@ class TrainerActor(ModelActor):
         self, version: int, before: CartridgeSnapshot | None
     ) -> CartridgeSnapshot | None:
         """Put the cartridges of `version` that differ from `before`, a version in the plane (None:
-        all), into the plane; rank 0 only."""
-        if not self._ranks.leads:
+        all), into the plane: rank 0 all of them, or each rank its own."""
+        if not self._ranks.leads and not self._ranks.apart:
             return None
-        snapshot = self._trainer.snapshot(version)
         there = before or CartridgeSnapshot(version, ())
+        if not self._ranks.apart:
+            return await self._put_own(version, there)
+        told: dict[str, Any] = {}
+        try:
+            told["put"] = SNAPSHOT.dump_python(await self._put_own(version, there), mode="json")
+        except (PlaneError, PublishError) as error:
+            told["fault"], told["of_plane"] = str(error), isinstance(error, PlaneError)
+        with self._ranks.abreast():
+            all_told = self._ranks.gather(told)
+        for one in all_told:
+            if "fault" in one:
+                raise (PlaneError if one["of_plane"] else PublishError)(one["fault"])
+        parts = [SNAPSHOT.validate_python(one["put"]) for one in all_told]
+        whole = sorted((c for part in parts for c in part.cartridges), key=lambda c: c.name)
+        hinted = sorted((c for part in parts for c in part.hinted), key=lambda c: c.name)
+        return CartridgeSnapshot(version, tuple(whole), tuple(hinted))
+
+    async def _put_own(self, version: int, there: CartridgeSnapshot) -> CartridgeSnapshot:
+        """Put this rank's cartridges of `version` that differ from those `there`."""
+        snapshot = self._trainer.snapshot(version)
         stem, of = f"{PUBLISHED}{version}", self._fingerprints.of
         cartridges = await put_changed(
             partial(self._put, stem), snapshot.since, snapshot.kv, of, there.cartridges
@@ -252,7 +286,8 @@ class TrainerActor(ModelActor):
         """Continue from a checkpoint; return the run state that was saved with it."""
         if self._files is not None:
             self._files.fetch_checkpoint(Path(path))
-        position = self._trainer.restore(read_checkpoint(Path(path)))
+        self._ranks.gather({})  # the others read what rank 0 fetched
+        position = self._trainer.restore(read_checkpoint(Path(path), self._trainer.holds))
         self._keep_last_state()
         return position
 

@@ -76,9 +76,7 @@ def located(faults: Iterable[Fault], place: Callable[[str], SourceLocation]) -> 
 
 def _role_faults(spec: RunSpec) -> Iterator[Fault]:
     generator = spec.learn.generator
-    if (replicas := spec.mesh.roles.trainer.replicas) != 1:
-        why = "cannot run, one trainer owns the cartridges"
-        yield "roles.trainer.replicas", replicas, why, "use 1, and more procs"
+    yield from _trainer_faults(spec)
     for name, role in spec.roles:
         procs, gpus = f"roles.{name}.procs", f"roles.{name}.gpus"
         parts = tensor_parallel(spec.learn, name)
@@ -114,6 +112,34 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
     yield from vllm_faults(generator.backend)
     yield from _divided_faults(spec.learn)
     yield from _device_faults(spec)
+
+
+def _trainer_faults(spec: RunSpec) -> Iterator[Fault]:
+    """Yield a fault for each key that trainers with cartridges of their own cannot run with."""
+    role, learn = spec.mesh.roles.trainer, spec.learn
+    if role.autoscale is not None:
+        why = "cannot run, the cartridges of a run are divided once"
+        yield "roles.trainer.autoscale", role.autoscale, why, "use null"
+    if not spec.divides_cartridges:
+        return
+    if role.procs != 1:
+        why = "cannot run, roles.trainer.replicas divide the cartridges and procs each batch"
+        yield "roles.trainer.procs", role.procs, why, "use 1, or 1 replica"
+    if learn.train.compose:
+        why = "cannot run, a trainer does not hold the other cartridges of a composition"
+        yield "train.compose", learn.train.compose, why, "use 0, or roles.trainer.replicas 1"
+    if learn.train.shard_base or learn.train.tensor_parallel > 1:
+        key = "shard_base" if learn.train.shard_base else "tensor_parallel"
+        why = "cannot run, trainers that divide the cartridges make unequal numbers of passes"
+        yield (
+            f"train.{key}",
+            getattr(learn.train, key),
+            why,
+            "use roles.trainer.replicas 1 and procs",
+        )
+    if role.replicas > learn.cartridges:
+        why = f"cannot run, {learn.cartridges} cartridges cannot be divided among so many"
+        yield "roles.trainer.replicas", role.replicas, why, f"use at most {learn.cartridges}"
 
 
 def _divided_faults(learn: LearnSpec) -> Iterator[Fault]:

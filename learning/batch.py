@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -73,10 +73,16 @@ class PreparedBatch:
         return units
 
     def split(
-        self, micro_tokens: int | None, rank: int = 0, world: int = 1, *, even: bool = False
+        self,
+        micro_tokens: int | None,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        even: bool = False,
+        only: Collection[str] | None = None,
     ) -> list[list[Member]]:
         """Return this rank's micro-batches of at most `micro_tokens` prompt and response tokens;
-        None means one micro-batch.
+        None means one micro-batch. They are of the cartridges `only`; None: of all.
 
         A longer unit is a micro-batch of its own. Units are assigned longest first, each to the
         rank with the fewest tokens, with the same result on every rank; a rank may get none. An
@@ -84,6 +90,8 @@ class PreparedBatch:
         equally many.
         """
         units = self.units()
+        if only is not None:
+            units = [u for u in units if self.sets[u[0][0]][u[0][1]][0].cartridge in only]
         lengths = [sum(map(_length, self.sets[name][i])) for (name, i), *_ in units]
         shares: list[list[int]] = [[] for _ in range(world)]
         held = [0] * world

@@ -10,6 +10,9 @@ been verified; where the file system has no hard links it is copied. The directo
 temporary name, flushed to disk and renamed, so a checkpoint is either whole or absent. No pickle is
 written or read.
 
+Ranks that hold cartridges of their own write the files of these into the same directory, and rank 0
+the manifest: a checkpoint does not tell by how many it was written.
+
 Checkpoints of schema 2 hold all cartridges stacked in one file; they are still read.
 """
 
@@ -20,7 +23,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from learning.model.distributed import ALONE, ProcessGroup
 from protocols.errors import CheckpointError, DamagedError
 from protocols.files import flush, sha256_of
 from protocols.reserve import with_room
@@ -67,8 +71,36 @@ def part_name(kind: str, index: int, since: int) -> str:
     return f"{kind}-{index:04d}-{since:06d}"
 
 
+def part_index(part: str) -> int:
+    """Return the index of the cartridge that a part is of."""
+    return int(part.split("-")[1])
+
+
+def united(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the facts of a whole checkpoint from those of its writers, each of which has other
+    cartridges. "published" lists by version what each of "names" has had since when."""
+    first, *others = told
+    if not others:
+        return first
+    published = {}
+    for version in first["published"]:
+        since = {
+            name: at
+            for one in told
+            for name, at in zip(one["cartridges"], one["published"][version], strict=True)
+        }
+        published[version] = [since[name] for name in first["names"]]
+    own = {name: of for one in told for name, of in one["cartridges"].items()}
+    return {**first, "cartridges": dict(sorted(own.items())), "published": published}
+
+
 def write_checkpoint(
-    directory: Path, name: str, checkpoint: Checkpoint, keep: int, before: Path | None = None
+    directory: Path,
+    name: str,
+    checkpoint: Checkpoint,
+    keep: int,
+    before: Path | None = None,
+    writers: ProcessGroup = ALONE,
 ) -> Path:
     """Write `directory/name` atomically and return its path. Delete all checkpoints but the newest
     `keep` and the last of every arm, which holds that arm's result.
@@ -76,16 +108,34 @@ def write_checkpoint(
     `before` is a checkpoint from which the trainer went on to this one: parts of the same name are
     taken from it. A whole checkpoint of this name has the same state and is left unchanged. A
     damaged one (the run was resumed from the one before it) is replaced.
+
+    All `writers` call it, each with its own cartridges; it returns when the checkpoint is whole.
     """
     final = directory / name
-    if final.exists() and _is_whole(final):
+    whole = writers.leads and final.exists() and _is_whole(final)
+    if writers.gather({"whole": whole})[0]["whole"]:
         return final
     partial = directory / f".{name}.partial"
+    if writers.leads:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()  # no parents: nobody makes a run's directory again that was removed
+    writers.gather({})
     try:
-        with_room(partial, lambda: _fill(partial, checkpoint, before))
+        files = with_room(partial, lambda: _fill(partial, checkpoint, before))
+        told = writers.gather({"files": files, "facts": checkpoint.facts})
+        if writers.leads:
+            with_room(partial, lambda: _close(partial, told))
+            _put(partial, final, keep)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    writers.gather({})
+    return final
+
+
+def _put(partial: Path, final: Path, keep: int) -> None:
+    """Give a checkpoint its name, and delete those that need not be kept."""
+    directory = final.parent
     if final.exists():
         shutil.rmtree(final)
     partial.rename(final)
@@ -94,24 +144,30 @@ def write_checkpoint(
     for old in list_checkpoints(directory)[:-keep]:
         if old not in lasts:
             shutil.rmtree(old)
-    return final
 
 
-def _fill(partial: Path, checkpoint: Checkpoint, before: Path | None) -> None:
-    """Write a checkpoint's files, flushed, in the directory `partial`."""
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()  # no parents: nobody makes a run's directory again that was removed
+def _fill(partial: Path, checkpoint: Checkpoint, before: Path | None) -> dict[str, str]:
+    """Write the files of a checkpoint's parts in the directory `partial`; return their checksums by
+    part."""
     known = {} if before is None else _files(before)
     files = {}
     for part, tensors in checkpoint.parts.items():
         path = partial / f"{part}{SUFFIX}"
+        path.unlink(missing_ok=True)  # of a try that met a full disk
         if before is not None and _taken(before / path.name, path, known.get(part)):
             files[part] = known[part]
         else:
             save_tensors(on_host(tensors), path)
             files[part] = sha256_of(path)
-    manifest = {"schema": SCHEMA, "files": files, "facts": checkpoint.facts}
-    manifest["facts_sha256"] = _facts_sha256(checkpoint.facts)
+    return files
+
+
+def _close(partial: Path, told: Sequence[dict[str, Any]]) -> None:
+    """Write the manifest of what all writers told, and flush every file."""
+    facts = united([one["facts"] for one in told])
+    files = {part: digest for one in told for part, digest in one["files"].items()}
+    manifest = {"schema": SCHEMA, "files": files, "facts": facts}
+    manifest["facts_sha256"] = _facts_sha256(facts)
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
     for path in (*partial.iterdir(), partial):
         flush(path)
@@ -176,11 +232,14 @@ def newest_whole(
     return None, passed
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and verify one checkpoint. Raises CheckpointError that names it and the fault."""
+def read_checkpoint(path: Path, wanted: Callable[[str], bool] = lambda part: True) -> Checkpoint:
+    """Read and verify one checkpoint, and return it with the parts that are `wanted`. Raises
+    CheckpointError that names it and the fault."""
     schema, facts, files = _verified(path)
     try:
-        parts = {part: load_file(path / f"{part}{SUFFIX}") for part in files}
+        stacked = schema == STACKED_SCHEMA
+        read = [part for part in files if stacked or wanted(part)]
+        parts = {part: load_file(path / f"{part}{SUFFIX}") for part in read}
     except SafetensorError as error:
         raise DamagedError(f"checkpoint {path} cannot be read: {error}") from error
     if schema == SCHEMA:

@@ -7,7 +7,8 @@
 A step writes the parts that it changed and then the manifest, which is renamed into place: it names
 every file of the state, so a crash at any point leaves the state before it or the new one, whole.
 Files that the manifest does not name are deleted after that. A file's name ends with the CRC of its
-tensors: another content never replaces a file that the manifest names.
+tensors: another content never replaces a file that the manifest names. Ranks that hold cartridges
+of their own write the parts of these, and rank 0 the manifest.
 
 It survives the trainer's process but not the machine: nothing is flushed to disk. A CRC costs
 nothing beside the writing.
@@ -17,15 +18,17 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from learning.checkpoint import MANIFEST, SUFFIX, Checkpoint, on_host, save_tensors
+from learning.checkpoint import MANIFEST, SUFFIX, Checkpoint, on_host, save_tensors, united
+from learning.model.distributed import ALONE, ProcessGroup
 from protocols.errors import CheckpointError
 from protocols.reserve import with_room
 
@@ -39,22 +42,33 @@ class LastState:
         self._path = path
         self._files: dict[str, str] = {}  # by part: its file, of the state written or read last
 
-    def write(self, state: Checkpoint) -> None:
+    def write(self, state: Checkpoint, writers: ProcessGroup = ALONE) -> None:
         """Replace the state on disk. Parts that the state written or read before has are not
-        written again."""
-        with_room(self._path / MANIFEST, lambda: self._replace(state))
+        written again. All `writers` call it, each with its own cartridges."""
+        own = with_room(self._path / MANIFEST, lambda: self._fill(state))
+        told = writers.gather({"files": own, "facts": state.facts})
+        if writers.leads:
+            facts = united([one["facts"] for one in told])
+            files = {part: file for one in told for part, file in one["files"].items()}
+            with_room(self._path / MANIFEST, lambda: self._close(facts, files))
+        writers.gather({})  # nobody writes the next state while rank 0 deletes files
+        self._files = own
 
-    def _replace(self, state: Checkpoint) -> None:
+    def _fill(self, state: Checkpoint) -> dict[str, str]:
+        """Write the parts; return the names of their files."""
         self._path.mkdir(exist_ok=True)  # no parents: a removed run's directory is not made again
-        files = {}
-        for part, tensors in state.parts.items():
-            files[part] = self._files.get(part) or self._write(part, on_host(tensors))
-        told = json.dumps({"facts": state.facts, "files": files})
+        return {
+            part: self._files.get(part) or self._write(part, on_host(tensors))
+            for part, tensors in state.parts.items()
+        }
+
+    def _close(self, facts: dict[str, Any], files: Mapping[str, str]) -> None:
+        """Write the manifest and delete the files that it does not name."""
+        told = json.dumps({"facts": facts, "files": files})
         whole = json.dumps({"crc32": f"{zlib.crc32(told.encode()):08x}", "state": told})
         partial = self._path / f"{MANIFEST}{PARTIAL}"
         partial.write_text(whole)
         partial.replace(self._path / MANIFEST)
-        self._files = files
         for file in self._path.iterdir():
             if file.name not in (*files.values(), MANIFEST):
                 file.unlink()
@@ -63,9 +77,9 @@ class LastState:
         """Write every part of the next state: its line is another than that of the one on disk."""
         self._files = {}
 
-    def read(self) -> Checkpoint | None:
-        """Return the state on disk; None where none was written. Raises CheckpointError for a
-        damaged one, and for one of an earlier version."""
+    def read(self, wanted: Callable[[str], bool] = lambda part: True) -> Checkpoint | None:
+        """Return the state on disk, of its parts those that are `wanted`; None where none was
+        written. Raises CheckpointError for a damaged one, and for one of an earlier version."""
         old = self._path.with_name(self._path.name + SUFFIX)
         if old.exists():
             raise CheckpointError(
@@ -79,13 +93,14 @@ class LastState:
             if f"{zlib.crc32(whole['state'].encode()):08x}" != whole["crc32"]:
                 raise ValueError(f"{MANIFEST} does not match its checksum")
             state = json.loads(whole["state"])
-            parts = {part: self._read(part, file) for part, file in state["files"].items()}
+            files = {part: file for part, file in state["files"].items() if wanted(part)}
+            parts = {part: self._read(part, file) for part, file in files.items()}
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"the trainer's last state {self._path} cannot be read: {error}; end the run and "
                 "resume it from its last checkpoint"
             ) from error
-        self._files = state["files"]
+        self._files = files
         return Checkpoint(state["facts"], parts)
 
     def _write(self, part: str, tensors: dict[str, Tensor]) -> str:

@@ -5,8 +5,8 @@
     document   under the model with the document, by its teacher
 
 They are of all response tokens of the batch's episodes, in order. The trainer computes the first
-two: every rank reads its share of the episodes and gets all numbers, which do not depend on the
-number of ranks.
+two: every rank reads its share of the episodes, or those of its own cartridges, and gets all
+numbers, which do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -35,24 +35,28 @@ def shared_logprobs(
     ranks: ProcessGroup = ALONE,
 ) -> Tensor:
     """Return the log-probability [N] (float32) of every response token over the cartridges
-    `prefixes` [L, 2, H_kv, P, D]. One forward reads at most `micro_tokens` tokens,
-    or one longer sample; None: all samples. Raises DataError for a sample longer than a row."""
+    `prefixes` [L, 2, H_kv, P, D], which of ranks that stand apart are each rank's own. One forward
+    reads at most `micro_tokens` tokens, or one longer sample; None: all samples. Raises DataError
+    for a sample longer than a row."""
     check_rows(samples, row_tokens)
     prefixes = {name: kv.to(model.dtype) for name, kv in prefixes.items()}
     begins = [0]
     for s in samples:
         begins.append(begins[-1] + len(s.response_ids))
     found = torch.zeros(begins[-1], dtype=torch.float32, device=model.device)
-    parts = _parts(samples, micro_tokens)
-    rounds = -(-len(parts) // ranks.data_world)
-    for turn in range(rounds):
-        at = turn * ranks.data_world + ranks.data_rank
-        part = parts[at] if at < len(parts) else range(0)
+    mine = [i for i, s in enumerate(samples) if s.cartridge in prefixes]
+    parts = [[mine[n] for n in part] for part in _parts([samples[i] for i in mine], micro_tokens)]
+    if not ranks.apart:
+        rounds = -(-len(parts) // ranks.data_world) * ranks.data_world
+        parts += [[]] * (rounds - len(parts))
+        parts = parts[ranks.data_rank :: ranks.data_world]
+    for part in parts:
         if not part and not is_sharded(model):
             continue  # a sharded base is gathered by all ranks in every pass
         logprobs = response_logprobs(model, [samples[i] for i in part], prefixes, row_tokens)
-        if part:
-            found[begins[part.start] : begins[part.stop]] = logprobs
+        of = logprobs.split([begins[i + 1] - begins[i] for i in part]) if part else ()
+        for i, own in zip(part, of, strict=True):
+            found[begins[i] : begins[i + 1]] = own
     if ranks.rank % ranks.tensor:  # ranks of one copy have the same numbers: one adds them
         found.zero_()
     ranks.add(found)

@@ -16,7 +16,8 @@
       -> sums over all ranks -> of each cartridge that has a loss: clip -> Adam
 
 Advantages and denominators are those of the whole batch, which every rank receives, so neither
-ranks nor micro-batches change a term.
+ranks nor micro-batches change a term. Ranks that stand apart hold a bank each: a rank reads the
+samples of its own cartridges and updates these, and all ranks return the whole step's output.
 
 A rollout that is trained in several updates runs this for each (`learning.updates`), with the
 log-probabilities before the first as scores (`learning.policy_scores`).
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,7 +43,13 @@ from learning.cartridge.composition import (
     student_prefixes,
 )
 from learning.losses.balance import report
-from learning.losses.channel import LossAccumulator, LossChannel, LossTerm, MicroBatch
+from learning.losses.channel import (
+    LossAccumulator,
+    LossChannel,
+    LossTerm,
+    MicroBatch,
+    cosines,
+)
 from learning.model.decoder import LanguageModel
 from learning.model.distributed import ALONE, ProcessGroup, is_sharded
 from learning.packing import check_rows, pack, response_tokens
@@ -99,7 +107,7 @@ def train_step(
 ) -> TrainStepOutput:
     """Run one update with `channels`, all of nonzero weight, with the same result on all `ranks`.
     `progress` is that of each cartridge of `bank`; one without a loss-bearing token in the batch is
-    not changed by a bit.
+    not changed by a bit. A bank of a rank that stands apart has this rank's cartridges alone.
 
     Raises StaleTokenError or DataError (nothing trained), RunError for a non-finite loss or ranks
     that differ.
@@ -145,7 +153,11 @@ def train_step(
     tokens, fault = 0, ""
     for parameter in parameters.values():
         parameter.grad = None
-    for part in prepared.split(micro_tokens, ranks.data_rank, ranks.data_world, even=together):
+    if ranks.apart:
+        parts = prepared.split(micro_tokens, only=bank.names)
+    else:
+        parts = prepared.split(micro_tokens, ranks.data_rank, ranks.data_world, even=together)
+    for part in parts:
         micro = prepared.micro_batch(
             part,
             lambda samples: pack(
@@ -201,7 +213,7 @@ def train_step(
     found = ranks.gather(
         {
             "fault": fault,
-            "stands": [version, bank.fingerprint(learning)],
+            "stands": [version, None if ranks.apart else bank.fingerprint(learning)],
             "tokens": tokens,
             "sums": tally.sums(),
             "gap": gap.sums(),
@@ -211,7 +223,7 @@ def train_step(
     found = [*ranks.of_copies(found)]
     gap = SamplerGap.of_ranks([one["gap"] for one in found])
     gap.refuse(gap_bounds, version)
-    tally.merge([one["sums"] for one in found], ranks.add_all, parameters)
+    tally.merge([one["sums"] for one in found], ranks.add_gradients, parameters)
     norms = {name: tally.norms(name) for name in learning}
     for name in due:
         balances[name].add(norms[name])
@@ -220,7 +232,7 @@ def train_step(
     for parameter in plain.values():
         if parameter.grad is None:  # this rank had no micro-batch of it
             parameter.grad = torch.zeros_like(parameter)
-    ranks.add_all([p.grad for p in plain.values() if p.grad is not None])
+    ranks.add_gradients([p.grad for p in plain.values() if p.grad is not None])
     own_tokens = prepared.tokens()
     updates = {
         name: {
@@ -229,20 +241,42 @@ def train_step(
         }
         for name, own in learning.items()
     }  # fmt: skip
-    told = tally.terms({channel.name: channel.facts(batch) for channel in channels})
+    done: dict[str, Any] = {
+        "lr": max((progress[name].lr for name in learning or progress), default=0.0),
+        "updates": updates,
+        "norms": norms,
+        "coefficients": coefficients,
+        "balance": {name: balance.means() for name, balance in balances.items()},
+        "products": tally.products() if compare_gradients else {},
+    }
+    told = ranks.gather(done) if ranks.apart else [done]
+    updates, norms, coefficients, known = (
+        _united([one[key] for one in told])
+        for key in ("updates", "norms", "coefficients", "balance")
+    )
     return TrainStepOutput(
         compute_seconds=0.0,  # measured by the caller
         version=version + 1,
         kl=tally.values.get("doc_kl", 0.0),
         grad_norm=math.hypot(*(update["grad_norm"] for update in updates.values())),
-        lr=max(progress[name].lr for name in learning or progress),
+        lr=max((update["lr"] for update in updates.values()), default=max(o["lr"] for o in told)),
         tokens=sum(one["tokens"] for one in found),
         stale_tokens=stale,
-        terms=report(told, balances, coefficients, norms) if balances else told,
-        cosines=tally.cosines() if compare_gradients else {},
+        terms=report(
+            tally.terms({channel.name: channel.facts(batch) for channel in channels}),
+            list(known.values()),
+            coefficients,
+            norms,
+        ),
+        cosines=cosines(one["products"] for one in told),
         sampler_gap=gap.facts(),
         cartridges=updates,
     )
+
+
+def _united(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what each rank told of its own cartridges, by name; one rank's in its own order."""
+    return dict(told[0]) if len(told) == 1 else dict(sorted(chain(*(of.items() for of in told))))
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank
-from learning.checkpoint import Checkpoint, write_checkpoint
+from learning.checkpoint import Checkpoint, part_index, write_checkpoint
 from learning.last_state import LastState
 from learning.losses.balance import GradientBalance
 from learning.losses.channel import LossChannel
@@ -43,7 +43,8 @@ class CartridgeTrainer:
     even by the next arm. Every state is written to the directory `last_state` before it is
     returned, so that the replacement of a lost trainer continues from it (`recover`). A repeated
     call (of a step, or the start of an arm) returns the first call's result. Of several ranks,
-    rank 0 writes the files and all read them.
+    rank 0 writes the files and all read them; of ranks that stand apart each writes the numbers of
+    its own cartridges into the same files.
 
     Each cartridge is trained by itself: its optimizer, schedule and clip norm are its own
     (`learning.progress`), and a step changes those that the batch has a loss for.
@@ -62,9 +63,12 @@ class CartridgeTrainer:
         gap_bounds: GapBounds | None = None,
         keep_token_scores: bool = False,
         ranks: ProcessGroup = ALONE,
+        names: Sequence[str] | None = None,
     ) -> None:
         """Take the untrained `bank`. Each of several `ranks` has a trainer of its own; all get the
-        same calls. With `keep_token_scores`, `token_scores` are those of the last step."""
+        same calls. Of ranks that stand apart the bank is the rank's own, and `names` are all
+        cartridges of the run. With `keep_token_scores`, `token_scores` are those of the last step.
+        """
         self.model = model
         self.spec = spec
         self._objective = objective or ObjectiveSpec()
@@ -92,6 +96,7 @@ class CartridgeTrainer:
             # Of GRPO's KL, for objectives with one of our own. Never changed in place.
             reference=dict(self._initial) if self._keeps_reference() else None,
             base_hash=base_hash(model),
+            names=tuple(names or ()),
         )
         self._dtype: torch.dtype = getattr(torch, publish_dtype)
         self._snapshots = Snapshots(self._dtype, spec.staleness + 1)
@@ -154,7 +159,7 @@ class CartridgeTrainer:
         state.step += 1
         state.version += 1
         state.last = result
-        for name in result.cartridges:
+        for name in [name for name in result.cartridges if name in state.progress]:
             own = state.progress[name]
             own.steps += 1
             own.since = state.version
@@ -230,7 +235,7 @@ class CartridgeTrainer:
             refresh = self._objective.grpo.kl_refresh
             reference = self._state.reference
             assert reference is not None, "kept since the arm began"
-            for name in {r.sample.cartridge for r in batch.rl}:
+            for name in self._own(r.sample for r in batch.rl):
                 own = self._state.progress[name]
                 if refresh and own.steps % refresh == 0:
                     reference[name] = own.parameter.detach().clone()
@@ -244,7 +249,7 @@ class CartridgeTrainer:
         """Return the log-probabilities of the episodes' response tokens over their cartridges with
         these trainable tokens."""
         samples = [r.sample for r in batch.rl]
-        names = sorted({s.cartridge for s in samples})
+        names = self._own(samples)
         return shared_logprobs(
             self.model,
             samples,
@@ -253,6 +258,10 @@ class CartridgeTrainer:
             micro_tokens=self._objective.micro_tokens,
             ranks=self._ranks,
         )
+
+    def _own(self, of: Iterable[Sample | PreferencePair]) -> list[str]:
+        """Return the cartridges of these samples that this rank holds."""
+        return sorted({one.cartridge for one in of} & self._state.progress.keys())
 
     def _keeps_reference(self) -> bool:
         return any("ref" in channel.references(1) for channel in self._channels)
@@ -264,10 +273,25 @@ class CartridgeTrainer:
         first = self.version - self._state.step
         prefixes = {
             name: self.bank.whole(name, self._initial[name]).to(self.model.dtype)
-            for name in {pair.cartridge for pair in pairs}
+            for name in self._own(pairs)
         }
+        mine = [i for i, pair in enumerate(pairs) if pair.cartridge in prefixes]
         with self._ranks.abreast():
-            return with_references(self.model, pairs, prefixes, self.spec.row_tokens, first, 0)
+            found = with_references(
+                self.model, [pairs[i] for i in mine], prefixes, self.spec.row_tokens, first, 0
+            )
+            told = [[i, p.ref_chosen, p.ref_rejected] for i, p in zip(mine, found, strict=True)]
+            of = {i: reference for i, *reference in self._of_all(told)}
+        return [
+            replace(pair, ref_chosen=of[i][0], ref_rejected=of[i][1], ref_version=first)
+            for i, pair in enumerate(pairs)
+        ]
+
+    def _of_all(self, told: list[list[Any]]) -> list[list[Any]]:
+        """Return what ranks that stand apart found for their own cartridges, together."""
+        if not self._ranks.apart:
+            return told
+        return [row for one in self._ranks.gather({"told": told}) for row in one["told"]]
 
     def _compares(self) -> bool:
         every = self._objective.compare_every
@@ -296,14 +320,16 @@ class CartridgeTrainer:
             raise PublishError(
                 f"version {version} cannot be scored: the trainer stands at {self.version}"
             )
-        found = []
-        for s in samples:
+        found: list[list[Any]] = []
+        for i, s in enumerate(samples):
+            if self._ranks.apart and s.cartridge not in self.bank.names:
+                continue  # another rank's
             (kv,) = self.bank.kv([s.cartridge])
             given = {s.cartridge: kv.to(self.model.dtype)}
             logits = score_over(self.model, [s], given, self.spec.row_tokens).float()
             own = logits.gather(-1, torch.tensor(s.response_ids)[:, None].to(logits.device))
-            found.append((logits.max(-1).values - own[:, 0]).max().item())
-        return found
+            found.append([i, (logits.max(-1).values - own[:, 0]).max().item()])
+        return [deficit for _, deficit in sorted(self._of_all(found))]
 
     def base_hash(self) -> str:
         """Return the SHA-256 of the base as it is now; for a sharded base all ranks must call
@@ -320,31 +346,49 @@ class CartridgeTrainer:
                 "step ended half-way, and no checkpoint is made of it"
             )
         name = f"version-{self.version:06d}"
-        if self._ranks.leads:
-            write_checkpoint(
-                directory,
-                name,
-                self._state.checkpoint(position),
-                keep=self.spec.keep_checkpoints,
-                before=self._checkpoint,
-            )
+        if self._writes:
+            with self._ranks.abreast():
+                write_checkpoint(
+                    directory,
+                    name,
+                    self._state.checkpoint(position),
+                    keep=self.spec.keep_checkpoints,
+                    before=self._checkpoint,
+                    writers=self._writers,
+                )
             self._checkpoint = directory / name
         return directory / name
 
     def recover(self) -> int:
         """Continue from the state that the trainer before this one wrote to `last_state`; return
         the version. Without that nothing was trained yet, and the state is unchanged."""
-        if self._last_state is not None and (last := self._last_state.read()) is not None:
+        if self._last_state is not None and (last := self._last_state.read(self.holds)):
             self._take(last)
         return self.version
+
+    def holds(self, part: str) -> bool:
+        """Return whether a part of a checkpoint is of a cartridge that this rank holds."""
+        names = self._state.names[part_index(part) :]
+        return not self._ranks.apart or names[:1] == () or names[0] in self._state.progress
+
+    @property
+    def _writes(self) -> bool:
+        return self._ranks.leads or self._ranks.apart
+
+    @property
+    def _writers(self) -> ProcessGroup:
+        """Return the ranks that write the run's files together."""
+        return self._ranks if self._ranks.apart else ALONE
 
     def _keep(self) -> None:
         """Write the state, with the published versions before the current one that rollouts in
         progress may sample with: they are published again if the tensor plane is lost."""
-        if self._last_state is not None and self._ranks.leads:
+        if self._last_state is not None and self._writes:
             oldest = self.version - self.spec.staleness
             held = [self._snapshots.get(v) for v in self._snapshots.versions if v >= oldest]
-            self._last_state.write(self._state.checkpoint({}, [s for s in held if s is not None]))
+            state = self._state.checkpoint({}, [s for s in held if s is not None])
+            with self._ranks.abreast():
+                self._last_state.write(state, self._writers)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Take a checkpoint's state; return the position saved with it. Raises CheckpointError when

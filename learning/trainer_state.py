@@ -43,7 +43,8 @@ class TrainerSnapshot:
 
 @dataclass
 class TrainerState:
-    """Hold a bank with the progress of each cartridge, by name.
+    """Hold a bank with the progress of each cartridge, by name. Of several ranks that stand apart
+    this is one's, and `names` are all cartridges of the run.
 
     hinted     the trainable parts of the cartridges that read hints; None where the bank's own do
     reference  those of GRPO's reference, of objectives that have one
@@ -57,10 +58,14 @@ class TrainerState:
     hinted: dict[str, Tensor] | None
     reference: dict[str, Tensor] | None
     base_hash: str
+    names: tuple[str, ...] = ()
     version: int = -1
     arm: str = ""
     step: int = 0
     last: TrainStepOutput | None = None
+
+    def __post_init__(self) -> None:
+        self.names = self.names or self.bank.names
 
     @property
     def since(self) -> dict[str, int]:
@@ -73,7 +78,7 @@ class TrainerState:
         """Return the state with the run's `position` and the published `snapshots`. Of these it
         holds the copies of numbers that have changed since."""
         facts: dict[str, Any] = {
-            "names": list(self.bank.names),
+            "names": list(self.names),
             "version": self.version,
             "arm": self.arm,
             "step": self.step,
@@ -87,8 +92,8 @@ class TrainerState:
             },
         }
         parts: dict[str, dict[str, Tensor]] = {}
-        for i, name in enumerate(self.bank.names):
-            own = self.progress[name]
+        for name, own in self.progress.items():
+            i = self.names.index(name)
             parts[part_name(CARTRIDGE, i, own.since)] = self._tensors(name)
             for snapshot in snapshots:
                 if snapshot.since[name] != own.since:
@@ -145,19 +150,20 @@ class TrainerState:
         held = {
             name: [tuple(checkpoint.cartridge(name)[k].shape) for k in ("frozen", "trainable")]
             for name in facts["names"]
+            if name in self.progress
         }
         bank = self.bank
         here = {
             name: [tuple(part[name].shape) for part in (bank.frozen, bank.trainable)]
             for name in bank.names
         }
-        if held != here:
+        if set(facts["names"]) != set(self.names) or held != here:
             raise CheckpointError(
                 f"the checkpoint holds cartridges {facts['names']} of shapes (frozen, trainable) "
-                f"{_shapes(held)}, this run has {list(bank.names)} of {_shapes(here)}; resume with "
+                f"{_shapes(held)}, this run has {list(self.names)} of {_shapes(here)}; resume with "
                 "the spec of its run"
             )
-        holds = set.intersection(*(set(checkpoint.cartridge(name)) for name in facts["names"]))
+        holds = set.intersection(*(set(checkpoint.cartridge(name)) for name in held))
         if (self.hinted is not None) != ("hinted" in holds):
             raise CheckpointError(
                 "the checkpoint was made with another teacher of hints; resume with the "
@@ -182,13 +188,14 @@ class TrainerState:
 
         found = []
         for version, since in checkpoint.facts.get("published", {}).items():
-            of = {n: copy(i, n, since[i]) for i, n in enumerate(self.bank.names)}
+            sinces = dict(zip(self.names, since, strict=True))
+            of = {n: copy(self.names.index(n), n, sinces[n]) for n in self.bank.names}
             kv = {name: tensors["kv"] for name, tensors in of.items()}
             hinted = None
             if self.hinted is not None:
                 hinted = {name: tensors["hinted"] for name, tensors in of.items()}
-            sinces = dict(zip(self.bank.names, since, strict=True))
-            found.append(TrainerSnapshot(int(version), sinces, kv, hinted))
+            own = {name: sinces[name] for name in self.bank.names}
+            found.append(TrainerSnapshot(int(version), own, kv, hinted))
         return found
 
     def _copies(self, name: str, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -152,4 +152,5 @@ def role_arguments(
     # The heartbeat finds a silent rank; the call's timeout bounds a rank that hangs but answers.
     ranks = (learn.train.shard_base, spec.mesh.call_timeout_s)
     kept = spec.mesh.records.token_scores
-    return (base, learn, str(directory.last_state), str(directory.start), *ranks, kept, stored)
+    files = (str(directory.last_state), str(directory.start))
+    return (base, learn, *files, *ranks, kept, stored, spec.divides_cartridges)

@@ -115,8 +115,11 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
             own.append(("paged KV", round(learn.generator.kv_gib * GIB)))
         return MemoryNeeds((weights, *own), staging=published_bytes(learn, size))
     if name == "trainer":
-        ranks = spec.mesh.roles.trainer.procs
-        return _trainer(learn, size, trained_tokens(learn, -(-ranks // parts)), ranks // parts)
+        ranks, own = spec.trainer.procs, learn.cartridges
+        if spec.divides_cartridges:  # all samples of a step may be of one rank's
+            return _trainer(learn, size, trained_tokens(learn), 1, -(-own // ranks))
+        flat = trained_tokens(learn, -(-ranks // parts))
+        return _trainer(learn, size, flat, ranks // parts, own)
     flat = step_tokens(learn)
     prefix = learn.cartridge.tokens
     held = ("cartridge versions", _read_bytes(learn, size) * _sets(learn))
@@ -166,13 +169,17 @@ def part_bytes(size: ModelSize, parts: int) -> int:
     return numbers * size.value_bytes
 
 
-def _trainer(learn: LearnSpec, size: ModelSize, flat: FlatShape, copies: int) -> MemoryNeeds:
-    """Size one rank of so many copies of the base. The base is divided where it is sharded or
-    tensor-parallel, the batch over the copies; cartridges, gradient and Adam are whole on each."""
+def _trainer(
+    learn: LearnSpec, size: ModelSize, flat: FlatShape, copies: int, own: int
+) -> MemoryNeeds:
+    """Size one rank of so many copies of the base, with its `own` number of cartridges. The base is
+    divided where it is sharded or tensor-parallel, the batch over the copies; the cartridges that a
+    rank has, their gradient and Adam are whole on it."""
     parts = learn.train.tensor_parallel
-    numbers = trainable_numbers(learn, size)
+    numbers = trainable_numbers(learn, size) // learn.cartridges * own
     one = learn.cartridge.tokens * size.kv_values * FLOAT
-    bank = learn.cartridges * one
+    bank = own * one
+    versions = _versions_bytes(learn, size, learn.train.staleness + 1) // learn.cartridges * own
     narrowed = one // FLOAT * size.value_bytes if size.value_bytes < FLOAT else 0
     logits = min(flat.responses * size.shape.vocab * FLOAT, learn.train.logit_chunk_mb * 2**20)
     again = learn.train.recompute_layers
@@ -182,7 +189,7 @@ def _trainer(learn: LearnSpec, size: ModelSize, flat: FlatShape, copies: int) ->
         ("untrained cartridges", numbers * FLOAT),  # the next arm starts from them
         ("cartridges that read hints", numbers * FLOAT * (_sets(learn) - 1)),
         ("prefixes of a forward", flat.prefixes * (one + narrowed)),
-        ("snapshots", _versions_bytes(learn, size, learn.train.staleness + 1) * _sets(learn)),
+        ("snapshots", versions * _sets(learn)),
         ("activations", activation_bytes(size, flat, again, parts)),
         ("attention scores", TRAINED_COPIES * score_bytes(size, flat, learn.cartridge.tokens)),
         ("logits", LOSS_COPIES * logits),

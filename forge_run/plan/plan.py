@@ -365,7 +365,7 @@ def step_phases(
         parts = tensor_parallel(learn, role)
         return divided(phase(shape, low), parts), divided(phase(shape, high), parts)
 
-    ranks = roles.trainer.procs // tensor_parallel(learn, "trainer")
+    ranks = spec.trainer.procs // tensor_parallel(learn, "trainer")
     moved = tuple(moved_phases(spec, ModelSize(shape, base.value_bytes)))
     return (
         pair(roofline.rollout, "generator", roles.generator.replicas),

@@ -90,7 +90,7 @@ def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
     version = touched_bytes(learn, published_bytes(learn, size))
     scores = scores_bytes(learn, size, step_tokens(learn))
     teachers = sum(name in TEACHERS for name, _ in spec.roles)
-    moved = teachers * scores * (1 + spec.mesh.roles.trainer.procs)
+    moved = teachers * scores * (1 + spec.trainer.procs)
     state, kept = checkpoint_bytes(learn, size), learn.train.keep_checkpoints
     touched = f"{touched_cartridges(learn)} of {learn.data.patients} cartridges"
     arms = "offline" in learn.evaluate.arms

@@ -22,7 +22,7 @@ Source: after GradNorm (Chen et al. 2018), with the norms as measured in place o
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -82,20 +82,25 @@ class GradientBalance:
 
 def report(
     terms: Mapping[str, Mapping[str, float]],
-    balances: Mapping[str, GradientBalance],
+    known: Sequence[Mapping[str, float]],
     coefficients: Mapping[str, Mapping[str, float]],
     norms: Mapping[str, Mapping[str, float]],
 ) -> dict[str, dict[str, float]]:
-    """Return the channels' terms with their coefficient, the mean over the cartridges, with the
-    norm of the cartridges' running means together (mean_grad_norm), and where norms were measured
-    with their share of the sum of coefficient * norm over all cartridges. `balances`,
-    `coefficients` and `norms` are keyed by cartridge."""
+    """Return the channels' terms, where norms were measured with that of the gradient of all
+    cartridges together (grad_norm). `coefficients` and `norms` are keyed by cartridge.
+
+    Of cartridges that are balanced, whose running means are `known`, also with their coefficient,
+    the mean over the cartridges, with the norm of the running means together (mean_grad_norm), and
+    where norms were measured with their share of the sum of coefficient * norm over all cartridges.
+    """
+    terms = {name: {**term, **_together(name, norms)} for name, term in terms.items()}
+    if not known:
+        return terms
     sizes: dict[str, float] = {}
     for cartridge, of in norms.items():
         for name, norm in of.items():
             sizes[name] = sizes.get(name, 0.0) + coefficients[cartridge][name] * norm
     whole = sum(sizes.values())
-    known = [balance.means() for balance in balances.values()]
     found = {}
     for name, term in terms.items():
         found[name] = dict(term)
@@ -106,3 +111,8 @@ def report(
         if whole and name in sizes:
             found[name]["share"] = sizes[name] / whole
     return found
+
+
+def _together(name: str, norms: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    own = [of[name] for of in norms.values() if name in of]
+    return {"grad_norm": math.hypot(*own)} if own else {}

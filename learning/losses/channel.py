@@ -247,7 +247,7 @@ class LossAccumulator:
         add: Callable[[Sequence[Tensor]], None],
         parameters: Mapping[str, Tensor],
     ) -> None:
-        """Replace the sums by those of all ranks, added in the order of ranks. `add` sums tensors
+        """Replace the sums by those of all ranks, added in the order of ranks. `add` sums gradients
         over the ranks; the cartridges `parameters` give the order and the shapes."""
         first, *others = sums
         self.values, self._counts = dict(first["values"]), dict(first["counts"])
@@ -269,8 +269,7 @@ class LossAccumulator:
         self._gradients = gradients
 
     def terms(self, facts: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-        """Return by channel: value, count, weight, the means of its facts, those given, and
-        grad_norm, that of the gradient of all cartridges together."""
+        """Return by channel: value, count, weight, the means of its facts, and those given."""
         found = {}
         for name, weight in self._weights.items():
             counts = self._counts[name], self._whole[name]
@@ -285,9 +284,6 @@ class LossAccumulator:
                 },
                 **facts.get(name, {}),
             }
-            if name in self._gradients:
-                own = (_norm(gradient) for gradient in self._gradients[name].values())
-                found[name]["grad_norm"] = math.hypot(*own)
         return found
 
     def norms(self, cartridge: str) -> dict[str, float]:
@@ -309,23 +305,37 @@ class LossAccumulator:
         ]
         return sum(parts[1:], parts[0]) if parts else None
 
-    def cosines(self) -> dict[str, float]:
-        """Return the cosine between the gradients of every two channels, of the cartridges that
-        both train together, {"doc_kl/grpo": 0.31}, without pairs in which one gradient is zero."""
+    def products(self) -> dict[str, list[float]]:
+        """Return, of the gradients of every two channels and the cartridges that both train, their
+        inner product and the square of each one's norm: {"doc_kl/grpo": [0.31, 1.0, 1.0]}."""
         found = {}
         for (a, of_a), (b, of_b) in combinations(self._gradients.items(), 2):
             both = [cartridge for cartridge in of_a if cartridge in of_b]
-            if not both:
-                continue
-            first, second = _flat(of_a[c] for c in both), _flat(of_b[c] for c in both)
-            if first.any() and second.any():
-                cosine = first @ second / (first.norm() * second.norm())
-                found[f"{a}/{b}"] = cosine.item()
+            if both:
+                first, second = _flat(of_a[c] for c in both), _flat(of_b[c] for c in both)
+                pairs = (first, second), (first, first), (second, second)
+                found[f"{a}/{b}"] = [(x @ y).item() for x, y in pairs]
         return found
 
     def _add_fact(self, name: str, fact: str, part: float, whole: float) -> None:
         held = self._facts[name].get(fact, (0.0, 0.0))
         self._facts[name][fact] = (held[0] + part, held[1] + whole)
+
+
+def cosines(products: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return the cosine between the gradients of every two channels, {"doc_kl/grpo": 0.31}, from
+    the products that ranks with cartridges of their own told, without pairs in which one gradient
+    is zero."""
+    sums: dict[str, list[float]] = {}
+    for one in products:
+        for pair, parts in one.items():
+            held = sums.get(pair, [0.0] * len(parts))
+            sums[pair] = [a + b for a, b in zip(held, parts, strict=True)]
+    return {
+        pair: inner / math.sqrt(first * second)
+        for pair, (inner, first, second) in sums.items()
+        if first and second
+    }
 
 
 def _norm(gradient: Tensor) -> float:

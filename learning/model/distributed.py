@@ -1,5 +1,8 @@
 """Connect the ranks that train one bank together, each on its share of every batch.
 
+Ranks that stand apart divide the cartridges instead: each holds, trains and publishes its own, and
+adds no gradient to another's. They gather counts and facts alone.
+
     every rank gets the same calls with the same arguments, and
       takes its share of the batch        (`learning.batch`)
       gathers the others' counts          two small collectives a step
@@ -49,13 +52,20 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 class ProcessGroup:
     """Describe rank `rank` of `world`, with its model on `device`: "cpu" or "cuda". A single rank
     needs no group, and its collectives do nothing. Each `tensor` ranks in a row divide one copy of
-    the base and get the same tokens; `mesh` is the DeviceMesh of ("data", "tensor")."""
+    the base and get the same tokens; `mesh` is the DeviceMesh of ("data", "tensor"). With `apart`
+    each rank has cartridges of its own, and no other rank has them."""
 
     rank: int = 0
     world: int = 1
     device: str = "cpu"
     tensor: int = 1
     mesh: Any = None
+    apart: bool = False
+
+    def own(self, names: Sequence[str]) -> list[str]:
+        """Return the cartridges that this rank holds, of those of the run: all of them, or where
+        ranks stand apart every `world`-th."""
+        return list(names[self.rank :: self.world] if self.apart else names)
 
     @property
     def data_rank(self) -> int:
@@ -104,9 +114,15 @@ class ProcessGroup:
             for tensor, total in zip(tensors, sums, strict=True):
                 tensor.copy_(total.view_as(tensor))
 
+    def add_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Run `add_all` on the gradients of cartridges, unless this rank alone has them."""
+        if not self.apart:
+            self.add_all(gradients)
+
     def follow(self, tensor: Tensor) -> None:
-        """Replace a tensor, in place, by that of rank 0."""
-        if self.world > 1:
+        """Replace a cartridge's tensor, in place, by that of rank 0, unless this rank alone has
+        it."""
+        if self.world > 1 and not self.apart:
             with _losing(self):
                 dist.broadcast(tensor, src=0)
 
@@ -134,7 +150,7 @@ ALONE = ProcessGroup()
 
 def join(
     rank: int, world: int, rendezvous: str, *, device: str = "cpu", timeout_s: float = 60.0,
-    tensor: int = 1,
+    tensor: int = 1, apart: bool = False,
 ) -> ProcessGroup:  # fmt: skip
     """Connect to the other ranks; return the group once all `world` of them are connected.
 
@@ -143,8 +159,8 @@ def join(
     NCCL use the interfaces GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME ("lo" on one host). Where a
     tcp:// address is given and these are not, it is the one that leads there. A collective that
     takes longer than `timeout_s` seconds fails. Each `tensor` ranks in a row divide one base
-    (`divide_base`). Raises RanksLostError when the others do not connect, DataError where `tensor`
-    does not divide `world`.
+    (`divide_base`); with `apart` each has cartridges of its own. Raises RanksLostError when the
+    others do not connect, DataError where `tensor` does not divide `world`.
     """
     if world % tensor:
         raise DataError(
@@ -152,7 +168,7 @@ def join(
         )
     if world == 1:
         return ProcessGroup(device=device)
-    ranks = ProcessGroup(rank, world, device)
+    ranks = ProcessGroup(rank, world, device, apart=apart)
     address = urlsplit(rendezvous)
     if address.scheme == "tcp" and address.hostname:
         for variable in INTERFACES:

@@ -248,7 +248,24 @@ class RunSpec(SpecSection):
             "rsa_aggregator": learn.rsa is not None,
             "trainer": True,
         }
-        return tuple((name, getattr(self.mesh.roles, name)) for name, is_ in needed.items() if is_)
+        roles = {name: getattr(self.mesh.roles, name) for name in needed} | {
+            "trainer": self.trainer
+        }
+        return tuple((name, roles[name]) for name, is_ in needed.items() if is_)
+
+    @property
+    def trainer(self) -> RoleSpec:
+        """Return the trainer's role as processes. Replicas that divide the cartridges are ranks of
+        one: each call goes to all, and they are lost and replaced together."""
+        role = self.mesh.roles.trainer
+        if not self.divides_cartridges:
+            return role
+        return role.model_copy(update={"replicas": 1, "procs": role.replicas})
+
+    @property
+    def divides_cartridges(self) -> bool:
+        """Return whether several trainers hold cartridges of their own."""
+        return self.mesh.roles.trainer.replicas > 1
 
     @property
     def default_run_root(self) -> Path:
