@@ -54,9 +54,9 @@ def shared_logprobs(
         if not part and not is_sharded(model):
             continue  # a sharded base is gathered by all ranks in every pass
         logprobs = response_logprobs(model, [samples[i] for i in part], prefixes, row_tokens)
-        of = logprobs.split([begins[i + 1] - begins[i] for i in part]) if part else ()
-        for i, own in zip(part, of, strict=True):
-            found[begins[i] : begins[i + 1]] = own
+        at = [t for i in part for t in range(begins[i], begins[i + 1])]
+        if part:
+            found[at] = logprobs
     if ranks.rank % ranks.tensor:  # ranks of one copy have the same numbers: one adds them
         found.zero_()
     ranks.add(found)

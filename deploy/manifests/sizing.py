@@ -115,11 +115,11 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
             own.append(("paged KV", round(learn.generator.kv_gib * GIB)))
         return MemoryNeeds((weights, *own), staging=published_bytes(learn, size))
     if name == "trainer":
-        ranks, own = spec.trainer.procs, learn.cartridges
+        ranks = spec.trainer.procs
         if spec.divides_cartridges:  # all samples of a step may be of one rank's
-            return _trainer(learn, size, trained_tokens(learn), 1, -(-own // ranks))
+            return _trainer(learn, size, trained_tokens(learn), 1, -(-learn.cartridges // ranks))
         flat = trained_tokens(learn, -(-ranks // parts))
-        return _trainer(learn, size, flat, ranks // parts, own)
+        return _trainer(learn, size, flat, ranks // parts, learn.cartridges)
     flat = step_tokens(learn)
     prefix = learn.cartridge.tokens
     held = ("cartridge versions", _read_bytes(learn, size) * _sets(learn))

@@ -93,17 +93,15 @@ def report(
     the mean over the cartridges, with the norm of the running means together (mean_grad_norm), and
     where norms were measured with their share of the sum of coefficient * norm over all cartridges.
     """
-    terms = {name: {**term, **_together(name, norms)} for name, term in terms.items()}
+    found = {name: {**term, **_together(name, norms)} for name, term in terms.items()}
     if not known:
-        return terms
+        return found
     sizes: dict[str, float] = {}
     for cartridge, of in norms.items():
         for name, norm in of.items():
             sizes[name] = sizes.get(name, 0.0) + coefficients[cartridge][name] * norm
     whole = sum(sizes.values())
-    found = {}
-    for name, term in terms.items():
-        found[name] = dict(term)
+    for name in found:
         if coefficients:
             found[name]["coefficient"] = fmean(of[name] for of in coefficients.values())
         if means := [of[name] for of in known if name in of]:

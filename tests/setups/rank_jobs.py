@@ -47,7 +47,7 @@ from learning.scoring import TeacherDistribution, response_logprobs
 from learning.trainer import CartridgeTrainer
 from protocols.spec.policy_gradient import GrpoSpec
 from protocols.spec.sections import TrainSpec
-from protocols.train_batch import TrainBatch
+from protocols.train_batch import TrainBatch, completions
 from protocols.types import Sample
 
 READER = Path(__file__).parents[2] / "models/clinic-reader"
@@ -91,8 +91,10 @@ def lessons_of(twin: Twin) -> list[TrainBatch]:
 def trainer_of(
     twin: Twin, train: TrainSpec = TRAIN, ranks: ProcessGroup = ALONE, **more: Any
 ) -> CartridgeTrainer:
-    bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
-    return CartridgeTrainer(twin.model, bank, train, objective=OBJECTIVE, ranks=ranks, **more)
+    bank = first_tokens({n: twin.kv[n] for n in ranks.own("ab")}, 8, 1)
+    return CartridgeTrainer(
+        twin.model, bank, train, objective=OBJECTIVE, ranks=ranks, names="ab", **more
+    )
 
 
 def curve(trainer: CartridgeTrainer, house: House, start: int = 0, stop: int = STEPS) -> list[Any]:
@@ -113,7 +115,10 @@ def bits(trainer: CartridgeTrainer) -> str:
 
 
 def told(job: str, house: House, trainer: CartridgeTrainer, results: list[Any]) -> dict[str, Any]:
-    if trainer._ranks.leads:
+    if trainer._ranks.apart:
+        own = {name: part.detach() for name, part in trainer.bank.trainable.items()}
+        save_file(own, house.out / f"{job}.{trainer._ranks.rank}.safetensors")
+    elif trainer._ranks.leads:
         save_file({"trainable": trained(trainer.bank)}, house.out / f"{job}.safetensors")
     return {"results": results, "bits": bits(trainer)}
 
@@ -121,7 +126,14 @@ def told(job: str, house: House, trainer: CartridgeTrainer, results: list[Any]) 
 def train(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     trainer = trainer_of(house.twin, ranks=ranks, keep_token_scores=True)
     trainer.begin("all", STEPS)
-    return told(job, house, trainer, curve(trainer, house))
+    done = told(job, house, trainer, curve(trainer, house))
+    batch = house.lessons[0]
+    pairs = trainer.references([replace(pair, ref_version=99) for pair in batch.pairs])
+    samples = completions(pairs)
+    done["references"] = [(p.id, p.ref_chosen, p.ref_rejected, p.ref_version) for p in pairs]
+    done["deficits"] = trainer.greedy_deficit(samples, STEPS)
+    done["names"] = list(trainer.bank.names)
+    return done
 
 
 def sharded(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
@@ -191,7 +203,7 @@ def several(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     """Two passes over two minibatches of every batch, of several ranks over a sharded base."""
     spec = TRAIN.model_copy(update={"updates_per_rollout": 2, "minibatches": 2})
     model = load_model(str(house.twin.path))
-    if ranks.world > 1:
+    if ranks.world > 1 and not ranks.apart:
         shard_base(model, ranks)
     trainer = trainer_of(replace(house.twin, model=model), spec, ranks)
     trainer.begin("all", STEPS)
@@ -285,7 +297,11 @@ def nan(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     return {"error": message, "results": curve(trainer, house, 0, 1), "bits": bits(trainer)}
 
 
-RESUMED = {"half": (0, 2, ""), "more": (2, 4, "half"), "rest": (4, STEPS, "more")}
+RESUMED = {
+    "half": (0, 2, ""), "more": (2, 4, "half"), "rest": (4, STEPS, "more"),
+    "apart_half": (0, 2, ""), "apart_more": (2, 4, "apart_half"),
+    "apart_rest": (4, STEPS, "apart_more"),
+}  # fmt: skip
 JOBS: dict[str, tuple[int, Callable[[str, House, ProcessGroup], dict[str, Any]]]] = {
     "one": (1, train),
     "two": (2, train),
@@ -300,6 +316,11 @@ JOBS: dict[str, tuple[int, Callable[[str, House, ProcessGroup], dict[str, Any]]]
     "half": (2, resumed),
     "more": (1, resumed),
     "rest": (3, resumed),
+    "apart": (2, train),
+    "apart_several": (2, several),
+    "apart_half": (2, resumed),
+    "apart_more": (1, resumed),
+    "apart_rest": (2, resumed),
     "nan": (3, nan),
     "differ": (3, torn),
     "fails": (3, torn),
@@ -320,7 +341,9 @@ def run_rank(house: House, rank: int, jobs: list[str], meet: str) -> None:
             if meet:
                 host, _, port = meet.partition(":")
                 at = f"tcp://{host}:{int(port) + number}"
-            ranks = join(rank, world, at, timeout_s=timeout_s, tensor=TENSOR.get(job, 1))
+            apart = world > 1 and job.startswith("apart")
+            tensor = TENSOR.get(job, 1)
+            ranks = join(rank, world, at, timeout_s=timeout_s, tensor=tensor, apart=apart)
             done = work(job, house, ranks)
             leave(ranks)
             (house.out / f"{job}.{rank}.json").write_text(json.dumps(done))

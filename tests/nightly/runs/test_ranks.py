@@ -12,7 +12,7 @@ from small_run import Finished, command, latest, rows, run_to_end, running, same
 
 TWO: dict[str, Any] = {"roles.trainer.procs": 2, "evaluate.arms": ["on_policy"]}
 SHARDED: dict[str, Any] = {**TWO, "train.shard_base": True}
-
+APART: dict[str, Any] = {"roles.trainer.replicas": 2, "evaluate.arms": ["on_policy"]}
 
 DIVIDED: dict[str, Any] = {
     **TWO, "train.tensor_parallel": 2, "teacher.tensor_parallel": 2, "roles.doc_teacher.procs": 2,
@@ -108,6 +108,54 @@ def test_a_run_of_two_ranks_is_continued_by_one(finished: Finished, tmp_path: Pa
         said, _ = run.process.communicate(timeout=180)
         assert run.process.returncode == 143, said
     sets = {"evaluate.arms": ["on_policy"], "roles.trainer.procs": 1}
+    resumed = run_to_end(command(tmp_path, "--resume", **sets))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert latest(tmp_path) == path
+    same_curve(path, finished.path)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two trainers that divide the cartridges, which nobody disturbs."""
+    root = tmp_path_factory.mktemp("apart")
+    process = run_to_end(command(root, **APART))
+    assert process.returncode == 0, process.stdout + process.stderr
+    return latest(root)
+
+
+def test_trainers_with_cartridges_of_their_own_train_what_one_process_trains(
+    apart: Path, finished: Finished
+) -> None:
+    same_curve(apart, finished.path)
+    events = rows(apart / "events.jsonl")
+    (ready,) = [e for e in events if e["event"] == "role_ready" and e["role"] == "trainer"]
+    assert (ready["replicas"], len(set(ready["pids"]))) == (1, 2)
+    assert not [e for e in events if e["event"] == "replica_lost"]
+
+
+def test_a_trainer_of_some_cartridges_that_is_killed_costs_nothing(
+    apart: Path, tmp_path: Path
+) -> None:
+    with running(command(tmp_path, **APART), tmp_path) as run:
+        path = run.wait_for("on_policy", 2)
+        events = rows(path / "events.jsonl")
+        (pids,) = [e["pids"] for e in events if e.get("role") == "trainer" and "pids" in e]
+        os.kill(pids[1], signal.SIGKILL)
+        said, _ = run.process.communicate(timeout=200)
+        assert run.process.returncode == 0, said
+        run.wait_until_gone(60)
+    lost = [e["role"] for e in rows(path / "events.jsonl") if e["event"] == "replica_lost"]
+    assert lost == ["trainer"]
+    same_outcome(path, apart)
+
+
+def test_a_run_of_two_trainers_is_continued_by_one(finished: Finished, tmp_path: Path) -> None:
+    with running(command(tmp_path, **APART), tmp_path) as run:
+        path = run.wait_for("on_policy", 3)
+        os.killpg(run.process.pid, signal.SIGTERM)
+        said, _ = run.process.communicate(timeout=180)
+        assert run.process.returncode == 143, said
+    sets = {"evaluate.arms": ["on_policy"], "roles.trainer.replicas": 1}
     resumed = run_to_end(command(tmp_path, "--resume", **sets))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert latest(tmp_path) == path

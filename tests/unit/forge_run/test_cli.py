@@ -110,9 +110,9 @@ def test_wrong_usage_exits_with_2(argv: list[str]) -> None:
 
 
 CANNOT_RUN = [
-    ("roles.trainer.replicas=2",
-     "roles.trainer.replicas: 2 cannot run, one trainer owns the cartridges: "
-     "set at --set roles.trainer.replicas=2; use 1, and more procs"),
+    ("roles.trainer.replicas=9",
+     "roles.trainer.replicas: 9 cannot run, 4 cartridges cannot be divided among so many: "
+     "set at --set roles.trainer.replicas=9; use at most 4"),
     ("roles.doc_teacher.procs=2",
      "roles.doc_teacher.procs: 2 cannot run, teacher.tensor_parallel is 1: "
      "set at --set roles.doc_teacher.procs=2; make them equal, and use more replicas"),
@@ -247,13 +247,13 @@ def test_a_base_is_divided_by_ranks_that_divide_its_heads(
 
 
 def test_every_reason_is_listed_at_once(model: str, no_vllm: None) -> None:
-    spec = load_spec(MESH, sets=(model, "roles.trainer.replicas=2", "generator.backend=vllm")).spec
+    spec = load_spec(MESH, sets=(model, "roles.trainer.replicas=9", "generator.backend=vllm")).spec
     with pytest.raises(SpecError) as caught:
         require_runnable(spec)
     assert str(caught.value) == (
         "2 faults in the spec:\n"
-        "  roles.trainer.replicas: 2 cannot run, one trainer owns the cartridges: "
-        "set at the resolved spec; use 1, and more procs\n"
+        "  roles.trainer.replicas: 9 cannot run, 4 cartridges cannot be divided among so many: "
+        "set at the resolved spec; use at most 4\n"
         "  generator.backend: vllm needs vLLM, which is not installed: set at the resolved spec; "
         "run `make install-vllm` (CPU), or `pip install vllm==0.32.0` where there are NVIDIA GPUs"
     )

@@ -15,6 +15,8 @@ from rank_jobs import JOBS, STEPS, held_bytes
 from safetensors.torch import load_file
 from twins import Twin
 
+from learning.checkpoint import read_checkpoint
+from learning.last_state import LastState
 from learning.model.decoder import LanguageModel
 from learning.model.distributed import ALONE, ProcessGroup, divide_base, join
 from learning.model.loading import load_model
@@ -111,6 +113,54 @@ def test_a_checkpoint_moves_between_numbers_of_ranks(told: Told, out: Path) -> N
     assert_same_curve(found, told["one"][0]["results"])
     manifest = json.loads((out / "half/version-000002/manifest.json").read_text())
     assert manifest["facts"]["position"] == {"by": 0}  # written by rank 0 alone
+
+
+@pytest.mark.parametrize(("job", "whole"), [("apart", "one"), ("apart_several", "several")])
+def test_ranks_with_cartridges_of_their_own_train_what_one_trains(
+    told: Told, out: Path, job: str, whole: str
+) -> None:
+    """Rank 0 holds a and rank 1 holds b: all channels, facts and cosines are those of the batch."""
+    (alone,) = told[whole]
+    assert_same_curve(told[job][0]["results"], alone["results"])
+    assert told[job][1]["results"] == told[job][0]["results"]
+    expected = load_file(out / f"{whole}.safetensors")["trainable"]
+    for rank, name in enumerate("ab"):
+        own = load_file(out / f"{job}.{rank}.safetensors")
+        assert list(own) == [name]
+        torch.testing.assert_close(own[name], expected[rank], rtol=0, atol=1e-5)
+
+
+def test_ranks_with_cartridges_of_their_own_answer_for_all(told: Told) -> None:
+    """References of pairs over both cartridges, and how unlikely their tokens are."""
+    (alone,) = told["one"]
+    assert [rank["names"] for rank in told["apart"]] == [["a"], ["b"]]
+    for rank in told["apart"]:
+        assert len(rank["references"]) == len(alone["references"]) > 1
+        for ours, theirs in zip(rank["references"], alone["references"], strict=True):
+            assert (ours[0], ours[3]) == (theirs[0], theirs[3])
+            assert ours[1:3] == pytest.approx(theirs[1:3], rel=1e-5)
+        assert rank["deficits"] == pytest.approx(alone["deficits"], rel=1e-4)
+
+
+def test_a_checkpoint_moves_between_cartridges_apart_and_together(told: Told, out: Path) -> None:
+    """Two steps of two trainers apart, two of one, two of two apart again. Their checkpoint and
+    last state are those of one trainer: of all cartridges, each in a file of its own."""
+    parts = ("apart_half", "apart_more", "apart_rest")
+    found = [r for job in parts for r in told[job][0]["results"]]
+    assert_same_curve(found, told["one"][0]["results"])
+    ours, theirs = (read_checkpoint(out / job / "version-000002") for job in ("apart_half", "half"))
+    for name, facts in theirs.facts["cartridges"].items():
+        assert ours.facts["cartridges"][name] | {"balance": 0} == facts | {"balance": 0}
+    assert ours.parts.keys() == theirs.parts.keys()
+    for name in "ab":
+        for key, tensor in theirs.cartridge(name).items():
+            torch.testing.assert_close(ours.cartridge(name)[key], tensor, rtol=1e-3, atol=1e-5)
+    ours, theirs = (LastState(out / f"{job}.state").read() for job in ("apart_rest", "rest"))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.facts["version"] == STEPS
+    assert ours.facts["cartridges"].keys() == theirs.facts["cartridges"].keys()
+    assert ours.parts.keys() == theirs.parts.keys()
 
 
 @pytest.mark.parametrize("job", ["divided", "grid"])
