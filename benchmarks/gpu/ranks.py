@@ -1,10 +1,12 @@
-"""What a trainer's ranks save of a step: processor seconds of the busiest rank, over those of one.
+"""What a trainer's ranks save of a step: seconds of one process over those of the busiest rank.
 
     python -m benchmarks.gpu.ranks [--ranks 2] [--each 8]
 
-Samples over four cartridges, `--each` of them, on the shipped reader and CPUs: one process, then so
-many ranks over gloo, in turns, one thread each. Processor time leaves out other users of the cores
-and waiting; the busiest rank is what a step waits for where each has a core of its own.
+Samples over four cartridges, `--each` of them, on the shipped reader and CPUs: one process; so many
+ranks over gloo that divide the batch (roles.trainer.procs); and as many that divide the cartridges
+(roles.trainer.replicas). In turns, one thread each. Processor time leaves out other users of the
+cores and waiting; the busiest rank is what a step waits for where each has a core of its own. The
+time by the clock is told beside it, which counts where no other program runs.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ CARTRIDGES, TOKENS = 4, 64
 PROMPT, RESPONSE, TOP = 32, 96, 20
 
 
-def train(rank: int, world: int, meeting: str, steps: int, each: int, out: Path) -> None:
-    """Train a step to warm up and then `steps`; write the processor seconds of each."""
+ARMS = {"batch": "divide the batch", "cartridges": "divide the cartridges"}
+
+
+def train(rank: int, world: int, arm: str, meeting: str, steps: int, each: int, out: Path) -> None:
+    """Train a step to warm up and then `steps`; write the processor seconds of each, and those by
+    the clock."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     one_thread()
-    ranks = join(rank, world, meeting)
+    ranks = join(rank, world, meeting, apart=arm == "cartridges")
     draws = random.Random("ranks")
     model = load_model(str(READER))
 
@@ -50,8 +56,11 @@ def train(rank: int, world: int, meeting: str, steps: int, each: int, out: Path)
         return tuple(draws.choices(range(5, 1400), k=count))
 
     names = [f"c{i}" for i in range(CARTRIDGES)]
-    bank = first_tokens({name: document_kv(model, ids(2 * TOKENS)) for name in names}, TOKENS, 1)
-    trainer = CartridgeTrainer(model, bank, TrainSpec(steps=99, row_tokens=256), ranks=ranks)
+    documents = {name: ids(2 * TOKENS) for name in names}
+    own = {name: document_kv(model, documents[name]) for name in ranks.own(names)}
+    bank = first_tokens(own, TOKENS, 1)
+    spec = TrainSpec(steps=99, row_tokens=256)
+    trainer = CartridgeTrainer(model, bank, spec, ranks=ranks, names=names)
     version = trainer.begin("ranks", 99)
     samples = [
         Sample(f"{name}/{i}", name, ids(PROMPT), ids(RESPONSE), (), (version,) * RESPONSE)
@@ -63,23 +72,24 @@ def train(rank: int, world: int, meeting: str, steps: int, each: int, out: Path)
     teacher = TeacherDistribution(indices=indices, logprobs=drawn.log_softmax(-1) - 1.0)
     lasted = []
     for turn in range(steps + 1):
-        begun = time.process_time()
+        begun = time.process_time(), time.perf_counter()
         now = [Sample(s.id, s.cartridge, s.prompt_ids, s.response_ids, (),
                       (version + turn,) * RESPONSE) for s in samples]  # fmt: skip
         trainer.step(now, teacher, version + turn)
-        lasted.append(time.process_time() - begun)
+        lasted.append((time.process_time() - begun[0], time.perf_counter() - begun[1]))
     leave(ranks)
     out.write_text(json.dumps(lasted[1:]))
 
 
-def run(world: int, steps: int, each: int) -> list[float]:
-    """Return each step's processor seconds of the rank that took the most."""
+def run(world: int, steps: int, each: int, arm: str = "batch") -> list[tuple[float, float]]:
+    """Return each step's processor seconds, and seconds by the clock, of the rank that took the
+    most."""
     with tempfile.TemporaryDirectory() as folder:
         spawned = multiprocessing.get_context("spawn")
         files = [Path(folder) / str(rank) for rank in range(world)]
         meeting = f"file://{folder}/meet"
         processes = [
-            spawned.Process(target=train, args=(rank, world, meeting, steps, each, file))
+            spawned.Process(target=train, args=(rank, world, arm, meeting, steps, each, file))
             for rank, file in enumerate(files)
         ]
         for process in processes:
@@ -89,21 +99,30 @@ def run(world: int, steps: int, each: int) -> list[float]:
         if any(process.exitcode for process in processes):
             raise SystemExit("a rank failed")
         told = [json.loads(file.read_text()) for file in files]
-    return [max(step) for step in zip(*told, strict=True)]
+    return [
+        (max(cpu for cpu, _ in step), max(wall for _, wall in step))
+        for step in zip(*told, strict=True)
+    ]
 
 
 def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     """Return how many times less the busiest rank takes, and all figures."""
-    alone, several = list[float](), list[float]()
+    lasted: dict[str, list[tuple[float, float]]] = {"alone": [], **{arm: [] for arm in ARMS}}
     for _ in range(asked.rounds):
-        alone += run(1, asked.steps, asked.each)
-        several += run(asked.ranks, asked.steps, asked.each)
-    one, most = statistics.median(alone), statistics.median(several)
-    print(
-        f"one process {one:.3f} s, of {asked.ranks} ranks at most {most:.3f} s: {one / most:.2f}x"
-    )
-    name = f"one process over the busiest of {asked.ranks} ranks"
-    return {name: one / most}, {"alone": alone, "ranks": several}
+        lasted["alone"] += run(1, asked.steps, asked.each)
+        for arm in ARMS:
+            lasted[arm] += run(asked.ranks, asked.steps, asked.each, arm)
+    figures = {}
+    medians = {
+        arm: [statistics.median(of) for of in zip(*steps, strict=True)]
+        for arm, steps in lasted.items()
+    }
+    for arm, told in ARMS.items():
+        for kind, one, most in zip(("CPU", "clock"), medians["alone"], medians[arm], strict=True):
+            name = f"one process over the busiest of {asked.ranks} ranks that {told}, {kind}"
+            print(f"{name}: {one:.3f} s, {most:.3f} s: {one / most:.2f}x")
+            figures[name] = one / most
+    return figures, lasted
 
 
 if __name__ == "__main__":
