@@ -170,7 +170,7 @@ def monarch_mesh(
     spec: RunSpec, name: str, size: ModelSize, model: ModelVolume | None = None
 ) -> Object:
     """Return the pool of a role: each replica is a pod with one Monarch worker."""
-    role = getattr(spec.mesh.roles, name)
+    role = dict(spec.roles)[name]
     scope = scope_of(spec).of(dashed(name))
     keys = teacher_keys(spec) if name == "teacher_replay" else ()
     writes, tls = name in WRITES_RUNS, spec.mesh.hosts.tls

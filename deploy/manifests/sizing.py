@@ -179,7 +179,8 @@ def _trainer(
     numbers = trainable_numbers(learn, size) // learn.cartridges * own
     one = learn.cartridge.tokens * size.kv_values * FLOAT
     bank = own * one
-    versions = _versions_bytes(learn, size, learn.train.staleness + 1) // learn.cartridges * own
+    changed = min(own, touched_cartridges(learn)) * learn.train.staleness  # of earlier versions
+    versions = (own + changed) * published_bytes(learn, size) // learn.cartridges
     narrowed = one // FLOAT * size.value_bytes if size.value_bytes < FLOAT else 0
     logits = min(flat.responses * size.shape.vocab * FLOAT, learn.train.logit_chunk_mb * 2**20)
     again = learn.train.recompute_layers

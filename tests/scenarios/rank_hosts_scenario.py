@@ -18,7 +18,7 @@ from namespaces import Hosts, hold
 PORT = 29500
 LIMIT_S = 400.0
 # Ranks by host, and their jobs. The checkpoint of two ranks goes on with one, and then with three.
-PAIR = ((0,), (1,)), ("half", "two", "sharded", "divided")
+PAIR = ((0,), (1,)), ("half", "two", "sharded", "divided", "apart")
 ALONE_JOBS = ("one", "more")
 SQUARE = ((0, 1), (2, 3)), ("rest", "grid", "dies")
 

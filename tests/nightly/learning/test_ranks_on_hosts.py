@@ -56,6 +56,13 @@ def test_two_hosts_train_what_one_process_trains(told: Told, job: str, ranks: in
         assert other["results"] == told[job][0]["results"]
 
 
+def test_two_hosts_with_cartridges_of_their_own_train_what_one_process_trains(told: Told) -> None:
+    ours, others = told["apart"]
+    assert_equal(ours["results"], told["one"][0]["results"])
+    assert others["results"] == ours["results"]
+    assert [ours["names"], others["names"]] == [["a"], ["b"]]
+
+
 def test_a_run_goes_on_with_other_numbers_of_ranks(told: Told) -> None:
     """Two steps on two hosts, two in one process, two of three ranks on two hosts."""
     assert [len(told[job]) for job in ("half", "more", "rest")] == [2, 1, 3]

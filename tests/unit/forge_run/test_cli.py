@@ -246,6 +246,23 @@ def test_a_base_is_divided_by_ranks_that_divide_its_heads(
     assert "train.tensor_parallel: 2" in str(caught.value)
 
 
+def test_trainers_that_divide_the_cartridges_are_refused_what_they_cannot_do(model: str) -> None:
+    two = (model, "roles.trainer.replicas=2")
+    require_runnable(load_spec(MESH, sets=two).spec)
+    for key, value, why in (
+        ("roles.trainer.procs", "3", "use 1, or 1 replica"),
+        ("train.compose", "0.5", "does not hold the other cartridges of a composition"),
+        ("train.shard_base", "true", "use roles.trainer.replicas 1 and procs"),
+        ("train.tensor_parallel", "2", "use roles.trainer.replicas 1 and procs"),
+    ):
+        with pytest.raises(SpecError, match=why) as caught:
+            require_runnable(load_spec(MESH, sets=(*two, f"{key}={value}")).spec)
+        assert key in str(caught.value)
+    grown = '{"min": 1, "max": 3}'
+    with pytest.raises(SpecError, match=r"roles\.trainer\.autoscale: .* divided once"):
+        require_runnable(load_spec(MESH, sets=(model, f"roles.trainer.autoscale={grown}")).spec)
+
+
 def test_every_reason_is_listed_at_once(model: str, no_vllm: None) -> None:
     spec = load_spec(MESH, sets=(model, "roles.trainer.replicas=9", "generator.backend=vllm")).spec
     with pytest.raises(SpecError) as caught:

@@ -170,9 +170,8 @@ def test_a_trainer_of_two_ranks_by_hand() -> None:
 
     def of(*sets: str) -> tuple[dict[str, int], Resources]:
         spec = load_spec(mesh, sets=(*ALL_AT_ONCE, *sets)).spec
-        trainer = spec.mesh.roles.trainer
         needs = dict(role_needs(spec, "trainer", LLAMA_3B).items)
-        return needs, pod_resources(spec, "trainer", trainer, LLAMA_3B)
+        return needs, pod_resources(spec, "trainer", dict(spec.roles)["trainer"], LLAMA_3B)
 
     one, pod = of()
     two, pair = of("roles.trainer.procs=2")
@@ -187,6 +186,12 @@ def test_a_trainer_of_two_ranks_by_hand() -> None:
     assert sharded["weights"] == 6_425_149_440 // 2 + gathered
     assert sharded["activations"] == two["activations"]
     assert of("train.shard_base=true") == (one, pod)
+    # Of 20 cartridges each of eight trainers has at most three; one of them may have all samples.
+    apart, eight = of("roles.trainer.replicas=8")
+    assert apart["activations"] == one["activations"]
+    for part in ("cartridges, gradient, Adam", "untrained cartridges", "snapshots"):
+        assert apart[part] == one[part] // 20 * 3, part
+    assert (eight.cpu, eight.gpus) == (8 * pod.cpu, 8 * pod.gpus)
 
 
 @pytest.fixture(scope="module")
