@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # a process sets its number of threads before torch is import
     from learning.model.decoder import LanguageModel
 
 KEPT_BYTES = 256 * 1024**2
+GIVE_BACK_SECONDS = 5.0
 QUIET = {  # read by libraries when they are imported
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
@@ -176,6 +178,27 @@ def keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
         library.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+
+
+class FreedMemory:
+    """Give freed memory back to the system between passes.
+
+    Passes over texts of different lengths leave gaps that `keep_freed_memory` lets a process keep:
+    1.4 GB in a trainer of a model of 135 M parameters, where 0.6 GB were in use (docs/log.md).
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._again = clock, 0.0
+
+    def give_back(self) -> bool:
+        """Give back what is free, at most once in GIVE_BACK_SECONDS; return whether it was done.
+        Call it after a pass: the next one gets the pages anew. Other C libraries do nothing."""
+        if (now := self._clock()) < self._again:
+            return False
+        self._again = now + GIVE_BACK_SECONDS
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        return True
 
 
 def warm_up(path: str, dtype: str) -> None:

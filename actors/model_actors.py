@@ -16,7 +16,7 @@ import torch
 from monarch.actor import Actor, endpoint
 from torch import Tensor
 
-from actors.base import ModelSource, RankPlace
+from actors.base import FreedMemory, ModelSource, RankPlace
 from learning.cartridge.composition import composed
 from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.versions import CartridgeVersions, get_missing, since_of
@@ -63,6 +63,7 @@ class ModelActor(Actor):
         flush_denormals()
         self._model = (load or base.load)()
         self._plane = base.plane
+        self._freed = FreedMemory()
 
     @endpoint
     async def ready(self) -> int:
@@ -132,7 +133,9 @@ class GeneratorActor(CartridgeReaderActor):
             self._model, requests, self._lookup, self._end_ids, self._text, self._served,
             self._grammars,
         )  # fmt: skip
-        return GenerateOutput(time.perf_counter() - begun, tuple(done))
+        seconds = time.perf_counter() - begun
+        self._freed.give_back()
+        return GenerateOutput(seconds, tuple(done))
 
     def _lookup(self, ref: PrefixRef) -> Tensor:
         return composed(self._model, [self._single(part) for part in ref.parts])
@@ -198,6 +201,7 @@ class DocTeacherActor(ModelActor):
                 keep_sampled=self._keep_sampled, prefix=context_of,
             )  # fmt: skip
         seconds = time.perf_counter() - begun
+        self._freed.give_back()
         if not self._ranks.leads:
             return ScoreOutput(seconds)
         packet = await self._put(stem, tensors)
@@ -241,6 +245,7 @@ class SDPOTeacherActor(CartridgeReaderActor):
         tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
         served = {name: self._fingerprints.of(kv) for name, kv in prefixes.items()}
         seconds = time.perf_counter() - begun
+        self._freed.give_back()
         packet = await self._put(stem, tensors)
         return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), served=served)
 

@@ -177,6 +177,7 @@ class TrainerActor(ModelActor):
         batch = replace(lesson, scores=scores)
         begun = time.perf_counter()
         output = self._trainer.step_on(batch, version)
+        self._freed.give_back()
         self._keep_last_state()
         return replace(
             output,

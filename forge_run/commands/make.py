@@ -91,6 +91,7 @@ def _plan(
 ) -> Any:
     """Return the plan of a run, by this machine's rates. What takes seconds to import is imported
     here, after the mistakes that are answered at once."""
+    from actors.base import FreedMemory
     from documents.corpus import read_parts
     from forge_run.plan.documents import remarks
     from forge_run.plan.make import ModelBytes, cartridge_tokens, planned
@@ -117,6 +118,8 @@ def _plan(
     layers, heads, width = model.kv_shape
     item = model.weight.element_size()
     weights = sum(p.numel() for p in model.parameters()) * item
+    del model  # this process waits for the run from now on
+    FreedMemory().give_back()
     return planned(counts, p, minutes, rates, learn,
                    ModelBytes(weights, 2 * layers * heads * width * item))  # fmt: skip
 
