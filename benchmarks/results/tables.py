@@ -37,6 +37,7 @@ from training.evaluation.comparison import AnswerSource, compare_groups, grouped
 PAGES = (
     "README.md",
     "docs/corpus.md",
+    "docs/how-to/vllm.md",
     "docs/real.md",
     "docs/studies/aggregation.md",
     "docs/studies/ahead.md",
@@ -160,12 +161,31 @@ def frontier(record: str) -> Lines:
     return table(["", "right", "over one sample, 95% interval", "tokens", "calls"], body)
 
 
+def over_prompt(record: str) -> Lines:
+    """Return tokens/s with a cartridge and with as many cached prompt tokens, and their ratios."""
+    body = []
+    for together, one in results_of(record).items():
+        speeds = [f"{one['tokens_per_second'][arm]:.0f}" for arm in ("cartridge", "prompt", "none")]
+        ratios = [one[kind]["cartridge/prompt"] for kind in ("ratio", "by_processor_time")]
+        body.append(
+            [together, *speeds,
+             *(f"{r['median']:.2f} ({r['lower_quartile']:.2f} to {r['upper_quartile']:.2f})"
+               for r in ratios)]
+        )  # fmt: skip
+    heads = [
+        "requests in flight", "cartridge, tokens/s", "prompt tokens", "neither",
+        "cartridge over prompt, by round", "by processor time",
+    ]  # fmt: skip
+    return table(heads, body)
+
+
 TABLES: dict[str, Callable[[str], Lines]] = {
     "arms": arms,
     "arms_in_full": arms_in_full,
     "differences": differences,
     "training": training,
     "frontier": frontier,
+    "over_prompt": over_prompt,
     "publishes": lambda record: table(*publishes(results_of(record))),
     "simulated": lambda record: table(*simulated(results_of(record))),
     "limits": lambda record: table(*limits(results_of(record))),

@@ -1,1 +1,1 @@
-"""What a person waits for: answers of the command line, and pages of a run."""
+"""What a person waits for: the command line, pages of a run, vLLM's server with our plugin."""

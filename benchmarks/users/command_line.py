@@ -66,6 +66,6 @@ def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
 if __name__ == "__main__":
     benchmark(
         __doc__, measure,
-        {"--rounds": 3, "--out": Path("benchmarks/results/command_line.json")},
+        {"--rounds": 3, "--out": Path("benchmarks/results/users/command_line.json")},
         {"rounds": 1},
     )  # fmt: skip

@@ -152,7 +152,7 @@ if __name__ == "__main__":
         __doc__, measure,
         {
             "--seconds": 60.0, "--tokens": 1_000_000,
-            "--out": Path("benchmarks/results/watching.json"),
+            "--out": Path("benchmarks/results/users/watching.json"),
         },
         {"seconds": 10.0, "tokens": 100_000},
     )  # fmt: skip
