@@ -1,8 +1,9 @@
 """Keep the raw results of published figures, and check the docs against them.
 
     python -m benchmarks.results collect RUN --as NAME --command "forge-run MESH.yaml"
-    python -m benchmarks.results keep SWEEP.yaml       finished runs of a sweep, from runs/
-    python -m benchmarks.results restore SWEEP.yaml    and back, so that `forge sweep` goes on
+    python -m benchmarks.results keep SWEEP.yaml [--set KEY=VALUE]    finished runs, from runs/
+    python -m benchmarks.results restore SWEEP.yaml [--set KEY=VALUE] and back, so that
+                                                   `forge sweep` with the same --set goes on
     python -m benchmarks.results check
     python -m benchmarks.results write
 
@@ -31,6 +32,7 @@ def main() -> int:
         of_sweep = verbs.add_parser(verb, help=f"{what} the finished runs of a sweep")
         of_sweep.add_argument("sweep", type=Path)
         of_sweep.add_argument("--run-dir", type=Path, default=Path("runs"))
+        of_sweep.add_argument("--set", action="append", default=[], dest="sets")
     verbs.add_parser("check", help="list tables that differ from their records")
     verbs.add_parser("write", help="write the recorded tables anew")
     asked = parser.parse_args()
@@ -47,7 +49,7 @@ def _done(asked: argparse.Namespace) -> int:
         return 0
     if asked.verb in ("keep", "restore"):
         act = sweeps.keep if asked.verb == "keep" else sweeps.restore
-        found = act(asked.sweep, asked.run_dir)
+        found = act(asked.sweep, asked.run_dir, sets=asked.sets)
         print("\n".join(map(str, found)) or "nothing new")
         return 0
     if asked.verb == "write":

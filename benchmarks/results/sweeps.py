@@ -8,6 +8,7 @@ forge sweep STUDY.yaml             runs the others
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -21,10 +22,11 @@ from protocols.spec.yaml_source import dump_yaml
 from services.run_directory import RunDirectory
 
 
-def keep(path: Path, root: Path, home: Path = records.HOME) -> list[Path]:
-    """Record every finished run of the sweep in file `path`, whose runs are under `root`, and
-    return the records' folders. Raises SpecError for a bad sweep, RunError for its bad record."""
-    spec, plan = _read(path)
+def keep(path: Path, root: Path, home: Path = records.HOME, sets: Sequence[str] = ()) -> list[Path]:
+    """Record every finished run of the sweep in file `path` with these `sets`, whose runs are under
+    `root`, and return the records' folders. Raises SpecError for a bad sweep, RunError for its bad
+    record."""
+    spec, plan = _read(path, sets)
     runs = read_runs(_record(spec, root))
     kept = []
     for trial in plan:
@@ -33,15 +35,18 @@ def keep(path: Path, root: Path, home: Path = records.HOME) -> list[Path]:
         directory = RunDirectory(root / trial.spec.mesh.name / runs[trial.name])
         if unfit(directory, trial) is None:
             name = _name(spec, trial)
-            kept.append(records.collect(directory.path, name, f"forge sweep {_shown(path)}", home))
+            told = " ".join((f"forge sweep {_shown(path)}", *(f"--set {one}" for one in sets)))
+            kept.append(records.collect(directory.path, name, told, home))
     return kept
 
 
-def restore(path: Path, root: Path, home: Path = records.HOME) -> list[str]:
+def restore(
+    path: Path, root: Path, home: Path = records.HOME, sets: Sequence[str] = ()
+) -> list[str]:
     """Write the run directories of the sweep's records under `root` and name them in its record, so
     that `forge sweep` finds them finished; return their trials. A record of another spec than the
     sweep's is left out."""
-    spec, plan = _read(path)
+    spec, plan = _read(path, sets)
     record = _record(spec, root)
     runs = read_runs(record)
     restored = []
@@ -79,9 +84,9 @@ def planned_trials(path: Path) -> tuple[tuple[str, Trial], ...]:
     return tuple((_name(spec, trial), trial) for trial in plan)
 
 
-def _read(path: Path) -> tuple[SweepSpec, tuple[Trial, ...]]:
+def _read(path: Path, sets: Sequence[str] = ()) -> tuple[SweepSpec, tuple[Trial, ...]]:
     spec = load_file(SweepSpec, path)
-    return spec, planned(spec, str((path.parent / spec.mesh).resolve()))
+    return spec, planned(spec, str((path.parent / spec.mesh).resolve()), sets=sets)
 
 
 def _record(spec: SweepSpec, root: Path) -> Path:

@@ -32,10 +32,10 @@ def written(folder: Path, rate: float) -> Path:
     return path
 
 
-def finish_first(path: Path, root: Path) -> None:
+def finish_first(path: Path, root: Path, *sets: str) -> None:
     """Write the run of the sweep's first trial, and begin that of the second."""
     spec = load_file(SweepSpec, path)
-    plan = planned(spec, spec.mesh)
+    plan = planned(spec, spec.mesh, sets=sets)
     runs = {}
     for trial, status in zip(plan, ("finished", "stopped"), strict=True):
         run = RunDirectory.create(root, "longhealth", dump_yaml(trial.spec.as_dict()))
@@ -64,6 +64,17 @@ def test_the_finished_runs_of_a_sweep_come_back_in_another_folder(tmp_path: Path
     # What was measured of the run afterwards comes back too, and names no folder of this machine.
     assert json.loads((directory.path / "eval.json").read_text()) == {"model": "models/a"}
     assert sweeps.restore(path, there, home) == []
+
+
+def test_a_sweep_is_kept_and_restored_by_what_was_set_on_its_command_line(tmp_path: Path) -> None:
+    path, home, rows = written(tmp_path, 0.1), tmp_path / "kept", "data.patients=3"
+    finish_first(path, tmp_path / "here", rows)
+    assert sweeps.keep(path, tmp_path / "here", home) == []
+    (kept,) = sweeps.keep(path, tmp_path / "here", home, sets=(rows,))
+    command = json.loads((kept / "source.json").read_text())["command"]
+    assert command.endswith("two.yaml --set data.patients=3")
+    assert sweeps.restore(path, tmp_path / "there", home) == []
+    assert sweeps.restore(path, tmp_path / "there", home, sets=(rows,)) == ["rate, seed 0"]
 
 
 def test_a_record_of_other_settings_is_not_restored(tmp_path: Path) -> None:
