@@ -29,20 +29,26 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same_curve(path: Path, one: Path) -> None:
-    """On policy, every token is the same, and every number but for the last bits of float32."""
+    """On policy, every token is the same, and every number but for the last bits of float32.
+
+    Ranks read other samples together, and products round otherwise. Adam at a rate of 0.4 carries
+    that on: after six steps into hundredths of the run's largest gradient.
+    """
     ours, theirs = (
         [r for r in rows(p / "metrics.jsonl") if r["arm"] == "on_policy"] for p in (path, one)
     )
     assert len(ours) == len(theirs) == 6
-    for row, expected in zip(ours, theirs, strict=True):
-        # Ranks read other samples together: attention rounds at 20 bits, and six steps of Adam at a
-        # rate of 0.4 carry that into a small gradient.
-        for name, rel in (("kl", 1e-2), ("grad_norm", 3e-2)):
-            assert row.pop(name) == pytest.approx(expected.pop(name), rel=rel), name
+    largest = max(row["grad_norm"] for row in theirs)
+    for step, (row, expected) in enumerate(zip(ours, theirs, strict=True)):
+        near = {"rel": 1e-3} if step < 3 else {"rel": 1e-2, "abs": largest / 50}
+        assert row.pop("kl") == pytest.approx(expected.pop("kl"), rel=near["rel"])
+        assert row.pop("grad_norm") == pytest.approx(expected.pop("grad_norm"), **near)
         of_cartridge, of_that = row.pop("cartridges"), expected.pop("cartridges")
         assert of_cartridge.keys() == of_that.keys()
         for cartridge, facts in of_cartridge.items():
-            assert facts == pytest.approx(of_that[cartridge], rel=3e-2), cartridge
+            wanted = of_that[cartridge]
+            assert facts.pop("grad_norm") == pytest.approx(wanted.pop("grad_norm"), **near)
+            assert facts == wanted, cartridge
         gap, of_one = row.pop("sampler_gap"), expected.pop("sampler_gap")
         assert gap.pop("tokens") == of_one.pop("tokens")
         assert gap.keys() == of_one.keys()
