@@ -19,13 +19,16 @@ DIVIDED: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks over a sharded base that nobody disturbs."""
-    root = tmp_path_factory.mktemp("sharded")
-    process = run_to_end(command(root, **SHARDED))
+@pytest.fixture(scope="module", params=[SHARDED, APART], ids=["sharded", "apart"])
+def two(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path]:
+    """A run that nobody disturbs, with its keys: two ranks over a sharded base, or two trainers
+    that divide the cartridges."""
+    root = tmp_path_factory.mktemp("two")
+    process = run_to_end(command(root, **request.param))
     assert process.returncode == 0, process.stdout + process.stderr
-    return latest(root)
+    return request.param, latest(root)
 
 
 def same_curve(path: Path, one: Path) -> None:
@@ -65,11 +68,12 @@ def same_curve(path: Path, one: Path) -> None:
     assert said[0] == said[1]
 
 
-def test_two_ranks_over_a_sharded_base_train_what_one_process_trains(
-    sharded: Path, finished: Finished
+def test_two_processes_train_what_one_trains(
+    two: tuple[dict[str, Any], Path], finished: Finished
 ) -> None:
-    same_curve(sharded, finished.path)
-    events = rows(sharded / "events.jsonl")
+    _, path = two
+    same_curve(path, finished.path)
+    events = rows(path / "events.jsonl")
     (ready,) = [e for e in events if e["event"] == "role_ready" and e["role"] == "trainer"]
     assert (ready["replicas"], len(set(ready["pids"]))) == (1, 2)
     assert not [e for e in events if e["event"] == "replica_lost"]
@@ -90,9 +94,10 @@ def test_a_base_divided_over_two_trains_what_one_process_trains(
 
 
 def test_a_rank_that_is_killed_takes_all_with_it_and_the_run_ends_as_if_not(
-    sharded: Path, tmp_path: Path
+    two: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
-    with running(command(tmp_path, **SHARDED), tmp_path) as run:
+    keys, undisturbed = two
+    with running(command(tmp_path, **keys), tmp_path) as run:
         path = run.wait_for("on_policy", 2)
         events = rows(path / "events.jsonl")
         (pids,) = [e["pids"] for e in events if e.get("role") == "trainer" and "pids" in e]
@@ -104,65 +109,20 @@ def test_a_rank_that_is_killed_takes_all_with_it_and_the_run_ends_as_if_not(
     lost = [(e["role"], e["replica"]) for e in events if e["event"] == "replica_lost"]
     assert lost == [("trainer", "trainer[0]")]
     assert not Path(f"/proc/{pids[0]}").exists()
-    same_outcome(path, sharded)
+    same_outcome(path, undisturbed)
 
 
-def test_a_run_of_two_ranks_is_continued_by_one(finished: Finished, tmp_path: Path) -> None:
-    with running(command(tmp_path, **TWO), tmp_path) as run:
+@pytest.mark.parametrize("keys", [TWO, APART], ids=["batch", "cartridges"])
+def test_a_run_of_two_processes_is_continued_by_one(
+    finished: Finished, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    with running(command(tmp_path, **keys), tmp_path) as run:
         path = run.wait_for("on_policy", 3)
         os.killpg(run.process.pid, signal.SIGTERM)
         said, _ = run.process.communicate(timeout=180)
         assert run.process.returncode == 143, said
-    sets = {"evaluate.arms": ["on_policy"], "roles.trainer.procs": 1}
-    resumed = run_to_end(command(tmp_path, "--resume", **sets))
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert latest(tmp_path) == path
-    same_curve(path, finished.path)
-
-
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two trainers that divide the cartridges, which nobody disturbs."""
-    root = tmp_path_factory.mktemp("apart")
-    process = run_to_end(command(root, **APART))
-    assert process.returncode == 0, process.stdout + process.stderr
-    return latest(root)
-
-
-def test_trainers_with_cartridges_of_their_own_train_what_one_process_trains(
-    apart: Path, finished: Finished
-) -> None:
-    same_curve(apart, finished.path)
-    events = rows(apart / "events.jsonl")
-    (ready,) = [e for e in events if e["event"] == "role_ready" and e["role"] == "trainer"]
-    assert (ready["replicas"], len(set(ready["pids"]))) == (1, 2)
-    assert not [e for e in events if e["event"] == "replica_lost"]
-
-
-def test_a_trainer_of_some_cartridges_that_is_killed_costs_nothing(
-    apart: Path, tmp_path: Path
-) -> None:
-    with running(command(tmp_path, **APART), tmp_path) as run:
-        path = run.wait_for("on_policy", 2)
-        events = rows(path / "events.jsonl")
-        (pids,) = [e["pids"] for e in events if e.get("role") == "trainer" and "pids" in e]
-        os.kill(pids[1], signal.SIGKILL)
-        said, _ = run.process.communicate(timeout=200)
-        assert run.process.returncode == 0, said
-        run.wait_until_gone(60)
-    lost = [e["role"] for e in rows(path / "events.jsonl") if e["event"] == "replica_lost"]
-    assert lost == ["trainer"]
-    same_outcome(path, apart)
-
-
-def test_a_run_of_two_trainers_is_continued_by_one(finished: Finished, tmp_path: Path) -> None:
-    with running(command(tmp_path, **APART), tmp_path) as run:
-        path = run.wait_for("on_policy", 3)
-        os.killpg(run.process.pid, signal.SIGTERM)
-        said, _ = run.process.communicate(timeout=180)
-        assert run.process.returncode == 143, said
-    sets = {"evaluate.arms": ["on_policy"], "roles.trainer.replicas": 1}
-    resumed = run_to_end(command(tmp_path, "--resume", **sets))
+    one = {"roles.trainer.procs": 1, "roles.trainer.replicas": 1}
+    resumed = run_to_end(command(tmp_path, "--resume", **{**keys, **one}))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert latest(tmp_path) == path
     same_curve(path, finished.path)
