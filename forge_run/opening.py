@@ -115,7 +115,7 @@ def _mirror(
     held: ExitStack,
 ) -> RunMirror:
     from registry.object_store import ObjectStore
-    from services.roles import writers_apart
+    from services.role_processes import writers_apart
     from services.run_mirror import RunMirror
     from services.run_store import StoredRun
 

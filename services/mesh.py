@@ -40,14 +40,13 @@ from services.pool.process import same_files
 from services.pool.replica import Replica
 from services.pool.service import Service
 from services.pool.work_time import WorkTime, work_time
+from services.role_processes import WRITERS, role_variables
 from services.roles import (
     ENGINE_GENERATOR,
     ROLES,
-    WRITERS,
     actor_of,
     device_of,
     role_arguments,
-    role_variables,
     with_room,
 )
 from services.run_directory import RunDirectory

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from actors.base import ModelSource
@@ -17,11 +15,10 @@ from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
 from deploy.manifests.devices import with_share
 from deploy.manifests.sizing import known_size
-from protocols.secrets import LOCAL_KEY
 from protocols.spec.learn import LearnSpec
-from protocols.spec.mesh import HINTED_TEACHER, MODEL_ROLES, RoleSpec, RunSpec
-from registry.object_store import VARIABLES
+from protocols.spec.mesh import HINTED_TEACHER, RoleSpec, RunSpec
 from registry.stored_folder import StoredPlace
+from services.role_processes import writers_apart
 from services.run_directory import RunDirectory
 
 ENGINE_GENERATOR = "generator over an engine"  # vLLM in a run, either engine in a server
@@ -38,10 +35,6 @@ ROLES: dict[str, type[Any]] = {
     "store": StoreActor,
 }
 ALONE = ("trainer", "store")  # roles with exactly one replica
-HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # what a model of the hub may need to be loaded
-SINKS = ("WANDB_", "OTEL_")
-PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
-WRITERS = ("trainer", "teacher_replay")  # roles that write into the run directory
 
 
 def device_of(role: RoleSpec) -> str:
@@ -53,48 +46,6 @@ def actor_of(name: str, learn: LearnSpec) -> str:
     """Return the key in ROLES of a role's actor. The generator's actor depends on its backend."""
     vllm = name == "generator" and learn.generator.backend == "vllm"
     return ENGINE_GENERATOR if vllm else name
-
-
-def role_variables(spec: RunSpec) -> dict[str, tuple[str, ...]]:
-    """Return the environment variables that processes need beyond ordinary ones, by role, "" for
-    spares: those of the hub where the model is one of the hub's, and of the external teachers."""
-    replay, found = spec.learn.replay, dict[str, tuple[str, ...]]()
-    if not Path(spec.learn.model.path).is_dir():
-        found = dict.fromkeys(("", *MODEL_ROLES), (*HUB, *PROXIES))
-    if replay is not None:
-        names = {name for teacher in replay.teachers for name in teacher.secrets}
-        own = [LOCAL_KEY] if replay.local is not None else []
-        found["teacher_replay"] = (*sorted(names), *own, *PROXIES)
-    if spec.mesh.records.store is not None:
-        for role in writers_apart(spec):
-            found[role] = (*found.get(role, PROXIES), *VARIABLES)
-    return found
-
-
-def writers_apart(spec: RunSpec) -> tuple[str, ...]:
-    """Return the roles that write into the run directory and run on other hosts than the
-    controller's."""
-    if spec.mesh.hosts.kind == "local":
-        return ()
-    replay = spec.learn.replay
-    here = replay is not None and replay.local is not None  # the provider is on this host
-    return tuple(name for name in WRITERS if not (here and name == "teacher_replay"))
-
-
-def last_state_here(spec: RunSpec) -> bool:
-    """Return whether the trainer keeps its last state in the run directory, not in the store."""
-    return spec.mesh.records.store is None or "trainer" not in writers_apart(spec)
-
-
-def controller_variables(spec: RunSpec) -> tuple[str, ...] | None:
-    """Return the environment variables that the controller needs beyond ordinary ones; None for all
-    of them: a Slurm job inherits the controller's, and a cluster's credentials may be anywhere."""
-    mesh = spec.mesh
-    if mesh.hosts.kind in ("kubernetes", "slurm"):
-        return None
-    token = [mesh.control.token_env] if mesh.control.token_env else []
-    sinks = [name for name in os.environ if name.startswith(SINKS)] if mesh.telemetry.sinks else []
-    return (*token, *sinks, *HUB, *PROXIES)
 
 
 def generator_evidence(learn: LearnSpec) -> frozenset[str]:

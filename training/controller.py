@@ -287,7 +287,7 @@ class ControllerActor(Actor):
         """Return where the run goes on: at the trainer's last state, or at the newest checkpoint
         that is whole and whose rows are. Tells of newer ones."""
         from learning.checkpoint import newest_whole
-        from services.roles import last_state_here
+        from services.role_processes import last_state_here
 
         usable = partial(self._directory.stands, whole=self._whole)
         found, passed = newest_whole(self._directory.checkpoints, usable)

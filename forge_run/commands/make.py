@@ -18,6 +18,7 @@ from typing import Any
 from documents.formats import ReadOptions
 from documents.reading import ReadResult, read_documents
 from forge_run.arguments import GRACE_SECONDS
+from forge_run.child import in_child
 from forge_run.commands import note
 from protocols.errors import DataError
 from protocols.spec.loading import load_serve, load_spec
@@ -47,23 +48,22 @@ def command(
     data = f"data.path=[{', '.join(map(_quoted, folders))}]"
     basis = [data, f"model.path={_quoted(model)}", "model.dtype=auto"]
     loaded = load_spec(MESH, sets=[*basis, *sets])
-    plan = _plan(loaded.spec.learn, found, tokens, ratio, minutes)
+    written = [*basis, *sets]
+    plan, threads = in_child(_plan, loaded.spec.learn, found, tokens, ratio, minutes, written)
     for line in plan.told():
         note(line)
     if dry_run:
         return 0
-    import torch
-
     from forge_run.commands.run import run
 
-    threads = torch.get_num_threads()  # with which the machine was measured
     chosen = [f"roles.{role}.threads={threads}" for role in MODEL_ROLES]
 
     home = (run_dir or Path("runs")).absolute() / loaded.spec.mesh.name
     with _told_when_usable(home):
         code = run(
-            mesh=MESH, overlays=(), sets=[*plan.sets, *chosen, *basis, *sets], run_dir=run_dir,
+            mesh=MESH, overlays=(), sets=[*plan.sets, *chosen, *written], run_dir=run_dir,
             resume=None, continues=None, alone=False, grace=GRACE_SECONDS, dry_run=False,
+            checked=True,
         )  # fmt: skip
     assert isinstance(code, int)
     if code == 0:
@@ -87,13 +87,16 @@ def library_names(called: str, found: ReadResult) -> dict[str, str]:
 
 
 def _plan(
-    learn: Any, found: ReadResult, tokens: int | None, ratio: float | None, minutes: float
-) -> Any:
-    """Return the plan of a run, by this machine's rates. What takes seconds to import is imported
-    here, after the mistakes that are answered at once."""
-    from actors.base import FreedMemory
+    learn: Any, found: ReadResult, tokens: int | None, ratio: float | None, minutes: float,
+    sets: Sequence[str],
+) -> tuple[Any, int]:  # fmt: skip
+    """Return the plan of a run, by this machine's rates, and the threads that they were measured
+    with; tell remarks on the documents as the planned run reads them, with the overrides `sets`.
+    What takes seconds to import is imported here, after the mistakes that are answered at once."""
+    import torch
+
     from documents.corpus import read_parts
-    from forge_run.plan.documents import remarks
+    from forge_run.plan.documents import require_documents
     from forge_run.plan.make import ModelBytes, cartridge_tokens, planned
     from learning.calibration import measure_rates
     from learning.model.loading import load_model, load_tokenizer
@@ -109,8 +112,6 @@ def _plan(
             )
     cartridge = learn.cartridge.model_copy(update={"tokens": p})
     corpus = read_parts(learn.model_copy(update={"cartridge": cartridge}), tokenizer)
-    for line in remarks(corpus):
-        note(line)
     counts = [len(part.tokens) for part in corpus.parts.values()]
     model = load_model(learn.model.path, learn.model.dtype)
     note("measuring this machine, up to 10 seconds")
@@ -118,10 +119,11 @@ def _plan(
     layers, heads, width = model.kv_shape
     item = model.weight.element_size()
     weights = sum(p.numel() for p in model.parameters()) * item
-    del model  # this process waits for the run from now on
-    FreedMemory().give_back()
-    return planned(counts, p, minutes, rates, learn,
-                   ModelBytes(weights, 2 * layers * heads * width * item))  # fmt: skip
+    held = ModelBytes(weights, 2 * layers * heads * width * item)
+    plan = planned(counts, p, minutes, rates, learn, held)
+    for line in require_documents(load_spec(MESH, sets=[*plan.sets, *sets]).spec.learn):
+        note(line)
+    return plan, torch.get_num_threads()
 
 
 def _add(serve: str, model: str, run: Path, names: Mapping[str, str], called: str) -> None:

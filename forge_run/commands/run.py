@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from forge_run.child import in_child
 from forge_run.formatting import TableSection
 from protocols.spec.loading import LoadedSpec, load_spec
 from services.run_directory import RunDirectory
@@ -27,8 +28,10 @@ def run(
     alone: bool,
     grace: float,
     dry_run: bool,
+    checked: bool = False,
 ) -> int | tuple[TableSection, ...]:
-    """Run a mesh and return the exit code; with `dry_run` return its plan. Raises ForgeError."""
+    """Run a mesh and return the exit code; with `dry_run` return its plan. `checked` says that its
+    documents can be used. Raises ForgeError."""
     if dry_run:
         return plan(
             mesh=mesh, overlays=overlays, sets=sets, run_dir=run_dir, continues=continues,
@@ -40,15 +43,15 @@ def run(
     loaded, notes = resolved(mesh, overlays, sets, run_dir, continues, alone=alone)
     require_runnable(loaded.spec, loaded.place)
     require_sinks(loaded.spec)
-    if loaded.spec.learn.self_study is not None:
+    if loaded.spec.learn.self_study is not None and not checked:
         from forge_run.plan.documents import require_documents
 
-        for line in require_documents(loaded.spec.learn):
+        for line in in_child(require_documents, loaded.spec.learn):
             print(line, file=sys.stderr)
     from forge_run.plan.datasets import of_users, require_dataset
 
     if of_users(loaded.spec.learn):
-        require_dataset(loaded.spec.learn)
+        in_child(require_dataset, loaded.spec.learn)
     from forge_run.launch import run as go
 
     for line in (*notes, *slow_products(loaded.spec)):

@@ -8,7 +8,8 @@ from chaos import ROLES
 
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RolesSpec
-from services.roles import ALONE, last_state_here
+from services.role_processes import last_state_here
+from services.roles import ALONE
 
 MESH = str(Path(__file__).parents[3] / "meshes/longhealth.yaml")
 

@@ -21,8 +21,8 @@ from services.planes.shared_memory import SharedMemoryPlane
 def test_planes_pickle_as_handles() -> None:
     from services.planes.torchstore import TorchStorePlane
 
-    store = pickle.loads(pickle.dumps(TorchStorePlane("store1", 3.0)))  # noqa: S301  our own bytes
-    assert (store.store_name, store.timeout_s) == ("store1", 3.0)
+    store = pickle.loads(pickle.dumps(TorchStorePlane("handle", 3.0)))  # noqa: S301  our own bytes
+    assert (store._controller, store.timeout_s) == ("handle", 3.0)
     shared = pickle.loads(pickle.dumps(SharedMemoryPlane("/dev/shm/x")))  # noqa: S301  our own bytes
     assert shared.root == Path("/dev/shm/x")
 
@@ -35,6 +35,8 @@ def test_an_unknown_plane_is_refused() -> None:
 def test_a_missing_torchstore_is_an_error_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in [name for name in sys.modules if name.startswith("torchstore.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchstore", None)
     monkeypatch.delitem(sys.modules, "services.planes.torchstore", raising=False)
     with pytest.raises(PlaneError, match=r"run `pip install --no-deps torchstore==0\.1\.2`"):
