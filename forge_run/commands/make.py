@@ -49,19 +49,15 @@ def command(
     basis = [data, f"model.path={_quoted(model)}", "model.dtype=auto"]
     loaded = load_spec(MESH, sets=[*basis, *sets])
     written = [*basis, *sets]
-    plan, threads = in_child(_plan, loaded.spec.learn, found, tokens, ratio, minutes, written)
-    for line in plan.told():
-        note(line)
+    chosen = in_child(_plan, loaded.spec.learn, found, tokens, ratio, minutes, written)
     if dry_run:
         return 0
     from forge_run.commands.run import run
 
-    chosen = [f"roles.{role}.threads={threads}" for role in MODEL_ROLES]
-
     home = (run_dir or Path("runs")).absolute() / loaded.spec.mesh.name
     with _told_when_usable(home):
         code = run(
-            mesh=MESH, overlays=(), sets=[*plan.sets, *chosen, *written], run_dir=run_dir,
+            mesh=MESH, overlays=(), sets=[*chosen, *written], run_dir=run_dir,
             resume=None, continues=None, alone=False, grace=GRACE_SECONDS, dry_run=False,
             checked=True,
         )  # fmt: skip
@@ -89,10 +85,10 @@ def library_names(called: str, found: ReadResult) -> dict[str, str]:
 def _plan(
     learn: Any, found: ReadResult, tokens: int | None, ratio: float | None, minutes: float,
     sets: Sequence[str],
-) -> tuple[Any, int]:  # fmt: skip
-    """Return the plan of a run, by this machine's rates, and the threads that they were measured
-    with; tell remarks on the documents as the planned run reads them, with the overrides `sets`.
-    What takes seconds to import is imported here, after the mistakes that are answered at once."""
+) -> list[str]:  # fmt: skip
+    """Tell the plan of a run, by this machine's rates, and remarks on the documents as the planned
+    run reads them, with the overrides `sets`. Return the plan as overrides. What takes seconds to
+    import is imported here, after the mistakes that are answered at once."""
     import torch
 
     from documents.corpus import read_parts
@@ -121,9 +117,11 @@ def _plan(
     weights = sum(p.numel() for p in model.parameters()) * item
     held = ModelBytes(weights, 2 * layers * heads * width * item)
     plan = planned(counts, p, minutes, rates, learn, held)
-    for line in require_documents(load_spec(MESH, sets=[*plan.sets, *sets]).spec.learn):
+    checked = load_spec(MESH, sets=[*plan.sets, *sets]).spec.learn
+    for line in (*require_documents(checked), *plan.told()):
         note(line)
-    return plan, torch.get_num_threads()
+    threads = torch.get_num_threads()  # with which the machine was measured
+    return [*plan.sets, *(f"roles.{role}.threads={threads}" for role in MODEL_ROLES)]
 
 
 def _add(serve: str, model: str, run: Path, names: Mapping[str, str], called: str) -> None:
