@@ -202,7 +202,7 @@ test: install-vllm install-verifiers install-prometheus install-helm install-mot
 
 test-all: test install-browser install-slurm install-trl install-verl ## and tests/nightly: kills at any phase, hosts, recipes, long runs
 	HYPOTHESIS_PROFILE=night $(PYTEST) -m hypothesis tests/unit tests/mesh
-	FORGE_SEQUENCES=200 $(PYTEST) tests/unit/services/test_run_model.py
+	FORGE_SEQUENCES=200 $(PYTEST) tests/mesh/services/test_run_model.py
 	FORGE_RUN_SEQUENCES=200 FORGE_REQUIRE_BROWSER=$(if $(and $(shell command -v chromium),$(shell command -v npm)),1) \
 	  $(SLOW_PYTEST) tests/nightly
 

@@ -1,7 +1,7 @@
 """Any order of kills, stops, control calls, full disks, damage and resumes: the end is that of the
 calm run, to the byte, nothing is left behind, and what was paid is within the cap, once a call.
 
-The files alone are under many more orders in tests/unit/services/test_run_model.py. Here every
+The files alone are under many more orders in tests/mesh/services/test_run_model.py. Here every
 process is real. FORGE_RUN_SEQUENCES is the number of orders; every fifth is of a run that pays a
 teacher for hints. Part n draws with the seed n, and xdist plays two parts side by side.
 
