@@ -41,7 +41,8 @@ def of_fresh(script: str) -> str:
 
 def test_its_imports_end_with_it() -> None:
     script = (
-        "found, pid = in_child(heavy, 3)\nprint(found, pid != os.getpid(), 'sqlite3' in sys.modules)"
+        "found, pid = in_child(heavy, 3)\n"
+        "print(found, pid != os.getpid(), 'sqlite3' in sys.modules)"
     )
     assert of_fresh(script) == "(4,) True False\n"
 
