@@ -64,7 +64,7 @@ def test_beside_torch_the_function_is_called_here(monkeypatch: pytest.MonkeyPatc
     assert in_child(os.getpid) == os.getpid()
 
 
-def test_the_client_of_a_run_imports_no_torch() -> None:
+def test_only_its_plane_brings_torch_into_the_client_of_a_run() -> None:
     script = (
         "import actors.base, forge_run.launch, forge_run.opening, services.planes.open\n"
         "import services.role_processes, training.controller\n"
