@@ -409,6 +409,15 @@ def _main(parser: argparse.ArgumentParser, command: Command, argv: Sequence[str]
         help="print the version and leave",
     )
     _fill(parser, command, "COMMAND")
+    code = _run_command(parser, argv)
+    launch = sys.modules.get("forge_run.launch")
+    if argv is None and launch is not None:
+        launch.leave(code)
+    return code
+
+
+def _run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    """Run the command that `argv` names, None for this process's words. Returns the exit code."""
     # Runs, cartridges and answers hold what is in the documents, so they are their owner's alone.
     os.umask(0o077)
     sys.excepthook = _print_redacted

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -42,7 +42,6 @@ from services.run_directory import RunDirectory, storage_error
 from services.run_position import ResumePoint, newest_checkpoint, resume_point
 
 POLL_SECONDS = 0.25
-END_SECONDS = 1.5  # twice this, the default of --grace and the report fit in 10 s
 STATUS_TIMEOUT = 30.0
 LOCAL_ENVIRONMENT = {
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
@@ -121,10 +120,8 @@ def run(
         unstored = run.end()
         error = error or unstored
     code = 128 + caught.first if caught.first else 0
-    if cut_off is not None:
-        # Monarch's shutdown in a client whose mesh was killed may hang, or exit with 1.
-        sys.stdout.flush()
-        os._exit(error.exit_code if error is not None else code)
+    if cut_off is not None:  # the error was printed when it was seen
+        leave(error.exit_code if error is not None else code)
     if error is not None:
         raise error
     return code
@@ -204,8 +201,8 @@ def _drive(
     grace_s: float,
 ) -> str | None:
     """Return None for a run that ended in order, else why it was cut off, which is printed, "" for
-    a user's wish: then no part of Monarch may be used any more. `listen` is where other hosts reach
-    this one."""
+    a user's wish. The mesh is killed at the end: no part of Monarch may be used any more. `listen`
+    is where other hosts reach this one."""
     import monarch.actor as monarch
 
     from actors.base import bootstrap
@@ -282,10 +279,7 @@ def _drive(
         cause = getattr(error, "exception", error)
         raise cause if isinstance(cause, ForgeError) else RunError(str(cause)) from error
     finally:
-        if cut_off is not None:
-            kill_mesh()
-        else:
-            _end(procs)
+        kill_mesh()  # after a run's end only the controller's process is left
     return cut_off
 
 
@@ -340,11 +334,10 @@ def kill_mesh() -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _end(procs: Any) -> None:
-    """Stop the controller's process and this client's part of the mesh, END_SECONDS each. A process
-    that does not stop in time, busy with its last call, dies with this process."""
-    import monarch.actor as monarch
-
-    for ending in (procs.stop, monarch.shutdown_context):
-        with contextlib.suppress(Exception):
-            ending().get(timeout=END_SECONDS)
+def leave(code: int) -> NoReturn:
+    """End this process with the exit code `code`, past Monarch's own shutdown of a client. It waits
+    for processes that are gone, and after some runs it ended the process with 1."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a pipe that nobody reads any more
+            stream.flush()
+    os._exit(code)

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from serving.access.keys import ApiKey
 
 STOP_SECONDS = 8.0
-END_SECONDS = 3.0
 NO_SECRET = "is not in the environment, and the server reads it there"
 EVERYTHING = "key_env"  # the name of that key in the audit log
 
@@ -47,8 +46,9 @@ def command(*, mesh: str, sets: Sequence[str], dry_run: bool) -> int | list[Tabl
 
 
 def serve(loaded: LoadedServeSpec) -> int:
-    """Serve until a signal. Returns the exit code: 0 after SIGTERM, 130 after Ctrl-C. Raises
-    ForgeError when the server cannot start or its generators fail."""
+    """Serve until a signal. Returns the exit code: 0 after SIGTERM, 130 after Ctrl-C, 1 when the
+    generators did not end in time. Raises ForgeError when the server cannot start or its generators
+    fail."""
     faults = unmet(loaded)
     if faults:
         raise combined(faults)
@@ -68,7 +68,9 @@ def serve(loaded: LoadedServeSpec) -> int:
         try:
             asyncio.run(server.run())
         finally:
-            _end_monarch(server.cut_off)
+            kill_mesh()
+    if server.cut_off:
+        return 1
     return 130 if server.signal == signal.SIGINT else 0
 
 
@@ -299,16 +301,3 @@ def ids_of_the_end(model: Path, tokenizer: Any) -> frozenset[int]:
 def _note(event: str, **facts: Any) -> None:
     shown = " ".join(f"{k}={v}" for k, v in facts.items())
     print(f"{event} {shown}", file=sys.stderr, flush=True)
-
-
-def _end_monarch(cut_off: bool) -> None:
-    """End this client's part of the mesh; kill what did not end."""
-    import monarch.actor as monarch
-
-    if cut_off:
-        kill_mesh()
-        sys.stdout.flush()
-        os._exit(1)
-    with contextlib.suppress(Exception):
-        monarch.shutdown_context().get(timeout=END_SECONDS)
-    kill_mesh()

@@ -48,7 +48,8 @@ def directory(root: Path) -> Path:
 
 def whole_run(root: Path, **sets: Any) -> Finished:
     process = run_to_end(command(root, **sets))
-    assert process.returncode == 0, process.stdout + process.stderr
+    told = process.stdout + process.stderr
+    assert process.returncode == 0, f"exit code {process.returncode}\n{told}"
     return Finished(process, directory(root))
 
 
