@@ -89,9 +89,9 @@ def collapses(name: str) -> tuple[Cells, list[Cells]]:
     return ["arm", "over untrained, points", "least change of reward in a run"], body
 
 
-def kept_trials(name: str) -> list[tuple[str, Trial]]:
-    """Return every trial of configs/NAME.yaml that is kept, with its record."""
-    trials = planned_trials(_path(name))
+def kept_trials(name: str, sets: tuple[str, ...] = ()) -> list[tuple[str, Trial]]:
+    """Return every trial of configs/NAME.yaml, with `sets`, that is kept, with its record."""
+    trials = planned_trials(_path(name), sets)
     return [(r, t) for r, t in trials if (records.HOME / r / "answers.jsonl.gz").is_file()]
 
 

@@ -78,9 +78,10 @@ def restore(
 
 
 @cache  # several tables are of one sweep, whose every trial has a spec of its own to read
-def planned_trials(path: Path) -> tuple[tuple[str, Trial], ...]:
-    """Return every trial of the sweep in file `path` with the name of its record."""
-    spec, plan = _read(path)
+def planned_trials(path: Path, sets: Sequence[str] = ()) -> tuple[tuple[str, Trial], ...]:
+    """Return every trial of the sweep in file `path` with the name of its record. `sets` is a
+    tuple."""
+    spec, plan = _read(path, sets)
     return tuple((_name(spec, trial), trial) for trial in plan)
 
 

@@ -28,6 +28,7 @@ from benchmarks.results.merging_tables import (
     trained_to_aggregate,
 )
 from benchmarks.results.on_policy_tables import every_arm, primary, secondary
+from benchmarks.results.real_study import real_arms, real_primary, real_secondary
 from benchmarks.results.real_tables import articles
 from benchmarks.results.study_tables import between, collapses, over_reference
 from protocols.files import REPOSITORY
@@ -43,6 +44,7 @@ PAGES = (
     "docs/studies/ahead.md",
     "docs/studies/channels.md",
     "docs/studies/on_policy.md",
+    "docs/studies/real.md",
     *(f"docs/explanation/{name}.md" for name in (
         "cartridges", "channels", "compression", "on_policy", "performance", "results", "rsa",
         "scaling", "test_time_compute",
@@ -199,6 +201,9 @@ TABLES: dict[str, Callable[[str], Lines]] = {
     "secondary": lambda sweep: table(*secondary(sweep)),
     "merging_arms": lambda sweep: table(*merging_arms(sweep)),
     "merging_differences": lambda sweep: table(*merging_differences(sweep)),
+    "real_arms": lambda sweep: table(*real_arms(sweep)),
+    "real_primary": lambda sweep: table(*real_primary(sweep)),
+    "real_secondary": lambda sweep: table(*real_secondary(sweep)),
     "articles": lambda record: table(*articles(record)),
     "trained_to_aggregate": lambda sweep: table(*trained_to_aggregate(sweep)),
 }

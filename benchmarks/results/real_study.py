@@ -1,0 +1,162 @@
+"""Make the tables of docs/studies/real.md from the records of configs/sweep_real.yaml.
+
+The unit is an article; its value of an arm is the mean over the seeds. An arm has three outcomes,
+nats a token: of the right answers (kept by the run), of passages, and of what the document's
+teacher writes after the arm's own words (both by `forge eval`, where the run's cartridges are
+kept).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from benchmarks.results import records
+from benchmarks.results.study_tables import Cells, kept_trials, p_value
+from protocols.records.intervals import holm, mean_interval, mean_p
+
+NO_MODEL = ("model.path=./none",)  # the sweep is read where its model is not kept
+# An arm and what it is compared with, as they were registered.
+PRIMARY = (
+    ("128: on policy", "128: offline"),
+    ("128: recitation first", "128: offline"),
+)
+SECONDARY = (
+    ("32: on policy", "32: offline"),
+    ("32: recitation first", "32: offline"),
+    ("512: on policy", "512: offline"),
+    ("512: recitation first", "512: offline"),
+    ("128: attention matching", "128: first tokens"),
+    ("128: matching and recitation", "128: recitation first"),
+    ("128: on policy, reverse KL", "128: on policy"),
+    ("128: on policy, temperature 0.3", "128: on policy"),
+)
+Losses = dict[str, list[float]]  # by article, one value a seed
+
+
+@dataclass
+class ArmOutcomes:
+    """Hold the outcomes of an arm: `answers` and `after_own` by article, `passages` and `tokens`,
+    those it was trained on, by seed."""
+
+    answers: Losses = field(default_factory=lambda: defaultdict(list))
+    after_own: Losses = field(default_factory=lambda: defaultdict(list))
+    passages: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
+def outcomes(study: str) -> dict[str, ArmOutcomes]:
+    """Return the outcomes of every arm of configs/STUDY.yaml, in its order, as far as runs are
+    kept."""
+    found: dict[str, ArmOutcomes] = defaultdict(ArmOutcomes)
+    for record, trial in kept_trials(study, NO_MODEL):
+        answers, evaluated = _answers(record), _evaluated(record)
+        tokens: dict[str, int] = defaultdict(int)
+        for row in records.rows(record, "metrics.jsonl", records.HOME):
+            tokens[row["arm"]] += row["tokens"]
+        for arm, shown in trial.arms:
+            own = found[shown]
+            for article, losses in answers[arm].items():
+                own.answers[article].append(fmean(losses))
+            own.tokens.append(tokens[arm])
+            if arm in evaluated:
+                passages, after_own = evaluated[arm]
+                own.passages.append(passages)
+                for article, losses in after_own.items():
+                    own.after_own[article].append(fmean(losses))
+    return found
+
+
+def _answers(record: str) -> Mapping[str, Losses]:
+    """Return the losses of the right answers by arm and article, without the held-out prompts."""
+    found: dict[str, Losses] = defaultdict(lambda: defaultdict(list))
+    for row in records.rows(record, "answers.jsonl", records.HOME):
+        if not row["sampled"] and row["right"] is not None:
+            found[row["arm"]][row["document"]].append(row["nll"])
+    return found
+
+
+def _evaluated(record: str) -> dict[str, tuple[float, Losses]]:
+    """Return, by arm, the loss of passages and by article those after own words. The arm of a warm
+    start is told as "hybrid" by `forge eval`."""
+    if not (records.HOME / record / "eval.json").is_file():
+        return {}
+    found = {}
+    for row in records.whole(record, "eval.json", records.HOME)["rows"]:
+        by_article: Losses = defaultdict(list)
+        for passage, loss in row["after_own"]["nll"].items():
+            by_article[passage.split("/")[0]].append(loss)
+        kind = "on_policy" if row["kind"] == "hybrid" else row["kind"]
+        found[kind] = (math.log(row["passages"]["value"]), by_article)
+    return found
+
+
+def real_arms(study: str) -> tuple[Cells, list[Cells]]:
+    """Return heads and rows: means of every arm over the articles, with Student's 95% intervals."""
+    body = [
+        [arm, str(len(own.tokens)), f"{fmean(own.tokens):,.0f}",
+         *_shown(_means(own.answers).values(), ".2f"),
+         f"{fmean(own.passages):.2f}" if own.passages else "",
+         *_shown(_means(own.after_own).values(), ".2f")]
+        for arm, own in outcomes(study).items()
+    ]  # fmt: skip
+    heads = ["arm", "seeds", "trained tokens", "answers", "95% interval", "passages"]
+    return [*heads, "after own words", "95% interval"], body
+
+
+def real_primary(study: str) -> tuple[Cells, list[Cells]]:
+    """Return heads and rows of the comparisons that decide the study."""
+    return _compared(study, PRIMARY)
+
+
+def real_secondary(study: str) -> tuple[Cells, list[Cells]]:
+    """Return heads and rows of the comparisons beside them."""
+    return _compared(study, SECONDARY)
+
+
+def _compared(study: str, asked: Sequence[tuple[str, str]]) -> tuple[Cells, list[Cells]]:
+    """Return paired differences over articles, with p-values adjusted for all of them together."""
+    found = outcomes(study)
+    tests: list[tuple[Cells, list[float]]] = []
+    for arm, other in asked:
+        a, b = found[arm], found[other]
+        for name, ours, theirs in (
+            ("answers", _means(a.answers), _means(b.answers)),
+            ("after own words", _means(a.after_own), _means(b.after_own)),
+        ):
+            paired = [ours[article] - theirs[article] for article in ours if article in theirs]
+            if paired:
+                tests.append(([arm, other, name, str(len(paired))], paired))
+    adjusted = holm([mean_p(paired) for _, paired in tests])
+    body = [
+        [*shown, *_shown(paired, "+.2f"), p_value(p), decided(paired)]
+        for (shown, paired), p in zip(tests, adjusted, strict=True)
+    ]
+    heads = ["arm", "over", "outcome", "articles", "difference", "95% interval", "p (Holm)"]
+    return [*heads, "decided"], body
+
+
+def decided(paired: Sequence[float]) -> str:
+    """Return what the interval decides, by the rule of the study: 0.1 nats matter."""
+    low, high = mean_interval(paired) or (-math.inf, math.inf)
+    if low > 0:
+        return "worse"
+    if high < 0:
+        return "better"
+    return "no difference that matters" if low >= -0.1 and high <= 0.1 else "open"
+
+
+def _means(losses: Losses) -> dict[str, float]:
+    """Return the mean over the seeds of each article."""
+    return {article: fmean(values) for article, values in losses.items()}
+
+
+def _shown(values: Iterable[float], form: str) -> Cells:
+    own = list(values)
+    if not own:
+        return ["", ""]
+    low, high = mean_interval(own) or (math.nan, math.nan)
+    return [format(fmean(own), form), f"{low:{form}} to {high:{form}}"]
