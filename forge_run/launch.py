@@ -206,14 +206,10 @@ def _drive(
     import monarch.actor as monarch
 
     from actors.base import bootstrap
-    from services.planes.open import import_plane
     from services.role_processes import controller_variables
     from training.controller import ControllerActor
 
     directory, resume = run.directory, run.resumed
-    # TorchStore's index is an actor of this process. Importing torch later, for the message that
-    # spawns it, would hold up Monarch's threads for seconds, and the controller would seem dead.
-    import_plane(spec.mesh.carrier)
     if listen is not None:  # the default transport reaches this host only
         monarch.enable_transport(listen)
     # The controller supervises the mesh; only its own death reaches this process, and the next

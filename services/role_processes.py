@@ -1,7 +1,6 @@
 """Tell what the processes of a spec's roles need, and which of them write into the run directory.
 
-It imports no actor, and so no torch: the client reads it, and waits for the run in few megabytes
-where its tensor plane needs none either.
+It imports no actor, and so no torch: the client reads it, and waits for the run in few megabytes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Implement the tensor plane over TorchStore, in the only module that imports it.
 
-    a process            the root client          the caller's mesh
+    a process            the storage process, on the caller's mesh
     TorchStorePlane ---> controller (keys)
-                    ---> storage volume (bytes) -----------------^
+                    ---> storage volume (bytes)
 
-`start` puts one storage volume on a mesh that the caller owns. The controller is an actor that
-knows which keys exist. It always runs in the root client's process, wherever `start` is called:
-Monarch looks it up by name there (`get_or_spawn_controller`), so a plane pickled into any actor of
-the run finds it.
+`start` puts the controller, an actor that knows which keys exist, and one storage volume on a mesh
+that the caller owns. A plane pickled into an actor takes the controller's handle with it.
+TorchStore's own `initialize` spawns the controller in the root client's process, which then imports
+torch (150 MB) and answers two calls for every tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import ctypes
 import inspect
 import logging
 import os
-import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -26,7 +25,7 @@ from typing import Any, TypeVar
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
 
 import torch
-from monarch.actor import Actor, ProcMesh, endpoint, get_or_spawn_controller
+from monarch.actor import Actor, ProcMesh, endpoint
 from monarch.rdma import is_ibverbs_available
 
 from protocols.errors import PlaneError
@@ -35,11 +34,14 @@ from services.planes.codec import pack, unpack
 from services.planes.memory_directory import check_key
 
 try:
-    import torchstore
+    from torchstore.client import LocalClient
     from torchstore.controller import Controller
+    from torchstore.storage_volume import StorageVolume
     from torchstore.strategy import TorchStoreStrategy
 except ModuleNotFoundError as error:
-    package = "--no-deps torchstore==0.1.2" if error.name == "torchstore" else error.name
+    package = str(error.name).partition(".")[0]
+    if package == "torchstore":
+        package = "--no-deps torchstore==0.1.2"
     raise PlaneError(
         f"the torchstore plane needs a package that is not installed ({error}): run "
         f"`pip install {package}`, or choose the shared_memory plane"
@@ -94,6 +96,7 @@ class StoreController(Controller):
     @endpoint
     async def claim(self, key: str) -> bool:
         """Reserve the key and return True, or return False when it is reserved already."""
+        self.assert_initialized()
         if key in self._claimed:
             return False
         self._claimed.add(key)
@@ -165,41 +168,41 @@ _trimmer = HeapTrimmer(64 << 20)
 
 
 class TorchStorePlane:
-    """Implement `protocols.ports.TensorPlane` over a named store. Pickles as name and timeout.
+    """Implement `protocols.ports.TensorPlane` over the store whose controller is given.
 
     Every call has `timeout_s` seconds; PlaneError names the operation and the key.
     """
 
-    def __init__(self, store_name: str, timeout_s: float = 60.0) -> None:
-        self.store_name = store_name
+    def __init__(self, controller: Any, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
-        self._controller: Any = None  # looked up once per process: handles are not for pickling
+        self._controller = controller
+        self._client: Any = None  # TorchStore's, made once per process
 
-    def __reduce__(self) -> tuple[type[TorchStorePlane], tuple[str, float]]:
-        return TorchStorePlane, (self.store_name, self.timeout_s)
+    def __reduce__(self) -> tuple[type[TorchStorePlane], tuple[Any, float]]:
+        return TorchStorePlane, (self._controller, self.timeout_s)
 
     @classmethod
     async def start(cls, mesh: ProcMesh, timeout_s: float = 60.0) -> TorchStorePlane:
-        """Return a plane over a new store with its bytes on `mesh` (one process, which the caller
-        spawns and stops). Callable from the root client or any actor. Raises PlaneError on
-        failure."""
-        plane = cls(f"store{uuid.uuid4().hex[:12]}", timeout_s)
+        """Return a plane over a new store on `mesh` (one process, which the caller spawns and
+        stops). Callable from the root client or any actor. Raises PlaneError on failure."""
+        strategy = OneVolume()
+        plane = cls(mesh.spawn("controller", StoreController), timeout_s)
 
         async def initialize() -> None:
             await mesh.spawn("prepare", VolumeProcess).return_freed_memory.call()
-            # Spawn StoreController under this name first, so that `initialize` uses it.
-            await plane._find_controller()
-            await torchstore.initialize(
-                num_storage_volumes=1, strategy=OneVolume(), store_name=plane.store_name, mesh=mesh
+            volumes = await StorageVolume.spawn(1, mesh, id_func=strategy.get_volume_id)
+            await plane._controller.init.call(
+                strategy=strategy, num_storage_volumes=1, storage_volumes=volumes
             )
 
         limit = max(timeout_s, START_TIMEOUT_S)
-        await plane._bounded("start", plane.store_name, initialize(), limit)
+        await plane._bounded("start", "the store", initialize(), limit)
         return plane
 
     async def stop(self) -> None:
         """Delete every key and free its memory. Later calls, in any process, raise PlaneError."""
-        await self._bounded("stop", self.store_name, torchstore.shutdown(self.store_name))
+        await self._bounded("stop", "the store", self._controller.teardown.call())
+        self._client = None
 
     async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> TensorRef:
         """Store a snapshot of the tensors, taken before the first await.
@@ -211,11 +214,9 @@ class TorchStorePlane:
         buffer, layout = pack(tensors)
 
         async def claim_and_put() -> bool:
-            controller = await self._find_controller()
-            if not await controller.claim.call_one(key):
+            if not await self._controller.claim.call_one(key):
                 return False
-            client = await torchstore.client(self.store_name)
-            await client.put(key, buffer)
+            await (await self._storage()).put(key, buffer)
             _trimmer.passed(buffer.numel())
             return True
 
@@ -228,8 +229,7 @@ class TorchStorePlane:
         check_key(packet.key)
 
         async def get() -> torch.Tensor:
-            client = await torchstore.client(self.store_name)
-            buffer: torch.Tensor = await client.get(packet.key)
+            buffer: torch.Tensor = await (await self._storage()).get(packet.key)
             _trimmer.passed(buffer.numel())
             return buffer
 
@@ -240,12 +240,11 @@ class TorchStorePlane:
         check_key(key)
 
         async def delete() -> None:
-            client = await torchstore.client(self.store_name)
-            controller = await self._find_controller()
+            client = await self._storage()
             try:
                 await client.delete(key)
             finally:  # also after a put that failed half-way, which left the claim alone
-                await controller.release.call_one(key)
+                await self._controller.release.call_one(key)
 
         await self._bounded("delete", key, delete())
 
@@ -253,18 +252,19 @@ class TorchStorePlane:
         """Return the keys that start with `prefix`, sorted."""
 
         async def keys() -> list[str]:
-            client = await torchstore.client(self.store_name)
-            found: list[str] = await client.keys()
+            found: list[str] = await (await self._storage()).keys()
             return found
 
         # Filtered here: TorchStore's own prefix matches whole dot-separated parts only.
         everything = await self._bounded("keys", prefix, keys())
         return sorted(key for key in everything if key.startswith(prefix))
 
-    async def _find_controller(self) -> Any:
-        if self._controller is None:
-            self._controller = await get_or_spawn_controller(self.store_name, StoreController)
-        return self._controller
+    async def _storage(self) -> Any:
+        """Return this process's client of the store."""
+        if self._client is None:
+            strategy = await self._controller.get_controller_strategy.call_one()
+            self._client = LocalClient(self._controller, strategy)
+        return self._client
 
     async def _bounded(
         self, operation: str, key: str, work: Coroutine[Any, Any, T], limit: float | None = None

@@ -21,8 +21,8 @@ from services.planes.shared_memory import SharedMemoryPlane
 def test_planes_pickle_as_handles() -> None:
     from services.planes.torchstore import TorchStorePlane
 
-    store = pickle.loads(pickle.dumps(TorchStorePlane("store1", 3.0)))  # noqa: S301  our own bytes
-    assert (store.store_name, store.timeout_s) == ("store1", 3.0)
+    store = pickle.loads(pickle.dumps(TorchStorePlane("handle", 3.0)))  # noqa: S301  our own bytes
+    assert (store._controller, store.timeout_s) == ("handle", 3.0)
     shared = pickle.loads(pickle.dumps(SharedMemoryPlane("/dev/shm/x")))  # noqa: S301  our own bytes
     assert shared.root == Path("/dev/shm/x")
 
