@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
 
 import torch
+from monarch._src.actor.actor_mesh import ActorMesh
 from monarch.actor import Actor, ProcMesh, endpoint
 from monarch.rdma import is_ibverbs_available
 
@@ -167,6 +168,13 @@ class HeapTrimmer:
 _trimmer = HeapTrimmer(64 << 20)
 
 
+def _handle(actors: Any) -> Any:
+    """Return the actors' handle without their process mesh. With it the handle could not be pickled
+    any more once that mesh is stopped, and a replica that starts before the next store would fail.
+    """
+    return ActorMesh(actors._class, actors._mesh_name, actors._inner, actors._shape, proc_mesh=None)
+
+
 class TorchStorePlane:
     """Implement `protocols.ports.TensorPlane` over the store whose controller is given.
 
@@ -186,7 +194,7 @@ class TorchStorePlane:
         """Return a plane over a new store on `mesh` (one process, which the caller spawns and
         stops). Callable from the root client or any actor. Raises PlaneError on failure."""
         strategy = OneVolume()
-        plane = cls(mesh.spawn("controller", StoreController), timeout_s)
+        plane = cls(_handle(mesh.spawn("controller", StoreController)), timeout_s)
 
         async def initialize() -> None:
             await mesh.spawn("prepare", VolumeProcess).return_freed_memory.call()
