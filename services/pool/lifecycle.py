@@ -25,7 +25,8 @@ from services.pool.process import ReplicaProcess, by_rank
 from services.pool.process_manager import ProcessManager
 from services.pool.replica import Replica, ReplicaLost, ask, last_line
 
-RETRY_SECONDS = 0.5
+RETRY_SECONDS = 0.5  # doubled by every further start that fails
+LONGEST_PAUSE_SECONDS = 8.0
 DRAIN_SECONDS = 120.0
 MOVE_PAUSE_SECONDS = 10.0  # after a move to another host that failed
 
@@ -107,8 +108,8 @@ class ReplicaLifecycle:
         on = self._processes.rank(replica.process) if replica.process is not None else 0
         return on, replica.slot
 
-    async def _live(self, pool: Pool, replica: Replica) -> None:
-        """Bring a replica into service, or replace it."""
+    async def _live(self, pool: Pool, replica: Replica, failures: int = 0) -> None:
+        """Bring a replica into service, or replace it; so many starts before it failed."""
         try:
             await self._start(pool, replica, self.roles[pool.role])
         except Exception as error:
@@ -122,7 +123,7 @@ class ReplicaLifecycle:
             lost = p is None or p.ended_pid() or p.given_up or self.lost_host(replica)
             if not pool.served and not lost:
                 return self._fail(RunError(f"{replica.name} does not start: {replica.ended}"))
-            await self._bury(pool, replica)
+            await self._bury(pool, replica, failures + 1)
             return
         if replica.process is None:  # scaled down before its process started
             return
@@ -189,8 +190,9 @@ class ReplicaLifecycle:
         self._note("replica_lost", role=pool.role, replica=replica.name, reason=reason)
         self.begin(self._bury(pool, replica))
 
-    async def _bury(self, pool: Pool, replica: Replica) -> None:
-        """End what is left of a dead replica, and replace it within the role's restart budget."""
+    async def _bury(self, pool: Pool, replica: Replica, failures: int = 0) -> None:
+        """End what is left of a dead replica, and replace it within the role's restart budget, the
+        later the more starts in a row failed."""
         if replica.process is not None:
             self._processes.lost(replica.process)
             self.begin(self._processes.discard(replica.process))
@@ -206,9 +208,10 @@ class ReplicaLifecycle:
                 )
             )
         successor = _add_successor(pool, replica)
-        if replica.process is None:  # no process started: pause before the next try
-            await asyncio.sleep(RETRY_SECONDS)
-        await self._live(pool, successor)
+        if replica.process is None or failures > 1:
+            doubled = RETRY_SECONDS * 2.0 ** max(failures - 2, 0)
+            await asyncio.sleep(min(doubled, LONGEST_PAUSE_SECONDS))
+        await self._live(pool, successor, failures)
 
     async def _drain(self, pool: Pool, replica: Replica) -> None:
         """End a replica once its requests have ended."""

@@ -308,6 +308,25 @@ def test_a_successor_that_does_not_get_ready_has_a_reason() -> None:
     run(scenario())
 
 
+def test_starts_that_fail_one_after_another_are_tried_ever_later() -> None:
+    """The second at once, then after 0.5, 1, 2, 4, 8 and 8 s: eight starts in 30 s, besides that
+    of the first death."""
+
+    async def scenario() -> None:
+        h = house()
+        pool = await settled(h, n=1)
+        h.service._lifecycle.roles["worker"].actor = Broken
+        pool.replicas[0].process.die()
+        await asyncio.sleep(30.0)
+        assert not h.service.failure.done()
+        assert pool.status().restarts == 1 + 8
+        h.service._lifecycle.roles["worker"].actor = Worker
+        await pool.settled(10.0)
+        await h.service.stop()
+
+    run(scenario())
+
+
 def test_a_host_that_starts_nothing_for_a_while_is_waited_for() -> None:
     async def scenario() -> None:
         h = house()
