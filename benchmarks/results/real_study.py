@@ -4,6 +4,8 @@ The unit is an article; its value of an arm is the mean over the seeds. An arm h
 nats a token: of the right answers (kept by the run), of passages, and of what the document's
 teacher writes after the arm's own words (both by `forge eval`, where the run's cartridges are
 kept).
+
+    python -m benchmarks.results.real_study    draw the page's plot
 """
 
 from __future__ import annotations
@@ -13,10 +15,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from benchmarks.results import records
 from benchmarks.results.study_tables import Cells, kept_trials, p_value
+from forge_run.report.plots import Plot, hue, legend
+from protocols.files import REPOSITORY, write_atomically
 from protocols.records.intervals import holm, mean_interval, mean_p
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NO_MODEL = ("model.path=./none",)  # the sweep is read where its model is not kept
 # An arm and what it is compared with, as they were registered.
@@ -34,11 +42,15 @@ SECONDARY = (
     ("128: on policy, reverse KL", "128: on policy"),
     ("128: on policy, temperature 0.3", "128: on policy"),
 )
+PLOT = REPOSITORY / "docs" / "studies" / "real.svg"
+LENGTHS = (32, 128, 512)
+CURVES = ("first tokens", "on policy", "recitation first", "offline")
+ENDS = {"none": "no document", "document": "whole document"}
 Losses = dict[str, list[float]]  # by article, one value a seed
 
 
 @dataclass
-class ArmOutcomes:
+class ArmLosses:
     """Hold the outcomes of an arm: `answers` and `after_own` by article, `passages` and `tokens`,
     those it was trained on, by seed."""
 
@@ -48,10 +60,10 @@ class ArmOutcomes:
     tokens: list[int] = field(default_factory=list)
 
 
-def outcomes(study: str) -> dict[str, ArmOutcomes]:
+def outcomes(study: str) -> dict[str, ArmLosses]:
     """Return the outcomes of every arm of configs/STUDY.yaml, in its order, as far as runs are
     kept."""
-    found: dict[str, ArmOutcomes] = defaultdict(ArmOutcomes)
+    found: dict[str, ArmLosses] = defaultdict(ArmLosses)
     for record, trial in kept_trials(study, NO_MODEL):
         answers, evaluated = _answers(record), _evaluated(record)
         tokens: dict[str, int] = defaultdict(int)
@@ -160,3 +172,28 @@ def _shown(values: Iterable[float], form: str) -> Cells:
         return ["", ""]
     low, high = mean_interval(own) or (math.nan, math.nan)
     return [format(fmean(own), form), f"{low:{form}} to {high:{form}}"]
+
+
+def plot(study: str) -> str:
+    """Return an SVG of the losses of the right answers by the length: means over articles
+    and seeds of the kept runs of configs/STUDY.yaml."""
+    found = {arm: fmean(map(fmean, own.answers.values())) for arm, own in outcomes(study).items()}
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for end, shown in ENDS.items():
+            axes.axhline(found[end], linestyle=":", color="gray", linewidth=1)
+            axes.annotate(shown, (LENGTHS[-1], found[end]), ha="right", va="bottom", fontsize=8)
+        for index, arm in enumerate(CURVES):
+            losses = [found[f"{p}: {arm}"] for p in LENGTHS]
+            axes.plot(LENGTHS, losses, "o-", color=hue(index), label=arm)
+        axes.set(xscale="log", xlabel="tokens of the cartridge", ylabel="loss, nats a token")
+        axes.set_xticks(LENGTHS, map(str, LENGTHS))
+        axes.minorticks_off()
+        legend(axes, ncols=2)
+
+    return Plot("The loss of the right answers by the cartridge's length", "", draw).alone
+
+
+if __name__ == "__main__":
+    write_atomically(PLOT, plot("sweep_real"))
