@@ -66,6 +66,8 @@ def outcomes(study: str) -> dict[str, ArmLosses]:
     found: dict[str, ArmLosses] = defaultdict(ArmLosses)
     for record, trial in kept_trials(study, NO_MODEL):
         answers, evaluated = _answers(record), _evaluated(record)
+        if trial.spec.learn.cartridge.init != "first_tokens":
+            evaluated.pop("untrained", None)  # `forge eval` starts that arm from the first tokens
         tokens: dict[str, int] = defaultdict(int)
         for row in records.rows(record, "metrics.jsonl", records.HOME):
             tokens[row["arm"]] += row["tokens"]
