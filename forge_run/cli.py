@@ -411,7 +411,7 @@ def _main(parser: argparse.ArgumentParser, command: Command, argv: Sequence[str]
     _fill(parser, command, "COMMAND")
     code = _run_command(parser, argv)
     launch = sys.modules.get("forge_run.launch")
-    if argv is None and launch is not None:
+    if argv is None and launch is not None:  # a caller's own words leave its process alone
         launch.leave(code)
     return code
 

@@ -211,7 +211,7 @@ class ReplicaLifecycle:
         if replica.process is None or failures > 1:
             doubled = RETRY_SECONDS * 2.0 ** max(failures - 2, 0)
             await asyncio.sleep(min(doubled, LONGEST_PAUSE_SECONDS))
-        await self._live(pool, successor, failures)
+        self.begin(self._live(pool, successor, failures))  # awaited, failures would nest for ever
 
     async def _drain(self, pool: Pool, replica: Replica) -> None:
         """End a replica once its requests have ended."""

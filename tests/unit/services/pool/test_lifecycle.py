@@ -327,6 +327,22 @@ def test_starts_that_fail_one_after_another_are_tried_ever_later() -> None:
     run(scenario())
 
 
+def test_starts_that_fail_for_hours_do_not_nest() -> None:
+    """Each in the one before would be too deep for Python after some hundreds."""
+
+    async def scenario() -> None:
+        h = house()
+        pool = await settled(h, n=1, restarts=10_000)
+        h.service._lifecycle.roles["worker"].actor = Broken
+        pool.replicas[0].process.die()
+        await asyncio.sleep(2 * 3600.0)
+        assert not h.service.failure.done()
+        assert pool.status().restarts > 850
+        await h.service.stop()
+
+    run(scenario())
+
+
 def test_a_host_that_starts_nothing_for_a_while_is_waited_for() -> None:
     async def scenario() -> None:
         h = house()
