@@ -243,7 +243,8 @@ class ControllerActor(Actor):
         from training.training_run import TrainingRun
 
         self._show(stage="starting the mesh")
-        course = open_course(spec, mesh, self._directory)
+        # Long documents take seconds to read, in which the client and the health check ask.
+        course = await asyncio.to_thread(open_course, spec, mesh, self._directory)
         documents, contexts = course.documents, course.layout.contexts
         sizes = {c: sum(len(documents[name]) for name in of) for c, of in contexts.items()}
         if warning := length_warning(spec.learn.cartridge.tokens, sizes):
@@ -305,7 +306,7 @@ class ControllerActor(Actor):
         if "generator" not in mesh.pools or self._spec.learn.generator.backend != "vllm":
             return
         for replica, report in enumerate(await GeneratorClient(mesh.pools).shut_down()):
-            recorder.event("engine", replica=replica, **asdict(report))
+            recorder.event("engine", replica=f"generator[{replica}]", **asdict(report))
 
     async def _or_failure(self, work: Any, mesh: Mesh) -> None:
         """Await the work, or raise the service's failure."""

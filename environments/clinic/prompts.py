@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 
 from environments.clinic.longhealth import LETTERS, NoteSpan, Patient, PatientQuestion
 from environments.clinic.vocabulary import FIELDS
@@ -34,6 +35,7 @@ _SEVERAL = re.compile(
 )
 _AROUND = " .\"'*_`"
 _NUMBER = re.compile(r"\d+")
+_WORD = re.compile(r"\w")
 _FIELD_QUESTION = re.compile(r"what is the (.+)\?")
 LEAD = "answer:"
 TAGS = ("<answer>", "</answer>")
@@ -89,11 +91,24 @@ def unique_cue(document: str, sentence: str, most: int = 8) -> str | None:
     parts = sentence.split()
     for count in range(1, min(most, len(parts)) + 1):
         cue = " ".join(parts[:count]).rstrip(",;:")
-        pattern = r"\s+".join(re.escape(part) for part in cue.split())
-        # A lookahead, because occurrences may overlap.
-        if cue and len(re.findall(rf"(?<!\w)(?={pattern}(?!\w))", document)) == 1:
+        if cue and len(list(islice(_occurrences(_spaced(document), cue), 2))) == 1:
             return cue
     return None
+
+
+@lru_cache(maxsize=32)  # a chart of 12,000 tokens has a thousand sentences to look up
+def _spaced(document: str) -> str:
+    return " ".join(document.split())
+
+
+def _occurrences(text: str, words: str) -> Iterator[int]:
+    """Yield where `words` begin in the text as whole words; occurrences may overlap."""
+    at = text.find(words)
+    while at >= 0:
+        before, after = text[at - 1 : at], text[at + len(words) : at + len(words) + 1]
+        if not (_WORD.match(before) or _WORD.match(after)):
+            yield at
+        at = text.find(words, at + 1)
 
 
 def self_study_prompt(
@@ -193,9 +208,10 @@ def _another_number(digits: str, rng: random.Random) -> str:
 def cued_sentences(patient: Patient) -> list[tuple[int, str, str]]:
     """Return (note, cue, rest) of every sentence with a unique cue: (0, "sodium", "41 mmol")."""
     found = []
+    document = patient.document
     for note, text in enumerate(patient.texts):
         for sentence in sentences(text):
-            cue = unique_cue(patient.document, sentence)
+            cue = unique_cue(document, sentence)
             if cue:
                 found.append((note, cue, sentence[len(cue) :].strip(" ,;:")))
     return found

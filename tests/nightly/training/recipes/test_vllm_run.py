@@ -34,7 +34,8 @@ def test_the_run_trains_on_what_vllm_sampled_which_is_what_torch_samples(tmp_pat
     events = rows(run / "events.jsonl")
     assert [e["status"] for e in events if e["event"] == "finished"] == ["finished"]
     engines = [e for e in events if e["event"] == "engine"]
-    assert sorted(e["replica"] for e in engines) == [0, 1]
+    assert sorted(e["replica"] for e in engines) == ["generator[0]", "generator[1]"]
+    assert not [e for e in events if e["event"] == "sink_failed"]
     for e in engines:
         assert e["start_seconds"] > e["first_token_seconds"] > 0
         assert e["stop_seconds"] > 0
