@@ -195,6 +195,7 @@ def environment(base: ModelSource) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core steps in this process
         # vLLM 0.32 has two model runners; this is its choice on CPUs, so GPUs run the tested path.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # ours draws the tokens; FlashInfer would compile one
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the mesh sets the number of threads, unpinned
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",

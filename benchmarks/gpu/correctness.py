@@ -26,7 +26,8 @@ from protocols.types import Completion, Sample
 
 SPREADS = (1, 3, 6)  # standard deviations of scores
 OVER_TORCH = 1.5  # times the error of torch's own attention
-GAP_MEAN, GAP_MAX = DEFAULTS["bfloat16", "vllm"]  # nats; a run refuses a step beyond them
+# Mean and largest, nats; a run refuses a step beyond them.
+EMBEDDED, ON_VLLM = DEFAULTS["bfloat16", "torch"], DEFAULTS["bfloat16", "vllm"]
 # Nats, between bfloat16 and float32: its rounding alone. A wrong position or head costs whole nats.
 ROUNDED_MEAN, ROUNDED_MAX = 0.05, 0.5
 COSINE = 0.999  # of two gradients, of bfloat16 and of float32
@@ -36,7 +37,8 @@ TOP = 20
 
 def correctness(scene: CheckScene) -> list[Check]:
     """Return the rows of this module, in order."""
-    gap = f"mean <= {GAP_MEAN:g}, max <= {GAP_MAX:g} nats"
+    mean, most = EMBEDDED
+    gap = f"mean <= {mean:g}, max <= {most:g} nats"
     return [
         *(
             Check(
@@ -51,6 +53,7 @@ def correctness(scene: CheckScene) -> list[Check]:
             f"mean <= {ROUNDED_MEAN:g}, max <= {ROUNDED_MAX:g} nats; slopes' cosine >= {COSINE:g}",
             lambda: _step(scene),
         ),
+        Check("the same step twice", "the same bits", lambda: _twice(scene)),
         Check("embedded sampler against the trainer", gap, lambda: _sampler(scene)),
         Check(
             "whole document as the cartridge", f"doc_kl <= {ALIGNED:g} nats a token",
@@ -141,9 +144,29 @@ def _step(scene: CheckScene) -> Outcome:
     )
 
 
-def gap_outcome(scene: CheckScene, done: list[Completion], cartridge: Tensor) -> Outcome:
+def _twice(scene: CheckScene) -> Outcome:
+    samples = [scene.sample(i, scene.ids(64)) for i in range(2)]
+    tokens = sum(len(s.response_ids) for s in samples)
+    draws = torch.Generator().manual_seed(0)
+    teacher = TeacherDistribution(
+        indices=torch.arange(TOP, dtype=torch.int32).repeat(tokens, 1),
+        logprobs=torch.randn(tokens, 64, generator=draws).log_softmax(-1)[:, :TOP],
+    )
+    first, slope, _ = _student(scene.model, scene.cartridge, samples, teacher)
+    second, again, _ = _student(scene.model, scene.cartridge, samples, teacher)
+    apart = [(a != b).sum().item() for a, b in ((first, second), (slope, again))]
+    return Outcome(
+        f"{apart[0]} log-probabilities and {apart[1]} of {slope.numel()} slopes differ",
+        not any(apart),
+        {"logprobs": apart[0], "slopes": apart[1]},
+    )
+
+
+def gap_outcome(
+    scene: CheckScene, done: list[Completion], cartridge: Tensor, bounds: tuple[float, float]
+) -> Outcome:
     """Return the gap between a sampler's log-probabilities of what it drew over a cartridge
-    [L, 2, H_kv, P, D] and the trainer's."""
+    [L, 2, H_kv, P, D] and the trainer's; `bounds` are of its mean and its largest, nats."""
     samples = [scene.sample(i, one.token_ids, one.logprobs) for i, one in enumerate(done)]
     rows = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
     own = response_logprobs(scene.model, samples, {NAME: cartridge}, rows).double().cpu()
@@ -152,7 +175,7 @@ def gap_outcome(scene: CheckScene, done: list[Completion], cartridge: Tensor) ->
     mean, most = gap.mean().item(), gap.max().item()
     return Outcome(
         f"mean {mean:.2g}, max {most:.2g} nats of {len(gap)} tokens",
-        mean <= GAP_MEAN and most <= GAP_MAX,
+        mean <= bounds[0] and most <= bounds[1],
         {"mean": mean, "max": most, "tokens": len(gap)},
     )
 
@@ -162,7 +185,7 @@ def _sampler(scene: CheckScene) -> Outcome:
     done = generate(
         scene.model, scene.requests(tokens=tokens), lambda _: scene.cartridge, frozenset()
     )
-    return gap_outcome(scene, done, scene.cartridge)
+    return gap_outcome(scene, done, scene.cartridge, EMBEDDED)
 
 
 def _alignment(scene: CheckScene) -> Outcome:

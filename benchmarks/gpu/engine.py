@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actors.base import ModelSource, NoPlane, missing_vllm
 from actors.engine_generator import build_engine, environment
-from benchmarks.gpu.correctness import GAP_MAX, GAP_MEAN, gap_outcome
+from benchmarks.gpu.correctness import ON_VLLM, gap_outcome
 from benchmarks.gpu.phase_step import bounds, synchronize
 from benchmarks.gpu.rows import Check, Outcome
 from benchmarks.gpu.scene import NAME, CheckScene
@@ -35,7 +35,8 @@ def engine(scene: CheckScene, ceilings: Callable[[], DevicePeaks]) -> list[Check
     if missing_vllm():
         return []
     held = _Started(scene)
-    gap = f"mean <= {GAP_MEAN:g}, max <= {GAP_MAX:g} nats"
+    mean, most = ON_VLLM
+    gap = f"mean <= {mean:g}, max <= {most:g} nats"
     return [
         Check("vLLM starts and compiles", f"<= {START_SECONDS:g} s", held.start),
         Check("vLLM against the trainer", gap, held.compared),
@@ -106,7 +107,7 @@ class _Started:
 
     def compared(self) -> Outcome:
         done = self._run(self._scene.requests(tokens=self._length()))
-        return gap_outcome(self._scene, done, self._scene.cartridge)
+        return gap_outcome(self._scene, done, self._scene.cartridge, ON_VLLM)
 
     def swapped(self) -> Outcome:
         """Publish a second version while requests over the first are decoded."""
@@ -131,10 +132,10 @@ class _Started:
             self._engine.add(request.id, request, request.prefix)
         while len(done) < len(old) + len(new):
             some()
-        kept = gap_outcome(scene, [done[r.id] for r in old], scene.cartridge)
-        moved = gap_outcome(scene, [done[r.id] for r in new], second)
-        wrong = gap_outcome(scene, [done[r.id] for r in new], scene.cartridge)
-        apart = wrong.figures["mean"] > GAP_MEAN
+        kept = gap_outcome(scene, [done[r.id] for r in old], scene.cartridge, ON_VLLM)
+        moved = gap_outcome(scene, [done[r.id] for r in new], second, ON_VLLM)
+        wrong = gap_outcome(scene, [done[r.id] for r in new], scene.cartridge, ON_VLLM)
+        apart = wrong.figures["mean"] > ON_VLLM[0]
         return Outcome(
             f"old: {kept.found}; new: {moved.found}; new by the old numbers: mean "
             f"{wrong.figures['mean']:.2g}",

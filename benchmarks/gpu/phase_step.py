@@ -175,9 +175,10 @@ class PhaseStep:
             self.peak_bytes[phase] = torch.cuda.max_memory_allocated(self.device)
         return done
 
-    def run(self) -> None:
-        """Run the four phases in order, on the rollout's responses."""
-        completions = self._try("rollout", self.rollout)
+    def run(self, sample: bool = True) -> None:
+        """Run the four phases in order, on the rollout's responses; without `sample` the last three
+        again, on the same."""
+        completions = self._try("rollout", self.rollout) if sample else None
         if completions is not None:
             self.samples = [
                 self.sample(i, c.token_ids, c.logprobs) for i, c in enumerate(completions)

@@ -18,6 +18,7 @@ several cartridges is bounded.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
@@ -27,6 +28,7 @@ from protocols.errors import PublishError
 from protocols.types import CARTRIDGE, PrefixRef, PublishedCartridge, TensorRef
 
 PACKET_BYTES = 64 * 2**20
+PUTS_AT_ONCE = 4  # packets; a plane may write each in a thread of its own
 
 CartridgeId = tuple[str, int]
 """A cartridge's name and the version that last changed its numbers."""
@@ -60,10 +62,21 @@ async def put_changed(
                 "other numbers than were published then: the trainer's state is damaged; resume "
                 "the run from its last checkpoint"
             )
+    some = asyncio.Semaphore(PUTS_AT_ONCE)
+
+    async def put_packet(names: Sequence[str]) -> dict[str, PublishedCartridge]:
+        async with some:
+            packet = await put({name: changed[name] for name in names})
+        return {n: PublishedCartridge(n, since[n], packet, own[n]) for n in names}
+
+    packets = packet_names({name: one.nbytes for name, one in changed.items()})
+    # All have ended before the first error is raised: none is left to write behind it.
+    done = await asyncio.gather(*map(put_packet, packets), return_exceptions=True)
     put_now: dict[str, PublishedCartridge] = {}
-    for names in packet_names({name: one.nbytes for name, one in changed.items()}):
-        packet = await put({name: changed[name] for name in names})
-        put_now |= {n: PublishedCartridge(n, since[n], packet, own[n]) for n in names}
+    for one_packet in done:
+        if isinstance(one_packet, BaseException):
+            raise one_packet
+        put_now |= one_packet
     return tuple(put_now[name] if name in put_now else known[name, since[name]] for name in kv)
 
 

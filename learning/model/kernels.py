@@ -1,8 +1,9 @@
 """Compute one part of attention, forward and backward, without keeping its scores.
 
-    FLASH    torch's blocked softmax for CPUs
-    CHUNKED  any device: scores of a chunk of queries at a time, in float32, formed again in the
-             backward pass
+    FLASH       torch's blocked softmax for CPUs
+    CUDA_FLASH  FlashAttention-2, which torch brings for CUDA; CHUNKED where it has no kernel
+    CHUNKED     any device: scores of a chunk of queries at a time, in float32, formed again in the
+                backward pass
 
 A part is what queries read of their own sequences, or of one prefix. Its backward pass is given the
 outputs and sums of all parts together, so what it returns is its share of the whole gradient.
@@ -11,6 +12,7 @@ outputs and sums of all parts together, so what it returns is its share of the w
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,10 @@ SCORE_BYTES = 256 * 2**20  # of the scores that CHUNKED forms at a time, float32
 UNSEEN = -1e30  # added to a hidden score; finite, so that a query may see nothing of one part
 _FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_CUDA: Any = torch.ops.aten._scaled_dot_product_flash_attention
+_CUDA_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+CUDA_TYPES = (torch.bfloat16, torch.float16)
+CUDA_SIZE = 256  # of a head, at most, and a multiple of 8
 
 
 class Kernel(Protocol):
@@ -98,13 +104,57 @@ class _Chunked:
         return torch.cat(by_query, 2), by_key.to(k.dtype), by_value.to(v.dtype)
 
 
+class _CudaFlash:
+    """Rounds each part's outputs to the numbers' type before parts are joined. It has no masks, so
+    a window, and the last layer's own part, are CHUNKED's."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        if not _is_for_cuda(q, mask):
+            return CHUNKED.forward(q, k, v, mask, causal, scale)
+        out, sums, *_ = _CUDA(q, k, v, 0.0, causal, False, scale=scale)
+        return out, sums
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
+        mask: Tensor | None, causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        if not _is_for_cuda(q, mask):
+            return CHUNKED.backward(grad, q, k, v, out, sums, mask, causal, scale)
+        drawn = q.new_empty(0, dtype=torch.long)  # nothing: there is no dropout
+        with _deterministic():  # its sums over keys are atomic otherwise, in any order
+            by_query, by_key, by_value = _CUDA_BACKWARD(
+                grad, q, k, v, out, sums.contiguous(), None, None, q.shape[2], k.shape[2], 0.0,
+                causal, drawn, drawn, scale=scale,
+            )  # fmt: skip
+        return by_query, by_key, by_value
+
+
+def _is_for_cuda(q: Tensor, mask: Tensor | None) -> bool:
+    size = q.shape[3]
+    return mask is None and q.dtype in CUDA_TYPES and size <= CUDA_SIZE and size % 8 == 0
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Let torch choose operations that give the same bits each time."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 FLASH: Kernel = _Flash()
+CUDA_FLASH: Kernel = _CudaFlash()
 CHUNKED: Kernel = _Chunked()
 
 
 def kernel_for(q: Tensor) -> Kernel:
     """Return the kernel for queries on this device."""
-    return FLASH if q.device.type == "cpu" else CHUNKED
+    return {"cpu": FLASH, "cuda": CUDA_FLASH}.get(q.device.type, CHUNKED)
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:

@@ -26,7 +26,7 @@ def test_every_row_but_vllm_s_runs_on_a_cpu(tmp_path: Path) -> None:
     bad = {n for n, row in rows.items() if row["verdict"] in (FAILED, NOT_RUN)} - timed
     assert not bad, done.stdout + done.stderr
     assert not [row["error"] for row in rows.values() if row["error"]]
-    assert len(rows) == len(SPREADS) + 3 + 9
+    assert len(rows) == len(SPREADS) + 4 + 9
     lines = (tmp_path / "gpu-tiny.md").read_text().splitlines()
     assert lines[2] == "| row | wanted | found | verdict |"
     assert len(lines) == 4 + len(rows)

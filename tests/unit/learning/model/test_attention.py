@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,13 +28,51 @@ SIZE, KV_HEADS, SHARED = 8, 2, 3
 SCALE = 0.3
 
 
-@pytest.fixture(params=["flash", "chunked", "a query at a time"])
+@pytest.fixture(params=["flash", "chunked", "a query at a time", "cuda"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kernels: the CPU's, and the one of other devices, with chunks of any size."""
-    if request.param != "flash":
+    """Every kernel: the CPU's, that of any device with chunks of any size, and CUDA's, whose two
+    operations are computed by the CPU's."""
+    if request.param == "cuda":
+        on_the_cpu(monkeypatch)
+    elif request.param != "flash":
         monkeypatch.setattr(attention, "kernel_for", lambda q: kernels.CHUNKED)
     if request.param == "a query at a time":
         monkeypatch.setattr(kernels, "SCORE_BYTES", 1)
+
+
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let CUDA_FLASH compute here. Its arguments get the names that torch's schemas give them, and
+    are refused by the operations' own checks of shapes and types if they are not CUDA's."""
+
+    def named(operation: Any, args: Sequence[Any], scale: float) -> dict[str, Any]:
+        def shape_of(x: Any) -> Any:
+            return x.to("meta") if isinstance(x, Tensor) else x
+
+        operation(*map(shape_of, args), scale=scale)
+        names = [one.name for one in operation.default._schema.arguments]
+        return dict(zip(names, args, strict=False))
+
+    forward, backward = kernels._CUDA, kernels._CUDA_BACKWARD
+
+    def computed(*args: Any, scale: float) -> tuple[Tensor, ...]:
+        of = named(forward, args, scale)
+        assert not of["return_debug_mask"]
+        q, k, v = (of[name] for name in ("query", "key", "value"))
+        out, sums = kernels._FLASH(q, k, v, of["dropout_p"], of["is_causal"], scale=scale)
+        return (out, sums, *[None] * 7)
+
+    def back(*args: Any, scale: float) -> tuple[Tensor, ...]:
+        of = named(backward, args, scale)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert (of["max_q"], of["max_k"]) == (of["query"].shape[2], of["key"].shape[2])
+        names = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal")
+        found: tuple[Tensor, ...] = kernels._FLASH_BACKWARD(*map(of.get, names), scale=scale)
+        return found
+
+    monkeypatch.setattr(kernels, "_CUDA", computed)
+    monkeypatch.setattr(kernels, "_CUDA_BACKWARD", back)
+    monkeypatch.setattr(kernels, "CUDA_TYPES", (torch.bfloat16, torch.float32))
+    monkeypatch.setattr(attention, "kernel_for", lambda q: kernels.CUDA_FLASH)
 
 
 def normal(draws: torch.Generator, *shape: int) -> Tensor:
