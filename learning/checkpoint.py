@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from learning.host_memory import each, to_host
 from learning.model.distributed import ALONE, ProcessGroup
 from protocols.errors import CheckpointError, DamagedError
 from protocols.files import flush, sha256_of
@@ -150,16 +151,17 @@ def _fill(partial: Path, checkpoint: Checkpoint, before: Path | None) -> dict[st
     """Write the files of a checkpoint's parts in the directory `partial`; return their checksums by
     part."""
     known = {} if before is None else _files(before)
-    files = {}
-    for part, tensors in checkpoint.parts.items():
+
+    def fill(part: str) -> str:
         path = partial / f"{part}{SUFFIX}"
         path.unlink(missing_ok=True)  # of a try that met a full disk
         if before is not None and _taken(before / path.name, path, known.get(part)):
-            files[part] = known[part]
-        else:
-            save_tensors(on_host(tensors), path)
-            files[part] = sha256_of(path)
-    return files
+            return known[part]
+        save_tensors(on_host(checkpoint.parts[part]), path)
+        return sha256_of(path)
+
+    digests = each(fill, checkpoint.parts, parts_bytes(checkpoint.parts))
+    return dict(zip(checkpoint.parts, digests, strict=True))
 
 
 def _close(partial: Path, told: Sequence[dict[str, Any]]) -> None:
@@ -286,9 +288,14 @@ def _verified(path: Path) -> tuple[int, dict[str, Any], dict[str, str]]:
     return schema, facts, files
 
 
+def parts_bytes(parts: Mapping[str, Mapping[str, Tensor]]) -> int:
+    """Return the bytes of all tensors of a checkpoint's parts."""
+    return sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
+
+
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors as a file takes them."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return {name: to_host(tensor) for name, tensor in tensors.items()}
 
 
 def _unstacked(facts: dict[str, Any], stacked: Mapping[str, Tensor]) -> Checkpoint:

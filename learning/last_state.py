@@ -27,7 +27,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from learning.checkpoint import MANIFEST, SUFFIX, Checkpoint, on_host, save_tensors, united
+from learning.checkpoint import (
+    MANIFEST,
+    SUFFIX,
+    Checkpoint,
+    on_host,
+    parts_bytes,
+    save_tensors,
+    united,
+)
+from learning.host_memory import each
 from learning.model.distributed import ALONE, ProcessGroup
 from protocols.errors import CheckpointError
 from protocols.reserve import with_room
@@ -57,10 +66,10 @@ class LastState:
     def _fill(self, state: Checkpoint) -> dict[str, str]:
         """Write the parts; return the names of their files."""
         self._path.mkdir(exist_ok=True)  # no parents: a removed run's directory is not made again
-        return {
-            part: self._files.get(part) or self._write(part, on_host(tensors))
-            for part, tensors in state.parts.items()
-        }
+        new = {part: x for part, x in state.parts.items() if part not in self._files}
+        wrote = each(self._write, new.items(), parts_bytes(new))
+        files = self._files | dict(zip(new, wrote, strict=True))
+        return {part: files[part] for part in state.parts}
 
     def _close(self, facts: dict[str, Any], files: Mapping[str, str]) -> None:
         """Write the manifest and delete the files that it does not name."""
@@ -103,8 +112,9 @@ class LastState:
         self._files = files
         return Checkpoint(state["facts"], parts)
 
-    def _write(self, part: str, tensors: dict[str, Tensor]) -> str:
-        """Write a part; return the name of its file."""
+    def _write(self, item: tuple[str, Mapping[str, Tensor]]) -> str:
+        """Write a part and its tensors; return the name of its file."""
+        part, tensors = item[0], on_host(item[1])
         name = _file_name(part, tensors)
         partial = self._path / f"{name}{PARTIAL}"
         save_tensors(tensors, partial)

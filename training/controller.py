@@ -124,7 +124,7 @@ class ControllerActor(Actor):
             self._control = control
             watching = watch(
                 self._whole_status, self._show, recorder, mesh.pools,
-                self._spec.mesh.watchdog, self._directory.path,
+                self._spec.mesh.watchdog, self._directory.path, self._spec.mesh.spawn_timeout_s / 2,
             )  # fmt: skip
             self._watching = asyncio.create_task(watching)
             await control.start()

@@ -46,8 +46,10 @@ async def watch(
     pools: Mapping[str, Pool],
     spec: WatchdogSpec,
     directory: Path,
+    start_s: float = 0.0,
 ) -> None:
-    """Send the run's status to the sinks once a second, and report when it makes no progress."""
+    """Send the run's status to the sinks once a second, and report when it makes no progress. While
+    a replica starts it may be silent for `start_s`: an engine that compiles answers nothing."""
     now = time.monotonic()
     progress, stalled = ProgressClock(now), False
     seen = work_seen(recorder, pools), ("", "")
@@ -63,10 +65,12 @@ async def watch(
                 stalled = False
                 show(message="")
         (progress.pause if status.paused else progress.resume)(now)
-        if not progress.stalled(now, spec):
+        waiting = unanswered(pools)
+        starting = any(request.method == "ready" for request in waiting)
+        if not progress.stalled(now, max(spec.stall_s, start_s * starting)):
             continue
         message = who_waits(
-            unanswered(pools),
+            waiting,
             {role: sum(r.life.takes_requests for r in p.replicas) for role, p in pools.items()},
             now, silent_s=progress.silent_s(now), stage=status.stage, phase=status.phase,
         )  # fmt: skip
@@ -138,9 +142,9 @@ class ProgressClock:
         """Return the seconds without progress, paused time excluded."""
         return (now if self._paused is None else self._paused) - self._moved
 
-    def stalled(self, now: float, spec: WatchdogSpec) -> bool:
-        """Return True once for each stall; progress rearms it."""
-        if self._reported or self._paused is not None or self.silent_s(now) < spec.stall_s:
+    def stalled(self, now: float, stall_s: float) -> bool:
+        """Return True once for each silence of `stall_s`; progress rearms it."""
+        if self._reported or self._paused is not None or self.silent_s(now) < stall_s:
             return False
         self._reported = True
         return True

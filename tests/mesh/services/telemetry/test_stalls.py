@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from protocols.records.status import ReplicaState, RunStatus
 from protocols.spec.services import WatchdogSpec
 from services.pool.health import HealthState
+from services.pool.pool import RequestStatus
 from services.telemetry import watchdog
 
 
@@ -55,6 +56,38 @@ def test_a_slow_first_answer_is_no_stall_and_silence_is(
             process.work += 17
             await asyncio.sleep(0.01)
         assert log.told == []
+        async with asyncio.timeout(60):
+            await log.came.wait()
+        assert log.told == ["stalled"]
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_starts_may_be_silent_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that compiles answers nothing for minutes: its start has a time-out of its own, and
+    half of it is no stall."""
+    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "local_processes", lambda pools: {})
+    life = HealthState(ReplicaState.HEALTHY)
+    replica = SimpleNamespace(process=SimpleNamespace(work=0), life=life, state=life.state)
+    start = RequestStatus("its start", "ready", 0.0, "generator[0]", 1)
+    pool = SimpleNamespace(replicas=[replica], in_flight={"start": start})
+    log: Any = Log()
+
+    async def run() -> None:
+        watching = asyncio.create_task(
+            watchdog.watch(
+                lambda: RunStatus(stage="starting the mesh"), lambda **shown: None, log,
+                {"generator": cast(Any, pool)}, WatchdogSpec(stall_s=0.1), tmp_path, start_s=60.0,
+            )
+        )  # fmt: skip
+        await asyncio.sleep(0.5)
+        assert log.told == []
+        pool.in_flight.clear()  # it has started; the silence is now the run's own
         async with asyncio.timeout(60):
             await log.came.wait()
         assert log.told == ["stalled"]

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from monarch.actor import Actor, concurrent_endpoint, endpoint, this_host
 
-from protocols.spec.services import WatchdogSpec
 from services.pool.pool import RequestStatus
 from services.telemetry.watchdog import ProgressClock, find_py_spy, who_waits, write_stacks
 
@@ -78,7 +77,7 @@ def gone_pid() -> int:
     return child.pid
 
 
-MINUTE = WatchdogSpec(stall_s=60.0)
+MINUTE = 60.0
 
 
 moves = st.sampled_from(["made", "pause", "resume", "look"])
