@@ -130,7 +130,7 @@ def check(asked: argparse.Namespace) -> int:
     """Run the groups, write what they found, and return the exit code."""
     asked.out.mkdir(parents=True, exist_ok=True)
     name = "tiny" if asked.scene == "tiny" else device_name(asked.device)
-    stem = asked.out / f"gpu-{name}"
+    stem = asked.out / name
     end, rows = time.perf_counter() + 60 * asked.minutes, list[CheckRow]()
     for group in asked.only or GROUPS:
         left = end - time.perf_counter()
@@ -182,7 +182,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if asked.scene == "3b" and asked.device == "cpu":
         parser.error("the published sizes need a GPU, and torch sees none; add --tiny")
     if asked.out is None:
-        asked.out = ROOT / ("runs/bench" if asked.scene == "tiny" else "benchmarks/results")
+        asked.out = ROOT / ("runs/bench" if asked.scene == "tiny" else "benchmarks/results/gpu")
     return asked
 
 

@@ -44,7 +44,7 @@ from protocols.spec.mesh import RunSpec
 
 RESULTS = Path(__file__).parents[1] / "results"
 LATENCIES = RESULTS / "hosts" / "controller_latency.json"
-PUBLISHES = RESULTS / "publish_hosts.json"
+PUBLISHES = RESULTS / "hosts" / "publish_hosts.json"
 MOST_HOSTS = 1000
 LOOP_LIMIT = 0.5  # of the loop: beyond it waiting times grow fast
 SHARE_LIMIT = 0.1  # of the step's model time

@@ -19,7 +19,7 @@ def test_every_row_but_vllm_s_runs_on_a_cpu(tmp_path: Path) -> None:
         text=True,
         timeout=300,
     )
-    record = json.loads((tmp_path / "gpu-tiny.json").read_text())
+    record = json.loads((tmp_path / "tiny.json").read_text())
     rows = {row["name"]: row for row in record["rows"]}
     # A bound of seconds says nothing of a loaded CPU; every other one holds here too.
     timed = {"publish, one cartridge", "first step"}
@@ -27,7 +27,7 @@ def test_every_row_but_vllm_s_runs_on_a_cpu(tmp_path: Path) -> None:
     assert not bad, done.stdout + done.stderr
     assert not [row["error"] for row in rows.values() if row["error"]]
     assert len(rows) == len(SPREADS) + 4 + 9
-    lines = (tmp_path / "gpu-tiny.md").read_text().splitlines()
+    lines = (tmp_path / "tiny.md").read_text().splitlines()
     assert lines[2] == "| row | wanted | found | verdict |"
     assert len(lines) == 4 + len(rows)
-    assert {path.name for path in tmp_path.iterdir()} == {"gpu-tiny.json", "gpu-tiny.md"}
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.json", "tiny.md"}

@@ -22,7 +22,7 @@ def test_vllm_samples_what_the_trainer_scores_before_and_after_a_publish(tmp_pat
         text=True,
         timeout=600,
     )
-    rows = {r["name"]: r for r in json.loads((tmp_path / "gpu-tiny.json").read_text())["rows"]}
+    rows = {r["name"]: r for r in json.loads((tmp_path / "tiny.json").read_text())["rows"]}
     assert len(rows) == 4, done.stdout + done.stderr
     assert not [row["error"] for row in rows.values() if row["error"]]
     assert rows["vLLM against the trainer"]["verdict"] == "ok"

@@ -1,0 +1,127 @@
+"""Run the main job on one GPU over random weights at the published sizes; nothing is downloaded.
+
+    python -m benchmarks.gpu.whole_run            # one H100, H200 or A100, with vLLM
+    python -m benchmarks.gpu.whole_run --tiny     # anywhere: a small shape, the embedded sampler
+
+`make gpu-check` takes a step apart; this is `meshes/longhealth_3b_1gpu.yaml` itself: all roles in
+their own processes on one device, eight charts of 12,000 tokens, the first tokens of each as its
+cartridge. Weights and charts are random, so the answers mean nothing. Measured are the time of each
+phase, and the gap between sampler and trainer. The steps' events and metrics are written as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.scene import SCENES, CheckScene
+from benchmarks.orchestration import CODE
+from benchmarks.record import ROOT, provenance
+from environments.clinic.patients import generate_clinic
+from protocols.files import iter_rows
+
+MESH = "meshes/longhealth_3b_1gpu.yaml"
+TOKENIZER = ROOT / "models" / "clinic-reader"
+CHARTS = 8
+QUESTIONS = 8  # of a chart; half of them are trained on
+ROLES = ("generator", "doc_teacher", "trainer")
+KEPT = ("role_ready", "stalled", "step")
+
+
+def write_charts(path: Path, characters: int) -> None:
+    """Write charts of random findings, of at least so many characters, in LongHealth's schema."""
+    charts: dict[str, Any] = {}
+    for i in range(CHARTS):
+        texts: list[str] = []
+        asked: list[dict[str, Any]] = []
+        while sum(map(len, texts)) < characters:
+            (one,) = generate_clinic(1000 * i + len(texts), 1, 24, 4).values()
+            texts += one["texts"].values()
+            asked += one["questions"]
+        held = {f"text_{n}": text for n, text in enumerate(texts)}
+        questions = [{**one, "No": n} for n, one in enumerate(asked[:QUESTIONS])]
+        charts[f"patient_{i + 1:02d}"] = {**one, "texts": held, "questions": questions}
+    path.write_text(json.dumps(charts))
+
+
+def write_model(scene: str, device: str, folder: Path) -> None:
+    """Write random weights, and the tokenizer of the shipped reader, whose vocabulary is filled up
+    to that of the shape with words that no text has."""
+    told = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    words = told["model"]["vocab"]
+    of, known = SCENES[scene], max(words.values()) + 1
+    shape = of.step.shape.model_copy(update={"vocab": max(of.step.shape.vocab, known)})
+    of = replace(of, step=replace(of.step, shape=shape))
+    CheckScene(of, torch.device(device)).write_model(folder)
+    for file in TOKENIZER.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            shutil.copy(file, folder)
+    words |= {f"unused {i}": i for i in range(known, shape.vocab)}
+    (folder / "tokenizer.json").write_text(json.dumps(told))
+
+
+def run(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Make a few steps in `folder`, and return what they took."""
+    scene = "tiny" if asked.tiny else "3b"
+    model, charts = folder / "model", folder / "charts.json"
+    model.mkdir()
+    write_model(scene, "cpu" if asked.tiny else "cuda", model)
+    write_charts(charts, 2_000 if asked.tiny else 62_000)  # 12,000 tokens
+    sets = [
+        f"model.path={model}", "model.shape=null", f"data.path={charts}", f"data.patients={CHARTS}",
+        "self_study=null", "data.held_out=0.5", f"train.steps={asked.steps}",
+        "train.warmup_steps=1", f"train.checkpoint_every={asked.steps}", "evaluate.questions=4",
+        "evaluate.arms=[on_policy]", "evaluate.max_tokens=16", "evaluate.probe_every=0",
+    ]  # fmt: skip
+    if asked.tiny:
+        sets += [
+            "gpus=null", *(f"roles.{role}.gpus=0" for role in ROLES),
+            "generator.backend=torch", "cartridge.tokens=96", "rollout.max_tokens=24",
+        ]  # fmt: skip
+    words = [sys.executable, "-c", CODE, MESH, "--run-dir", str(folder / "runs")]
+    words += [word for each in sets for word in ("--set", each)]
+    begun = subprocess.run(words, cwd=ROOT, timeout=60 * asked.minutes, check=False)
+    if begun.returncode:
+        sys.exit(f"the run ended with {begun.returncode}")
+    (at,) = {path.parent.resolve() for path in (folder / "runs").glob("*/*/results.json")}
+    metrics = [
+        {key: row[key] for key in ("step", "kl", "tokens", "stale_tokens", "sampler_gap")}
+        for row in iter_rows(at / "metrics.jsonl")
+    ]
+    events = [row for row in iter_rows(at / "events.jsonl") if row["event"] in KEPT]
+    return {"events": events, "metrics": metrics}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.whole_run", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--tiny", action="store_true", help="a small shape, on a CPU")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--minutes", type=float, default=10.0, help="most minutes of the run")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/gpu_run.json"))
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="forge-gpu-run-", dir="/dev/shm") as made:
+        found = run(asked, Path(made))
+    told = {"device": "cpu" if asked.tiny else torch.cuda.get_device_name(), "steps": asked.steps}
+    record = {**provenance("gpu_run", told, "benchmarks.gpu.whole_run"), **found}
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    asked.out.write_text(json.dumps(record, indent=1) + "\n")
+    for event in found["events"]:
+        if event["event"] == "step":
+            print(event["step"], {k: round(v, 2) for k, v in event["seconds"].items()})
+    print(f"written to {asked.out}")
+
+
+if __name__ == "__main__":
+    main()
