@@ -13,7 +13,7 @@ row together, where the lost mass shows, and the values compensate for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,9 @@ from learning.cartridge.composition import shifted
 from learning.model.attention import FlatAttention
 from learning.model.decoder import LanguageModel
 
-ROW = 64  # tokens of a row of reference queries: bounds the scores in memory at a time
-MOST_ROWS = 128
+ROW = 64  # tokens of a row of reference queries
+MOST_ROWS = 32  # of 63 of a document, KL over it rose by 0.1 to 2% (docs/log.md)
+AT_ONCE = 8  # rows of a forward pass
 RIDGE = 1e-4  # times the mean diagonal of the normal equations
 
 
@@ -48,11 +49,8 @@ def attention_matched(
     moved by P - T, so that every score equals the document's; the earliest get negative positions.
     The first `frozen` entries are the document's first, with their own values.
     """
-    rows = [observe(model, part, kv) for part in reference_rows(ids)]
-    layers = [
-        compacted(kv[layer], [row[layer] for row in rows], tokens, frozen)
-        for layer in range(len(kv))
-    ]
+    rows = observe(model, reference_rows(ids), kv)
+    layers = [compacted(kv[layer], rows[layer], tokens, frozen) for layer in range(len(kv))]
     return shifted(torch.stack(layers), tokens - kv.shape[3], model.frequencies())
 
 
@@ -69,11 +67,8 @@ def attention_added(
     of_model = model.frequencies()
     # Where the document's reference rows see the cartridge as a prompt will.
     beside = shifted(given, kv.shape[3] - whole, of_model)
-    rows = [observe(model, part, kv) for part in reference_rows(ids)]
-    layers = [
-        fitted(kv[layer], [row[layer] for row in rows], tokens, beside[layer])
-        for layer in range(len(kv))
-    ]
+    rows = observe(model, reference_rows(ids), kv)
+    layers = [fitted(kv[layer], rows[layer], tokens, beside[layer]) for layer in range(len(kv))]
     return shifted(torch.stack(layers), whole - kv.shape[3], of_model)
 
 
@@ -85,19 +80,25 @@ def reference_rows(ids: Sequence[int]) -> list[Sequence[int]]:
     return [ids[start : start + ROW] for start in starts[::step]]
 
 
-def observe(model: LanguageModel, row: Sequence[int], kv: Tensor) -> list[ObservedAttention]:
-    """Return each layer's attention inputs for a row that is read after a prefix
-    [L, 2, H_kv, T, D]."""
-    ids = torch.tensor(list(row), device=model.device)
-    positions = torch.arange(kv.shape[3], kv.shape[3] + len(row), device=model.device)
+def observe(
+    model: LanguageModel, rows: Sequence[Sequence[int]], kv: Tensor
+) -> list[list[ObservedAttention]]:
+    """Return each layer's attention inputs for each row, which is read after a prefix
+    [L, 2, H_kv, T, D] and sees no other row."""
     scale = model.kv_shape[2] ** -0.5
-    found: list[ObservedAttention] = []
+    found: list[list[ObservedAttention]] = [[] for _ in range(len(kv))]
+    for start in range(0, len(rows), AT_ONCE):
+        some = rows[start : start + AT_ONCE]
+        lengths = [len(row) for row in some]
+        ids = torch.tensor([token for row in some for token in row], device=model.device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(model.device) + kv.shape[3]
 
-    def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        own = torch.stack([k.transpose(0, 1), v.transpose(0, 1)])
-        found.append(ObservedAttention(q.transpose(0, 1) * scale, own))
+        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, lengths: list[int] = lengths) -> None:
+            parts = (torch.split(x.transpose(0, 1), lengths, 1) for x in (q, k, v))
+            for one in zip(*parts, strict=True):
+                found[layer].append(ObservedAttention(one[0] * scale, torch.stack(one[1:])))
 
-    model(ids, positions, FlatAttention([len(ids)], [1], positions, [kv], observer=keep))
+        model(ids, positions, FlatAttention(lengths, [len(some)], positions, [kv], observer=keep))
     return found
 
 
@@ -125,23 +126,23 @@ def _head(
     given: Tensor,
     first: int,
 ) -> Tensor:
-    """Return one head's [2, N, D] of a document [2, T, D], beside `given` [2, G, D], in float64."""
-    keys, values = kv.double()
+    """Return one head's [2, N, D] of a document [2, T, D], beside `given` [2, G, D]: scores in
+    float32 or wider, their sums over rows and the solution in float64."""
+    keys, values = kv.to(torch.promote_types(kv.dtype, torch.float32))
+    asked = [_asked(row, head, keys) for row in rows]
+    whole = [torch.cat([q @ keys.T, own], dim=-1).softmax(-1) for q, own, _ in asked]
     seen = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
-    for scores, own, _ in _scores(keys, rows, head):
-        weights = torch.cat([scores, own], dim=-1).softmax(-1)[:, : len(keys)]
-        seen += weights.square().sum(0)
+    for weights in whole:
+        seen += weights[:, : len(keys)].square().sum(0)
     seen[:first] = -torch.inf
     kept = seen.topk(tokens).indices.sort().values
     beside_keys, beside = given.to(keys)
-    gram = keys.new_zeros(tokens, tokens)
-    wrong = keys.new_zeros(tokens, keys.shape[1])
-    both = torch.cat([keys, beside_keys])
-    for scores, own, own_values in _scores(both, rows, head):
-        document, cartridge = scores.tensor_split([len(keys)], dim=-1)
-        whole = torch.cat([document, own], dim=-1).softmax(-1)
-        ours = torch.cat([document[:, kept], cartridge, own], dim=-1).softmax(-1)
-        target = whole @ torch.cat([values, own_values])
+    near = torch.cat([keys[kept], beside_keys])
+    gram = seen.new_zeros(tokens, tokens)
+    wrong = seen.new_zeros(tokens, keys.shape[1])
+    for (q, own, own_values), weights in zip(asked, whole, strict=True):
+        ours = torch.cat([q @ near.T, own], dim=-1).softmax(-1)
+        target = weights @ torch.cat([values, own_values])
         missing = target - ours @ torch.cat([values[kept], beside, own_values])
         on_kept = ours[:, :tokens]
         gram += on_kept.T @ on_kept
@@ -149,20 +150,17 @@ def _head(
     # Ridge towards the kept keys' own values: a key without attention keeps its value.
     ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
     moved = torch.linalg.solve(gram + ridge.to(gram.device), wrong)
-    return torch.stack([keys[kept], values[kept] + moved])
+    return torch.stack([keys[kept], (values[kept] + moved).to(keys)])
 
 
-def _scores(
-    keys: Tensor, rows: Sequence[ObservedAttention], head: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield for each row, with the G query heads that share this KV head: scores [G*t, T] of the
-    document's keys, [G*t, t] of the row's own keys (-inf for later ones), and the row's values
-    [t, D]."""
-    for row in rows:
-        shared = len(row.queries) // row.own.shape[1]
-        queries = row.queries[head * shared : (head + 1) * shared].double()
-        own_keys, own_values = row.own[:, head].double()
-        t = len(own_keys)
-        later = torch.ones(t, t, dtype=torch.bool, device=keys.device).triu(1)
-        own = (queries @ own_keys.T).masked_fill(later, float("-inf"))
-        yield (queries @ keys.T).flatten(0, 1), own.flatten(0, 1), own_values
+def _asked(row: ObservedAttention, head: int, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the queries [G*t, D] of the G query heads that share this KV head, their scores
+    [G*t, t] of the row's own keys (-inf for later ones), and the row's values [t, D], in the type
+    of `keys`."""
+    shared = len(row.queries) // row.own.shape[1]
+    queries = row.queries[head * shared : (head + 1) * shared].to(keys)
+    own_keys, own_values = row.own[:, head].to(keys)
+    t = len(own_keys)
+    later = torch.ones(t, t, dtype=torch.bool, device=keys.device).triu(1)
+    own = (queries @ own_keys.T).masked_fill(later, float("-inf"))
+    return queries.flatten(0, 1), own.flatten(0, 1), own_values
