@@ -1,6 +1,6 @@
 """Choose steps, batch and cartridge so that a run over a user's documents fits its minutes. Pure.
 
-seconds = start + reading + self-study + steps * (rollout + teacher + training) + exam
+seconds = start + reading + matching + self-study + steps * (rollout + teacher + training) + exam
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ STUDY_SHARE = 0.25  # of the minutes, at most, for writing questions
 LEAST_QUESTIONS = 8
 EXAM_QUESTIONS = 8
 START_SECONDS, STEP_SECONDS = 20.0, 1.0  # of processes; of a step beside the model's work
+# Attention matching takes so many times the reading of a document, of which at most so many tokens
+# are read again (learning.cartridge.attention_matching; docs/log.md).
+MATCHING, MATCHED_TOKENS = 4.5, 2048
 READERS = 3  # generator, teacher and trainer each hold the model
 PROCESS_BYTES = 300 * 1024**2  # of one process without the model
 
@@ -119,7 +122,8 @@ def planned(
     if asking:
         affordable = int(STUDY_SHARE * whole / asking / len(counts))
         questions = max(LEAST_QUESTIONS, min(questions, affordable))
-    start = START_SECONDS + 2 * total / rates.forward + questions * len(counts) * asking
+    reading = (2 * total + _matching(counts, learn)) / rates.forward
+    start = START_SECONDS + reading + questions * len(counts) * asking
     exam = EXAM_QUESTIONS * ANSWER_TOKENS * (1 / rates.decode + 1 / rates.forward)
     left = whole - start - exam
     first = learn.train.warm_start
@@ -140,6 +144,13 @@ def planned(
         len(counts), total, tokens, questions, prompts, steps, start, step,
         start + steps * step + exam, held, rates, round(steps * share),
     )  # fmt: skip
+
+
+def _matching(counts: Sequence[int], learn: LearnSpec) -> float:
+    """Return the tokens whose reading takes as long as making the first cartridges."""
+    if learn.cartridge.init != "attention_matching":
+        return 0.0
+    return MATCHING * sum(count * min(1.0, count / MATCHED_TOKENS) for count in counts)
 
 
 def _written(mix: Mapping[StudyKind, float]) -> float:

@@ -20,7 +20,8 @@ SIZE = ModelBytes(weights=500_000_000, token=1000)
 @pytest.fixture
 def learn() -> LearnSpec:
     sets = ("self_study.questions=40", "self_study.min_chunk=512", "self_study.max_chunk=4096",
-            "train.steps=160", "train.warm_start.steps=140")  # fmt: skip
+            "train.steps=160", "train.warm_start.steps=140",
+            "cartridge.init=first_tokens")  # fmt: skip
     return load_spec("documents", sets=sets).spec.learn
 
 
@@ -51,6 +52,16 @@ def test_twenty_minutes_for_one_document(learn: LearnSpec) -> None:
         "40 questions about each document, then 62 steps of 16 answers, 19 s each"
     )
     assert found.told()[3].startswith("about 20 minutes: the first step after 0.4;")
+
+
+def test_attention_matching_takes_time_before_the_first_step(learn: LearnSpec) -> None:
+    """1,024 tokens, half of 2,048: 4.5 * 512; 4,096 tokens: 4.5 * 4096. With reading twice
+    20 + (10240 + 20736) / 400 = 97.44 s; without matching 45.6."""
+    matched = learn.cartridge.model_copy(update={"init": "attention_matching"})
+    other = learn.model_copy(update={"cartridge": matched})
+    counts = [1024, 4096]
+    assert planned(counts, 100, 20, RATES, other, SIZE).start_seconds == pytest.approx(97.44)
+    assert planned(counts, 100, 20, RATES, learn, SIZE).start_seconds == pytest.approx(45.6)
 
 
 def test_fewer_minutes_take_a_smaller_batch(learn: LearnSpec) -> None:
