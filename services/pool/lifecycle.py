@@ -27,6 +27,7 @@ from services.pool.replica import Replica, ReplicaLost, ask, last_line
 
 RETRY_SECONDS = 0.5  # doubled by every further start that fails
 LONGEST_PAUSE_SECONDS = 8.0
+TOLD_SECONDS = 1.0  # at most between Monarch's word of a process's end and its parent's
 DRAIN_SECONDS = 120.0
 MOVE_PAUSE_SECONDS = 10.0  # after a move to another host that failed
 
@@ -119,9 +120,7 @@ class ReplicaLifecycle:
             if isinstance(error, ForgeError) and not isinstance(error, RunError | PlaneError):
                 return self._fail(error)  # a user's mistake: another try would fail the same way
             replica.end(replica.ended or last_line(error))
-            p = replica.process
-            lost = p is None or p.ended_pid() or p.given_up or self.lost_host(replica)
-            if not pool.served and not lost:
+            if not pool.served and not await self._is_lost(replica, error):
                 return self._fail(RunError(f"{replica.name} does not start: {replica.ended}"))
             await self._bury(pool, replica, failures + 1)
             return
@@ -134,6 +133,19 @@ class ReplicaLifecycle:
                 "replica_back", role=pool.role, replica=replica.name,
                 seconds=round(time.monotonic() - lost_at, 3), pid=replica.process.pid,
             )  # fmt: skip
+
+    async def _is_lost(self, replica: Replica, error: Exception) -> bool:
+        """Return whether a replica whose start failed has lost its process or host. Monarch may
+        tell of the end of a process before its parent does."""
+        process = replica.process
+        if process is None:
+            return True
+        until = time.monotonic() + (TOLD_SECONDS if isinstance(error, ReplicaLost) else 0.0)
+        while not (process.ended_pid() or process.given_up or self.lost_host(replica)):
+            if time.monotonic() >= until:
+                return False
+            await asyncio.sleep(0.02)
+        return True
 
     async def _start(
         self,
