@@ -31,6 +31,7 @@ SETS: dict[str, Any] = {
     "train.steps": 12,
     "train.lr": 0.3,  # the tiny model's keys and values are large
     "train.lr_scale": "absolute",
+    "cartridge.init": "first_tokens",  # far from the document: what a start is measured against
     "train.warm_start": None,
     "train.warmup_steps": 1,
     "train.row_tokens": 256,
