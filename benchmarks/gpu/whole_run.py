@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.scene import SCENES, CheckScene
-from benchmarks.orchestration import CODE
+from benchmarks.orchestration import finished_run
 from benchmarks.record import ROOT, provenance
 from environments.clinic.patients import generate_clinic
 from protocols.files import iter_rows
@@ -78,21 +76,14 @@ def run(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     write_charts(charts, 2_000 if asked.tiny else 62_000)  # 12,000 tokens
     sets = [
         f"model.path={model}", "model.shape=null", f"data.path={charts}", f"data.patients={CHARTS}",
-        "self_study=null", "data.held_out=0.5", f"train.steps={asked.steps}",
-        "train.warmup_steps=1", f"train.checkpoint_every={asked.steps}", "evaluate.questions=4",
-        "evaluate.arms=[on_policy]", "evaluate.max_tokens=16", "evaluate.probe_every=0",
+        "self_study=null", "data.held_out=0.5", "evaluate.max_tokens=16",
     ]  # fmt: skip
     if asked.tiny:
         sets += [
             "gpus=null", *(f"roles.{role}.gpus=0" for role in ROLES),
             "generator.backend=torch", "cartridge.tokens=96", "rollout.max_tokens=24",
         ]  # fmt: skip
-    words = [sys.executable, "-c", CODE, MESH, "--run-dir", str(folder / "runs")]
-    words += [word for each in sets for word in ("--set", each)]
-    begun = subprocess.run(words, cwd=ROOT, timeout=60 * asked.minutes, check=False)
-    if begun.returncode:
-        sys.exit(f"the run ended with {begun.returncode}")
-    (at,) = {path.parent.resolve() for path in (folder / "runs").glob("*/*/results.json")}
+    at = finished_run(MESH, asked.steps, sets, str(folder / "runs"), 60 * asked.minutes)
     metrics = [
         {key: row[key] for key in ("step", "kl", "tokens", "stale_tokens", "sampler_gap")}
         for row in iter_rows(at / "metrics.jsonl")
@@ -107,7 +98,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="a small shape, on a CPU")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=6, help="two at least")
     parser.add_argument("--minutes", type=float, default=10.0, help="most minutes of the run")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/gpu_run.json"))
     asked = parser.parse_args()

@@ -33,6 +33,14 @@ class Log:
         self.came.set()
 
 
+async def tells_of_a_stall(log: Log, watching: asyncio.Task[None]) -> None:
+    async with asyncio.timeout(60):
+        await log.came.wait()
+    assert log.told == ["stalled"]
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
 def test_a_slow_first_answer_is_no_stall_and_silence_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,11 +64,7 @@ def test_a_slow_first_answer_is_no_stall_and_silence_is(
             process.work += 17
             await asyncio.sleep(0.01)
         assert log.told == []
-        async with asyncio.timeout(60):
-            await log.came.wait()
-        assert log.told == ["stalled"]
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        await tells_of_a_stall(log, watching)
 
     asyncio.run(run())
 
@@ -88,10 +92,6 @@ def test_a_replica_that_starts_may_be_silent_for_longer(
         await asyncio.sleep(0.5)
         assert log.told == []
         pool.in_flight.clear()  # it has started; the silence is now the run's own
-        async with asyncio.timeout(60):
-            await log.came.wait()
-        assert log.told == ["stalled"]
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        await tells_of_a_stall(log, watching)
 
     asyncio.run(run())
