@@ -61,8 +61,8 @@ def slow_products(spec: RunSpec) -> list[str]:
     if spec.learn.model.dtype != "bfloat16" or not here or multiplies_bfloat16():
         return []
     return [
-        "warning: model.dtype is bfloat16, for which this processor has no instructions (AMX): "
-        "about 5 times slower than float32; set model.dtype=auto"
+        "warning: model.dtype is bfloat16, for which this processor has no instructions (AMX, "
+        "AVX-512 BF16): about 5 times slower than float32; set model.dtype=auto"
     ]
 
 

@@ -40,13 +40,29 @@ LEAST = 4
 class InitSource:
     """Describe what a cartridge learns from: a text's token ids [T], a call that returns its KV
     [L, 2, H_kv, T, D], and one that returns the ids that stand for text. Where several contexts
-    make up the text, `parts` are the ids that each of them has of it."""
+    make up the text, `parts` are the ids that each of them has of it. The model reads at most
+    `most` tokens of them at once."""
 
     name: str
     ids: tuple[int, ...]
     kv: Callable[[], Tensor]
     vocabulary: Callable[[], Sequence[int]]
     parts: tuple[tuple[int, ...], ...] = ()
+    most: int | None = None
+
+    def check_read(self) -> None:
+        """Raise DataError where several contexts have more tokens than the model reads at once."""
+        if self.most is not None and self.parts and len(self.ids) > self.most:
+            raise DataError(
+                f"cartridge {self.name} learns from {len(self.ids):,} tokens, and the model reads "
+                f"{self.most:,} at once: set cartridge.init to first_tokens, random_text or "
+                "sampled_chunks, which do not read all of them"
+            )
+
+    def whole(self) -> Tensor:
+        """Return the KV of all of the text. Raises DataError as `check_read` does."""
+        self.check_read()
+        return self.kv()
 
 
 @dataclass(frozen=True)
@@ -170,7 +186,7 @@ def random_vectors(model: LanguageModel, source: InitSource, start: CartridgeIni
     """Return independent normal numbers after the frozen tokens. Mean and standard deviation are
     those of the document's tokens after the frozen ones, for each layer, head and channel, keys and
     values apart."""
-    whole = source.kv()
+    whole = source.whole()
     drawn = _drawn(source, whole, start, start.frozen, "random_vectors")
     return torch.cat([whole[:, :, :, : start.frozen], drawn], dim=3)
 
@@ -214,7 +230,8 @@ def chunks(length: int, tokens: int, rng: random.Random) -> list[range]:
 
 def matched(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """Return the document's KV compacted to P entries by attention matching."""
-    return attention_matched(model, source.ids, source.kv(), start.tokens, start.frozen)
+    source.check_read()
+    return attention_matched(model, source.ids, start.tokens, start.frozen)
 
 
 INITS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit], Tensor]] = {
@@ -230,7 +247,7 @@ def random_padding(
     model: LanguageModel, source: InitSource, start: CartridgeInit, kv: Tensor
 ) -> Tensor:
     """Return random vectors [L, 2, H_kv, P - G, D] like the document's KV."""
-    return _drawn(source, source.kv(), start, kv.shape[3], "pad")
+    return _drawn(source, source.whole(), start, kv.shape[3], "pad")
 
 
 def matched_padding(
@@ -239,7 +256,8 @@ def matched_padding(
     """Return entries [L, 2, H_kv, P - G, D] of the document, fitted beside the cartridge `kv` by
     attention matching."""
     added = start.tokens - kv.shape[3]
-    return attention_added(model, source.ids, source.kv(), kv, added)
+    source.check_read()
+    return attention_added(model, source.ids, kv, added)
 
 
 PADS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit, Tensor], Tensor]] = {

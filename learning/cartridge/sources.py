@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from torch import Tensor
-
 from learning.cartridge.initialization import InitSource
 from learning.model.document_kv import DocumentKVCache, context_ids
-from protocols.errors import DataError
 from protocols.types import SEPARATOR
 
 
@@ -22,37 +19,20 @@ def init_sources(
 ) -> list[InitSource]:
     """Return a source for each of `cartridges`, which map to their contexts in `documents`.
 
-    Several contexts are one text; its KV is read only by an initialization that asks for it. Then
-    DataError is raised for a text of more than `most` tokens, the model's context.
+    Several contexts are one text; its KV is read only by an initialization that asks for it. The
+    model's context is `most` tokens.
     """
     return [
         InitSource(
             name,
             context_ids(documents, SEPARATOR.join(contexts)),
-            partial(_kv, name, contexts, documents, cache, most),
+            partial(cache.get, SEPARATOR.join(contexts)),
             vocabulary,
             parts_of(contexts, documents) if len(contexts) > 1 else (),
+            most,
         )
         for name, contexts in cartridges.items()
     ]
-
-
-def _kv(
-    name: str,
-    contexts: Sequence[str],
-    documents: Mapping[str, tuple[int, ...]],
-    cache: DocumentKVCache,
-    most: int | None,
-) -> Tensor:
-    joined = SEPARATOR.join(contexts)
-    tokens = len(context_ids(documents, joined))
-    if most is not None and len(contexts) > 1 and tokens > most:
-        raise DataError(
-            f"cartridge {name} learns from {tokens:,} tokens, and the model reads {most:,} at "
-            "once: set cartridge.init to first_tokens, random_text or sampled_chunks, which do not "
-            "read all of them"
-        )
-    return cache.get(joined)
 
 
 def parts_of(

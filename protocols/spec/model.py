@@ -46,7 +46,8 @@ class ModelSpec(SpecSection):
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
         default="float32",
         description="type of weights and KV in memory; auto: bfloat16 on GPUs and on a processor "
-        "of this machine that multiplies it (AMX), else float32, settled as the file is read",
+        "of this machine that multiplies it (AMX, AVX-512 BF16), else float32, settled as the file "
+        "is read",
     )
     shape: ShapeSpec | None = Field(
         default=None, description="the model's shape, for a plan without its config.json"
@@ -54,14 +55,14 @@ class ModelSpec(SpecSection):
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether this machine's processor has instructions for products of bfloat16. Without
-    them a model takes about five times as long in it as in float32."""
+    """Return whether this machine's processor has instructions for products of bfloat16. With them
+    a model takes about half as long in it as in float32, without them five times as long."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:  # not Linux
         return False
     flags = next((line for line in lines if line.startswith("flags")), "")
-    return "amx_bf16" in flags.split()
+    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(flags.split())
 
 
 def settled(model: ModelSpec, *, gpus: bool, here: bool) -> ModelSpec:

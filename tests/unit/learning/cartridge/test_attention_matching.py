@@ -13,15 +13,15 @@ from torch import Tensor
 from learning.cartridge.attention_matching import (
     MOST_ROWS,
     ROW,
-    ObservedAttention,
+    ReferenceRows,
     attention_added,
     attention_matched,
     compacted,
     fitted,
-    observe,
-    reference_rows,
+    read_with_queries,
+    row_starts,
 )
-from learning.cartridge.composition import shifted
+from learning.cartridge.composition import shifted, turned
 from learning.model.attention import FlatAttention
 from learning.packing import pack, response_logits
 
@@ -44,7 +44,7 @@ def test_as_many_tokens_as_the_document_are_the_document(
     twin: Twin, make_samples: MakeSamples
 ) -> None:
     kv = twin.kv["a"]
-    made = attention_matched(twin.model, twin.documents["a"], kv, kv.shape[3], 1)
+    made = attention_matched(twin.model, twin.documents["a"], kv.shape[3], 1)
     torch.testing.assert_close(made, kv, rtol=0, atol=2e-5)  # scores in float32
     samples = make_samples(("a", 4, 6), ("a", 2, 3))
     expected = torch.cat([twin.response_logits(s, kv) for s in samples])
@@ -65,19 +65,21 @@ def test_a_request_sees_the_kept_keys_as_if_it_stood_behind_the_document(twin: T
     assert not torch.allclose(hidden(kv, 10), hidden(kv, 24), atol=1e-2)
 
 
-def outputs(kv: Tensor, row: ObservedAttention, head: int) -> Tensor:
-    """What two query heads that share a KV head read [2, t, D], written the plain way."""
-    keys, values = torch.cat([kv[:, head], row.own[:, head]], dim=1)
-    t, prefix = row.queries.shape[1], kv.shape[2]
-    scores = row.queries[2 * head : 2 * head + 2] @ keys.T
-    later = torch.arange(prefix + t)[None] > prefix + torch.arange(t)[:, None]
-    return scores.masked_fill(later, -math.inf).softmax(-1) @ values
+def outputs(kv: Tensor, rows: ReferenceRows, head: int) -> Tensor:
+    """What two query heads that share a KV head read [R, 2, t, D], written the plain way."""
+    found = []
+    for queries, own in zip(rows.queries, rows.own, strict=True):
+        keys, values = torch.cat([kv[:, head], own[:, head]], dim=1)
+        t, prefix = queries.shape[1], kv.shape[2]
+        scores = queries[2 * head : 2 * head + 2] @ keys.T
+        later = torch.arange(prefix + t)[None] > prefix + torch.arange(t)[:, None]
+        found.append(scores.masked_fill(later, -math.inf).softmax(-1) @ values)
+    return torch.stack(found)
 
 
 @pytest.mark.parametrize("tokens", [4, 8, 12])
 def test_fitted_values_are_nearer_than_the_kept_tokens_own(twin: Twin, tokens: int) -> None:
-    kv = twin.kv["a"]
-    rows = observe(twin.model, reference_rows(twin.documents["a"]), kv)
+    kv, rows = read_with_queries(twin.model, twin.documents["a"])
     for layer in range(len(kv)):
         seen = rows[layer]
         made = compacted(kv[layer], seen, tokens, 1)
@@ -88,27 +90,59 @@ def test_fitted_values_are_nearer_than_the_kept_tokens_own(twin: Twin, tokens: i
             assert torch.equal(made[:, head, 0], kv[layer, :, head, 0]), "frozen, as it was"
             own = kv[layer][:, :, kept]
             wrong = {
-                name: sum(
-                    (outputs(prefix, row, head) - outputs(kv[layer], row, head)).square().sum()
-                    for row in seen
-                )
+                name: (outputs(prefix, seen, head) - outputs(kv[layer], seen, head)).square().sum()
                 for name, prefix in (("fitted", made), ("own", own))
             }
             assert wrong["fitted"] < 0.99 * wrong["own"]
 
 
-def test_rows_that_are_read_together_see_no_other_row(twin: Twin) -> None:
-    """Eleven rows of unequal lengths, of which eight are one forward pass, as each by itself."""
-    kv, ids = twin.kv["a"], twin.documents["a"]
-    rows = [ids[i : i + 1 + i % 4] for i in range(11)]
-    together = observe(twin.model, rows, kv)
-    assert [len(layer) for layer in together] == [11] * len(kv)
-    for i, row in enumerate(rows):
-        alone = observe(twin.model, [row], kv)
-        for layer, (ours,) in zip(together, alone, strict=True):
-            assert ours.queries.shape[1] == len(row)
-            torch.testing.assert_close(layer[i].queries, ours.queries, rtol=0, atol=2e-5)
-            torch.testing.assert_close(layer[i].own, ours.own, rtol=0, atol=2e-5)
+def test_a_document_s_queries_are_those_of_its_reading_behind_it(twin: Twin) -> None:
+    """A document of 24 tokens is one row. Moved back by 24 positions, its queries and keys are those
+    that the model computes for the document alone."""
+    ids = twin.documents["a"]
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    positions = torch.arange(len(ids))
+    reading = FlatAttention(
+        [len(ids)], [1], positions, [twin.kv["a"][:, :, :, :0]],
+        observer=lambda layer, q, k, v: seen.append((q, k, v)),
+    )  # fmt: skip
+    twin.model(torch.tensor(ids), positions, reading)
+    kv, rows = read_with_queries(twin.model, ids)
+    torch.testing.assert_close(kv, twin.kv["a"], rtol=0, atol=2e-5)
+    of_model, scale = twin.model.frequencies(), twin.model.kv_shape[2] ** -0.5
+    for (q, k, v), row in zip(seen, rows, strict=True):
+        asked, (keys, values) = row.queries[0], row.own[0]
+        for ours, theirs in ((asked, q * scale), (keys, k)):
+            back = turned(ours, -len(ids), of_model).float()
+            torch.testing.assert_close(back, theirs.transpose(0, 1), rtol=0, atol=2e-5)
+        torch.testing.assert_close(values, v.transpose(0, 1), rtol=0, atol=2e-5)
+
+
+def test_rows_of_a_document_longer_than_a_reading_are_in_its_order(twin: Twin) -> None:
+    """700 tokens are read in two parts, and have rows on both sides and across: each row's own
+    keys and values are the document's, moved behind it."""
+    ids = [i % 50 + 3 for i in range(700)]
+    kv, rows = read_with_queries(twin.model, ids)
+    starts = row_starts(700)
+    assert any(start < 512 < start + ROW for start in starts)
+    for i, start in enumerate(starts):
+        expected = shifted(kv[..., start : start + ROW, :], 700 - start, twin.model.frequencies())
+        own = torch.stack([row.own[i] for row in rows])
+        torch.testing.assert_close(own, expected, rtol=0, atol=1e-6)
+    # A query of the first layer depends on its token alone, once it is moved to position 0.
+    at_zero = {
+        start + j: turned(rows[0].queries[i, :, j], -700 - j, twin.model.frequencies())
+        for i, start in enumerate(starts)
+        for j in range(ROW)
+    }
+    for place in (60, 510, 560, 660):  # on both sides of 512, where the second part begins
+        torch.testing.assert_close(at_zero[place], at_zero[10], rtol=0, atol=1e-4)
+
+
+def one_query() -> ReferenceRows:
+    """Return a row of one token, with query log 2, key 1 and value 0."""
+    own = torch.tensor([[[[1.0]]], [[[0.0]]]]).double()
+    return ReferenceRows(torch.full((1, 1, 1, 1), math.log(2)).double(), own[None])
 
 
 def test_two_tokens_in_one_by_hand() -> None:
@@ -116,20 +150,18 @@ def test_two_tokens_in_one_by_hand() -> None:
     1/7, 2/7, 2/7, and 2/7 for itself, at log 2. One is dropped: 1/5, 2/5, 2/5. Values 0, 7, 14,
     own 0: the output is 2 + 4 = 6, so the kept value is 6 * 5/2 = 15."""
     kv = torch.tensor([[[[0.0], [1.0], [1.0]]], [[[0.0], [7.0], [14.0]]]]).double()
-    row = ObservedAttention(
-        torch.full((1, 1, 1), math.log(2)).double(), torch.tensor([[[[1.0]]], [[[0.0]]]])
-    )
-    made = compacted(kv, [row], 2, 1)
+    made = compacted(kv, one_query(), 2, 1)
     assert made[0].flatten().tolist() == [0, 1]
     assert made[1].flatten().tolist() == pytest.approx([0, 15], abs=0.01)
 
 
 def test_every_part_of_a_long_document_is_represented() -> None:
-    ids = range(3 * MOST_ROWS * ROW)
-    rows = reference_rows(ids)
-    assert len(rows) == MOST_ROWS
-    assert [row[0] for row in rows[:3]] == [0, 3 * ROW, 6 * ROW]
-    assert reference_rows(range(70))[1] == range(64, 70)
+    assert row_starts(40) == [0]
+    assert row_starts(70) == [0, 6]
+    assert row_starts(3 * ROW) == [0, ROW, 2 * ROW]
+    many = row_starts(31 * 2 * ROW + ROW)
+    assert len(many) == MOST_ROWS
+    assert many == [2 * ROW * i for i in range(MOST_ROWS)]
 
 
 def test_the_rest_of_a_document_beside_its_beginning_is_the_document(
@@ -139,7 +171,7 @@ def test_the_rest_of_a_document_beside_its_beginning_is_the_document(
     once, so its outputs are the document's."""
     kv = twin.kv["a"]
     given = kv[:, :, :, :10]
-    added = attention_added(twin.model, twin.documents["a"], kv, given, 14)
+    added = attention_added(twin.model, twin.documents["a"], given, 14)
     assert added.shape[3] == 14
     both = torch.cat([given, added], dim=3)
     samples = make_samples(("a", 4, 6), ("a", 2, 3))
@@ -157,9 +189,6 @@ def test_an_added_token_by_hand() -> None:
     of the document is left out but token 2, so the added value is 15 again, where token 0 of the
     document has the weight of the cartridge's own."""
     kv = torch.tensor([[[[0.0], [1.0], [1.0]]], [[[0.0], [7.0], [14.0]]]]).double()
-    row = ObservedAttention(
-        torch.full((1, 1, 1), math.log(2)).double(), torch.tensor([[[[1.0]]], [[[0.0]]]])
-    )
-    made = fitted(kv, [row], 1, kv[:, :, :1])
+    made = fitted(kv, one_query(), kv[:, :, :1], 1)
     assert made[0].flatten().tolist() == [1]
     assert made[1].flatten().tolist() == pytest.approx([15], abs=0.01)

@@ -10,7 +10,11 @@ from forge_run.preflight import slow_products
 from protocols.spec import model as of
 from protocols.spec.loading import load_serve, load_spec
 
-FLAGS = {"fast": "flags\t\t: fpu avx512f amx_bf16 amx_tile\n", "slow": "flags\t\t: fpu avx512f\n"}
+FLAGS = {
+    "fast": "flags\t\t: fpu avx512f amx_bf16 amx_tile\n",
+    "zen4": "flags\t\t: fpu avx512f avx512_bf16\n",
+    "slow": "flags\t\t: fpu avx512f\n",
+}
 
 
 @pytest.fixture
@@ -24,7 +28,7 @@ def dtype(*sets: str) -> str:
 
 
 @pytest.mark.usefixtures("processor")
-@pytest.mark.parametrize(("kind", "expected"), [("fast", "bfloat16"), ("slow", "float32")])
+@pytest.mark.parametrize(("kind", "expected"), [("fast", "bfloat16"), ("zen4", "bfloat16"), ("slow", "float32")])
 def test_auto_is_what_this_processor_multiplies(kind: str, expected: str) -> None:
     assert dtype() == expected
     assert load_serve("serve", sets=["model.dtype=auto"]).spec.model.dtype == expected
