@@ -163,13 +163,6 @@ def _divided_faults(learn: LearnSpec) -> Iterator[Fault]:
                     f"inner values ({', '.join(map(str, counts))})"
                 )
                 yield key, parts, why, "use a divisor of all three"
-    start = learn.cartridge.start
-    if learn.train.tensor_parallel > 1 and "attention_matching" in (
-        learn.cartridge.fresh,
-        None if start is None else start.pad,
-    ):
-        why = "cannot run with train.tensor_parallel, it reads the queries of all heads"
-        yield "cartridge.init", "attention_matching", why, "use first_tokens"
 
 
 def _link_faults(hosts: HostsSpec) -> Iterator[Fault]:

@@ -42,9 +42,7 @@ class ReferenceRows:
 
 
 @torch.no_grad()
-def attention_matched(
-    model: LanguageModel, ids: Sequence[int], tokens: int, frozen: int
-) -> Tensor:
+def attention_matched(model: LanguageModel, ids: Sequence[int], tokens: int, frozen: int) -> Tensor:
     """Return a cartridge [L, 2, H_kv, P, D] made of a document's T tokens `ids`, P <= T.
 
     A prompt starts at position P after the cartridge and at T after the document. The kept keys are
@@ -57,9 +55,7 @@ def attention_matched(
 
 
 @torch.no_grad()
-def attention_added(
-    model: LanguageModel, ids: Sequence[int], given: Tensor, tokens: int
-) -> Tensor:
+def attention_added(model: LanguageModel, ids: Sequence[int], given: Tensor, tokens: int) -> Tensor:
     """Return entries [L, 2, H_kv, N, D] to stand beside a cartridge [L, 2, H_kv, G, D] that keeps
     its own, so that both together attend like the document, of N = `tokens`.
 
@@ -112,9 +108,7 @@ def compacted(kv: Tensor, rows: ReferenceRows, tokens: int, frozen: int) -> Tens
     return torch.cat([own, fitted(kv, rows, own, tokens - frozen, first=frozen)], dim=2)
 
 
-def fitted(
-    kv: Tensor, rows: ReferenceRows, given: Tensor, tokens: int, first: int = 0
-) -> Tensor:
+def fitted(kv: Tensor, rows: ReferenceRows, given: Tensor, tokens: int, first: int = 0) -> Tensor:
     """Return entries [2, H_kv, N, D] of one layer's document, from its token `first` on, to stand
     beside the `given` ones [2, H_kv, G, D]."""
     queries = rows.queries.unflatten(1, (kv.shape[1], -1))

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from twins import Twin, build
 
+from learning.cartridge.attention_matching import attention_matched
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
 from learning.model.decoder import LanguageModel
@@ -172,7 +173,8 @@ def divided(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
 
 
 def divided_reader(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
-    """The shipped reader, whose vocabulary two ranks divide: a document, scores of it, one step."""
+    """The shipped reader, whose vocabulary two ranks divide: a document, what attention matching
+    makes of it, scores, one step."""
     samples = [Sample(f"s{i}", "p", (7, 8, 9 + i), (11, 12, 13), (), (0,) * 3) for i in range(3)]
     logits = torch.randn(9, 1458, generator=torch.Generator().manual_seed(0))
     whole = OBJECTIVE.model_copy(update={"micro_tokens": None})
@@ -183,6 +185,7 @@ def divided_reader(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any
             divide_base(model, ranks)
         at = tuple(range(5, 45))
         kv, own = document_kv(model, at), own_document_kv(model, at)
+        matched = attention_matched(model, at, 12, 1)
         scores = response_logprobs(model, samples, {"p": own}, 24)
         bank = first_tokens({"p": kv}, 8, 1)
         alone = ranks if name == "divided" else ALONE
@@ -192,7 +195,8 @@ def divided_reader(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any
         grad = trainer.bank.trainable["p"].grad
         assert grad is not None
         done[name] = {
-            "kv": kv.flatten()[::97].tolist(), "own": list(own.shape), "scores": scores.tolist(),
+            "kv": kv.flatten()[::97].tolist(), "own": list(own.shape),
+            "matched": matched.flatten()[::29].tolist(), "scores": scores.tolist(),
             "base_hash": trainer.base_hash(), "kl": result.kl, "grad_norm": result.grad_norm,
             "grad": grad.flatten()[::31].tolist(), "held": held_bytes(model),
         }  # fmt: skip

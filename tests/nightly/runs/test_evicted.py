@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.timeout(900)]  # two runs at most
 
 PATIENCE = 300.0
 LONGER = 8.0  # than a run waits for its step without --grace
+GRACE = 10.0  # of a worker: the controller asks each second whether it drains, on busy cores later
 # A process that is held in the middle of a call, or starts on busy cores, is silent for long.
 HEALTH = {"heartbeat_s": 0.5, "suspect_after_s": 60.0, "dead_after_s": 90.0}
 
@@ -108,7 +109,7 @@ def test_a_call_that_outlasts_a_worker_is_made_again_elsewhere(
 ) -> None:
     ports = [free_port(), free_port()]
     with ExitStack() as stack:
-        workers = {str(port): stack.enter_context(worker(port, 2.0)) for port in ports}
+        workers = {str(port): stack.enter_context(worker(port, GRACE)) for port in ports}
         words = command(tmp_path, hosts=on(*ports), health=HEALTH, spawn_timeout_s=300)
         run = stack.enter_context(running(words, tmp_path))
         path = run.wait_for("on_policy", 1)

@@ -235,10 +235,6 @@ def test_a_base_is_divided_by_ranks_that_divide_its_heads(
         require_runnable(load_spec(MESH, sets=(model, *four)).spec)
     with pytest.raises(SpecError, match=r"train\.tensor_parallel \(2\) does not divide it"):
         require_runnable(load_spec(MESH, sets=(model, *two, "roles.trainer.procs=3")).spec)
-    compact = ("train.tensor_parallel=2", "roles.trainer.procs=2",
-               "cartridge.init=attention_matching")  # fmt: skip
-    with pytest.raises(SpecError, match="reads the queries of all heads"):
-        require_runnable(load_spec(MESH, sets=(model, *compact)).spec)
     monkeypatch.setattr("forge_run.preflight.decoder_config", lambda _: None)
     with pytest.raises(SpecError, match="divides models of our own decoder") as caught:
         require_runnable(load_spec(MESH, sets=(model, *two, "roles.trainer.procs=2")).spec)

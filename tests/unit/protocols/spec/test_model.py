@@ -28,7 +28,9 @@ def dtype(*sets: str) -> str:
 
 
 @pytest.mark.usefixtures("processor")
-@pytest.mark.parametrize(("kind", "expected"), [("fast", "bfloat16"), ("zen4", "bfloat16"), ("slow", "float32")])
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("fast", "bfloat16"), ("zen4", "bfloat16"), ("slow", "float32")]
+)
 def test_auto_is_what_this_processor_multiplies(kind: str, expected: str) -> None:
     assert dtype() == expected
     assert load_serve("serve", sets=["model.dtype=auto"]).spec.model.dtype == expected
