@@ -83,18 +83,22 @@ def read_with_queries(
     """Read a document; return its KV [L, 2, H_kv, T, D] and each layer's reference rows."""
     starts, row = row_starts(len(ids)), min(ROW, len(ids))
     places = torch.cat([torch.arange(start, start + row) for start in starts])
-    found: list[list[Tensor]] = [[] for _ in range(model.kv_shape[0])]
+    found: list[Tensor] = []
 
     def keep(layer: int, q: Tensor, of: slice) -> None:
-        here = places[(places >= of.start) & (places < of.stop)] - of.start
-        found[layer].append(q[here.to(q.device)].transpose(0, 1))
+        if of.start == 0:
+            found.append(q.new_empty(q.shape[1], len(places), q.shape[2]))
+        here = (places >= of.start) & (places < of.stop)
+        found[layer][:, here.to(q.device)] = q[(places[here] - of.start).to(q.device)].transpose(
+            0, 1
+        )
 
     tensor, of_model = model.tensor, model.frequencies()
     kv = tensor.whole(own_document_kv(model, tuple(ids), keep), 2)
     layers = []
     for own, asked in zip(kv, found, strict=True):
-        queries = tensor.whole(torch.cat(asked, dim=1), 0) * own.shape[3] ** -0.5
-        rows = zip(starts, queries.split(row, 1), strict=True)
+        queries = tensor.whole(asked, 0) * own.shape[3] ** -0.5
+        rows = zip(starts, torch.split(queries, row, 1), strict=True)
         moved = [turned(part, len(ids) - start, of_model) for start, part in rows]
         beside = [shifted(own[:, :, s : s + row], len(ids) - s, of_model) for s in starts]
         layers.append(ReferenceRows(torch.stack(moved).float(), torch.stack(beside)))
@@ -111,7 +115,7 @@ def compacted(kv: Tensor, rows: ReferenceRows, tokens: int, frozen: int) -> Tens
 def fitted(kv: Tensor, rows: ReferenceRows, given: Tensor, tokens: int, first: int = 0) -> Tensor:
     """Return entries [2, H_kv, N, D] of one layer's document, from its token `first` on, to stand
     beside the `given` ones [2, H_kv, G, D]."""
-    queries = rows.queries.unflatten(1, (kv.shape[1], -1))
+    queries = torch.unflatten(rows.queries, 1, (kv.shape[1], -1))
     heads = [
         _head(kv[:, h], queries[:, h], rows.own[:, :, h], given[:, h], tokens, first)
         for h in range(kv.shape[1])
@@ -128,7 +132,8 @@ def _head(
     wide = torch.promote_types(kv.dtype, torch.float32)
     keys, values = kv.to(wide)
     beside_keys, beside = given.to(wide)
-    parts = list(zip(queries.to(wide).split(AT_ONCE), own.to(wide).split(AT_ONCE), strict=True))
+    batches = (torch.split(x.to(wide), AT_ONCE) for x in (queries, own))
+    parts = list(zip(*batches, strict=True))
     seen = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
     targets = []
     for asked, around in parts:
@@ -162,6 +167,6 @@ def _attended(queries: Tensor, own: Tensor, keys: Tensor, values: Tensor) -> tup
     later = torch.ones(t, t, dtype=torch.bool, device=keys.device).triu(1)
     around = (queries @ own_keys.mT).masked_fill(later, -torch.inf)
     scores[:, len(keys) :] = around.flatten(0, 2)
-    weights, around = scores.softmax(-1).split([len(keys), t], dim=1)
-    read_own = around.unflatten(0, (count, shared, t)) @ own_values
+    weights, around = torch.split(scores.softmax(-1), [len(keys), t], dim=1)
+    read_own = torch.unflatten(around, 0, (count, shared, t)) @ own_values
     return weights, weights @ values + read_own.flatten(0, 2)

@@ -85,5 +85,6 @@ def turned(heads: Tensor, by: int, frequencies: Tensor) -> Tensor:
     angle = (frequencies * by).to(heads.device)
     cos, sin = angle.cos(), angle.sin()
     half = len(frequencies)
-    first, second, rest = heads.double().split([half, half, heads.shape[-1] - 2 * half], dim=-1)
+    sizes = [half, half, heads.shape[-1] - 2 * half]
+    first, second, rest = torch.split(heads.double(), sizes, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

@@ -97,8 +97,8 @@ def test_fitted_values_are_nearer_than_the_kept_tokens_own(twin: Twin, tokens: i
 
 
 def test_a_document_s_queries_are_those_of_its_reading_behind_it(twin: Twin) -> None:
-    """A document of 24 tokens is one row. Moved back by 24 positions, its queries and keys are those
-    that the model computes for the document alone."""
+    """A document of 24 tokens is one row. Moved back by 24 positions, its queries and keys are
+    those that the model computes for the document alone."""
     ids = twin.documents["a"]
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
     positions = torch.arange(len(ids))
