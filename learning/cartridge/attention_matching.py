@@ -151,8 +151,8 @@ def _head(
         gram += on_kept.T @ on_kept
         wrong += on_kept.T @ (target - ours)
     # Ridge towards the kept keys' own values: a key without attention keeps its value.
-    ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
-    moved = torch.linalg.solve(gram + ridge.to(gram.device), wrong)
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    moved = torch.linalg.solve(gram + RIDGE * gram.diagonal().mean() * identity, wrong)
     return torch.stack([keys[kept], (values[kept] + moved).to(keys)])
 
 

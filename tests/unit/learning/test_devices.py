@@ -12,6 +12,7 @@ from channel_setup import scene
 from rooms.learning.devices_setup import same, trainer_of
 from second_device import Elsewhere, elsewhere
 
+from learning.cartridge.attention_matching import attention_matched
 from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
 from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, claim_device
@@ -68,6 +69,14 @@ def test_a_trained_cartridge_starts_beside_a_fresh_one(
         assert isinstance(part.data, Elsewhere)
         (there_kv,), (here_kv,) = elsewhere_too.kv([name]), here.kv([name])
         torch.testing.assert_close(there_kv.detach().cpu(), here_kv.detach())
+
+
+def test_attention_matching_off_the_host(llama: Twin, there: Twin) -> None:
+    here, elsewhere_too = (
+        attention_matched(twin.model, twin.documents["c"], 12, 1) for twin in (llama, there)
+    )
+    assert isinstance(elsewhere_too, Elsewhere)
+    torch.testing.assert_close(elsewhere_too.cpu(), here)
 
 
 def test_a_top_k_teacher_off_the_host(llama: Twin, there: Twin) -> None:
