@@ -12,8 +12,7 @@ from channel_setup import scene
 from rooms.learning.devices_setup import same, trainer_of
 from second_device import Elsewhere, elsewhere
 
-from learning.cartridge.attention_matching import attention_matched
-from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
+from learning.cartridge.initialization import INITS, PADS, CartridgeInit, InitSource, initial_bank
 from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, claim_device
 from learning.scoring import TeacherDistribution, score_kept
@@ -71,9 +70,23 @@ def test_a_trained_cartridge_starts_beside_a_fresh_one(
         torch.testing.assert_close(there_kv.detach().cpu(), here_kv.detach())
 
 
-def test_attention_matching_off_the_host(llama: Twin, there: Twin) -> None:
+def source(twin: Twin) -> InitSource:
+    return InitSource("c", twin.documents["c"], lambda: twin.kv["c"], lambda: range(5, 50))
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_every_start_off_the_host(llama: Twin, there: Twin, init: str) -> None:
+    start = CartridgeInit(init, 12, 1)
+    here, elsewhere_too = (INITS[init](one.model, source(one), start) for one in (llama, there))
+    assert isinstance(elsewhere_too, Elsewhere)
+    torch.testing.assert_close(elsewhere_too.cpu(), here)
+
+
+@pytest.mark.parametrize("pad", PADS)
+def test_every_padding_off_the_host(llama: Twin, there: Twin, pad: str) -> None:
+    start = CartridgeInit("first_tokens", 12, 1, pad=pad)
     here, elsewhere_too = (
-        attention_matched(twin.model, twin.documents["c"], 12, 1) for twin in (llama, there)
+        PADS[pad](one.model, source(one), start, one.kv["c"][:, :, :, :8]) for one in (llama, there)
     )
     assert isinstance(elsewhere_too, Elsewhere)
     torch.testing.assert_close(elsewhere_too.cpu(), here)
