@@ -105,6 +105,11 @@ SETTINGS = {
         in_chunks(TRAIN, 4 * 97 * 9).model_copy(update={"recompute_layers": True}),
         changed(OBJECTIVE, compare_every=0, sdpo=SdpoSpec(variant="sampled")),
     ),
+    "scaled by tensors, in minibatches": (
+        TRAIN.model_copy(update={"lr_scale": "rms", "updates_per_rollout": 2, "minibatches": 2}),
+        changed(OBJECTIVE, compare_every=0),
+    ),
+    "balanced": (TRAIN, changed(OBJECTIVE, compare_every=0, balance="gradient_norm")),
 }
 
 

@@ -12,6 +12,7 @@ from channel_setup import scene
 from rooms.learning.devices_setup import same, trainer_of
 from second_device import Elsewhere, elsewhere
 
+from learning.cartridge.composition import student_prefixes
 from learning.cartridge.initialization import INITS, PADS, CartridgeInit, InitSource, initial_bank
 from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, claim_device
@@ -88,6 +89,16 @@ def test_every_padding_off_the_host(llama: Twin, there: Twin, pad: str) -> None:
     here, elsewhere_too = (
         PADS[pad](one.model, source(one), start, one.kv["c"][:, :, :, :8]) for one in (llama, there)
     )
+    assert isinstance(elsewhere_too, Elsewhere)
+    torch.testing.assert_close(elsewhere_too.cpu(), here)
+
+
+def test_a_composition_off_the_host(llama: Twin, there: Twin) -> None:
+    """The student reads b, and then a, which learns."""
+    here, elsewhere_too = (
+        student_prefixes(one.model, trainer_of(one).bank, ["a\nb\na"])[0] for one in (llama, there)
+    )
+    assert here.shape[3] == 2 * 8
     assert isinstance(elsewhere_too, Elsewhere)
     torch.testing.assert_close(elsewhere_too.cpu(), here)
 
