@@ -24,9 +24,9 @@ STUDY_SHARE = 0.25  # of the minutes, at most, for writing questions
 LEAST_QUESTIONS = 8
 EXAM_QUESTIONS = 8
 START_SECONDS, STEP_SECONDS = 20.0, 1.0  # of processes; of a step beside the model's work
-# Attention matching takes so many times the reading of a document beside it, of which at most so
-# many tokens' queries count (learning.cartridge.attention_matching; docs/log.md).
-MATCHING, MATCHED_TOKENS = 3.0, 2048
+# Attention matching takes so many times the reading of a document, of which at most so many tokens
+# are read again (learning.cartridge.attention_matching; docs/log.md).
+MATCHING, MATCHED_TOKENS = 4.5, 2048
 READERS = 3  # generator, teacher and trainer each hold the model
 PROCESS_BYTES = 300 * 1024**2  # of one process without the model
 

@@ -2,15 +2,14 @@
 
 After Zweiger et al., "Fast KV Compaction via Attention Matching" (2026), per layer and KV head:
 
-    queries   of the document's own tokens, as it is read, moved behind the document
+    queries   of the document's own tokens, read again in rows after the document
     keys      the P document keys whose attention weights have the largest root mean square
     values    least-squares fit, so that the attention outputs equal those over the whole document
 
 The paper also gives each kept key a bias that carries the attention mass of the dropped keys. A
 cartridge has no field for a bias. The fit therefore matches outputs after a softmax over prefix and
-row together, where the lost mass shows, and the values compensate for it. The paper found queries
-of a second reading, after the document, slightly better; here they were not (docs/log.md), and
-that reading took as long as the first.
+row together, where the lost mass shows, and the values compensate for it. Queries of the first
+reading would save the second, and closed less of the gap of real articles (docs/log.md).
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learning.cartridge.composition import shifted, turned
+from learning.cartridge.composition import shifted
+from learning.model.attention import FlatAttention
 from learning.model.decoder import LanguageModel
 from learning.model.document_kv import own_document_kv
 
 ROW = 64  # tokens of a row of reference queries
 MOST_ROWS = 32  # of a page's 63: KL over it rose by 2.3 and 0.1% (docs/log.md)
-AT_ONCE = 8  # rows whose scores are in memory together
+AT_ONCE = 8  # rows of a forward pass, and whose scores are in memory together
 RIDGE = 1e-4  # times the mean diagonal of the normal equations
 
 
@@ -80,29 +80,29 @@ def row_starts(tokens: int) -> list[int]:
 def read_with_queries(
     model: LanguageModel, ids: Sequence[int]
 ) -> tuple[Tensor, list[ReferenceRows]]:
-    """Read a document; return its KV [L, 2, H_kv, T, D] and each layer's reference rows."""
-    starts, row = row_starts(len(ids)), min(ROW, len(ids))
-    places = torch.cat([torch.arange(start, start + row) for start in starts])
-    found: list[Tensor] = []
+    """Read a document, and its rows again behind it, which see no other row; return its KV
+    [L, 2, H_kv, T, D] and each layer's reference rows. All ranks of a divided base must call it."""
+    row = min(ROW, len(ids))
+    starts = row_starts(len(ids))
+    own = own_document_kv(model, tuple(ids))
+    found: list[list[list[Tensor]]] = [[] for _ in own]
+    for first in range(0, len(starts), AT_ONCE):
+        some = starts[first : first + AT_ONCE]
+        flat = torch.tensor([t for s in some for t in ids[s : s + row]], device=model.device)
+        positions = torch.arange(len(ids), len(ids) + row, device=model.device).repeat(len(some))
 
-    def keep(layer: int, q: Tensor, of: slice) -> None:
-        if of.start == 0:
-            found.append(q.new_empty(q.shape[1], len(places), q.shape[2]))
-        here = (places >= of.start) & (places < of.stop)
-        found[layer][:, here.to(q.device)] = q[(places[here] - of.start).to(q.device)].transpose(
-            0, 1
-        )
+        def keep(layer: int, *inputs: Tensor, count: int = len(some)) -> None:
+            parts = [torch.unflatten(x, 0, (count, row)).transpose(1, 2) for x in inputs]
+            found[layer].append(parts)
 
-    tensor, of_model = model.tensor, model.frequencies()
-    kv = tensor.whole(own_document_kv(model, tuple(ids), keep), 2)
+        reading = FlatAttention([row] * len(some), [len(some)], positions, [own], observer=keep)
+        model(flat, positions, reading)
+    tensor, scale = model.tensor, own.shape[4] ** -0.5
     layers = []
-    for own, asked in zip(kv, found, strict=True):
-        queries = tensor.whole(asked, 0) * own.shape[3] ** -0.5
-        rows = zip(starts, torch.split(queries, row, 1), strict=True)
-        moved = [turned(part, len(ids) - start, of_model) for start, part in rows]
-        beside = [shifted(own[:, :, s : s + row], len(ids) - s, of_model) for s in starts]
-        layers.append(ReferenceRows(torch.stack(moved).float(), torch.stack(beside)))
-    return kv, layers
+    for parts in found:
+        q, k, v = (tensor.whole(torch.cat(of), 1) for of in zip(*parts, strict=True))
+        layers.append(ReferenceRows(q * scale, torch.stack([k, v], dim=1)))
+    return tensor.whole(own, 2), layers
 
 
 def compacted(kv: Tensor, rows: ReferenceRows, tokens: int, frozen: int) -> Tensor:

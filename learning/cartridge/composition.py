@@ -72,19 +72,15 @@ def composed(model: LanguageModel, prefixes: Sequence[Tensor]) -> Tensor:
 
 
 def shifted(kv: Tensor, by: int, frequencies: Tensor) -> Tensor:
-    """Return keys and values [..., 2, H_kv, P, D] with the keys moved by `by` positions."""
+    """Return keys and values [..., 2, H_kv, P, D] with the keys moved by `by` positions. Pairs are
+    (i, i + n) for n frequencies, as in Llama's family; numbers after the first 2n are not
+    rotated."""
     if by == 0:
         return kv
-    keys, values = kv.double().unbind(-4)
-    return torch.stack([turned(keys, by, frequencies), values], dim=-4).to(kv.dtype)
-
-
-def turned(heads: Tensor, by: int, frequencies: Tensor) -> Tensor:
-    """Return keys or queries [..., D] as float64, moved by `by` positions. Pairs are (i, i + n) for
-    n frequencies, as in Llama's family; numbers after the first 2n are not rotated."""
-    angle = (frequencies * by).to(heads.device)
+    angle = (frequencies * by).to(kv.device)
     cos, sin = angle.cos(), angle.sin()
+    keys, values = kv.double().unbind(-4)
     half = len(frequencies)
-    sizes = [half, half, heads.shape[-1] - 2 * half]
-    first, second, rest = torch.split(heads.double(), sizes, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+    first, second, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
+    turned = [first * cos - second * sin, second * cos + first * sin, rest]
+    return torch.stack([torch.cat(turned, dim=-1), values], dim=-4).to(kv.dtype)

@@ -30,33 +30,26 @@ def document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]) ->
 
 
 @torch.no_grad()
-def own_document_kv(
-    model: LanguageModel,
-    token_ids: list[int] | tuple[int, ...],
-    queries: Callable[[int, Tensor, slice], None] | None = None,
-) -> Tensor:
+def own_document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]) -> Tensor:
     """Return `document_kv` by the heads alone that this rank of a divided base computes,
-    [L, 2, own H_kv, T, D]. `queries` is given every layer's queries [n, own H_q, D], after RoPE, of
-    the tokens of a slice."""
+    [L, 2, own H_kv, T, D]."""
     ids = torch.tensor(list(token_ids), device=model.device)
     positions = torch.arange(len(ids), device=model.device)
     layers, heads, size = model.kv_shape
     heads //= model.tensor.size
     done = torch.empty((layers, 2, heads, len(ids), size), dtype=model.dtype, device=model.device)
-    read = torch.zeros(0, dtype=torch.long, device=model.device) if queries is None else None
+    none = torch.zeros(0, dtype=torch.long, device=model.device)
     for start in range(0, len(ids), PREFILL_CHUNK):
         of = slice(start, min(start + PREFILL_CHUNK, len(ids)))
 
         def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, of: slice = of) -> None:
             done[layer, 0, :, of], done[layer, 1, :, of] = k.transpose(0, 1), v.transpose(0, 1)
-            if queries is not None:
-                queries(layer, q, of)
 
         chunk = ids[of]
         attention = FlatAttention(
-            [len(chunk)], [1], positions[of], [done[:, :, :, :start]], read, keep
+            [len(chunk)], [1], positions[of], [done[:, :, :, :start]], none, keep
         )
-        model(chunk, positions[of], attention, read)
+        model(chunk, positions[of], attention, none)
     return done
 
 

@@ -21,8 +21,9 @@ from learning.cartridge.attention_matching import (
     read_with_queries,
     row_starts,
 )
-from learning.cartridge.composition import shifted, turned
+from learning.cartridge.composition import shifted
 from learning.model.attention import FlatAttention
+from learning.model.document_kv import document_kv
 from learning.packing import pack, response_logits
 
 if TYPE_CHECKING:
@@ -96,47 +97,25 @@ def test_fitted_values_are_nearer_than_the_kept_tokens_own(twin: Twin, tokens: i
             assert wrong["fitted"] < 0.99 * wrong["own"]
 
 
-def test_a_document_s_queries_are_those_of_its_reading_behind_it(twin: Twin) -> None:
-    """A document of 24 tokens is one row. Moved back by 24 positions, its queries and keys are
-    those that the model computes for the document alone."""
-    ids = twin.documents["a"]
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []
-    positions = torch.arange(len(ids))
-    reading = FlatAttention(
-        [len(ids)], [1], positions, [twin.kv["a"][:, :, :, :0]],
-        observer=lambda layer, q, k, v: seen.append((q, k, v)),
-    )  # fmt: skip
-    twin.model(torch.tensor(ids), positions, reading)
-    kv, rows = read_with_queries(twin.model, ids)
-    torch.testing.assert_close(kv, twin.kv["a"], rtol=0, atol=2e-5)
-    of_model, scale = twin.model.frequencies(), twin.model.kv_shape[2] ** -0.5
-    for (q, k, v), row in zip(seen, rows, strict=True):
-        asked, (keys, values) = row.queries[0], row.own[0]
-        for ours, theirs in ((asked, q * scale), (keys, k)):
-            back = turned(ours, -len(ids), of_model).float()
-            torch.testing.assert_close(back, theirs.transpose(0, 1), rtol=0, atol=2e-5)
-        torch.testing.assert_close(values, v.transpose(0, 1), rtol=0, atol=2e-5)
-
-
-def test_rows_of_a_document_longer_than_a_reading_are_in_its_order(twin: Twin) -> None:
-    """700 tokens are read in two parts, and have rows on both sides and across: each row's own
-    keys and values are the document's, moved behind it."""
+def test_rows_are_those_of_a_reading_behind_the_document_by_itself(twin: Twin) -> None:
+    """700 tokens have eleven rows, of which eight are one forward pass: each is as if it were read
+    alone, and sees no other row."""
     ids = [i % 50 + 3 for i in range(700)]
     kv, rows = read_with_queries(twin.model, ids)
-    starts = row_starts(700)
-    assert any(start < 512 < start + ROW for start in starts)
-    for i, start in enumerate(starts):
-        expected = shifted(kv[..., start : start + ROW, :], 700 - start, twin.model.frequencies())
-        own = torch.stack([row.own[i] for row in rows])
-        torch.testing.assert_close(own, expected, rtol=0, atol=1e-6)
-    # A query of the first layer depends on its token alone, once it is moved to position 0.
-    at_zero = {
-        start + j: turned(rows[0].queries[i, :, j], -700 - j, twin.model.frequencies())
-        for i, start in enumerate(starts)
-        for j in range(ROW)
-    }
-    for place in (60, 510, 560, 660):  # on both sides of 512, where the second part begins
-        torch.testing.assert_close(at_zero[place], at_zero[10], rtol=0, atol=1e-4)
+    torch.testing.assert_close(kv, document_kv(twin.model, ids), rtol=0, atol=2e-5)
+    scale = twin.model.kv_shape[2] ** -0.5
+    positions = torch.arange(700, 700 + ROW)
+    assert len(row_starts(700)) == 11
+    for i, start in enumerate(row_starts(700)):
+        seen: list[tuple[Tensor, ...]] = []
+        alone = FlatAttention(
+            [ROW], [1], positions, [kv], observer=lambda _, *x, seen=seen: seen.append(x)
+        )
+        twin.model(torch.tensor(ids[start : start + ROW]), positions, alone)
+        for (q, k, v), row in zip(seen, rows, strict=True):
+            expected = (q * scale, k, v)
+            for ours, theirs in zip((row.queries[i], *row.own[i]), expected, strict=True):
+                torch.testing.assert_close(ours, theirs.transpose(0, 1), rtol=0, atol=5e-5)
 
 
 def one_query() -> ReferenceRows:
