@@ -68,7 +68,8 @@ def test_a_real_model_reads_a_page_of_ours(tmp_path: Path, monkeypatch: pytest.M
             nll.setdefault(row["arm"], []).append(row["nll"])
     means = {arm: sum(of) / len(of) for arm, of in nll.items()}
     assert means["document"] < means["none"]
-    assert forge("ask", "pages", "Who published it?", "--max-tokens", "8", *serving).strip()
+    asked_of_page = "What is recursive self-aggregation?"  # to others it may say nothing
+    assert forge("ask", "pages", asked_of_page, "--max-tokens", "8", *serving).strip()
 
     # The same answers over HTTP.
     monkeypatch.chdir(tmp_path)
