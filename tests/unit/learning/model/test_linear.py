@@ -1,4 +1,4 @@
-"""Products of a few rows are those of `F.linear`, from whichever side they are computed."""
+"""Products are those of `F.linear`, from whichever side they are computed, padded or not."""
 
 from __future__ import annotations
 
