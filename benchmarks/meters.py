@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import tempfile
@@ -43,8 +44,17 @@ def _attention_backward_flops(grad: Sequence[int], *given: Any, **named: Any) ->
     return _attention_flops(given[0], given[1]) * 5 // 2
 
 
-# torch counts no products of the CPU's own attention.
-CPU_ATTENTION = {
+def _linear_flops(
+    x: Sequence[int], weight: Sequence[int], *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    """Count the products of rows [n, in] by a weight [out, in]."""
+    return 2 * math.prod(x) * weight[0]
+
+
+# torch counts no products of oneDNN, nor of the CPU's own attention.
+ONEDNN = {torch.ops.mkldnn._linear_pointwise: _linear_flops}
+ON_CPU = {
+    **ONEDNN,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
@@ -184,7 +194,7 @@ def counted(parameters: Iterator[Tensor] | None = None) -> Iterator[Count]:
         return tensor
 
     with (
-        FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as flops,
+        FlopCounterMode(display=False, custom_mapping=ON_CPU) as flops,
         _Traffic(count),
         saved_tensors_hooks(keep, lambda tensor: tensor),
     ):

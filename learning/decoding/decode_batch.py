@@ -219,8 +219,7 @@ class DecodeBatch:
         positions = columns - longest + 1 + self._position[row_of]
 
         def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-            self._cache.keys[layer, row_of, :, columns] = k
-            self._cache.values[layer, row_of, :, columns] = v
+            self._cache.put(layer, row_of, columns, k, v)
 
         told = [b for b, row in enumerate(self.rows) if row.request.prompt_logprobs]
         wanted = {i for b in told for i in range(ends[b] - lengths[b], ends[b])}
@@ -329,7 +328,7 @@ class DecodeBatch:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self._model.lm_head
-        return linear(hidden, head.weight, head.bias).float()
+        return linear(hidden, head.weight, head.bias, self._model.packed_head).float()
 
     def _draw(self, hidden: Tensor) -> Tensor:
         """Draw the next token [B] of every live row from hidden states [B, width], and add it."""

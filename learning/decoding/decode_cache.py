@@ -27,8 +27,15 @@ class DecodeCache:
         layers, heads, size = model.kv_shape
         # Zeros: padding is hidden by its weight of 0, and 0 times garbage need not be 0.
         shape = (layers, rows, heads, columns, size)
-        keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        dtype = kernel_for(model.weight).kept(model.dtype)
+        keys = torch.zeros(shape, dtype=dtype, device=model.device)
         return cls(keys, torch.zeros_like(keys))
+
+    def put(self, layer: int, rows: Tensor, columns: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values [N, H_kv, D] at N places (row, column)."""
+        dtype = self.keys.dtype
+        self.keys[layer, rows, :, columns] = keys.to(dtype)
+        self.values[layer, rows, :, columns] = values.to(dtype)
 
     def keep(self, rows: Tensor, trim: int = 0) -> None:
         """Keep only these rows, in this order, without their first `trim` columns."""
@@ -79,12 +86,9 @@ class DecodeAttention:
         at = self._cache.used
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[:, :, at], values[:, :, at] = k, v
-        kernel = kernel_for(q)
-        seen = slice(at + 1)
-        out, sums = kernel.forward(
-            q[:, :, None], keys[:, :, seen], values[:, :, seen], self._mask(window, q.dtype), False,
-            scale,
-        )  # fmt: skip
+        kernel, mask = kernel_for(q), self._mask(window, keys.dtype)
+        keys, values = keys[:, :, : at + 1], values[:, :, : at + 1]
+        out, sums = kernel.forward(q[:, :, None], keys, values, mask, False, scale)
 
         def hidden(c: int, kv: Tensor) -> Tensor | None:
             if window is None:

@@ -23,12 +23,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from learning.model.decoder_config import DecoderConfig
-from learning.model.linear import linear
+from learning.model.linear import linear, packed
 from learning.model.tensor_parallel import TensorRanks, embedded
 from protocols.errors import DataError
 from protocols.work import count
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PACKED_BYTES = 320 * 2**20  # of weights that are kept a second time
 
 
 class Attention(Protocol):
@@ -54,6 +55,7 @@ class LanguageModel(nn.Module):
     kv_shape: tuple[int, int, int]
     vocabulary: int
     longest: int | None
+    packed_head: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -83,6 +85,11 @@ class LanguageModel(nn.Module):
         if self.tensor.size == 1 or kv.shape[2] != heads:
             return kv
         return kv[:, :, self.tensor.share(heads)]
+
+    def pack(self) -> None:
+        """Keep the weights a second time as `learning.model.linear` reads them fastest in few rows:
+        for a model that decodes. Where that does not help, or takes more than PACKED_BYTES, nothing
+        is kept."""
 
     def frequencies(self) -> Tensor:
         """Return the radians per position of each rotated pair, [<= D/2] float64. Raises DataError
@@ -132,6 +139,12 @@ class DecoderLayer(nn.Module):
         self.k_norm = empty(config.head_dim) if config.head_norms else None
         self.gate_up = empty(2 * config.intermediate, config.hidden)
         self.down = empty(config.hidden, config.intermediate)
+        self.packed: dict[str, Tensor | None] = {}
+
+    def pack(self) -> None:
+        """Keep the projections packed for few rows as well."""
+        for name in ("qkv", "out", "gate_up", "down"):
+            self.packed[name] = packed(getattr(self, name))
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, read: Tensor | None
@@ -143,7 +156,7 @@ class DecoderLayer(nn.Module):
         normed = F.rms_norm(x, (config.hidden,), self.input_norm, config.eps)
         normed = self.tensor.enter(normed)
         if read is None:
-            projected = linear(normed, self.qkv, self.qkv_bias).view(len(x), -1, size)
+            projected = self._product("qkv", normed, self.qkv_bias).view(len(x), -1, size)
             q, k, v = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
             if self.q_norm is None:  # queries and keys lie side by side, and turn alike
                 turned = rotated(projected[:, : heads + kv_heads], cos, sin)
@@ -166,16 +179,19 @@ class DecoderLayer(nn.Module):
             x = x[read]
         count(len(k))
         seen = attention.attend(self._index, q, k, v, size**-0.5, config.windows[self._index])
-        x = x + self._summed(seen.flatten(1), self.out, self.out_bias)
+        x = x + self._summed("out", seen.flatten(1), self.out_bias)
         normed = F.rms_norm(x, (config.hidden,), self.post_norm, config.eps)
-        gate, up = linear(self.tensor.enter(normed), self.gate_up).chunk(2, dim=-1)
-        return x + self._summed(F.silu(gate) * up, self.down, None)
+        gate, up = self._product("gate_up", self.tensor.enter(normed)).chunk(2, dim=-1)
+        return x + self._summed("down", F.silu(gate) * up)
 
-    def _summed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _product(self, name: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(x, getattr(self, name), bias, self.packed.get(name))
+
+    def _summed(self, name: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product with a weight that is divided by columns; the bias is added once."""
         if self.tensor.size == 1:
-            return linear(x, weight, bias)
-        found = self.tensor.total(linear(x, weight))
+            return self._product(name, x, bias)
+        found = self.tensor.total(self._product(name, x))
         return found if bias is None else found + bias
 
     def _normed(self, heads: Tensor, weight: Tensor | None) -> Tensor:
@@ -284,6 +300,14 @@ class Decoder(LanguageModel):
     ) -> Tensor:
         hidden: Tensor = self.base_model(ids, positions, attention, read)
         return hidden
+
+    def pack(self) -> None:
+        held = {id(p): p.nbytes for p in self.parameters()}
+        if sum(held.values()) > PACKED_BYTES:
+            return
+        for layer in self.base_model.layers:
+            layer.pack()
+        self.packed_head = packed(self.lm_head.weight)
 
     def frequencies(self) -> Tensor:
         config = self.base_model.config

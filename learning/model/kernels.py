@@ -32,6 +32,10 @@ class Kernel(Protocol):
     """Compute attention of queries [B, H_q, Q, D] over keys and values [B, H_kv, T, D]. `mask`
     [B or 1, 1, Q, T] is added to the scores; `causal` hides later keys where Q is T."""
 
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which keys and values of `dtype` are kept that are read many times."""
+        ...
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -51,6 +55,9 @@ class Kernel(Protocol):
 class _Flash:
     """Computes narrow numbers in float32: the kernel rounds each part's outputs to theirs, before
     parts are joined, which moved single log-probabilities by up to 0.18 nats in bfloat16."""
+
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32)  # converted once and not in each call
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
@@ -73,6 +80,9 @@ class _Flash:
 
 class _Chunked:
     """Outputs are float32, so that parts are joined before they are rounded."""
+
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
@@ -107,6 +117,9 @@ class _Chunked:
 class _CudaFlash:
     """Rounds each part's outputs to the numbers' type before parts are joined. It has no masks, so
     a window, and the last layer's own part, are CHUNKED's."""
+
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float

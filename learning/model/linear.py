@@ -1,31 +1,69 @@
-"""Multiply by a weight on a CPU: few float32 rows from the other side, bfloat16 rows padded."""
+"""Multiply rows by a frozen weight on a CPU, through oneDNN.
+
+torch multiplies float32 by MKL, which takes 1.0 to 2 times as long as oneDNN on AMD processors
+(docs/log.md, 2026-11-28). oneDNN rearranges a weight in each call; one that is `packed` before is
+read in less than half the time by few rows, as in decoding.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Where MKL's x @ w.T is slower than w @ x.T: up to 1.6 times at 15 rows (docs/log.md, 2026-11-27).
-FEW_ROWS = range(8, 32)
-LARGE = 2**18  # numbers of a weight; of a smaller one the difference is lost in the call
-# oneDNN compiles a bfloat16 product for each number of rows, 0.65 MB in 1 ms, and keeps 1,024 of
-# them: a trainer whose batches differ in length grew by 60 MB a step (docs/log.md, 2026-11-27).
+# oneDNN compiles a product for each number of rows, 0.65 MB in 1 ms, and keeps 1,024 of them: a
+# trainer whose batches differ in length grew by 60 MB a step (docs/log.md, 2026-11-27).
 PADDED_TO = 32
+PACKED_FOR = 16  # rows
+MULTIPLIED = (torch.float32, torch.bfloat16)
+# Its products have no autograd of their own.
+_ONEDNN: Any = torch.ops.mkldnn if torch._C._has_mkldnn else None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x [n, in] @ weight.T + bias, [n, out], as `torch.nn.functional.linear` does."""
-    if (
-        len(x) in FEW_ROWS
-        and x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and weight.numel() >= LARGE
-        and not torch.is_grad_enabled()
-    ):
-        found = (weight @ x.T).T.contiguous()
-        return found if bias is None else found + bias
-    if len(x) > PADDED_TO and x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        rows = len(x)
-        return F.linear(F.pad(x, (0, 0, 0, -rows % PADDED_TO)), weight, bias)[:rows]
-    return F.linear(x, weight, bias)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None
+) -> Tensor:
+    """Return x [n, in] @ weight.T + bias, [n, out], as `torch.nn.functional.linear` does. Without
+    a gradient it reads the weight as `packed`, where that is given. The weight has no gradient."""
+    rows = len(x)
+    if not _is_multiplied(x) or not rows:
+        return F.linear(x, weight, bias)
+    if rows > PADDED_TO and rows % PADDED_TO:
+        x = F.pad(x, (0, 0, 0, -rows % PADDED_TO))
+    if torch.is_grad_enabled() and x.requires_grad:
+        found: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # torch's
+    else:
+        found = _product(x, weight if packed is None else packed, bias)
+    return found[:rows]
+
+
+def packed(weight: Tensor) -> Tensor | None:
+    """Return a copy of a weight [out, in] that `linear` reads faster in few rows, None where that
+    does not multiply by oneDNN."""
+    if not _is_multiplied(weight):
+        return None
+    found: Tensor = _ONEDNN._reorder_linear_weight(weight, PACKED_FOR)
+    return found
+
+
+def _is_multiplied(x: Tensor) -> bool:
+    return _ONEDNN is not None and x.device.type == "cpu" and x.dtype in MULTIPLIED
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    found: Tensor = _ONEDNN._linear_pointwise(x, weight, bias, "none", [], "")
+    return found
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return _product(grad.contiguous(), weight.t(), None), None, None

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.chunking import losses, once
 from benchmarks.chunking import scene as benchmark_scene
-from benchmarks.meters import LiveTensors
+from benchmarks.meters import ONEDNN, LiveTensors
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model
 from learning.packing import LOGIT_BYTES, ChunkedLogits, chunk_tokens, pack, response_tokens
@@ -156,6 +156,9 @@ def test_what_is_kept_for_the_backward_pass_falls(llama: Twin) -> None:
     assert kept[1] < kept[0] / 3
 
 
+MULTIPLY = ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise")
+
+
 class Products(TorchDispatchMode):
     """How often each shape came out of a matrix product."""
 
@@ -165,7 +168,7 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm"):
+        if func._schema.name in MULTIPLY:
             self.shapes[tuple(out.shape)] += 1
         return out
 
@@ -177,16 +180,16 @@ def test_the_backward_pass_makes_no_gradient_of_any_weight(
     """No product has a weight's shape; and of linear layers the backward pass costs what the
     forward pass did, less the first layer's keys, queries and values, which nothing needs. With
     weights' gradients it would be twice that."""
-    samples = make_samples(("a", 9, 11), ("b", 7, 12))
+    samples = make_samples(("a", 7, 8), ("b", 6, 10))
     packed = pack(samples, {"a": 8, "b": 8}, 24)
     bank = bank_of(twin)
-    with FlopCounterMode(display=False) as forward:
+    with FlopCounterMode(display=False, custom_mapping=ONEDNN) as forward:
         student = response_tokens(
             twin.model, packed, bank.kv(packed.names), logit_bytes=logit_bytes
         )
         logprobs = student.logprobs(slice(0, len(packed.targets)))
     weights = {tuple(p.shape) for p in twin.model.parameters() if p.dim() == 2}
-    with FlopCounterMode(display=False) as backward, Products() as products:
+    with FlopCounterMode(display=False, custom_mapping=ONEDNN) as backward, Products() as products:
         logprobs.sum().backward()  # type: ignore[no-untyped-call]
     for shape in products.shapes:
         assert shape not in weights

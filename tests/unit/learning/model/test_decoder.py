@@ -18,6 +18,7 @@ from learning.model.attention import FlatAttention
 from learning.model.decoder import Decoder, rope_frequencies
 from learning.model.decoder_config import decoder_config
 from learning.model.document_kv import document_kv
+from learning.model.linear import packed
 from learning.model.loading import base_hash, frequencies_of, known_config, load_model
 from protocols.errors import DataError
 from protocols.types import GenerateRequest, PrefixRef, Sampling
@@ -145,8 +146,13 @@ def test_gradients_into_the_prefixes(pair: Pair) -> None:
     assert there.grad.abs().amax() > 0.1
 
 
-def test_greedy_tokens(pair: Pair) -> None:
+@pytest.mark.parametrize("kept_twice", [False, True])
+def test_greedy_tokens(pair: Pair, kept_twice: bool) -> None:
     prefixes = prefixes_of(pair.ours)
+    model = load_model(str(pair.path))
+    if kept_twice:
+        model.pack()
+        assert model.packed_head is not None
     asked = [
         GenerateRequest(
             str(i),
@@ -157,12 +163,33 @@ def test_greedy_tokens(pair: Pair) -> None:
         )
         for i, ids in enumerate(IDS)
     ]
-    done = generate(pair.ours, asked, lambda ref: prefixes["ab".index(ref.name)], frozenset())
+    done = generate(model, asked, lambda ref: prefixes["ab".index(ref.name)], frozenset())
     for i, completion in enumerate(done):
         text = [*IDS[i]]
         for _ in range(12):
             text.append(int(pair.logits(text, prefixes[min(i, 1)])[-1].argmax()))
         assert list(completion.token_ids) == text[len(IDS[i]) :]
+
+
+def test_packed_weights_are_read_where_no_gradient_is_wanted(pair: Pair) -> None:
+    model = load_model(str(pair.path))
+    assert isinstance(model, Decoder)
+    model.pack()
+    layer = model.base_model.layers[0]
+    with torch.no_grad():
+        close(our_logits(model, prefixes_of(model)), our_logits(pair.ours, prefixes_of(model)))
+        layer.packed["down"] = packed(torch.zeros_like(layer.down))
+        moved = our_logits(model, prefixes_of(model))
+    assert not torch.allclose(moved, our_logits(pair.ours, prefixes_of(model)), atol=1e-3)
+    assert base_hash(model) == base_hash(pair.ours)
+
+
+def test_a_large_model_is_held_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(str(pair.path))
+    monkeypatch.setattr("learning.model.decoder.PACKED_BYTES", 1000)
+    model.pack()
+    assert model.packed_head is None
+    assert not any(layer.packed for layer in model.base_model.layers)
 
 
 def test_a_document_in_chunks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Products are those of `F.linear`, from whichever side they are computed, padded or not."""
+"""Products are those of `F.linear`, by oneDNN or not, padded or not, of packed weights or not."""
 
 from __future__ import annotations
 
@@ -9,52 +9,56 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from learning.model.linear import FEW_ROWS, LARGE, PADDED_TO, linear
+from learning.model.linear import PADDED_TO, linear, packed
 
 
-@pytest.mark.parametrize("rows", [1, FEW_ROWS.start, 19, FEW_ROWS.stop - 1, FEW_ROWS.stop])
+@pytest.mark.parametrize("rows", [0, 1, 12, PADDED_TO, PADDED_TO + 1, 300])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("width", [LARGE // 512, 8])
-def test_a_product_of_few_rows(rows: int, biased: bool, width: int) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_product(rows: int, biased: bool, kept: bool, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(rows)
-    x, weight = (torch.randn(n, 512, generator=draw) for n in (rows, width))
-    bias = torch.randn(width, generator=draw) if biased else None
+    x, weight = (torch.randn(n, 64, generator=draw).to(dtype) for n in (rows, 40))
+    bias = torch.randn(40, generator=draw).to(dtype) if biased else None
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     with torch.no_grad():
-        found = linear(x, weight, bias)
+        found = linear(x, weight, bias, packed(weight) if kept else None)
+    assert (found.dtype, found.shape) == (dtype, (rows, 40))
     assert found.is_contiguous()
-    assert found.shape == (rows, width)
-    torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=0)
+    within = {torch.float64: 0.0, torch.float32: 1e-4, torch.bfloat16: 0.2}[dtype]
+    torch.testing.assert_close(found.double(), exact, atol=within, rtol=0)
 
 
-def test_a_product_with_a_gradient() -> None:
-    x = torch.randn(FEW_ROWS.start, 512, generator=torch.Generator().manual_seed(1))
-    weight = torch.ones(LARGE // 512, 512)
-    x.requires_grad_()
-    linear(x, weight).sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.full_like(x, float(len(weight))))
-
-
-@pytest.mark.parametrize("rows", [PADDED_TO, PADDED_TO + 1, 2 * PADDED_TO])
-def test_a_padded_product_and_its_gradient(rows: int) -> None:
-    """Of whole numbers, which bfloat16 holds and sums exactly."""
+@pytest.mark.parametrize("rows", [3, PADDED_TO + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_and_its_gradient(rows: int, dtype: torch.dtype) -> None:
+    """Of whole numbers, which bfloat16 holds and sums exactly; a strided gradient as well. Packed
+    weights have no gradient and are not read for one."""
     draw = torch.Generator().manual_seed(rows)
-    x, weight = (torch.randint(-2, 3, (n, 16), generator=draw).bfloat16() for n in (rows, 5))
-    bias = torch.arange(5).bfloat16()
+    x, weight = (torch.randint(-2, 3, (n, 16), generator=draw).to(dtype) for n in (rows, 5))
+    bias = torch.arange(5).to(dtype)
     x.requires_grad_()
-    found = linear(x, weight, bias)
+    found = linear(x, weight, bias, packed(weight))
     assert torch.equal(found.long(), x.long() @ weight.long().T + torch.arange(5))
-    (found * torch.arange(rows).bfloat16()[:, None]).sum().backward()
+    (found.T.contiguous() * torch.arange(rows).to(dtype)).sum().backward()
     expected = torch.arange(rows)[:, None] * weight.long().sum(0)
     assert x.grad is not None
     torch.testing.assert_close(x.grad.long(), expected, rtol=2**-8, atol=0)
 
 
-def test_products_of_like_numbers_of_rows_are_compiled_once() -> None:
+def test_a_part_of_a_weight() -> None:
+    """The last layer multiplies by rows of a stacked weight, of rows that it picks."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 64, generator=draw) for n in (50, 48))
+    found = linear(x[::2], weight[16:])
+    torch.testing.assert_close(found, x[::2] @ weight[16:].T, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_products_of_like_numbers_of_rows_are_compiled_once(dtype: str) -> None:
     """100 numbers of rows are three of padded rows: the process grows by some of the 65 MB that
     a product for each of them takes."""
-    code = """
+    code = f"""
 import torch
 from learning.model.linear import linear
 
@@ -62,8 +66,8 @@ def held() -> int:
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
-weight = torch.ones(3072, 576, dtype=torch.bfloat16)
-x = torch.ones(192, 576, dtype=torch.bfloat16)
+weight = torch.ones(3072, 576, dtype=torch.{dtype})
+x = torch.ones(192, 576, dtype=torch.{dtype})
 for rows in (192, 191):
     linear(x[:rows], weight)
 before = held()
