@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # a process sets its number of threads before torch is import
     import torch
 
     from learning.model.decoder import LanguageModel
+    from learning.model.document_kv import DocumentKVCache, HostCache
 
 KEPT_BYTES = 256 * 1024**2
 GIVE_BACK_SECONDS = 5.0
@@ -49,6 +50,8 @@ class ModelSource:
     (chat template included); `cartridges` maps each cartridge to the contexts that it learns from;
     `max_kv_bytes` bounds the KV of documents on the model's device, and `host_kv_bytes` their KV in
     host memory beside a GPU. `device` is "cpu" or "cuda" (`learning.model.loading.claim_device`).
+    `kv_files` is a directory in which single processes of one host keep the documents' KV for each
+    other.
     """
 
     path: str
@@ -60,6 +63,7 @@ class ModelSource:
     host_kv_bytes: int = 0
     device: str = "cpu"
     cartridges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    kv_files: str | None = None
 
     def load(self) -> LanguageModel:
         """Return the model on its device. Raises DataError without a model, SpecError without a
@@ -67,6 +71,16 @@ class ModelSource:
         from learning.model.loading import claim_device, load_model
 
         return load_model(self.path, self.dtype, claim_device(self.device))
+
+    def document_cache(
+        self, read: Callable[[tuple[int, ...]], torch.Tensor], spill: HostCache | None = None
+    ) -> DocumentKVCache:
+        """Return a cache of the documents' KV, which `read` computes with the loaded model."""
+        from learning.model.document_kv import DocumentKVCache
+        from learning.model.kv_files import KVFiles
+
+        files = None if self.kv_files is None else KVFiles(Path(self.kv_files))
+        return DocumentKVCache(read, self.documents, self.max_kv_bytes, spill, files)
 
 
 class NoPlane:

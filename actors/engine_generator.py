@@ -25,7 +25,7 @@ from actors.engine_thread import Engine, EngineThread
 from learning.cartridge.versions import get_missing, since_of
 from learning.decoding.engine import TorchEngine
 from learning.decoding.grammar import Grammars
-from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.model.document_kv import document_kv
 from learning.model.loading import flush_denormals, text_of, tokenizer_of
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
@@ -177,7 +177,8 @@ def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec
         return VllmEngine(base.path, base.dtype, base.documents, end_ids, spec, text, grammars)
     flush_denormals()
     model = base.load()
-    cache = DocumentKVCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
+    model.pack()
+    cache = base.document_cache(partial(document_kv, model))
     return TorchEngine(model, cache.get, end_ids, text, grammars)
 
 

@@ -25,12 +25,7 @@ from learning.decoding.grammar import Grammars
 from learning.losses.dpo import with_references
 from learning.model.decoder import LanguageModel
 from learning.model.distributed import divide_base, join
-from learning.model.document_kv import (
-    DocumentKVCache,
-    document_kv,
-    host_spill,
-    own_document_kv,
-)
+from learning.model.document_kv import document_kv, host_spill, own_document_kv
 from learning.model.loading import (
     claim_device,
     flush_denormals,
@@ -117,14 +112,13 @@ class GeneratorActor(CartridgeReaderActor):
 
     def __init__(self, base: ModelSource, end_ids: frozenset[int], keep_versions: int) -> None:
         super().__init__(base, keep_versions)
+        self._model.pack()
         self._end_ids = end_ids
         self._text, self._grammars = (
             text_of(base.path),
             Grammars(partial(tokenizer_of, base.path), end_ids),
         )
-        self._documents = DocumentKVCache(
-            partial(document_kv, self._model), base.documents, base.max_kv_bytes
-        )
+        self._documents = base.document_cache(partial(document_kv, self._model))
 
     @endpoint
     async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
@@ -183,10 +177,8 @@ class DocTeacherActor(ModelActor):
             place.left()
         self._row_tokens = row_tokens
         self._keep_top, self._keep_sampled = keep_top, keep_sampled
-        self._documents = DocumentKVCache(
+        self._documents = base.document_cache(
             partial(own_document_kv, self._model),
-            base.documents,
-            base.max_kv_bytes,
             host_spill(self._model.device, base.host_kv_bytes),
         )
 

@@ -31,7 +31,7 @@ from learning.cartridge.versions import put_changed
 from learning.checkpoint import read_checkpoint
 from learning.model.decoder import LanguageModel
 from learning.model.distributed import divide_base, join, shard_base
-from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, claim_device, load_model, text_ids
 from learning.policy_scores import document_logprobs
 from learning.sampler_gap import gap_bounds
@@ -328,7 +328,7 @@ def bank_of(
 ) -> CartridgeBank:
     """Return the bank of `base.cartridges`, untrained but for the `given` ones. A document is read
     only where its cartridge needs it. Raises DataError as `initial_bank` does."""
-    cache = DocumentKVCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
+    cache = base.document_cache(partial(document_kv, model))
     of = learn.cartridge
     lacking = {
         name: contexts

@@ -297,6 +297,7 @@ async def spawn_roles(
             plane=mesh.plane,
             host_kv_bytes=spec.learn.teacher.host_kv_bytes,
             device=device_of(role),
+            kv_files=str(directory.document_kv) if _shares_kv(spec, role) else None,
         )
         mesh.service.spawn(
             ROLES[actor_of(name, spec.learn)],
@@ -308,6 +309,12 @@ async def spawn_roles(
         )
     await mesh.service.ready()
     mesh.service.keep_spares()
+
+
+def _shares_kv(spec: RunSpec, role: RoleSpec) -> bool:
+    """Return whether a role's processes read documents as single processes on the controller's
+    host: ranks read together or not at all, and a copy from a disk gains a GPU nothing."""
+    return spec.mesh.hosts.kind == "local" and role.procs == 1 and not role.gpus
 
 
 def _check(name: str, spec: RunSpec, directory: RunDirectory) -> Check | None:

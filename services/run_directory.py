@@ -40,6 +40,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -116,6 +117,7 @@ class RunDirectory:
     events = RunFile("events.jsonl")
     checkpoints = RunFile("checkpoints")
     last_state = RunFile("checkpoints/last-state")
+    document_kv = RunFile("document-kv")  # while the run goes on (learning.model.kv_files)
     run_state = RunFile("checkpoints/run-state.json")
     results = RunFile("results.json")
     report = RunFile("report.html")
@@ -233,8 +235,9 @@ class RunDirectory:
         hold_room(self.path, 2 * state + ROW_BYTES)
 
     def free_room(self) -> None:
-        """Remove the reserve as the run ends."""
+        """Remove the reserve and the documents' KV as the run ends."""
         (self.path / RESERVE).unlink(missing_ok=True)
+        shutil.rmtree(self.document_kv, ignore_errors=True)
 
     def write_results(self, results: RunResults) -> None:
         write_atomically(self.results, json.dumps(results, indent=2, allow_nan=False) + "\n")

@@ -4,7 +4,8 @@ After Zweiger et al., "Fast KV Compaction via Attention Matching" (2026), per la
 
     queries   of the document's own tokens, read again in rows after the document
     keys      the P document keys whose attention weights have the largest root mean square
-    values    least-squares fit, so that the attention outputs equal those over the whole document
+    values    least-squares fit, so that the attention outputs equal those over the whole document,
+              which the second reading has computed
 
 The paper also gives each kept key a bias that carries the attention mass of the dropped keys. A
 cartridge has no field for a bias. The fit therefore matches outputs after a softmax over prefix and
@@ -23,7 +24,6 @@ from torch import Tensor
 from learning.cartridge.composition import shifted
 from learning.model.attention import FlatAttention
 from learning.model.decoder import LanguageModel
-from learning.model.document_kv import own_document_kv
 
 ROW = 64  # tokens of a row of reference queries
 MOST_ROWS = 32  # of a page's 63: KL over it rose by 2.3 and 0.1% (docs/log.md)
@@ -33,36 +33,42 @@ RIDGE = 1e-4  # times the mean diagonal of the normal equations
 
 @dataclass(frozen=True)
 class ReferenceRows:
-    """Hold the attention inputs of R rows of t tokens in one layer, behind the document. `queries`
+    """Hold the attention of R rows of t tokens in one layer, behind the document. `queries`
     [R, H_q, t, D] are times the layer's scale; `own` [R, 2, H_kv, t, D] has the rows' keys and
-    values. A row sees the document and itself."""
+    values; `outputs` [R, H_q, t, D] are read of the document and the row itself."""
 
     queries: Tensor
     own: Tensor
+    outputs: Tensor
 
 
 @torch.no_grad()
-def attention_matched(model: LanguageModel, ids: Sequence[int], tokens: int, frozen: int) -> Tensor:
-    """Return a cartridge [L, 2, H_kv, P, D] made of a document's T tokens `ids`, P <= T.
+def attention_matched(
+    model: LanguageModel, ids: Sequence[int], kv: Tensor, tokens: int, frozen: int
+) -> Tensor:
+    """Return a cartridge [L, 2, H_kv, P, D] made of a document's T tokens `ids`, P <= T, and their
+    KV [L, 2, H_kv, T, D].
 
     A prompt starts at position P after the cartridge and at T after the document. The kept keys are
     moved by P - T, so that every score equals the document's; the earliest get negative positions.
     The first `frozen` entries are the document's first, with their own values.
     """
-    kv, rows = read_with_queries(model, ids)
+    rows = reference_rows(model, ids, kv)
     layers = [compacted(of, seen, tokens, frozen) for of, seen in zip(kv, rows, strict=True)]
     return shifted(torch.stack(layers), tokens - len(ids), model.frequencies())
 
 
 @torch.no_grad()
-def attention_added(model: LanguageModel, ids: Sequence[int], given: Tensor, tokens: int) -> Tensor:
+def attention_added(
+    model: LanguageModel, ids: Sequence[int], kv: Tensor, given: Tensor, tokens: int
+) -> Tensor:
     """Return entries [L, 2, H_kv, N, D] to stand beside a cartridge [L, 2, H_kv, G, D] that keeps
     its own, so that both together attend like the document, of N = `tokens`.
 
     A prompt starts at position G + N after both. `given` has the keys that it will have there.
     """
     behind = len(ids) - given.shape[3] - tokens
-    kv, rows = read_with_queries(model, ids)
+    rows = reference_rows(model, ids, kv)
     # Where the document's reference rows see the cartridge as a prompt will.
     beside = shifted(given, behind, model.frequencies())
     layers = [fitted(*of, tokens=tokens) for of in zip(kv, rows, beside, strict=True)]
@@ -77,32 +83,44 @@ def row_starts(tokens: int) -> list[int]:
     return [free * i // max(1, count - 1) for i in range(count)]
 
 
-def read_with_queries(
-    model: LanguageModel, ids: Sequence[int]
-) -> tuple[Tensor, list[ReferenceRows]]:
-    """Read a document, and its rows again behind it, which see no other row; return its KV
-    [L, 2, H_kv, T, D] and each layer's reference rows. All ranks of a divided base must call it."""
+def reference_rows(model: LanguageModel, ids: Sequence[int], kv: Tensor) -> list[ReferenceRows]:
+    """Read a document's rows again behind its KV [L, 2, H_kv, T, D], which see no other row; return
+    each layer's. All ranks of a divided base must call it."""
     row = min(ROW, len(ids))
     starts = row_starts(len(ids))
-    own = own_document_kv(model, tuple(ids))
+    own = model.own_heads(kv)
     found: list[list[list[Tensor]]] = [[] for _ in own]
     for first in range(0, len(starts), AT_ONCE):
         some = starts[first : first + AT_ONCE]
         flat = torch.tensor([t for s in some for t in ids[s : s + row]], device=model.device)
         positions = torch.arange(len(ids), len(ids) + row, device=model.device).repeat(len(some))
 
-        def keep(layer: int, *inputs: Tensor, count: int = len(some)) -> None:
-            parts = [torch.unflatten(x, 0, (count, row)).transpose(1, 2) for x in inputs]
-            found[layer].append(parts)
-
-        reading = FlatAttention([row] * len(some), [len(some)], positions, [own], observer=keep)
-        model(flat, positions, reading)
+        reading = FlatAttention([row] * len(some), [len(some)], positions, [own])
+        model(flat, positions, _Kept(reading, (len(some), row), found))
     tensor, scale = model.tensor, own.shape[4] ** -0.5
     layers = []
     for parts in found:
-        q, k, v = (tensor.whole(torch.cat(of), 1) for of in zip(*parts, strict=True))
-        layers.append(ReferenceRows(q * scale, torch.stack([k, v], dim=1)))
-    return tensor.whole(own, 2), layers
+        q, k, v, out = (tensor.whole(torch.cat(of), 1) for of in zip(*parts, strict=True))
+        layers.append(ReferenceRows(q * scale, torch.stack([k, v], dim=1), out))
+    return layers
+
+
+class _Kept:
+    """Attends by `reading` over `rows` (of R rows, t tokens each), and appends to `found[layer]`
+    the queries, keys, values and outputs, each [R, H, t, D]."""
+
+    def __init__(
+        self, reading: FlatAttention, rows: tuple[int, int], found: list[list[list[Tensor]]]
+    ) -> None:
+        self._reading, self._rows, self._found = reading, rows, found
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        out = self._reading.attend(layer, q, k, v, scale, window)
+        parts = [torch.unflatten(x, 0, self._rows).transpose(1, 2) for x in (q, k, v, out)]
+        self._found[layer].append(parts)
+        return out
 
 
 def compacted(kv: Tensor, rows: ReferenceRows, tokens: int, frozen: int) -> Tensor:
@@ -115,58 +133,75 @@ def compacted(kv: Tensor, rows: ReferenceRows, tokens: int, frozen: int) -> Tens
 def fitted(kv: Tensor, rows: ReferenceRows, given: Tensor, tokens: int, first: int = 0) -> Tensor:
     """Return entries [2, H_kv, N, D] of one layer's document, from its token `first` on, to stand
     beside the `given` ones [2, H_kv, G, D]."""
-    queries = torch.unflatten(rows.queries, 1, (kv.shape[1], -1))
+    queries, outputs = (
+        torch.unflatten(x, 1, (kv.shape[1], -1)) for x in (rows.queries, rows.outputs)
+    )
     heads = [
-        _head(kv[:, h], queries[:, h], rows.own[:, :, h], given[:, h], tokens, first)
+        _head(kv[:, h], queries[:, h], rows.own[:, :, h], outputs[:, h], given[:, h], tokens, first)
         for h in range(kv.shape[1])
     ]
     return torch.stack(heads, dim=1).to(kv.dtype)
 
 
 def _head(
-    kv: Tensor, queries: Tensor, own: Tensor, given: Tensor, tokens: int, first: int
-) -> Tensor:
+    kv: Tensor, queries: Tensor, own: Tensor, outputs: Tensor, given: Tensor, tokens: int,
+    first: int,
+) -> Tensor:  # fmt: skip
     """Return one head's [2, N, D] of a document [2, T, D], beside `given` [2, G, D], for the
-    queries [R, S, t, D] of the S query heads that share it and the rows' own [R, 2, t, D]: scores
-    in float32 or wider, their sums over rows and the solution in float64."""
-    wide = torch.promote_types(kv.dtype, torch.float32)
-    keys, values = kv.to(wide)
-    beside_keys, beside = given.to(wide)
-    batches = (torch.split(x.to(wide), AT_ONCE) for x in (queries, own))
-    parts = list(zip(*batches, strict=True))
-    seen = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
-    targets = []
-    for asked, around in parts:
-        weights, target = _attended(asked, around, keys, values)
-        seen += weights.square().sum(0)
-        targets.append(target)
+    queries [R, S, t, D] of the S query heads that share it, the rows' own [R, 2, t, D] and the
+    outputs [R, S, t, D]: sums over rows and the solution in float64, the rest in float32 or wider;
+    but the scores that choose keys are as precise as the document's numbers."""
+    parts = list(zip(*(torch.split(x, AT_ONCE) for x in (queries, own, outputs)), strict=True))
+    seen = torch.zeros(kv.shape[1], dtype=torch.float64, device=kv.device)
+    for asked, around, _ in parts:
+        seen += _squares(asked, around, kv[0])
     seen[:first] = -torch.inf
     kept = seen.topk(tokens).indices.sort().values
-    near, near_values = torch.cat([keys[kept], beside_keys]), torch.cat([values[kept], beside])
+    keys, values = kv[:, kept].to(_wide(kv))
+    near, near_values = (torch.cat(x) for x in zip((keys, values), given.to(keys), strict=True))
     gram = seen.new_zeros(tokens, tokens)
     wrong = seen.new_zeros(tokens, keys.shape[1])
-    for (asked, around), target in zip(parts, targets, strict=True):
-        weights, ours = _attended(asked, around, near, near_values)
+    for asked, around, target in parts:
+        weights, ours = _attended(asked.to(keys), around.to(keys), near, near_values)
         on_kept = weights[:, :tokens]
         gram += on_kept.T @ on_kept
-        wrong += on_kept.T @ (target - ours)
+        wrong += on_kept.T @ (target.reshape(ours.shape) - ours)
     # Ridge towards the kept keys' own values: a key without attention keeps its value.
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     moved = torch.linalg.solve(gram + RIDGE * gram.diagonal().mean() * identity, wrong)
-    return torch.stack([keys[kept], (values[kept] + moved).to(keys)])
+    return torch.stack([keys, (values + moved).to(keys)])
+
+
+def _squares(queries: Tensor, own: Tensor, keys: Tensor) -> Tensor:
+    """Return the sums [K] over the queries [R, S, t, D] of their squared attention weights on the
+    keys [K, D], beside each row's own [R, 2, t, D]."""
+    scores = _scores(queries, own, keys)
+    scores.sub_(scores.amax(-1, keepdim=True)).exp_()  # in place: new memory would cost as much
+    total = scores.sum(-1)
+    return total.square_().reciprocal_() @ scores[:, : len(keys)].square_()
 
 
 def _attended(queries: Tensor, own: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the attention weights [R*S*t, K] of queries [R, S, t, D] over keys and values [K, D],
     and the outputs [R*S*t, D] over those and each row's own [R, 2, t, D], of which a query sees
     none after its token."""
-    count, shared, t, width = queries.shape
-    own_keys, own_values = (x[:, None] for x in own.unbind(1))
-    scores = queries.new_empty(count * shared * t, len(keys) + t)
-    torch.mm(queries.reshape(-1, width), keys.T, out=scores[:, : len(keys)])
-    later = torch.ones(t, t, dtype=torch.bool, device=keys.device).triu(1)
-    around = (queries @ own_keys.mT).masked_fill(later, -torch.inf)
-    scores[:, len(keys) :] = around.flatten(0, 2)
-    weights, around = torch.split(scores.softmax(-1), [len(keys), t], dim=1)
-    read_own = torch.unflatten(around, 0, (count, shared, t)) @ own_values
+    count, shared, t, _ = queries.shape
+    weights, around = torch.split(_scores(queries, own, keys).softmax(-1), [len(keys), t], dim=1)
+    read_own = torch.unflatten(around, 0, (count, shared, t)) @ own[:, 1, None]
     return weights, weights @ values + read_own.flatten(0, 2)
+
+
+def _scores(queries: Tensor, own: Tensor, keys: Tensor) -> Tensor:
+    """Return the scores [R*S*t, K + t] of queries [R, S, t, D] on keys [K, D] and on those of each
+    row's own [R, 2, t, D], in float32 or wider."""
+    count, shared, t, width = queries.shape
+    scores = queries.new_empty(count * shared * t, len(keys) + t, dtype=_wide(queries))
+    scores[:, : len(keys)] = queries.reshape(-1, width) @ keys.T
+    later = torch.ones(t, t, dtype=torch.bool, device=keys.device).triu(1)
+    around = (queries @ own[:, None, 0].mT).masked_fill(later, -torch.inf)
+    scores[:, len(keys) :] = around.flatten(0, 2)
+    return scores
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

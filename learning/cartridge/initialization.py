@@ -230,8 +230,7 @@ def chunks(length: int, tokens: int, rng: random.Random) -> list[range]:
 
 def matched(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """Return the document's KV compacted to P entries by attention matching."""
-    source.check_read()
-    return attention_matched(model, source.ids, start.tokens, start.frozen)
+    return attention_matched(model, source.ids, source.whole(), start.tokens, start.frozen)
 
 
 INITS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit], Tensor]] = {
@@ -255,9 +254,7 @@ def matched_padding(
 ) -> Tensor:
     """Return entries [L, 2, H_kv, P - G, D] of the document, fitted beside the cartridge `kv` by
     attention matching."""
-    added = start.tokens - kv.shape[3]
-    source.check_read()
-    return attention_added(model, source.ids, kv, added)
+    return attention_added(model, source.ids, source.whole(), kv, start.tokens - kv.shape[3])
 
 
 PADS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit, Tensor], Tensor]] = {

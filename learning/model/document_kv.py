@@ -16,6 +16,7 @@ from torch import Tensor
 
 from learning.model.attention import FlatAttention
 from learning.model.decoder import LanguageModel
+from learning.model.kv_files import KVFiles
 from protocols.errors import DataError
 from protocols.types import SEPARATOR, CacheStats
 
@@ -95,8 +96,8 @@ class DocumentKVCache:
     """Hold document KV [L, 2, H_kv, T, D] in a least-recently-used cache, bounded in bytes.
 
     `read` computes the KV of a token sequence on the device (`document_kv`
-    bound to a model). A document is held on the device or in `spill`, never in both. `counts` are
-    those since the start.
+    bound to a model), unless `files`, which other processes share, have it. A document is held on
+    the device or in `spill`, never in both. `counts` are those since the start.
     """
 
     def __init__(
@@ -105,11 +106,13 @@ class DocumentKVCache:
         documents: Mapping[str, tuple[int, ...]],
         max_bytes: int,
         spill: HostCache | None = None,
+        files: KVFiles | None = None,
     ) -> None:
         self._read = read
         self._documents = dict(documents)
         self._max_bytes = max_bytes
         self._spill = spill
+        self._files = files
         self._held: OrderedDict[str, Tensor] = OrderedDict()
         self._spilled: OrderedDict[str, Tensor] = OrderedDict()
         self.hits = self.host_hits = self.misses = self.evictions = 0
@@ -146,7 +149,7 @@ class DocumentKVCache:
             kv = self._spill.back(there)
         else:
             self.misses += 1
-            kv = self._read(ids)
+            kv = self._read_once(ids)
         if kv.nbytes > self._max_bytes:
             if there is None:
                 self._put_out(name, kv)
@@ -158,6 +161,16 @@ class DocumentKVCache:
         while self.held_bytes > self._max_bytes:
             self.evictions += 1
             self._put_out(*self._held.popitem(last=False))
+        return kv
+
+    def _read_once(self, ids: tuple[int, ...]) -> Tensor:
+        """Return the KV from the files, or computed and kept in them."""
+        if self._files is None:
+            return self._read(ids)
+        if (found := self._files.read(ids)) is not None:
+            return found
+        kv = self._read(ids)
+        self._files.keep(ids, kv)
         return kv
 
     def _put_out(self, name: str, kv: Tensor) -> None:

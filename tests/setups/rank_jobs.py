@@ -185,7 +185,7 @@ def divided_reader(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any
             divide_base(model, ranks)
         at = tuple(range(5, 45))
         kv, own = document_kv(model, at), own_document_kv(model, at)
-        matched = attention_matched(model, at, 12, 1)
+        matched = attention_matched(model, at, kv, 12, 1)
         scores = response_logprobs(model, samples, {"p": own}, 24)
         bank = first_tokens({"p": kv}, 8, 1)
         alone = ranks if name == "divided" else ALONE

@@ -351,9 +351,12 @@ def test_the_reserve_holds_two_states_and_a_megabyte(run: RunDirectory) -> None:
     (run.last_state / "b").write_bytes(bytes(200_000))
     run.require_room()
     assert reserve.stat().st_size == 2**20 + 1_000_000
+    run.document_kv.mkdir()
+    (run.document_kv / "a.safetensors").write_bytes(bytes(8))
     run.free_room()
     run.free_room()
     assert not reserve.exists()
+    assert not run.document_kv.exists()
 
 
 def test_scores_of_tokens_end_at_their_size_and_are_cut_with_their_steps(

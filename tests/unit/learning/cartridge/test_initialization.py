@@ -78,7 +78,7 @@ def test_draws_are_of_the_seed_and_the_document(llama: Twin, init: str) -> None:
 
 def test_first_tokens_and_matching_are_those_of_the_document(llama: Twin) -> None:
     assert torch.equal(made(llama, "first_tokens")[1], llama.kv["c"][:, :, :, :12])
-    expected = attention_matched(llama.model, llama.documents["c"], 12, 2)
+    expected = attention_matched(llama.model, llama.documents["c"], llama.kv["c"], 12, 2)
     assert torch.equal(made(llama, "attention_matching")[1], expected)
 
 
