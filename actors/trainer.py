@@ -127,6 +127,7 @@ class TrainerActor(ModelActor):
         self._ahead: dict[str, asyncio.Task[dict[str, Tensor]]] = {}  # by key
         objective = learn.objective
         self._asks_document = objective.w_rl > 0 and objective.grpo.asks_document
+        self._freed.give_back()  # what made the cartridges
         self._ranks.gather({})
         if self._ranks.leads:
             place.left()
@@ -328,7 +329,7 @@ def bank_of(
 ) -> CartridgeBank:
     """Return the bank of `base.cartridges`, untrained but for the `given` ones. A document is read
     only where its cartridge needs it. Raises DataError as `initial_bank` does."""
-    cache = base.document_cache(partial(document_kv, model))
+    cache = base.document_cache(partial(document_kv, model), max_bytes=0)  # each is asked for once
     of = learn.cartridge
     lacking = {
         name: contexts
