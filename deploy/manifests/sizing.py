@@ -13,7 +13,7 @@ from deploy.manifests.objects import Resources
 from protocols.errors import SpecError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
-from protocols.spec.model import VALUE_BYTES, ModelSpec, ShapeSpec, model_shape
+from protocols.spec.model import PACKED_BYTES, VALUE_BYTES, ModelSpec, ShapeSpec, model_shape
 from protocols.spec.serving import ServeSpec
 
 GIB = 1024**3
@@ -147,6 +147,8 @@ def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
     samples = -(-samples_of(learn) // spec.mesh.roles.generator.replicas)
     tokens = samples * sample_tokens(learn)
     logits = samples * size.shape.vocab * FLOAT
+    if not spec.mesh.roles.generator.gpus and size.weights <= PACKED_BYTES:
+        held.append(("packed weights", size.weights))
     return (*held, ("KV of samples", tokens * size.kv_token), ("logits", logits))
 
 

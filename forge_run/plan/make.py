@@ -27,6 +27,7 @@ START_SECONDS, STEP_SECONDS = 20.0, 1.0  # of processes; of a step beside the mo
 # Attention matching takes so many times the reading of a document, of which at most so many tokens
 # are read again (learning.cartridge.attention_matching; docs/log.md).
 MATCHING, MATCHED_TOKENS = 4.5, 2048
+SLOWER = 2  # a document's later tokens read all before them; measured on 512 tokens
 READERS = 3  # generator, teacher and trainer each hold the model
 PROCESS_BYTES = 300 * 1024**2  # of one process without the model
 
@@ -122,7 +123,7 @@ def planned(
     if asking:
         affordable = int(STUDY_SHARE * whole / asking / len(counts))
         questions = max(LEAST_QUESTIONS, min(questions, affordable))
-    reading = (2 * total + _matching(counts, learn)) / rates.forward
+    reading = (SLOWER * total + _matching(counts, learn)) / rates.forward
     start = START_SECONDS + reading + questions * len(counts) * asking
     exam = EXAM_QUESTIONS * ANSWER_TOKENS * (1 / rates.decode + 1 / rates.forward)
     left = whole - start - exam

@@ -26,10 +26,10 @@ from learning.model.decoder_config import DecoderConfig
 from learning.model.linear import linear, packed
 from learning.model.tensor_parallel import TensorRanks, embedded
 from protocols.errors import DataError
+from protocols.spec.model import PACKED_BYTES
 from protocols.work import count
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PACKED_BYTES = 320 * 2**20  # of weights that are kept a second time
 
 
 class Attention(Protocol):

@@ -13,6 +13,8 @@ from protocols.spec.base import SpecSection, broken
 
 CPUINFO = Path("/proc/cpuinfo")
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+# A generator on a CPU keeps weights of at most so many bytes a second time, packed for decoding.
+PACKED_BYTES = 320 * 2**20
 
 
 class ShapeSpec(SpecSection):

@@ -57,6 +57,18 @@ LLAMA_3B = ModelSize(
 )
 
 
+def test_a_generator_on_a_cpu_holds_small_weights_twice() -> None:
+    """Those of the reader, every one that multiplies; not those of 3B."""
+    spec = load_spec(str(REPOSITORY / "meshes/longhealth.yaml")).spec
+    needs = dict(role_needs(spec, "generator", model_size(spec.learn.model)).items)
+    model = load_model(READER)
+    model.pack()
+    kept = [model.packed_head, *(w for x in model.base_model.layers for w in x.packed.values())]
+    assert needs["packed weights"] == sum(4 * w.numel() for w in kept if w is not None)
+    assert needs["packed weights"] == needs["weights"]
+    assert "packed weights" not in dict(role_needs(spec, "generator", LLAMA_3B).items)
+
+
 def test_cartridges_that_read_hints_are_one_more_set() -> None:
     """One desk of 28 tokens, 27 of them trained, 4 layers x 2 x 2 heads x 32 = 512 numbers each."""
     needs = {}
