@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-TIMES_FREE = 8  # a file is written where the disk has this many times its bytes
+TIMES_FREE = 8  # the disk has this many times the bytes of all files free, or none is added
 
 
 class KVFiles:
@@ -32,13 +32,14 @@ class KVFiles:
             return None
 
     def keep(self, ids: Sequence[int], kv: Tensor) -> None:
-        """Write a document's KV, unless that would take a large part of the disk's free room, or
-        fails: nobody depends on it."""
+        """Write a document's KV, unless all files would take a large part of the disk's free room,
+        or that fails: nobody depends on it."""
         file = self._file(ids)
         partial = file.with_suffix(f".{os.getpid()}")
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
-            if shutil.disk_usage(self._directory).free < TIMES_FREE * kv.nbytes:
+            held = sum(one.stat().st_size for one in self._directory.iterdir())
+            if shutil.disk_usage(self._directory).free < TIMES_FREE * (held + kv.nbytes):
                 return
             save_file({"kv": kv.contiguous()}, partial)
             partial.replace(file)

@@ -76,6 +76,13 @@ def test_a_disk_with_little_room_is_left_alone(
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
         KVFiles(tmp_path).keep(IDS, kv)
         assert len([*tmp_path.iterdir()]) == kept
+    (written,) = tmp_path.iterdir()
+    both = TIMES_FREE * (written.stat().st_size + kv.nbytes)
+    for free, kept in ((both - 1, 1), (both, 2)):
+        usage = Usage(10**9, 0, free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+        KVFiles(tmp_path).keep(IDS[:2], kv)
+        assert len([*tmp_path.iterdir()]) == kept
 
 
 def test_a_place_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
