@@ -73,19 +73,14 @@ class ModelSource:
         return load_model(self.path, self.dtype, claim_device(self.device))
 
     def document_cache(
-        self,
-        read: Callable[[tuple[int, ...]], torch.Tensor],
-        spill: HostCache | None = None,
-        max_bytes: int | None = None,
+        self, read: Callable[[tuple[int, ...]], torch.Tensor], spill: HostCache | None = None
     ) -> DocumentKVCache:
-        """Return a cache of the documents' KV, which `read` computes with the loaded model, of
-        `max_kv_bytes` or at most `max_bytes`."""
+        """Return a cache of the documents' KV, which `read` computes with the loaded model."""
         from learning.model.document_kv import DocumentKVCache
         from learning.model.kv_files import KVFiles
 
         files = None if self.kv_files is None else KVFiles(Path(self.kv_files))
-        held = self.max_kv_bytes if max_bytes is None else max_bytes
-        return DocumentKVCache(read, self.documents, held, spill, files)
+        return DocumentKVCache(read, self.documents, self.max_kv_bytes, spill, files)
 
 
 class NoPlane:

@@ -329,7 +329,8 @@ def bank_of(
 ) -> CartridgeBank:
     """Return the bank of `base.cartridges`, untrained but for the `given` ones. A document is read
     only where its cartridge needs it. Raises DataError as `initial_bank` does."""
-    cache = base.document_cache(partial(document_kv, model), max_bytes=0)  # each is asked for once
+    once = replace(base, max_kv_bytes=0)  # each document is asked for once, and none is held
+    cache = once.document_cache(partial(document_kv, model))
     of = learn.cartridge
     lacking = {
         name: contexts

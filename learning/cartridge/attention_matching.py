@@ -95,32 +95,18 @@ def reference_rows(model: LanguageModel, ids: Sequence[int], kv: Tensor) -> list
         flat = torch.tensor([t for s in some for t in ids[s : s + row]], device=model.device)
         positions = torch.arange(len(ids), len(ids) + row, device=model.device).repeat(len(some))
 
-        reading = FlatAttention([row] * len(some), [len(some)], positions, [own])
-        model(flat, positions, _Kept(reading, (len(some), row), found))
+        def keep(layer: int, *seen: Tensor, count: int = len(some)) -> None:
+            parts = [torch.unflatten(x, 0, (count, row)).transpose(1, 2) for x in seen]
+            found[layer].append(parts)
+
+        reading = FlatAttention([row] * len(some), [len(some)], positions, [own], observer=keep)
+        model(flat, positions, reading)
     tensor, scale = model.tensor, own.shape[4] ** -0.5
     layers = []
     for parts in found:
         q, k, v, out = (tensor.whole(torch.cat(of), 1) for of in zip(*parts, strict=True))
         layers.append(ReferenceRows(q * scale, torch.stack([k, v], dim=1), out))
     return layers
-
-
-class _Kept:
-    """Attends by `reading` over `rows` (of R rows, t tokens each), and appends to `found[layer]`
-    the queries, keys, values and outputs, each [R, H, t, D]."""
-
-    def __init__(
-        self, reading: FlatAttention, rows: tuple[int, int], found: list[list[list[Tensor]]]
-    ) -> None:
-        self._reading, self._rows, self._found = reading, rows, found
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        out = self._reading.attend(layer, q, k, v, scale, window)
-        parts = [torch.unflatten(x, 0, self._rows).transpose(1, 2) for x in (q, k, v, out)]
-        self._found[layer].append(parts)
-        return out
 
 
 def compacted(kv: Tensor, rows: ReferenceRows, tokens: int, frozen: int) -> Tensor:

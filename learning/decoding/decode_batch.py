@@ -218,7 +218,7 @@ class DecodeBatch:
         ).to(device)
         positions = columns - longest + 1 + self._position[row_of]
 
-        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
             self._cache.put(layer, row_of, columns, k, v)
 
         told = [b for b, row in enumerate(self.rows) if row.request.prompt_logprobs]

@@ -23,8 +23,8 @@ from torch import Tensor
 from learning.model.kernels import UNSEEN, Kernel, kernel_for
 
 LIKE = 0.75  # a block's shortest sequence has more than this part of its longest's tokens
-# Is given a layer's number, its queries [M, H_q, D], and keys and values [N, H_kv, D].
-Observer = Callable[[int, Tensor, Tensor, Tensor], None]
+# Is given a layer's number, its queries [M, H_q, D], keys and values [N, H_kv, D], and outputs.
+Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ class FlatAttention:
         observer: Observer | None = None,
     ) -> None:
         """Take sequences as in `layout_of`, and prefixes [L, 2, H_kv, P_c, D]; `observer` is given
-        every layer's queries, keys and values."""
+        every layer's queries, keys, values and outputs."""
         self._all = layout_of(lengths, counts, positions)
         self._read = self._all if read is None else layout_of(lengths, counts, positions, read)
         self._layers = [kv.unbind(0) for kv in prefixes]
@@ -328,7 +328,8 @@ class FlatAttention:
     ) -> Tensor:
         """Return the attention of queries [M, H_q, D] over their prefix, and keys and values
         [N, H_kv, D]."""
-        if self._observer is not None:
-            self._observer(layer, q, k, v)
         layout = self._all if len(q) == len(self._all.tokens) else self._read
-        return attend(q, k, v, layout, [kv[layer] for kv in self._layers], scale, window)
+        out = attend(q, k, v, layout, [kv[layer] for kv in self._layers], scale, window)
+        if self._observer is not None:
+            self._observer(layer, q, k, v, out)
+        return out

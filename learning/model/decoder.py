@@ -30,6 +30,7 @@ from protocols.spec.model import PACKED_BYTES
 from protocols.work import count
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PROJECTIONS = ("qkv", "out", "gate_up", "down")  # of a layer
 
 
 class Attention(Protocol):
@@ -143,7 +144,7 @@ class DecoderLayer(nn.Module):
 
     def pack(self) -> None:
         """Keep the projections packed for few rows as well."""
-        for name in ("qkv", "out", "gate_up", "down"):
+        for name in PROJECTIONS:
             self.packed[name] = packed(getattr(self, name))
 
     def forward(
@@ -302,10 +303,11 @@ class Decoder(LanguageModel):
         return hidden
 
     def pack(self) -> None:
-        held = {id(p): p.nbytes for p in self.parameters()}
-        if sum(held.values()) > PACKED_BYTES:
+        layers = self.base_model.layers
+        copied = [getattr(layer, name).nbytes for layer in layers for name in PROJECTIONS]
+        if sum(copied) + self.lm_head.weight.nbytes > PACKED_BYTES:
             return
-        for layer in self.base_model.layers:
+        for layer in layers:
             layer.pack()
         self.packed_head = packed(self.lm_head.weight)
 

@@ -43,7 +43,7 @@ def own_document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]
     for start in range(0, len(ids), PREFILL_CHUNK):
         of = slice(start, min(start + PREFILL_CHUNK, len(ids)))
 
-        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, of: slice = of) -> None:
+        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, of: slice = of) -> None:
             done[layer, 0, :, of], done[layer, 1, :, of] = k.transpose(0, 1), v.transpose(0, 1)
 
         chunk = ids[of]

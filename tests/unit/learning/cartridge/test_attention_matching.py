@@ -113,9 +113,10 @@ def test_rows_are_those_of_a_reading_behind_the_document_by_itself(twin: Twin) -
             [ROW], [1], positions, [kv], observer=lambda _, *x, seen=seen: seen.append(x)
         )
         twin.model(torch.tensor(ids[start : start + ROW]), positions, alone)
-        for (q, k, v), row in zip(seen, rows, strict=True):
-            expected = (q * scale, k, v)
-            for ours, theirs in zip((row.queries[i], *row.own[i]), expected, strict=True):
+        for (q, k, v, out), row in zip(seen, rows, strict=True):
+            expected = (q * scale, k, v, out)
+            found = (row.queries[i], *row.own[i], row.outputs[i])
+            for ours, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, theirs.transpose(0, 1), rtol=0, atol=5e-5)
     for layer, row in zip(kv, rows, strict=True):
         for head in range(layer.shape[1]):

@@ -29,7 +29,7 @@ def read_alone(twin: Twin, texts: list[tuple[int, ...]], start: int) -> torch.Te
     none = torch.zeros(layers, 2, heads, 0, size)
     found = []
 
-    def keep(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def keep(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
         found.append(torch.stack([k, v]).transpose(1, 2))
 
     lengths = [len(text) for text in texts]
