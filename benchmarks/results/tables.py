@@ -181,6 +181,17 @@ def over_prompt(record: str) -> Lines:
     return table(heads, body)
 
 
+def beside_transformers(record: str) -> Lines:
+    """Return the seconds of each phase of a real model's step, and transformers'."""
+    body = [
+        [phase, dtype, f"{one['ours']:.1f}", f"{one['transformers']:.1f}",
+         f"**{one['times_as_fast']:.2f}**"]
+        for dtype, phases in results_of(record).items()
+        for phase, one in phases.items()
+    ]  # fmt: skip
+    return table(["phase", "type", "ours, s", "transformers, s", "times as fast"], body)
+
+
 TABLES: dict[str, Callable[[str], Lines]] = {
     "arms": arms,
     "arms_in_full": arms_in_full,
@@ -188,6 +199,7 @@ TABLES: dict[str, Callable[[str], Lines]] = {
     "training": training,
     "frontier": frontier,
     "over_prompt": over_prompt,
+    "beside_transformers": beside_transformers,
     "publishes": lambda record: table(*publishes(results_of(record))),
     "simulated": lambda record: table(*simulated(results_of(record))),
     "limits": lambda record: table(*limits(results_of(record))),

@@ -1,0 +1,254 @@
+"""The phases of a step of a real model, beside transformers in the same process:
+
+    forge models add smollm2-135m
+    python -m benchmarks.users.real_model TEXT.txt [--dtypes bfloat16] [--rounds 5]
+
+rollout   prompts over one cartridge, as many tokens written for each. transformers: `generate`, the
+          cartridge as its cache, a copy for each row
+teacher   the document's distribution at those tokens, its 20 likeliest kept. Both have the
+          document's keys and values already, transformers once for each row
+train     the divergence from it, backward into the cartridge, clipping and Adam, in forwards of
+          `objective.micro_tokens` of configs/documents.yaml. transformers: one batch
+
+All prompts have one length and no token ends an answer, so transformers pads nothing. Both train
+the same cartridge on the same tokens: a round is refused whose losses differ by more than a
+hundredth. Sides take turns within a round, and both use all cores of the machine. A ratio is the
+median over the rounds of transformers' seconds over ours: above 1 ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.record import ROOT, benchmark, median_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import DynamicCache
+
+PHASES, SIDES = ("rollout", "teacher", "train"), ("ours", "transformers")
+KEEP_TOP, FROZEN = 20, 1
+
+
+class Sides:
+    """Hold both sides' model, cartridge and optimizer over one document. Each phase is a method
+    that takes the side, and does the same work in both."""
+
+    def __init__(self, asked: argparse.Namespace, dtype: str) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from learning.cartridge.bank import first_tokens
+        from learning.model.document_kv import document_kv
+        from learning.model.loading import load_model, tokenizer_of
+        from learning.trainer import CartridgeTrainer
+        from protocols.home import models_folder
+        from protocols.spec.loading import load_spec
+
+        path = str(models_folder() / asked.model)
+        sets = [f"model.path={path}", "train.warm_start=null"]
+        learn = load_spec(ROOT / "meshes" / "documents.yaml", sets=sets).spec.learn
+        self.dtype = getattr(torch, dtype)
+        self.asked, self._learn = asked, learn
+        text = asked.document.read_text()
+        ids = tokenizer_of(path)(text, add_special_tokens=False).input_ids[: asked.tokens]
+        self.document = tuple(ids)
+        self.ours = load_model(path, dtype)
+        self.ours.pack()
+        self.plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype).eval()
+        self.plain.requires_grad_(False)
+        self.kv = document_kv(self.ours, self.document)
+        self.trainer = CartridgeTrainer(
+            self.ours, first_tokens({"d": self.kv.float()}, asked.cartridge, FROZEN), learn.train,
+            objective=learn.objective, loss=learn.loss,
+        )  # fmt: skip
+        self.trainer.begin("ours", asked.rounds + 1)
+        self.bank = first_tokens({"d": self.kv.float()}, asked.cartridge, FROZEN)
+        self.optimizer = torch.optim.Adam([self.bank.trainable["d"]], lr=learn.train.lr)
+
+    def prompts(self, number: int) -> list[tuple[int, ...]]:
+        """Return a round's prompts: pieces of the document."""
+        draws = random.Random(f"real_model/{number}")
+        size = self.asked.prompt
+        begins = draws.sample(range(len(self.document) - size), self.asked.rows)
+        return [self.document[b : b + size] for b in begins]
+
+    # -- ours -----------------------------------------------------------------------------------
+
+    def our_rollout(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        from learning.decoding.decode_batch import generate
+        from protocols.types import GenerateRequest, PrefixRef, Sampling
+
+        kv = self.trainer.bank.kv()[0].detach().to(self.dtype)
+        greedy = Sampling(temperature=0.0, max_tokens=self.asked.new)
+        requests = [
+            GenerateRequest(str(i), prompt, PrefixRef("d", 0), greedy, 0)
+            for i, prompt in enumerate(prompts)
+        ]
+        found = {c.request_id: c for c in generate(self.ours, requests, lambda _: kv, frozenset())}
+        return [found[request.id].token_ids for request in requests]
+
+    def our_teacher(self, samples: Sequence[Any]) -> Any:
+        from learning.scoring import TeacherDistribution, score_kept
+
+        rows = self._learn.train.row_tokens
+        return TeacherDistribution(**score_kept(self.ours, samples, {"d": self.kv}, rows, KEEP_TOP))
+
+    def our_training(self, samples: Sequence[Any], teacher: Any) -> float:
+        return float(self.trainer.step(samples, teacher, self.trainer.version).kl)
+
+    # -- transformers ---------------------------------------------------------------------------
+
+    def _cache(self, kv: Tensor, rows: int) -> DynamicCache:
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.plain.config)
+        for layer, (keys, values) in enumerate(kv):
+            one = [x.expand(rows, -1, -1, -1) for x in (keys, values)]
+            cache.update(*one, layer)
+        return cache
+
+    def their_rollout(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        import torch
+
+        kv = self.bank.kv()[0].detach().to(self.dtype)
+        # Placeholder ids for the cached positions: generate does not read them.
+        ids = torch.tensor([(0,) * kv.shape[3] + prompt for prompt in prompts])
+        out = self.plain.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=self._cache(kv, len(prompts)),
+            do_sample=False, max_new_tokens=self.asked.new, min_new_tokens=self.asked.new,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        return [tuple(row) for row in out[:, ids.shape[1] :].tolist()]
+
+    def _logits(self, samples: Sequence[Any], kv: Tensor) -> Tensor:
+        """Return logits [N, V] in float32 that predict each response token, in sample order."""
+        import torch
+
+        ids = torch.tensor([s.prompt_ids + s.response_ids[:-1] for s in samples])
+        out = self.plain(
+            ids, past_key_values=self._cache(kv, len(samples)), logits_to_keep=self.asked.new
+        )
+        logits: Tensor = out.logits.flatten(0, 1).float()
+        return logits
+
+    def their_teacher(self, samples: Sequence[Any]) -> Any:
+        import torch
+
+        from learning.scoring import TeacherDistribution, top_k
+
+        with torch.no_grad():
+            return TeacherDistribution(None, *top_k(self._logits(samples, self.kv), KEEP_TOP))
+
+    def their_training(self, samples: Sequence[Any], teacher: Any) -> float:
+        import torch
+
+        from learning.losses.doc_kl import doc_kl
+
+        parameter = self.bank.trainable["d"]
+        self.optimizer.zero_grad(set_to_none=True)
+        kv = self.bank.kv()[0].to(self.dtype)
+        total, count = doc_kl(self._logits(samples, kv), teacher, self._learn.loss)
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_([parameter], self._learn.train.clip)
+        self.optimizer.step()
+        return (total / count).item()
+
+
+def one_round(sides: Sides, number: int, turns: random.Random) -> dict[str, dict[str, float]]:
+    """Return by phase each side's seconds. Raises SystemExit where the losses differ."""
+    import torch
+
+    from protocols.types import Sample
+
+    with torch.no_grad():  # both train the same cartridge
+        sides.bank.trainable["d"].copy_(sides.trainer.bank.trainable["d"])
+    version = sides.trainer.version
+
+    def both(ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[Any, Any]:
+        found: dict[str, Any] = {}
+        order = [*zip(SIDES, (ours, theirs), strict=True)]
+        for side, work in turns.sample(order, k=2):
+            begun = time.perf_counter()
+            found[side] = work()
+            seconds[phase][side] = round(time.perf_counter() - begun, 3)
+        return found[SIDES[0]], found[SIDES[1]]
+
+    seconds: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
+    phase, prompts = "rollout", sides.prompts(number)
+    said, _ = both(lambda: sides.our_rollout(prompts), lambda: sides.their_rollout(prompts))
+    new = sides.asked.new
+    samples = [
+        Sample(f"s{i}", "d", p, a, (0.0,) * new, (version,) * new, contexts=("d",))
+        for i, (p, a) in enumerate(zip(prompts, said, strict=True))
+    ]
+    phase = "teacher"
+    teacher, _ = both(lambda: sides.our_teacher(samples), lambda: sides.their_teacher(samples))
+    phase = "train"
+    losses = both(
+        lambda: sides.our_training(samples, teacher), lambda: sides.their_training(samples, teacher)
+    )
+    if abs(losses[0] - losses[1]) > 0.01 * abs(losses[1]):
+        raise SystemExit(f"round {number}: the losses differ: {losses[0]:.5f}, {losses[1]:.5f}")
+    return seconds
+
+
+def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
+    import torch
+
+    from actors.base import keep_freed_memory
+    from learning.model.loading import flush_denormals
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    keep_freed_memory()
+    flush_denormals()
+    ratios: dict[str, float] = {}
+    results: dict[str, Any] = {}
+    for dtype in asked.dtypes:
+        sides, turns = Sides(asked, dtype), random.Random("real_model/turns")
+        rounds = []
+        for number in range(asked.rounds + 1):
+            found = one_round(sides, number, turns)
+            print(dtype, number, found, flush=True)
+            if number:  # what is lazy is initialised in the first
+                rounds.append(found)
+        results[dtype] = {}
+        for phase in PHASES:
+            ours, theirs = ([one[phase][side] for one in rounds] for side in SIDES)
+            ratio = round(median_ratio(theirs, ours), 2)
+            results[dtype][phase] = {
+                "ours": statistics.median(ours), "transformers": statistics.median(theirs),
+                "times_as_fast": ratio, "rounds": [one[phase] for one in rounds],
+            }  # fmt: skip
+            ratios[f"{phase}, {dtype}"] = ratio
+    print(ratios)
+    return ratios, results
+
+
+if __name__ == "__main__":
+    from actors.base import bootstrap
+
+    bootstrap(os.cpu_count() or 1)()  # before torch is imported
+    benchmark(
+        __doc__,
+        measure,
+        {
+            "document": {"type": Path, "metavar": "TEXT.txt"},
+            "--model": ("smollm2-135m", "a model that `forge models add` has kept"),
+            "--dtypes": ["bfloat16", "float32"],
+            "--rounds": (5, "measured rounds"),
+            "--rows": (12, "prompts of a round"),
+            "--prompt": (45, "tokens of a prompt"),
+            "--new": (64, "tokens written for each"),
+            "--tokens": (1800, "most tokens of the document"),
+            "--cartridge": (128, "tokens of the cartridge"),
+        },
+        quick={"rounds": 2},
+    )
