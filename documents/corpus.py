@@ -9,9 +9,11 @@ split` it is a document of its own, with `chunks` it belongs to `report`.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from documents.chunks import Chunk, TokenizedText, pieces
@@ -23,6 +25,7 @@ from protocols.layout import CartridgeLayout, layout_of
 from protocols.records.answers import hash_of
 from protocols.spec.learn import LearnSpec
 
+POSITIONS = "max_position_embeddings"  # in a model's config
 TEMPLATE_TOKENS = 64  # of a context, for the chat template around the document
 
 
@@ -85,6 +88,10 @@ class Corpus:
 def context_tokens(path: str) -> int | None:
     """Return the number of positions in a model's config; None where the config has none. Raises
     DataError when there is no model at `path`."""
+    file = Path(path) / "config.json"
+    stated = json.loads(file.read_text()).get(POSITIONS) if file.is_file() else None
+    if isinstance(stated, int):
+        return stated  # without the two seconds of importing the model's code
     from transformers import AutoConfig
 
     try:
@@ -94,7 +101,7 @@ def context_tokens(path: str) -> int | None:
             f"no model at {path!r}: {str(error).splitlines()[0]}; set model to a directory with "
             "config.json, or to a hub id that this machine can reach"
         ) from error
-    found = getattr(config, "max_position_embeddings", None)
+    found = getattr(config, POSITIONS, None)
     return found if isinstance(found, int) else None
 
 

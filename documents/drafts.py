@@ -9,6 +9,7 @@ import hashlib
 import json
 import random
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from documents.chunks import Chunk, random_chunk
@@ -131,6 +132,7 @@ def _row(item: SynthesisItem, plan: SynthesisPlan, chunk: Chunk, name: str) -> S
     )  # fmt: skip
 
 
+@cache  # of thousands of rows
 def _generator() -> str:
     try:
         return f"cartridge-forge {version('cartridge-forge')}"

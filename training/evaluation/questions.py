@@ -22,7 +22,7 @@ from documents.chunks import TokenizedText
 from documents.corpus import read_parts, tokenised
 from documents.near_duplicates import LocatedText
 from documents.seed_prompts import PLAIN, SENTENCE
-from documents.synthesis import read_rows
+from documents.synthesis import model_name, read_rows
 from environments.clinic.longhealth import Patient, is_held_out, load_patients
 from environments.clinic.prompts import (
     option_prompt,
@@ -263,7 +263,8 @@ def _documents(
     assert learn.self_study is not None
     file = Path(learn.self_study.rows or directory.selfstudy)
     rows = of_parts(read_rows(file), parts, str(file))
-    read = (studied_of(r, learn, about.conversation, about.titles) for r in rows if r.kept)
+    model = model_name(learn.model.path)
+    read = (studied_of(r, learn, about.conversation, about.titles, model) for r in rows if r.kept)
     _, held_out = split(filter(None, read), learn.data.held_out)
     owners = parts.layout.documents
     own = [

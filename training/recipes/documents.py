@@ -115,7 +115,9 @@ class DocumentsRecipe(Recipe):
             if self._study.least_gain is not None:
                 rows = await self._with_gain(rows, self._study.least_gain, generate)
             found = (
-                studied_of(r, self._spec, self._conversation, self._titles) for r in rows if r.kept
+                studied_of(r, self._spec, self._conversation, self._titles, self._model)
+                for r in rows
+                if r.kept
             )
             data = self._spec.data
             # Of LongHealth, data.held_out is a share of its own questions.
@@ -197,7 +199,9 @@ class DocumentsRecipe(Recipe):
     ) -> list[StudyRow]:
         """Return the rows with their gains, which the run's own file keeps."""
         asked = [r for r in rows if r.kept and r.gain is None]
-        read = (studied_of(r, self._spec, self._conversation, self._titles) for r in asked)
+        read = (
+            studied_of(r, self._spec, self._conversation, self._titles, self._model) for r in asked
+        )
         studied = [s for s in read if s is not None]
         bare = {s.key: self._exam.prompt_ids(s.document, s.messages, bare=True) for s in studied}
         found = weighed(rows, await gains(studied, bare, generate), least)

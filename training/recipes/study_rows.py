@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from documents.corpus import Corpus
 from documents.rows.records import DatasetRow
-from documents.synthesis import model_name
 from documents.synthesis_rows import StudyRow
 from environments.renderer import ChatRenderer
 from environments.rollout import BARE
@@ -40,15 +39,20 @@ def context_titles(spec: LearnSpec, parts: Corpus) -> dict[str, str]:
 
 
 def studied_of(
-    row: StudyRow, spec: LearnSpec, conversation: ChatRenderer, titles: Mapping[str, str]
+    row: StudyRow,
+    spec: LearnSpec,
+    conversation: ChatRenderer,
+    titles: Mapping[str, str],
+    model: str,
 ) -> StudyQuestion | None:
-    """Return the question of a row; None when a trainer row cannot hold it with its answer."""
+    """Return the question of a row; None when a trainer row cannot hold it with its answer. The
+    answer's ids are those of `model` (`documents.synthesis.model_name`)."""
     ids = conversation.opening(row.document, titled_messages(titles, row.document, row.messages))
     if len(ids) + spec.rollout.max_tokens > spec.train.row_tokens:
         return None
     room = spec.train.row_tokens - len(ids)
     # Ids of another model's tokenizer mean nothing here: its answer text is tokenized again.
-    own = row.model == model_name(spec.model.path) and row.answer_ids
+    own = row.answer_ids and row.model == model
     answer = row.answer_ids if own else ()
     if row.answer and not own:
         answer = conversation.saying(row.answer)
