@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a process sets its number of threads before torch is import
     from learning.model.document_kv import DocumentKVCache, HostCache
 
 KEPT_BYTES = 256 * 1024**2
-GIVE_BACK_SECONDS = 5.0
+GIVE_BACK_SECONDS = 2.0
 QUIET = {  # read by libraries when they are imported
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",

@@ -10,6 +10,7 @@ import torch
 
 from learning.decoding.decode_batch import generate
 from learning.model.attention import FlatAttention
+from learning.model.cores import beside, passes_beside
 from learning.model.decoder import LanguageModel
 from learning.model.document_kv import document_kv
 from protocols.types import GenerateRequest, PrefixRef, Sampling
@@ -51,18 +52,24 @@ def measure_rates(
     kv = torch.zeros(layers, 2, heads, cartridge, width, dtype=model.dtype, device=model.device)
     trained = min(MOST_TOKENS, max(TRIAL_TOKENS, int(forward * PART_SECONDS / 3)))
 
-    def train() -> None:
+    passes = passes_beside(model, trained)
+
+    def train(size: int) -> None:
         prefix = kv.clone().requires_grad_()
-        positions = torch.arange(cartridge, cartridge + trained, device=model.device)
-        attention = FlatAttention([trained], [1], positions, [prefix])
-        hidden = model(torch.tensor(ids[:trained], device=model.device), positions, attention)
+        positions = torch.arange(cartridge, cartridge + size, device=model.device)
+        attention = FlatAttention([size], [1], positions, [prefix])
+        hidden = model(torch.tensor(ids[:size], device=model.device), positions, attention)
         model.lm_head(hidden).float().logsumexp(-1).sum().backward()
+
+    def train_all() -> None:
+        for _ in beside(train, [trained // passes] * passes, passes):
+            pass
 
     asked = [
         GenerateRequest(str(row), tuple(ids[:8]), PrefixRef("trial", 0),
                         Sampling(temperature=1.0, max_tokens=DECODED), row)
         for row in range(rows)
     ]  # fmt: skip
-    backward = trained / seconds(train)
+    backward = trained // passes * passes / seconds(train_all)
     decode = rows * DECODED / seconds(lambda: generate(model, asked, lambda _: kv, frozenset()))
     return MachineRates(forward, backward, decode)

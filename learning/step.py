@@ -29,13 +29,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from learning.batch import prepare
+from learning.batch import Member, prepare
 from learning.cartridge.bank import CartridgeBank
 from learning.cartridge.composition import (
     prefix_lengths,
@@ -49,7 +50,10 @@ from learning.losses.channel import (
     LossTerm,
     MicroBatch,
     cosines,
+    gradients_by_channel,
+    gradients_of,
 )
+from learning.model.cores import beside, passes_beside
 from learning.model.decoder import LanguageModel
 from learning.model.distributed import ALONE, ProcessGroup, is_sharded
 from learning.packing import check_rows, pack, response_tokens
@@ -86,6 +90,20 @@ def check_fresh(samples: Sequence[Sample], version: int, staleness: int) -> int:
     return stale
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """Hold what forward and backward of one micro-batch found. `terms` have no graph; `observed`
+    are the student's log-probabilities [N] of its tokens, where the sampler's are known;
+    `gradients` are by cartridge, `by_channel` those of each channel alone."""
+
+    micro: MicroBatch
+    terms: Mapping[str, LossTerm]
+    observed: Tensor | None
+    gradients: Mapping[str, Tensor]
+    by_channel: Mapping[str, Mapping[str, Tensor]]
+    fault: str
+
+
 def train_step(
     model: LanguageModel,
     bank: CartridgeBank,
@@ -112,7 +130,8 @@ def train_step(
     Raises StaleTokenError or DataError (nothing trained), RunError for a non-finite loss or ranks
     that differ.
 
-    `micro_tokens` bounds the tokens of one forward, `logit_bytes` the logits that exist at a time,
+    `micro_tokens` bounds the tokens that are trained at a time, in one forward or in several beside
+    each other, `logit_bytes` the logits of each that exist at a time,
     `recompute_layers` the activations kept to those of one layer: none of them changes a term.
     `gap_bounds` refuses tokens that sampler and trainer disagree on (StaleTokenError). `observe`
     gets this rank's terms of every micro-batch.
@@ -150,14 +169,10 @@ def train_step(
     prefix_tokens = prefix_lengths(texts, alone)
     spare = {name: alone[name] for name in learning}  # for a micro-batch without samples
     together = is_sharded(model)  # every pass gathers the base: all ranks must run equally many
-    tokens, fault = 0, ""
-    for parameter in parameters.values():
-        parameter.grad = None
-    if ranks.apart:
-        parts = prepared.split(micro_tokens, only=bank.names)
-    else:
-        parts = prepared.split(micro_tokens, ranks.data_rank, ranks.data_world, even=together)
-    for part in parts:
+
+    def run(part: Sequence[Member]) -> _Pass:
+        """Run forward and backward of one micro-batch. It may run beside another: whatever both
+        would change is changed below."""
         micro = prepared.micro_batch(
             part,
             lambda samples: pack(
@@ -184,6 +199,7 @@ def train_step(
             }
             for name, term in terms.items()
         }
+        fault = ""
         for name, of in means.items():
             for cartridge, mean in of.items():
                 if not torch.isfinite(mean):
@@ -191,24 +207,47 @@ def train_step(
                         f"{name} became {mean.item()} at version {version}, of cartridge "
                         f"{cartridge}; lower train.lr (now {progress[cartridge].lr:g})"
                     )
-        if micro.sampled.compared.any():
-            gap.add(micro.sampled, student.observed())
-        tokens += len(packed.targets)
-        tally.add(terms)
-        if observe is not None:
-            observe(terms, micro)
-        nothing = [0.0 * student.hidden.sum()] if together else []
+        observed = student.observed() if micro.sampled.compared.any() else None
+        nothing = 0.0 * student.hidden.sum() if together else None
+        by_channel = {}
         if compared:
             sums = {name: _sum(list(of.values())) for name, of in means.items()}
-            tally.add_gradients(sums, compared, *nothing)
+            by_channel = gradients_by_channel(sums, compared, weights, nothing)
         weighted = [
             coefficients[cartridge][name] * mean
             for name, of in means.items()
             for cartridge, mean in of.items()
             if cartridge in plain
         ]
-        if weighted or (plain and nothing):
-            _sum(weighted + nothing).backward()  # type: ignore[no-untyped-call]  # torch's own
+        if nothing is not None:
+            weighted.append(nothing)
+        gradients = {}
+        if weighted and plain:
+            gradients = gradients_of(_sum(weighted), plain)
+        done = {name: replace(term, losses=term.losses.detach()) for name, term in terms.items()}
+        return _Pass(micro, done, observed, gradients, by_channel, fault)
+
+    tokens, fault = 0, ""
+    for parameter in parameters.values():
+        parameter.grad = None
+    passes = 1 if recompute_layers else passes_beside(model, micro_tokens)
+    each = None if micro_tokens is None else micro_tokens // passes
+    if ranks.apart:
+        parts = prepared.split(each, only=bank.names)
+    else:
+        parts = prepared.split(each, ranks.data_rank, ranks.data_world, even=together)
+    for one in beside(run, parts, passes):
+        fault = fault or one.fault
+        if one.observed is not None:
+            gap.add(one.micro.sampled, one.observed)
+        tokens += len(one.micro.packed.targets)
+        tally.add(one.terms)
+        tally.add_gradients(one.by_channel)
+        if observe is not None:
+            observe(one.terms, one.micro)
+        for name, gradient in one.gradients.items():
+            held = plain[name].grad
+            plain[name].grad = gradient if held is None else held + gradient
 
     found = ranks.gather(
         {

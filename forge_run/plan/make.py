@@ -26,7 +26,7 @@ EXAM_QUESTIONS = 8
 START_SECONDS, STEP_SECONDS = 20.0, 1.0  # of processes; of a step beside the model's work
 # Attention matching takes so many times the reading of a document, of which at most so many tokens
 # are read again (learning.cartridge.attention_matching; docs/log.md).
-MATCHING, MATCHED_TOKENS = 4.5, 2048
+MATCHING, MATCHED_TOKENS = 3.0, 2048
 SLOWER = 2  # a document's later tokens read all before them; measured on 512 tokens
 READERS = 3  # generator, teacher and trainer each hold the model
 PROCESS_BYTES = 300 * 1024**2  # of one process without the model

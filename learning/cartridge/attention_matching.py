@@ -23,6 +23,7 @@ from torch import Tensor
 
 from learning.cartridge.composition import shifted
 from learning.model.attention import FlatAttention
+from learning.model.cores import beside, most_beside
 from learning.model.decoder import LanguageModel
 
 ROW = 64  # tokens of a row of reference queries
@@ -54,7 +55,11 @@ def attention_matched(
     The first `frozen` entries are the document's first, with their own values.
     """
     rows = reference_rows(model, ids, kv)
-    layers = [compacted(of, seen, tokens, frozen) for of, seen in zip(kv, rows, strict=True)]
+
+    def fit(of: tuple[Tensor, ReferenceRows]) -> Tensor:
+        return compacted(*of, tokens, frozen)
+
+    layers = [*beside(fit, zip(kv, rows, strict=True), most_beside(kv.device))]
     return shifted(torch.stack(layers), tokens - len(ids), model.frequencies())
 
 
@@ -70,8 +75,12 @@ def attention_added(
     behind = len(ids) - given.shape[3] - tokens
     rows = reference_rows(model, ids, kv)
     # Where the document's reference rows see the cartridge as a prompt will.
-    beside = shifted(given, behind, model.frequencies())
-    layers = [fitted(*of, tokens=tokens) for of in zip(kv, rows, beside, strict=True)]
+    given_there = shifted(given, behind, model.frequencies())
+
+    def fit(of: tuple[Tensor, ReferenceRows, Tensor]) -> Tensor:
+        return fitted(*of, tokens=tokens)
+
+    layers = [*beside(fit, zip(kv, rows, given_there, strict=True), most_beside(kv.device))]
     return shifted(torch.stack(layers), -behind, model.frequencies())
 
 

@@ -210,27 +210,13 @@ class LossAccumulator:
             for fact, (part, whole) in term.shares.items():
                 self._add_fact(name, fact, part.item(), whole.item())
 
-    def add_gradients(
-        self,
-        means: Mapping[str, Tensor],
-        parameters: Mapping[str, Tensor],
-        nothing: Tensor | None = None,
-    ) -> None:
-        """Add each channel's own gradient of the cartridges `parameters`; the graph is kept for a
-        backward that trains. With `nothing`, a zero with graph, every channel of nonzero weight
-        runs a backward: ranks that share a base must run equally many."""
-        for name in means if nothing is None else self._weights:
-            mean = means.get(name, nothing)
-            assert mean is not None
-            gradients = torch.autograd.grad(
-                mean, list(parameters.values()), retain_graph=True, allow_unused=True
-            )
-            if name in means:
-                held = self._gradients.setdefault(name, {})
-                for cartridge, gradient in zip(parameters, gradients, strict=True):
-                    if gradient is not None:
-                        known = held.get(cartridge)
-                        held[cartridge] = gradient if known is None else known + gradient
+    def add_gradients(self, by_channel: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Add what `gradients_by_channel` found in a micro-batch."""
+        for name, gradients in by_channel.items():
+            held = self._gradients.setdefault(name, {})
+            for cartridge, gradient in gradients.items():
+                known = held.get(cartridge)
+                held[cartridge] = gradient if known is None else known + gradient
 
     def sums(self) -> dict[str, Any]:
         """Return this rank's sums, JSON-able."""
@@ -320,6 +306,40 @@ class LossAccumulator:
     def _add_fact(self, name: str, fact: str, part: float, whole: float) -> None:
         held = self._facts[name].get(fact, (0.0, 0.0))
         self._facts[name][fact] = (held[0] + part, held[1] + whole)
+
+
+def gradients_of(
+    loss: Tensor, parameters: Mapping[str, Tensor], *, again: bool = False
+) -> dict[str, Tensor]:
+    """Return the gradients of a loss by those of the cartridges `parameters` that it depends on;
+    with `again` the graph is kept for another backward."""
+    found = torch.autograd.grad(
+        loss, list(parameters.values()), retain_graph=again, allow_unused=True
+    )
+    return {
+        name: gradient.contiguous()
+        for name, gradient in zip(parameters, found, strict=True)
+        if gradient is not None
+    }
+
+
+def gradients_by_channel(
+    means: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    channels: Iterable[str],
+    nothing: Tensor | None = None,
+) -> dict[str, dict[str, Tensor]]:
+    """Return each channel's own gradients of the cartridges `parameters`; the graph is kept for a
+    backward that trains. With `nothing`, a zero with graph, each of `channels` runs a backward:
+    ranks that share a base must run equally many."""
+    found = {}
+    for name in means if nothing is None else channels:
+        mean = means.get(name, nothing)
+        assert mean is not None
+        gradients = gradients_of(mean, parameters, again=True)
+        if name in means:
+            found[name] = gradients
+    return found
 
 
 def cosines(products: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:

@@ -21,7 +21,7 @@ Sources: Eyuboglu et al. 2025 (cartridges); Agarwal et al. 2024 (generalised JSD
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -129,8 +129,8 @@ def aligned(
             "they must be the same tokens in the same order"
         )
     teacher = teacher.to(student.device)
-    log_s = F.log_softmax(student.float() / temperature, dim=-1)
     if teacher.logits is not None:
+        log_s = F.log_softmax(student.float() / temperature, dim=-1)
         return log_s, F.log_softmax(teacher.logits.float() / temperature, dim=-1)
     if temperature != 1.0:
         raise SpecError(
@@ -140,11 +140,12 @@ def aligned(
     assert teacher.indices is not None
     assert teacher.logprobs is not None
     indices = teacher.indices.long()
-    top_s = log_s.gather(-1, indices)
+    logits = student.float()
+    top_s: Tensor = _LogProbsAt.apply(logits, indices)  # type: ignore[no-untyped-call]  # torch's
     top_t = teacher.logprobs.float()
-    if form == "tail" and top_t.shape[-1] < log_s.shape[-1]:
+    if form == "tail" and top_t.shape[-1] < logits.shape[-1]:
         resolved = _log_mass(top_t) < -UNRESOLVED
-        top_s = torch.cat([top_s, _student_tail(log_s, top_s, indices, resolved)], dim=-1)
+        top_s = torch.cat([top_s, _student_tail(logits, top_s, indices, resolved)], dim=-1)
         top_t = torch.cat([top_t, log_tail(top_t)], dim=-1)
     elif form == "renormalised":
         top_s = top_s.log_softmax(-1)
@@ -212,7 +213,24 @@ def log_tail(top: Tensor) -> Tensor:
     return torch.log(-torch.expm1(_log_mass(top).clamp(max=-UNRESOLVED)))
 
 
-def _student_tail(log_s: Tensor, top_s: Tensor, indices: Tensor, resolved: Tensor) -> Tensor:
+class _LogProbsAt(torch.autograd.Function):
+    """Compute the log-probabilities [N, k] at `indices` [N, k] from logits [N, V]. Those of the
+    whole vocabulary, and their gradient, are never formed beside the logits' own."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, indices: Tensor) -> Tensor:
+        total = logits.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(logits, indices, total)
+        return logits.gather(-1, indices) - total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, indices, total = ctx.saved_tensors
+        found = (logits - total).exp_().mul_(-grad.sum(-1, keepdim=True))
+        return found.scatter_add_(-1, indices, grad), None
+
+
+def _student_tail(logits: Tensor, top_s: Tensor, indices: Tensor, resolved: Tensor) -> Tensor:
     """Return the log of the student's mass outside `indices` [N, k], with its gradient, [N, 1].
 
     A tail of less than SMALL_TAIL is summed over the vocabulary, since 1 - (the rest) has hardly a
@@ -220,7 +238,9 @@ def _student_tail(log_s: Tensor, top_s: Tensor, indices: Tensor, resolved: Tenso
     """
     small = _log_mass(top_s.detach()) > -SMALL_TAIL
     (rows,) = (small & resolved).squeeze(-1).nonzero(as_tuple=True)
-    rest = log_s[rows].scatter(-1, indices[rows], IMPOSSIBLE)
+    if not len(rows):
+        return log_tail(top_s)
+    rest = F.log_softmax(logits[rows], dim=-1).scatter(-1, indices[rows], IMPOSSIBLE)
     return log_tail(top_s).index_put((rows,), _log_mass(rest))
 
 

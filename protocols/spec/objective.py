@@ -277,7 +277,10 @@ class ObjectiveSpec(SpecSection):
         default=100.0, ge=1, description="most that balance changes a weight by, as a factor"
     )
     micro_tokens: int | None = Field(
-        default=None, ge=2, description="tokens of one forward; null: the whole batch in one"
+        default=None,
+        ge=2,
+        description="tokens trained at a time, on a CPU in several passes beside each other; null: "
+        "the whole batch in one",
     )
     compare_every: int = Field(
         default=0,

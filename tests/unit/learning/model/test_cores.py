@@ -1,0 +1,143 @@
+"""Passes beside each other: their order, their threads and their errors, and the same step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Lock, current_thread
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from channel_setup import ALL, bank_of, do, scene
+
+from learning.model import cores
+from learning.model.cores import beside, passes_beside
+
+if TYPE_CHECKING:
+    from twins import Twin
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def computing_threads(_: int) -> int:
+    """Return torch's number of threads once it has computed: the first operation sets it."""
+    torch.ones(cores.PARALLEL).neg()
+    return torch.get_num_threads()
+
+
+def test_results_come_in_the_order_of_the_items_and_two_run_at_a_time() -> None:
+    met, lock, running, most = Barrier(2), Lock(), set[int](), list[int]()
+
+    def work(item: int) -> int:
+        with lock:
+            running.add(item)
+            most.append(len(running))
+        met.wait(20)  # passes only if two run at a time
+        time.sleep(0.01 * (item % 2))  # the first of two ends last
+        with lock:
+            running.discard(item)
+        return item * item
+
+    assert list(beside(work, range(6), 2)) == [0, 1, 4, 9, 16, 25]
+    assert max(most) == 2
+
+
+def test_each_pass_has_its_share_of_the_threads_and_others_keep_theirs() -> None:
+    assert list(beside(computing_threads, range(4), 2)) == [1] * 4
+    assert torch.get_num_threads() == 2
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(computing_threads, 0).result() == 2
+    torch.set_num_threads(6)
+    assert list(beside(computing_threads, range(4), 2)) == [3] * 4
+    assert torch.get_num_threads() == 6
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_pass_keeps_a_graph_where_its_caller_does(graph: bool) -> None:
+    with torch.set_grad_enabled(graph):
+        assert list(beside(lambda _: torch.is_grad_enabled(), range(2), 2)) == [graph] * 2
+
+
+def test_one_pass_runs_in_the_caller() -> None:
+    assert list(beside(lambda _: current_thread(), [0], 1)) == [current_thread()]
+
+
+def test_an_error_comes_in_its_place_when_nothing_runs_any_more() -> None:
+    started: list[int] = []
+    ended: list[int] = []
+
+    def work(item: int) -> int:
+        started.append(item)
+        if item == 1:
+            raise ValueError("the second")
+        time.sleep(0.05)
+        ended.append(item)
+        return item
+
+    found = beside(work, range(8), 2)
+    assert next(found) == 0
+    with pytest.raises(ValueError, match="the second"):
+        next(found)
+    assert sorted(ended) == [item for item in sorted(started) if item != 1]
+    assert 7 not in started
+
+
+@pytest.mark.parametrize(
+    ("tokens", "threads", "passes"),
+    [(None, 2, 1), (256, 1, 1), (256, 2, 2), (256, 16, 4), (100, 16, 1), (128, 2, 2), (200, 4, 3)],
+)
+def test_passes_have_enough_tokens_and_a_thread_each(
+    llama: Twin, tokens: int | None, threads: int, passes: int
+) -> None:
+    torch.set_num_threads(threads)
+    assert passes_beside(llama.model, tokens) == passes
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_a_step_of_passes_beside_is_that_of_the_same_micro_batches(
+    llama: Twin, monkeypatch: pytest.MonkeyPatch, compared: bool
+) -> None:
+    """All four channels, to the bit: each pass has one thread in both, and results are added in
+    the order of the micro-batches."""
+    monkeypatch.setattr(cores, "LEAST_TOKENS", 10)
+    ran: list[int] = []
+
+    def noted(work: Any, parts: Any, passes: int) -> Any:
+        ran.append(passes)
+        return beside(work, parts, passes)
+
+    monkeypatch.setattr("learning.step.beside", noted)
+    found = []
+    batch = scene(llama, bank_of(llama))
+    for threads, micro_tokens in ((1, 20), (2, 40)):
+        torch.set_num_threads(threads)
+        done = do(llama, batch, ALL, micro_tokens=micro_tokens, compare_gradients=compared)
+        found.append(done)
+    one, two = found
+    assert ran == [1, 2]
+    assert one.gradient is not None
+    assert two.gradient is not None
+    assert torch.equal(two.gradient, one.gradient)
+    assert torch.equal(two.trained, one.trained)
+    assert two.result == one.result
+
+
+def test_layers_that_run_again_are_not_computed_beside(
+    llama: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are replaced in the model while a forward runs."""
+    monkeypatch.setattr(cores, "LEAST_TOKENS", 10)
+    ran: list[int] = []
+    monkeypatch.setattr(
+        "learning.step.beside", lambda work, parts, n: (ran.append(n), beside(work, parts, n))[1]
+    )
+    do(llama, scene(llama, bank_of(llama)), ALL, micro_tokens=40, recompute_layers=True)
+    assert ran == [1]
