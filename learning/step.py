@@ -131,8 +131,8 @@ def train_step(
     that differ.
 
     `micro_tokens` bounds the tokens that are trained at a time, in one forward or in several beside
-    each other, `logit_bytes` the logits of each that exist at a time,
-    `recompute_layers` the activations kept to those of one layer: none of them changes a term.
+    each other, `logit_bytes` their logits that exist at a time, `recompute_layers` the activations
+    kept to those of one layer: none of them changes a term.
     `gap_bounds` refuses tokens that sampler and trainer disagree on (StaleTokenError). `observe`
     gets this rank's terms of every micro-batch.
     `compare_gradients` costs one more backward per channel and changes no term either. The balance
@@ -169,6 +169,8 @@ def train_step(
     prefix_tokens = prefix_lengths(texts, alone)
     spare = {name: alone[name] for name in learning}  # for a micro-batch without samples
     together = is_sharded(model)  # every pass gathers the base: all ranks must run equally many
+    # Layers that run again are replaced in the model meanwhile.
+    passes = 1 if recompute_layers else passes_beside(model, micro_tokens)
 
     def run(part: Sequence[Member]) -> _Pass:
         """Run forward and backward of one micro-batch. It may run beside another: whatever both
@@ -186,7 +188,7 @@ def train_step(
             model,
             packed,
             [kv.to(model.dtype) for kv in prefixes],
-            logit_bytes=logit_bytes,
+            logit_bytes=None if logit_bytes is None else logit_bytes // passes,
             recompute_layers=recompute_layers,
             noting=True,
         )
@@ -221,16 +223,13 @@ def train_step(
         ]
         if nothing is not None:
             weighted.append(nothing)
-        gradients = {}
-        if weighted and plain:
-            gradients = gradients_of(_sum(weighted), plain)
+        gradients = gradients_of(_sum(weighted), plain) if weighted and plain else {}
         done = {name: replace(term, losses=term.losses.detach()) for name, term in terms.items()}
         return _Pass(micro, done, observed, gradients, by_channel, fault)
 
     tokens, fault = 0, ""
     for parameter in parameters.values():
         parameter.grad = None
-    passes = 1 if recompute_layers else passes_beside(model, micro_tokens)
     each = None if micro_tokens is None else micro_tokens // passes
     if ranks.apart:
         parts = prepared.split(each, only=bank.names)
@@ -246,8 +245,11 @@ def train_step(
         if observe is not None:
             observe(one.terms, one.micro)
         for name, gradient in one.gradients.items():
-            held = plain[name].grad
-            plain[name].grad = gradient if held is None else held + gradient
+            if (held := plain[name].grad) is None:
+                plain[name].grad = gradient
+            else:
+                held += gradient
+        del one  # its gradients are as large as the cartridges
 
     found = ranks.gather(
         {

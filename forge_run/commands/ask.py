@@ -121,8 +121,18 @@ def command(
             found = _in_process(asked, question, sampling, seed)
     if found.routed is not None:
         note(f"{found.cartridge}: {told(found.routed)}")
-    print(json.dumps(asdict(found), indent=1) if as_json else found.answer.strip())
+    if as_json:
+        print(json.dumps(asdict(found), indent=1))
+    else:
+        print(_words(found.answer))
     return 0
+
+
+def _words(answer: str) -> str:
+    """Return an answer as it is printed, and say of an empty one that it is no mistake."""
+    if not answer.strip():
+        note("the answer is empty: the model ended it at once; ask in the document's own words")
+    return answer.strip()
 
 
 def told(why: Choice) -> str:
@@ -263,7 +273,7 @@ def _print_sides(found: Sequence[ArmAnswer], as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(one) for one in found], indent=1))
     elif len(found) == 1:
-        print(found[0].answer)
+        print(_words(found[0].answer))
     else:
         for one in found:
             cost = f"{one.prefix_tokens:,} tokens before it, {one.tokens} written"

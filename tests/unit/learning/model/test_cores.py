@@ -12,6 +12,7 @@ import pytest
 import torch
 from channel_setup import ALL, bank_of, do, scene
 
+from learning import step
 from learning.model import cores
 from learning.model.cores import beside, passes_beside
 
@@ -128,6 +129,22 @@ def test_a_step_of_passes_beside_is_that_of_the_same_micro_batches(
     assert torch.equal(two.gradient, one.gradient)
     assert torch.equal(two.trained, one.trained)
     assert two.result == one.result
+
+
+def test_passes_share_the_logits_that_may_exist(
+    llama: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "LEAST_TOKENS", 10)
+    given: list[int | None] = []
+    real = step.response_tokens
+
+    def noted(*of: Any, **named: Any) -> Any:
+        given.append(named["logit_bytes"])
+        return real(*of, **named)
+
+    monkeypatch.setattr(step, "response_tokens", noted)
+    do(llama, scene(llama, bank_of(llama)), ALL, micro_tokens=40, logit_bytes=6000)
+    assert set(given) == {3000}
 
 
 def test_layers_that_run_again_are_not_computed_beside(
