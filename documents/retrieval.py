@@ -11,6 +11,7 @@ Term counts can: an index over any set is built from them, in milliseconds.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -51,6 +52,8 @@ class Bm25Router:
 
     def __init__(self, passages: Mapping[str, Passages]) -> None:
         """Index the passages of each name. A name without a term is never found."""
+        # Its progress bars would make a semaphore, of which Python warns when the process is ended.
+        os.environ.setdefault("DISABLE_TQDM", "1")
         from bm25s import BM25  # half a second, for those alone who route
 
         logging.getLogger("bm25s").setLevel(logging.WARNING)  # its import makes it DEBUG

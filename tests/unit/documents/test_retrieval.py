@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -93,3 +95,14 @@ def test_scores_are_the_textbooks(passages: list[str], question: str) -> None:
     found = Bm25Router.of_texts(dict(zip(names, passages, strict=True))).top(question, 9)
     wanted = dict(zip(names, bm25(question, passages), strict=True))
     assert dict(found) == pytest.approx({n: s for n, s in wanted.items() if s > 0}, rel=1e-4)
+
+
+def test_an_index_leaves_no_semaphore_to_be_warned_of() -> None:
+    code = (
+        "import sys; from documents.retrieval import Bm25Router as R; "
+        "R.of_texts({'a': 'one word'}); print('tqdm' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == "False\n"
