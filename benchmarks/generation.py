@@ -29,6 +29,7 @@ from protocols.files import REPOSITORY
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import DynamicCache
 
     from actors.engine_thread import Engine
 
@@ -63,18 +64,21 @@ def through_engine(engine: Engine) -> Backend:
     return ask
 
 
+def filled_cache(config: Any, kv: Tensor, rows: int = 1) -> DynamicCache:
+    """Return transformers' cache of `rows` rows, each with the prefix kv [L, 2, H_kv, P, D], whose
+    gradient it carries. Generating copies it for every row."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=config)
+    for layer, parts in enumerate(kv):
+        keys, values = (x.expand(rows, -1, -1, -1) for x in parts)
+        cache.update(keys, values, layer)
+    return cache
+
+
 def through_transformers(plain: Any, cartridge: Tensor, bos: int) -> Backend:
     """Return `model.generate` with the cartridge [L, 2, H_kv, P, D] as an already filled cache."""
     import torch
-    from transformers import DynamicCache
-
-    def filled(rows: int) -> DynamicCache:
-        cache = DynamicCache(config=plain.config)
-        for layer, (key, value) in enumerate(cartridge):
-            cache.update(
-                key.expand(rows, -1, -1, -1).clone(), value.expand(rows, -1, -1, -1).clone(), layer
-            )
-        return cache
 
     def ask(prefix: str, prompts: Sequence[tuple[int, ...]], new: int) -> list[tuple[int, ...]]:
         # Placeholder ids for the cached positions: generate does not read them.
@@ -83,7 +87,10 @@ def through_transformers(plain: Any, cartridge: Tensor, bos: int) -> Backend:
         out = plain.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=filled(len(prompts)) if prefix == "cartridge" else None,
+            past_key_values=(
+                filled_cache(plain.config, cartridge, len(prompts))
+                if prefix == "cartridge" else None
+            ),
             do_sample=False, max_new_tokens=new, min_new_tokens=new, eos_token_id=None,
             pad_token_id=0,
         )  # fmt: skip

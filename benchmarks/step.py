@@ -35,8 +35,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.generation import filled_cache
 from benchmarks.meters import FigureTable, Laps, one_thread
 from benchmarks.record import ROOT, benchmark
 from forge_run.report.plots import Plot, hue, legend
@@ -99,11 +100,7 @@ def response_logits(
 ) -> Tensor:
     """Return logits [n, V] of one sample's response tokens, after token ids or a cartridge's KV."""
     ids = torch.tensor([[*before, *sample.prompt_ids, *sample.response_ids]])
-    cache = None
-    if kv is not None:
-        cache = DynamicCache(config=model.config)
-        for layer, (keys, values) in enumerate(kv):
-            cache.update(keys[None], values[None], layer)
+    cache = None if kv is None else filled_cache(model.config, kv)
     n = len(sample.response_ids)
     out = model(ids, past_key_values=cache, use_cache=kv is not None, logits_to_keep=n + 1)
     return out.logits[0, :-1].float()

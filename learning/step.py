@@ -4,7 +4,8 @@
       -> channels of weight 0 left out; advantages; each channel's own denominator for each
          cartridge
       -> this rank's micro-batches, each packed over shared prefixes: samples of all channels
-         together, and a text that several channels train on once
+         together, and a text that several channels train on once; on a CPU several run beside each
+         other (`learning.model.cores`), with the same sums
       -> student forward: the only forward with gradient
       -> given teacher distributions over the same tokens, against the student's logits, which
          exist for a chunk of tokens at a time

@@ -27,19 +27,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.generation import filled_cache, through_transformers
 from benchmarks.record import ROOT, benchmark, median_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import DynamicCache
 
 PHASES, SIDES = ("rollout", "teacher", "train"), ("ours", "transformers")
-KEEP_TOP, FROZEN = 20, 1
 
 
 class Sides:
-    """Hold both sides' model, cartridge and optimizer over one document. Each phase is a method
-    that takes the side, and does the same work in both."""
+    """Hold both sides' model, cartridge and optimizer over one document, with a method for each
+    phase of each side."""
 
     def __init__(self, asked: argparse.Namespace, dtype: str) -> None:
         import torch
@@ -65,12 +64,13 @@ class Sides:
         self.plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype).eval()
         self.plain.requires_grad_(False)
         self.kv = document_kv(self.ours, self.document)
+        start = {"d": self.kv.float()}
+        banks = [first_tokens(start, asked.cartridge, learn.cartridge.frozen) for _ in SIDES]
+        self.bank = banks[1]
         self.trainer = CartridgeTrainer(
-            self.ours, first_tokens({"d": self.kv.float()}, asked.cartridge, FROZEN), learn.train,
-            objective=learn.objective, loss=learn.loss,
-        )  # fmt: skip
+            self.ours, banks[0], learn.train, objective=learn.objective, loss=learn.loss
+        )
         self.trainer.begin("ours", asked.rounds + 1)
-        self.bank = first_tokens({"d": self.kv.float()}, asked.cartridge, FROZEN)
         self.optimizer = torch.optim.Adam([self.bank.trainable["d"]], lr=learn.train.lr)
 
     def prompts(self, number: int) -> list[tuple[int, ...]]:
@@ -98,44 +98,25 @@ class Sides:
     def our_teacher(self, samples: Sequence[Any]) -> Any:
         from learning.scoring import TeacherDistribution, score_kept
 
-        rows = self._learn.train.row_tokens
-        return TeacherDistribution(**score_kept(self.ours, samples, {"d": self.kv}, rows, KEEP_TOP))
+        rows, kept = self._learn.train.row_tokens, self._learn.teacher.top_k
+        return TeacherDistribution(**score_kept(self.ours, samples, {"d": self.kv}, rows, kept))
 
     def our_training(self, samples: Sequence[Any], teacher: Any) -> float:
         return float(self.trainer.step(samples, teacher, self.trainer.version).kl)
 
     # -- transformers ---------------------------------------------------------------------------
 
-    def _cache(self, kv: Tensor, rows: int) -> DynamicCache:
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=self.plain.config)
-        for layer, (keys, values) in enumerate(kv):
-            one = [x.expand(rows, -1, -1, -1) for x in (keys, values)]
-            cache.update(*one, layer)
-        return cache
-
     def their_rollout(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        import torch
-
         kv = self.bank.kv()[0].detach().to(self.dtype)
-        # Placeholder ids for the cached positions: generate does not read them.
-        ids = torch.tensor([(0,) * kv.shape[3] + prompt for prompt in prompts])
-        out = self.plain.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=self._cache(kv, len(prompts)),
-            do_sample=False, max_new_tokens=self.asked.new, min_new_tokens=self.asked.new,
-            eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        return [tuple(row) for row in out[:, ids.shape[1] :].tolist()]
+        return through_transformers(self.plain, kv, 0)("cartridge", prompts, self.asked.new)
 
     def _logits(self, samples: Sequence[Any], kv: Tensor) -> Tensor:
         """Return logits [N, V] in float32 that predict each response token, in sample order."""
         import torch
 
         ids = torch.tensor([s.prompt_ids + s.response_ids[:-1] for s in samples])
-        out = self.plain(
-            ids, past_key_values=self._cache(kv, len(samples)), logits_to_keep=self.asked.new
-        )
+        cache = filled_cache(self.plain.config, kv, len(samples))
+        out = self.plain(ids, past_key_values=cache, logits_to_keep=self.asked.new)
         logits: Tensor = out.logits.flatten(0, 1).float()
         return logits
 
@@ -145,7 +126,8 @@ class Sides:
         from learning.scoring import TeacherDistribution, top_k
 
         with torch.no_grad():
-            return TeacherDistribution(None, *top_k(self._logits(samples, self.kv), KEEP_TOP))
+            logits = self._logits(samples, self.kv)
+            return TeacherDistribution(None, *top_k(logits, self._learn.teacher.top_k))
 
     def their_training(self, samples: Sequence[Any], teacher: Any) -> float:
         import torch
@@ -171,8 +153,9 @@ def one_round(sides: Sides, number: int, turns: random.Random) -> dict[str, dict
     with torch.no_grad():  # both train the same cartridge
         sides.bank.trainable["d"].copy_(sides.trainer.bank.trainable["d"])
     version = sides.trainer.version
+    seconds: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
 
-    def both(ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[Any, Any]:
+    def both(phase: str, ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[Any, Any]:
         found: dict[str, Any] = {}
         order = [*zip(SIDES, (ours, theirs), strict=True)]
         for side, work in turns.sample(order, k=2):
@@ -181,19 +164,22 @@ def one_round(sides: Sides, number: int, turns: random.Random) -> dict[str, dict
             seconds[phase][side] = round(time.perf_counter() - begun, 3)
         return found[SIDES[0]], found[SIDES[1]]
 
-    seconds: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
-    phase, prompts = "rollout", sides.prompts(number)
-    said, _ = both(lambda: sides.our_rollout(prompts), lambda: sides.their_rollout(prompts))
+    prompts = sides.prompts(number)
+    said, _ = both(
+        "rollout", lambda: sides.our_rollout(prompts), lambda: sides.their_rollout(prompts)
+    )
     new = sides.asked.new
     samples = [
         Sample(f"s{i}", "d", p, a, (0.0,) * new, (version,) * new, contexts=("d",))
         for i, (p, a) in enumerate(zip(prompts, said, strict=True))
     ]
-    phase = "teacher"
-    teacher, _ = both(lambda: sides.our_teacher(samples), lambda: sides.their_teacher(samples))
-    phase = "train"
+    teacher, _ = both(
+        "teacher", lambda: sides.our_teacher(samples), lambda: sides.their_teacher(samples)
+    )
     losses = both(
-        lambda: sides.our_training(samples, teacher), lambda: sides.their_training(samples, teacher)
+        "train",
+        lambda: sides.our_training(samples, teacher),
+        lambda: sides.their_training(samples, teacher),
     )
     if abs(losses[0] - losses[1]) > 0.01 * abs(losses[1]):
         raise SystemExit(f"round {number}: the losses differ: {losses[0]:.5f}, {losses[1]:.5f}")
