@@ -170,7 +170,8 @@ def corpus_of(
         count = len(conversation.head(name))
         alone = spec.cartridge.per == "document" and parts[name].of == name
         if alone and count <= spec.cartridge.tokens:
-            why = f"has {count} tokens, no more than a cartridge; lower cartridge.tokens"
+            why = f"has {count} tokens, no more than a cartridge, so a prompt may as well hold it"
+            why += f"; or lower cartridge.tokens, which is {spec.cartridge.tokens}"
             left_out.append(SkippedFile(parts.pop(name).document.source, f"{why} ({name})"))
     if not parts:
         listed = "".join(f"\n  {item}" for item in left_out)

@@ -64,7 +64,7 @@ def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, 
     """
     patience = f"{math.ceil(health.dead_after_s)}s"
     return {
-        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
+        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "5s",
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
         **(LOCAL_ENVIRONMENT if local else LINK_ENVIRONMENT),

@@ -1,11 +1,12 @@
-"""Make the tables of docs/studies/real.md from the records of configs/sweep_real.yaml.
+"""Make the tables of docs/studies/real.md and docs/studies/lengths.md from the records of
+configs/sweep_real.yaml and configs/real/sweep_lengths.yaml.
 
 The unit is an article; its value of an arm is the mean over the seeds. An arm has three outcomes,
 nats a token: of the right answers (kept by the run), of passages, and of what the document's
 teacher writes after the arm's own words (both by `forge eval`, where the run's cartridges are
 kept).
 
-    python -m benchmarks.results.real_study    draw the page's plot
+    python -m benchmarks.results.real_study    draw the plot of docs/studies/real.md
 """
 
 from __future__ import annotations
@@ -27,21 +28,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NO_MODEL = ("model.path=./none",)  # the sweep is read where its model is not kept
-# An arm and what it is compared with, as they were registered.
-PRIMARY = (
-    ("128: on policy", "128: offline"),
-    ("128: recitation first", "128: offline"),
-)
-SECONDARY = (
-    ("32: on policy", "32: offline"),
-    ("32: recitation first", "32: offline"),
-    ("512: on policy", "512: offline"),
-    ("512: recitation first", "512: offline"),
-    ("128: attention matching", "128: first tokens"),
-    ("128: matching and recitation", "128: recitation first"),
-    ("128: on policy, reverse KL", "128: on policy"),
-    ("128: on policy, temperature 0.3", "128: on policy"),
-)
+# By study, an arm and what it is compared with, as they were registered.
+PRIMARY = {
+    "sweep_real": (
+        ("128: on policy", "128: offline"),
+        ("128: recitation first", "128: offline"),
+    ),
+    "real/sweep_lengths": (("warm: long answers", "warm: short answers"),),
+}
+SECONDARY = {
+    "sweep_real": (
+        ("32: on policy", "32: offline"),
+        ("32: recitation first", "32: offline"),
+        ("512: on policy", "512: offline"),
+        ("512: recitation first", "512: offline"),
+        ("128: attention matching", "128: first tokens"),
+        ("128: matching and recitation", "128: recitation first"),
+        ("128: on policy, reverse KL", "128: on policy"),
+        ("128: on policy, temperature 0.3", "128: on policy"),
+    ),
+    "real/sweep_lengths": (("cold: long answers", "cold: short answers"),),
+}
 PLOT = REPOSITORY / "docs" / "studies" / "real.svg"
 LENGTHS = (32, 128, 512)
 CURVES = ("first tokens", "on policy", "recitation first", "offline")
@@ -123,12 +130,12 @@ def real_arms(study: str) -> tuple[Cells, list[Cells]]:
 
 def real_primary(study: str) -> tuple[Cells, list[Cells]]:
     """Return heads and rows of the comparisons that decide the study."""
-    return _compared(study, PRIMARY)
+    return _compared(study, PRIMARY[study])
 
 
 def real_secondary(study: str) -> tuple[Cells, list[Cells]]:
     """Return heads and rows of the comparisons beside them."""
-    return _compared(study, SECONDARY)
+    return _compared(study, SECONDARY[study])
 
 
 def _compared(study: str, asked: Sequence[tuple[str, str]]) -> tuple[Cells, list[Cells]]:

@@ -43,6 +43,7 @@ PAGES = (
     "docs/studies/aggregation.md",
     "docs/studies/ahead.md",
     "docs/studies/channels.md",
+    "docs/studies/lengths.md",
     "docs/studies/on_policy.md",
     "docs/studies/real.md",
     *(f"docs/explanation/{name}.md" for name in (

@@ -100,12 +100,6 @@ def _plan(
     tokenizer = load_tokenizer(learn.model.path)
     sizes = [len(tokenizer(d.text, add_special_tokens=False).input_ids) for d in found.documents]
     p = cartridge_tokens(sizes, tokens, ratio)
-    for document, size in zip(found.documents, sizes, strict=True):
-        if size <= p:
-            note(
-                f"warning: {document.name} has {size} tokens, no more than a cartridge of {p}: it "
-                "is left out; a prompt may as well hold all of it, or lower --tokens"
-            )
     cartridge = learn.cartridge.model_copy(update={"tokens": p})
     corpus = read_parts(learn.model_copy(update={"cartridge": cartridge}), tokenizer)
     counts = [len(part.tokens) for part in corpus.parts.values()]

@@ -97,8 +97,10 @@ class MakePlan:
 
 def cartridge_tokens(counts: Sequence[int], tokens: int | None, ratio: float | None) -> int:
     """Return P for documents of so many tokens: as asked, by the ratio of the mean document to P,
-    or by RATIO between LEAST_TOKENS and MOST_TOKENS. Raises DataError for a P below 2."""
-    mean = sum(counts) / len(counts)
+    or by RATIO between LEAST_TOKENS and MOST_TOKENS. Documents that no cartridge of LEAST_TOKENS
+    shortens do not count, unless there are no others. Raises DataError for a P below 2."""
+    counted = [count for count in counts if count > LEAST_TOKENS] or counts
+    mean = sum(counted) / len(counted)
     if tokens is None and ratio is None:
         return max(LEAST_TOKENS, min(MOST_TOKENS, round(mean / RATIO / 8) * 8))
     found = tokens if tokens is not None else round(mean / float(ratio or 1))

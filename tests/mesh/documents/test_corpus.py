@@ -78,7 +78,8 @@ def test_what_no_cartridge_can_stand_in_for_is_left_out(tmp_path: Path) -> None:
     first, second = map(str, found.left_out)
     assert first == "sly.txt has the model's special token <|end|>; remove it"
     assert second.startswith("short.txt has ")
-    assert second.endswith("tokens, no more than a cartridge; lower cartridge.tokens (short)")
+    least = "or lower cartridge.tokens, which is 128 (short)"
+    assert second.endswith(f"no more than a cartridge, so a prompt may as well hold it; {least}")
     (tmp_path / "a.txt").unlink()
     with pytest.raises(DataError, match=r"no document of .* can be used\n  sly.txt has"):
         read_parts(learn(tmp_path), TOKENIZER)

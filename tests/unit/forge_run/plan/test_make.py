@@ -27,6 +27,7 @@ def learn() -> LearnSpec:
 
 def test_the_cartridge_s_tokens() -> None:
     assert cartridge_tokens([1000, 1560], None, None) == 128  # 1280 / 10
+    assert cartridge_tokens([1000, 17, 1560], None, None) == 128  # 17 are too short for any
     assert cartridge_tokens([100], None, None) == 32
     assert cartridge_tokens([90_000], None, None) == 512
     assert cartridge_tokens([1000], 70, None) == 70
