@@ -1,5 +1,5 @@
-"""Make the table of real articles. Their texts are no part of the repository: what is kept of each
-run is what its results.json says of the right answers."""
+"""Make the tables of a real model's right answers. The texts of the real articles are no part of
+the repository: what is kept of each of their runs is what its results.json says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.results import records
 from forge_run.console import duration, interval, percent
 
 HOME = Path(__file__).parent
@@ -31,6 +32,19 @@ def articles(record: str) -> tuple[Sequence[str], list[list[str]]]:
     closed, before = means
     blank = [""] * 6
     return heads, [*body, ["mean", *blank, f"**{closed}**", before, "", ""]]
+
+
+def right_answers(record: str) -> tuple[Sequence[str], list[list[str]]]:
+    """Return each arm's loss of the right answers of a kept run, nats a token, and the share of the
+    gap that it closed."""
+    kept = records.whole(record, "results.json", records.HOME)["gold"]
+    heads = ["arm", "questions", "loss of the right answers", "gap closed", "95%"]
+    body = [
+        [arm, str(kept["n"]), f"{own['nll']:.2f}", percent(own["closed"]), interval(own["ci95"])]
+        for arm in ARMS
+        for own in [kept["arms"][arm]]
+    ]
+    return heads, body
 
 
 def _article(name: str, one: Mapping[str, Any]) -> list[str]:

@@ -29,7 +29,7 @@ from benchmarks.results.merging_tables import (
 )
 from benchmarks.results.on_policy_tables import every_arm, primary, secondary
 from benchmarks.results.real_study import real_arms, real_primary, real_secondary
-from benchmarks.results.real_tables import articles
+from benchmarks.results.real_tables import articles, right_answers
 from benchmarks.results.study_tables import between, collapses, over_reference
 from protocols.files import REPOSITORY
 from protocols.records.intervals import wilson_interval
@@ -38,6 +38,7 @@ from training.evaluation.comparison import AnswerSource, compare_groups, grouped
 PAGES = (
     "README.md",
     "docs/corpus.md",
+    "docs/how-to/make.md",
     "docs/how-to/vllm.md",
     "docs/real.md",
     "docs/studies/aggregation.md",
@@ -218,6 +219,7 @@ TABLES: dict[str, Callable[[str], Lines]] = {
     "real_primary": lambda sweep: table(*real_primary(sweep)),
     "real_secondary": lambda sweep: table(*real_secondary(sweep)),
     "articles": lambda record: table(*articles(record)),
+    "right_answers": lambda record: table(*right_answers(record)),
     "trained_to_aggregate": lambda sweep: table(*trained_to_aggregate(sweep)),
 }
 

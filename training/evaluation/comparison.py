@@ -201,11 +201,15 @@ def _compared(
     count: int,
     seed: int,
 ) -> Comparison | None:
-    """Return one comparison over the questions of which both have the metric; None without any.
+    """Return one comparison over the questions of which both have the metric; None without any. The
+    loss is that of right answers: held-out prompts of self-study count only where nothing else is.
 
     Raises DataError where these are about a single fact, which has no interval.
     """
     (name_a, a), (name_b, b) = side_a, side_b
+    if metric == "nll" and any(row["right"] is not None for row in a.values()):
+        a, b = _judged(a), _judged(b)
+        keys = [key for key in keys if key in a and key in b]
     values = [
         (key, x, y)
         for key in keys
@@ -231,6 +235,10 @@ def _compared(
         documents=several, resampled="documents" if several > 1 else "facts", units=drawn.units,
         mean_a=fmean(first), mean_b=fmean(second), difference=told.mean, ci95=told.ci95, p=told.p,
     )  # fmt: skip
+
+
+def _judged(answers: Mapping[Key, AnswerRow]) -> dict[Key, AnswerRow]:
+    return {key: row for key, row in answers.items() if row["right"] is not None}
 
 
 def _value(row: AnswerRow, metric: str) -> float | None:

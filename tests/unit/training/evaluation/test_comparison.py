@@ -45,6 +45,25 @@ def rows(
     return found
 
 
+def test_the_loss_is_that_of_right_answers_where_there_are_any() -> None:
+    """Held-out prompts of self-study, which no answer is right for, have a loss too: 9 and 1."""
+    asked = [
+        row
+        for arm, own, prompt in (("offline", 2.0, 9.0), ("on_policy", 1.0, 1.0))
+        for row in (
+            *rows(arm, [0.0, 1.0], nll=[own, own]),
+            *(r | {"right": None} for r in rows(arm, [0.0, 0.0], hash="01", nll=[prompt] * 2)),
+        )
+    ]
+    (group,) = grouped([AnswerSource("r", asked)], sampled=False)
+    (found,) = compare_groups([group], metrics=["nll"])
+    assert (found.n, found.of_a, found.of_b, found.difference) == (2, 2, 2, -1.0)
+    alone = [row for row in asked if row["right"] is None]
+    (group,) = grouped([AnswerSource("r", alone)], sampled=False)
+    (found,) = compare_groups([group], metrics=["nll"])
+    assert (found.n, found.difference) == (2, -8.0)
+
+
 def test_differences_of_two_arms_by_hand() -> None:
     a, b = [0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 1.0]
     source = AnswerSource(
