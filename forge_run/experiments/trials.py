@@ -113,6 +113,8 @@ def unfit(directory: RunDirectory, trial: Trial) -> str | None:
         return "did not finish, or was moved away"
     before = load_resolved(directory.spec).as_dict()
     changed = differences(before, trial.spec.as_dict())
+    if trial.spec.learn.cartridge.frozen is None:  # a run takes its starting cartridges' number
+        changed = [key for key in changed if key != "learn.cartridge.frozen"]
     return f"was made with another spec ({', '.join(changed)})" if changed else None
 
 

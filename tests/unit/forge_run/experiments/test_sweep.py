@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 from rooms.forge_run.sweep_setup import MESH, REPOSITORY, SPEC, plan_of
 
 from forge_run.experiments.sweep import at_once, planned
+from forge_run.experiments.trials import unfit
 from protocols.errors import SpecError
 from protocols.spec.experiments import SweepSpec
 from protocols.spec.loading import load_file
+from protocols.spec.yaml_source import dump_yaml
+from services.run_directory import RunDirectory
 
 
 def test_every_combination_is_planned_with_its_keys() -> None:
@@ -110,3 +114,15 @@ SHIPPED = sorted(
 def test_the_shipped_sweeps_can_be_planned(path: Path) -> None:
     spec = load_file(SweepSpec, path)
     assert planned(spec, str(path.parent / spec.mesh), seeds=1)
+
+
+def test_a_run_with_the_frozen_tokens_of_its_start_is_its_trial_s(tmp_path: Path) -> None:
+    trial, *_ = planned(SPEC, MESH, sets=("cartridge.init={from: a.pt}", "cartridge.frozen="))
+    assert trial.spec.learn.cartridge.frozen is None
+    for rate, told in ((None, None), (0.5, "was made with another spec (learn.train.lr)")):
+        made = trial.spec.as_dict()
+        made["learn"]["cartridge"]["frozen"] = 2
+        made["learn"]["train"]["lr"] = rate or made["learn"]["train"]["lr"]
+        run = RunDirectory.create(tmp_path, "longhealth", dump_yaml(made))
+        (run.path / "results.json").write_text(json.dumps({"status": "finished"}))
+        assert unfit(run, trial) == told
