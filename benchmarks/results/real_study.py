@@ -1,5 +1,5 @@
 """Make the tables of docs/studies/real.md and docs/studies/lengths.md from the records of
-configs/sweep_real.yaml and configs/real/sweep_lengths.yaml.
+configs/sweep_real.yaml and configs/real/sweep_lengths*.yaml.
 
 The unit is an article; its value of an arm is the mean over the seeds. An arm has three outcomes,
 nats a token: of the right answers (kept by the run), of passages, and of what the document's
@@ -35,6 +35,7 @@ PRIMARY = {
         ("128: recitation first", "128: offline"),
     ),
     "real/sweep_lengths": (("warm: long answers", "warm: short answers"),),
+    "real/sweep_lengths_same_start": (("same start: long answers", "same start: short answers"),),
 }
 SECONDARY = {
     "sweep_real": (
