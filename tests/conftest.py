@@ -30,7 +30,7 @@ os.environ.update(
         ),
         # One thread a process: spinning OpenMP workers of several processes starve each other.
         "OMP_NUM_THREADS": "1",
-        # As in a run (forge_run.launch), but a lost host is noticed in 3 s (default 60 s).
+        # As in a run (forge_run.launch), but polled every 2 s for 5, and with shorter limits.
         "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "3s",
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "3s",

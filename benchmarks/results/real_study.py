@@ -60,12 +60,13 @@ Losses = dict[str, list[float]]  # by article, one value a seed
 @dataclass
 class ArmLosses:
     """Hold the outcomes of an arm: `answers` and `after_own` by article, `passages` and `tokens`,
-    those it was trained on, by seed."""
+    those it was trained on, by seed, and `seconds` of its steps, kept of the arm on policy."""
 
     answers: Losses = field(default_factory=lambda: defaultdict(list))
     after_own: Losses = field(default_factory=lambda: defaultdict(list))
     passages: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
 
 def outcomes(study: str) -> dict[str, ArmLosses]:
@@ -76,14 +77,18 @@ def outcomes(study: str) -> dict[str, ArmLosses]:
         answers, evaluated = _answers(record), _evaluated(record)
         if trial.spec.learn.cartridge.init != "first_tokens":
             evaluated.pop("untrained", None)  # `forge eval` starts that arm from the first tokens
-        tokens: dict[str, int] = defaultdict(int)
+        tokens, steps = defaultdict[str, int](int), defaultdict[str, int](int)
         for row in records.rows(record, "metrics.jsonl", records.HOME):
             tokens[row["arm"]] += row["tokens"]
+            steps[row["arm"]] += 1
+        each = records.whole(record, "results.json", records.HOME)["phases"].get("step", 0.0)
         for arm, shown in trial.arms:
             own = found[shown]
             for article, losses in answers[arm].items():
                 own.answers[article].append(fmean(losses))
             own.tokens.append(tokens[arm])
+            if arm == "on_policy":
+                own.seconds.append(each * steps[arm])
             if arm in evaluated:
                 passages, after_own = evaluated[arm]
                 own.passages.append(passages)
@@ -120,12 +125,13 @@ def real_arms(study: str) -> tuple[Cells, list[Cells]]:
     """Return heads and rows: means of every arm over the articles, with Student's 95% intervals."""
     body = [
         [arm, str(len(own.tokens)), f"{fmean(own.tokens):,.0f}",
+         f"{fmean(own.seconds):,.0f}" if own.seconds else "",
          *_shown(_means(own.answers).values(), ".2f"),
          f"{fmean(own.passages):.2f}" if own.passages else "",
          *_shown(_means(own.after_own).values(), ".2f")]
         for arm, own in outcomes(study).items()
     ]  # fmt: skip
-    heads = ["arm", "seeds", "trained tokens", "answers", "95% interval", "passages"]
+    heads = ["arm", "seeds", "trained tokens", "seconds", "answers", "95% interval", "passages"]
     return [*heads, "after own words", "95% interval"], body
 
 

@@ -49,6 +49,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "answers.jsonl.gz").write_bytes(gzip.compress(answers_text))
         steps = [{"arm": "on_policy", "tokens": 10}, {"arm": "on_policy", "tokens": 20}]
         (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(json_lines(steps).encode()))
+        (folder / "results.json").write_text(json.dumps({"phases": {"step": 4.0}}))
         if trial.seed == 1:
             rows = [
                 {
@@ -63,11 +64,21 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("kept")
 def test_an_articles_value_is_its_mean_over_seeds() -> None:
-    """On policy 3 and 5: 4 -+ 12.706 * 1. Offline 2 and 2."""
+    """On policy 3 and 5: 4 -+ 12.706 * 1, in two steps of 4 s. Offline 2 and 2."""
     _, body = real_arms(STUDY)
     assert body == [
-        ["128: on policy", "2", "30", "4.00", "-8.71 to 16.71", "1.50", "1.00", "1.00 to 1.00"],
-        ["128: offline", "2", "0", "2.00", "2.00 to 2.00", "1.50", "2.50", "-3.85 to 8.85"],
+        [
+            "128: on policy",
+            "2",
+            "30",
+            "8",
+            "4.00",
+            "-8.71 to 16.71",
+            "1.50",
+            "1.00",
+            "1.00 to 1.00",
+        ],
+        ["128: offline", "2", "0", "", "2.00", "2.00 to 2.00", "1.50", "2.50", "-3.85 to 8.85"],
     ]
 
 
