@@ -270,7 +270,8 @@ class RunResults(TypedDict):
 
     `phases` is mean seconds per phase, `orchestration_share` the part of a step in which neither a
     model nor an environment worked, `tokens_trained` the tokens of each trained arm:
-    `{"on_policy": 243600, ...}`. `warm_steps` of the on-policy arm were on the teacher's text.
+    `{"on_policy": 243600, ...}`, `step_seconds` the mean seconds of its steps since the run began
+    or was resumed. `warm_steps` of the on-policy arm were on the teacher's text.
     `gold` is of runs whose questions have right answers. `cpu` is of runs whose processes are all
     on one host.
     """
@@ -283,6 +284,7 @@ class RunResults(TypedDict):
     orchestration_share: float
     wall_seconds: float
     tokens_trained: dict[str, int]
+    step_seconds: NotRequired[dict[str, float]]  # not in files written before it was kept
     status: RunOutcome
     warm_steps: NotRequired[int]
     aggregation: NotRequired[AggregationGain]

@@ -60,6 +60,12 @@ def test_results_hold_what_they_promise(finished: Finished) -> None:
     assert set(phases) == {*PHASES, *WITHIN, "step"}
     parts = phases["rollout"] + phases["score"] + phases["train"] + phases["publish"]
     assert parts == pytest.approx(phases["step"], rel=1e-3)
+    timed = {"on_policy": [], "offline": []}
+    for row in rows(finished.path / "events.jsonl"):
+        if row["event"] == "step":
+            timed[row["arm"]].append(row["seconds"]["step"])
+    means = {arm: sum(each) / len(each) for arm, each in timed.items()}
+    assert results["step_seconds"] == pytest.approx(means, abs=1e-5)
     assert 0 < results["orchestration_share"] < 1
     cpu = results["cpu"]
     assert cpu["share"] == pytest.approx(cpu["orchestration"] / cpu["all"], abs=1e-3)
