@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import gc
@@ -10,7 +11,6 @@ import logging
 import os
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -201,18 +201,23 @@ class FreedMemory:
     1.4 GB in a trainer of a model of 135 M parameters, where 0.6 GB were in use (docs/log.md).
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._again = clock, 0.0
+    def __init__(self) -> None:
+        self._again = 0.0  # the loop's time from which memory may be given back again
+        self._due: asyncio.TimerHandle | None = None
 
-    def give_back(self) -> bool:
-        """Give back what is free, at most once in GIVE_BACK_SECONDS; return whether it was done.
-        Call it after a pass: the next one gets the pages anew. Other C libraries do nothing."""
-        if (now := self._clock()) < self._again:
-            return False
-        self._again = now + GIVE_BACK_SECONDS
+    def give_back(self) -> None:
+        """Give back what is free, at most once in GIVE_BACK_SECONDS, and at the end of that time
+        where it came too soon: a process that then waits keeps nothing. Call it after a pass, in a
+        coroutine: the next pass gets the pages anew. Other C libraries do nothing."""
+        if self._due is None:
+            loop = asyncio.get_running_loop()
+            self._due = loop.call_at(self._again, self._trim, loop)
+
+    def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._due = None
+        self._again = loop.time() + GIVE_BACK_SECONDS
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
-        return True
 
 
 def warm_up(path: str, dtype: str) -> None:

@@ -1,5 +1,5 @@
 """Make the tables of docs/studies/real.md and docs/studies/lengths.md from the records of
-configs/sweep_real.yaml and configs/real/sweep_lengths*.yaml.
+configs/sweep_real.yaml and configs/real/.
 
 The unit is an article; its value of an arm is the mean over the seeds. An arm has three outcomes,
 nats a token: of the right answers (kept by the run), of passages, and of what the document's
@@ -49,10 +49,24 @@ SECONDARY = {
         ("128: on policy, temperature 0.3", "128: on policy"),
     ),
     "real/sweep_lengths": (("cold: long answers", "cold: short answers"),),
+    "real/sweep_starts": (
+        ("32: attention matching", "32: first tokens"),
+        ("512: attention matching", "512: first tokens"),
+    ),
+    "real/sweep_seconds": (
+        ("32: on policy", "32: offline"),
+        ("32: recitation first", "32: offline"),
+        ("512: on policy", "512: offline"),
+        ("512: recitation first", "512: offline"),
+    ),
 }
+ANSWERS, AFTER_OWN = "answers", "after own words"
+# The outcomes of a study that registered one of the two, and the study that has its other arms.
+ASKED = {"real/sweep_starts": (ANSWERS,), "real/sweep_seconds": (AFTER_OWN,)}
+OTHERS = {"real/sweep_starts": "sweep_real"}
 PLOT = REPOSITORY / "docs" / "studies" / "real.svg"
 LENGTHS = (32, 128, 512)
-CURVES = ("first tokens", "on policy", "recitation first", "offline")
+CURVES = ("first tokens", "attention matching", "on policy", "recitation first", "offline")
 ENDS = {"none": "no document", "document": "whole document"}
 Losses = dict[str, list[float]]  # by article, one value a seed
 
@@ -60,7 +74,7 @@ Losses = dict[str, list[float]]  # by article, one value a seed
 @dataclass
 class ArmLosses:
     """Hold the outcomes of an arm: `answers` and `after_own` by article, `passages` and `tokens`,
-    those it was trained on, by seed, and `seconds` of its steps, kept of the arm on policy."""
+    those it was trained on, by seed, and `seconds` of its steps, where they were kept."""
 
     answers: Losses = field(default_factory=lambda: defaultdict(list))
     after_own: Losses = field(default_factory=lambda: defaultdict(list))
@@ -81,14 +95,15 @@ def outcomes(study: str) -> dict[str, ArmLosses]:
         for row in records.rows(record, "metrics.jsonl", records.HOME):
             tokens[row["arm"]] += row["tokens"]
             steps[row["arm"]] += 1
-        each = records.whole(record, "results.json", records.HOME)["phases"].get("step", 0.0)
+        results = records.whole(record, "results.json", records.HOME)
+        each = results.get("step_seconds", {"on_policy": results["phases"].get("step", 0.0)})
         for arm, shown in trial.arms:
             own = found[shown]
             for article, losses in answers[arm].items():
                 own.answers[article].append(fmean(losses))
             own.tokens.append(tokens[arm])
-            if arm == "on_policy":
-                own.seconds.append(each * steps[arm])
+            if arm in each:
+                own.seconds.append(each[arm] * steps[arm])
             if arm in evaluated:
                 passages, after_own = evaluated[arm]
                 own.passages.append(passages)
@@ -148,15 +163,17 @@ def real_secondary(study: str) -> tuple[Cells, list[Cells]]:
 def _compared(study: str, asked: Sequence[tuple[str, str]]) -> tuple[Cells, list[Cells]]:
     """Return paired differences over articles, with p-values adjusted for all of them together."""
     found = outcomes(study)
+    if study in OTHERS:
+        found = outcomes(OTHERS[study]) | found
     tests: list[tuple[Cells, list[float]]] = []
     for arm, other in asked:
         a, b = found[arm], found[other]
         for name, ours, theirs in (
-            ("answers", _means(a.answers), _means(b.answers)),
-            ("after own words", _means(a.after_own), _means(b.after_own)),
+            (ANSWERS, _means(a.answers), _means(b.answers)),
+            (AFTER_OWN, _means(a.after_own), _means(b.after_own)),
         ):
             paired = [ours[article] - theirs[article] for article in ours if article in theirs]
-            if paired:
+            if paired and name in ASKED.get(study, (ANSWERS, AFTER_OWN)):
                 tests.append(([arm, other, name, str(len(paired))], paired))
     adjusted = holm([mean_p(paired) for _, paired in tests])
     body = [
@@ -190,10 +207,11 @@ def _shown(values: Iterable[float], form: str) -> Cells:
     return [format(fmean(own), form), f"{low:{form}} to {high:{form}}"]
 
 
-def plot(study: str) -> str:
+def plot() -> str:
     """Return an SVG of the losses of the right answers by the length: means over articles
-    and seeds of the kept runs of configs/STUDY.yaml."""
-    found = {arm: fmean(map(fmean, own.answers.values())) for arm, own in outcomes(study).items()}
+    and seeds of the kept runs of configs/sweep_real.yaml and configs/real/sweep_starts.yaml."""
+    known = outcomes("sweep_real") | outcomes("real/sweep_starts")
+    found = {arm: fmean(map(fmean, own.answers.values())) for arm, own in known.items()}
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
@@ -212,4 +230,4 @@ def plot(study: str) -> str:
 
 
 if __name__ == "__main__":
-    write_atomically(PLOT, plot("sweep_real"))
+    write_atomically(PLOT, plot())
