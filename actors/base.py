@@ -208,7 +208,7 @@ class FreedMemory:
     def give_back(self) -> None:
         """Give back what is free, at most once in GIVE_BACK_SECONDS, and at the end of that time
         where it came too soon: a process that then waits keeps nothing. Call it after a pass, in a
-        coroutine: the next pass gets the pages anew. Other C libraries do nothing."""
+        coroutine: the next pass gets the pages anew."""
         if self._due is None:
             loop = asyncio.get_running_loop()
             self._due = loop.call_at(self._again, self._trim, loop)
@@ -216,8 +216,13 @@ class FreedMemory:
     def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
         self._due = None
         self._again = loop.time() + GIVE_BACK_SECONDS
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back_now()
+
+
+def give_back_now() -> None:
+    """Give freed memory back to the system. Other C libraries than glibc do nothing."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def warm_up(path: str, dtype: str) -> None:

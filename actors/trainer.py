@@ -20,7 +20,7 @@ from monarch.actor import endpoint
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from actors.base import ModelSource, RankPlace
+from actors.base import ModelSource, RankPlace, give_back_now
 from actors.model_actors import ModelActor
 from actors.stored_files import TrainerFiles
 from learning.cartridge.bank import CartridgeBank
@@ -127,7 +127,7 @@ class TrainerActor(ModelActor):
         self._ahead: dict[str, asyncio.Task[dict[str, Tensor]]] = {}  # by key
         objective = learn.objective
         self._asks_document = objective.w_rl > 0 and objective.grpo.asks_document
-        self._freed.give_back()  # what made the cartridges
+        give_back_now()  # what made the cartridges
         self._ranks.gather({})
         if self._ranks.leads:
             place.left()
