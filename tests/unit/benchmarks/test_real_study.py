@@ -48,8 +48,13 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         answers_text = json_lines([*answers, held_out]).encode()
         (folder / "answers.jsonl.gz").write_bytes(gzip.compress(answers_text))
         steps = [{"arm": "on_policy", "tokens": 10}, {"arm": "on_policy", "tokens": 20}]
+        if trial.seed == 1:
+            steps.append({"arm": "offline", "tokens": 30})
         (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(json_lines(steps).encode()))
-        (folder / "results.json").write_text(json.dumps({"phases": {"step": 4.0}}))
+        results: dict[str, Any] = {"phases": {"step": 4.0}}
+        if trial.seed == 1:  # written since the seconds of every arm are kept
+            results["step_seconds"] = {"on_policy": 4.0, "offline": 7.0}
+        (folder / "results.json").write_text(json.dumps(results))
         if trial.seed == 1:
             rows = [
                 {
@@ -64,7 +69,8 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("kept")
 def test_an_articles_value_is_its_mean_over_seeds() -> None:
-    """On policy 3 and 5: 4 -+ 12.706 * 1, in two steps of 4 s. Offline 2 and 2."""
+    """On policy 3 and 5: 4 -+ 12.706 * 1, in two steps of 4 s. Offline 2 and 2, in a step of 7 s
+    of the seed that kept it."""
     _, body = real_arms(STUDY)
     assert body == [
         [
@@ -78,7 +84,7 @@ def test_an_articles_value_is_its_mean_over_seeds() -> None:
             "1.00",
             "1.00 to 1.00",
         ],
-        ["128: offline", "2", "0", "", "2.00", "2.00 to 2.00", "1.50", "2.50", "-3.85 to 8.85"],
+        ["128: offline", "2", "15", "7", "2.00", "2.00 to 2.00", "1.50", "2.50", "-3.85 to 8.85"],
     ]
 
 
@@ -93,6 +99,30 @@ def test_arms_are_compared_article_by_article() -> None:
         [*arms, "after own words", "2", "-1.50", "-7.85 to +4.85", "0.410", "open"],
     ]
     assert real_secondary(STUDY)[1] == []
+
+
+def test_another_studys_arms_are_read_beside_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention matching is 2 and 1 in a study that registered the answers alone; the first tokens
+    are 3 and 4 in the study before it: -1 and -3, as above with the other sign."""
+    monkeypatch.setattr(records, "HOME", tmp_path)
+    for study, arm, losses in (
+        ("real/sweep_starts", "32: attention matching", {"a": 2.0, "b": 1.0}),
+        (STUDY, "32: first tokens", {"a": 3.0, "b": 4.0}),
+    ):
+        planned = planned_trials(REPOSITORY / "configs" / f"{study}.yaml", NO_MODEL)
+        record = next(r for r, t in planned if dict(t.arms).get("untrained") == arm)
+        folder = tmp_path / record
+        folder.mkdir(parents=True)
+        answers = [_answer("untrained", a, loss, 0.0) for a, loss in losses.items()]
+        (folder / "answers.jsonl.gz").write_bytes(gzip.compress(json_lines(answers).encode()))
+        (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(b""))
+        (folder / "results.json").write_text(json.dumps({"phases": {}}))
+    assert real_secondary("real/sweep_starts")[1] == [
+        ["32: attention matching", "32: first tokens", "answers", "2", "-2.00", "-14.71 to +10.71",
+         "0.295", "open"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
