@@ -117,10 +117,6 @@ class Container:
     def __post_init__(self) -> None:
         object.__setattr__(self, "words", _our_words(self.value))
 
-    @property
-    def is_init(self) -> bool:
-        return ".initContainers[" in self.path
-
     def get(self, key: str) -> Any:
         """Return a list of the container, empty where it has none."""
         return self.value.get(key) or ()
