@@ -318,7 +318,7 @@ class PhaseTimes:
         """Return mean seconds of each phase and of the whole step; empty before the first step."""
         return {k: v / self._steps[arm] for k, v in self._sums[arm].items()}
 
-    def of_a_step(self) -> dict[str, float]:
+    def step_seconds(self) -> dict[str, float]:
         """Return the mean seconds of a whole step by arm."""
         return {arm: self.means(arm)["step"] for arm in self._steps}
 

@@ -45,7 +45,7 @@ def run_results(
         orchestration_share=times.orchestration_share("on_policy"),
         wall_seconds=round(wall_seconds, 3),
         tokens_trained=dict(state.tokens),
-        step_seconds=times.of_a_step(),
+        step_seconds=times.step_seconds(),
         status=status,
     )  # fmt: skip
     if learn.train.warm_start is not None:

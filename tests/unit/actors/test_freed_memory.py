@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -54,20 +54,39 @@ class CountingLibrary:
         return 1
 
 
+class HandLoop:
+    """Stand in for the event loop, with a clock set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.due: list[tuple[float, Callable[..., None], tuple[object, ...]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, call: Callable[..., None], *given: object) -> object:
+        self.due.append((when, call, given))
+        return object()
+
+    def pass_until(self, now: float) -> None:
+        self.now = now
+        ready = [each for each in self.due if each[0] <= now]
+        self.due = [each for each in self.due if each[0] > now]
+        for _, call, given in ready:
+            call(*given)
+
+
 def test_it_is_done_at_most_once_in_a_time_and_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = CountingLibrary()
+    library, loop = CountingLibrary(), HandLoop()
     monkeypatch.setattr(base.ctypes, "CDLL", lambda name: library)
-
-    async def after_passes() -> list[int]:
-        freed, seen = base.FreedMemory(), []
-        monkeypatch.setattr(base, "GIVE_BACK_SECONDS", 0.2)
-        for passes, wait in ((1, 0.0), (3, 0.0), (0, 0.5), (0, 0.5), (1, 0.0)):
-            for _ in range(passes):
-                freed.give_back()
-            await asyncio.sleep(wait)
-            await asyncio.sleep(0)
-            seen.append(library.trims)
-        return seen
-
-    # Three passes came too soon: one call for them, at the end of the time.
-    assert asyncio.run(after_passes()) == [1, 1, 2, 2, 3]
+    monkeypatch.setattr(base.asyncio, "get_running_loop", lambda: loop)
+    freed = base.FreedMemory()
+    seen = []
+    # Three passes at 100.5 come too soon: one call for them, when the time is over.
+    for now, passes in ((100.0, 1), (100.5, 3), (101.9, 0), (102.0, 0), (110.0, 1)):
+        for _ in range(passes):
+            freed.give_back()
+        loop.pass_until(now)
+        seen.append(library.trims)
+    assert base.GIVE_BACK_SECONDS == 2.0
+    assert seen == [1, 1, 1, 2, 3]

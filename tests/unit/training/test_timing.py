@@ -98,7 +98,7 @@ def test_means_and_share_are_of_one_arm() -> None:
     assert times.orchestration_share("on_policy") == 0.125
     assert times.orchestration_share("offline") == 0.25
     assert times.means("untrained") == {}
-    assert times.of_a_step() == {"on_policy": 4.0, "offline": 20.0}
+    assert times.step_seconds() == {"on_policy": 4.0, "offline": 20.0}
 
 
 def learn(steps: int, arms: list[str], *, sampled: bool) -> LearnSpec:
