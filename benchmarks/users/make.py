@@ -1,0 +1,92 @@
+"""How soon `forge make` has its first trained step, and how much memory the whole command takes.
+
+    python -m benchmarks.users.make FOLDER [--model smollm2-135m] [--minutes 4] [--rounds 3]
+
+Seconds count from the command to events of the run. Memory is the sum of the Pss of all processes
+of the command, every SECOND, to its end: a page that n processes share counts one n-th for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import benchmark
+from services.proc_info import descendants
+
+FORGE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+SECOND = 1.0
+TOLD = ("run_started", "role_ready", "step")  # the last of each, up to the first step
+
+
+def pss_bytes(pid: int) -> int:
+    """Return the proportional set size of a process and all its descendants."""
+    total = 0
+    for member in (pid, *descendants(pid)):
+        with suppress(OSError):  # gone meanwhile
+            for line in Path(f"/proc/{member}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += 1024 * int(line.split()[1])
+    return total
+
+
+def seconds_to(events: Path, begun: float) -> dict[str, float]:
+    """Return the seconds from `begun`, of the clock of the day, to the first trained step and what
+    comes before it."""
+    found: dict[str, float] = {}
+    for line in events.read_text().splitlines():
+        row = json.loads(line)
+        if row["event"] in TOLD:
+            found[row["event"]] = round(datetime.fromisoformat(row["time"]).timestamp() - begun, 1)
+        if row["event"] == "step":
+            return found
+    raise SystemExit(f"{events} tells of no step")
+
+
+def made(asked: argparse.Namespace, home: Path) -> dict[str, float]:
+    """Run the command once to its end."""
+    words = ["make", asked.folder, "--model", asked.model, "--minutes", str(asked.minutes)]
+    begun, most = time.time(), 0
+    with (home / "output").open("w") as output, subprocess.Popen(
+        [sys.executable, "-c", FORGE, *words, "--run-dir", str(home)],
+        stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ,
+    ) as command:  # fmt: skip
+        while command.poll() is None:
+            most = max(most, pss_bytes(command.pid))
+            time.sleep(SECOND)
+    if command.returncode:
+        raise SystemExit((home / "output").read_text())
+    (events,) = home.glob("*/2*/events.jsonl")
+    return {
+        **seconds_to(events, begun), "whole": round(time.time() - begun, 1), "pss_bytes": most,
+    }  # fmt: skip
+
+
+def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
+    rounds = []
+    for _ in range(asked.rounds):
+        with tempfile.TemporaryDirectory() as home:
+            rounds.append(made(asked, Path(home)))
+        print(rounds[-1], flush=True)
+    shares = [row["step"] / (60 * asked.minutes) for row in rounds]
+    return {"first step, of the minutes asked for": max(shares)}, rounds
+
+
+if __name__ == "__main__":
+    benchmark(
+        __doc__, measure,
+        {
+            "folder": {"help": "documents"}, "--model": "smollm2-135m", "--minutes": 4.0,
+            "--rounds": 3, "--out": Path("benchmarks/results/users/make.json"),
+        },
+    )  # fmt: skip
