@@ -3,7 +3,7 @@
     python -m benchmarks.users.make FOLDER [--model smollm2-135m] [--minutes 4] [--rounds 3]
 
 Seconds count from the command to events of the run. Memory is the sum of the Pss of all processes
-of the command, every SECOND, to its end: a page that n processes share counts one n-th for each.
+of the command, every SECONDS, to its end: a page that n processes share counts one n-th for each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.record import benchmark
 from services.proc_info import descendants
 
 FORGE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
-SECOND = 1.0
+SECONDS = 5.0  # reading the maps of large processes halts them
 TOLD = ("run_started", "role_ready", "step")  # the last of each, up to the first step
 
 
@@ -63,7 +63,7 @@ def made(asked: argparse.Namespace, home: Path) -> dict[str, float]:
     ) as command:  # fmt: skip
         while command.poll() is None:
             most = max(most, pss_bytes(command.pid))
-            time.sleep(SECOND)
+            time.sleep(SECONDS)
     if command.returncode:
         raise SystemExit((home / "output").read_text())
     (events,) = home.glob("*/2*/events.jsonl")
