@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import ParamSpec, TypeVar
 
+from actors.base import QUIET
 from protocols.errors import RunError
 from services.forkserver.server import end_with_parent
 
@@ -38,6 +39,8 @@ def in_child(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def _prepare(parent: int) -> None:
-    """End with the parent, and at a terminal's Ctrl-C without a word: the parent says it."""
+    """End with the parent, and at a terminal's Ctrl-C without a word: the parent says it. Libraries
+    that are imported here are as quiet, and wait for threads, as in an actor's process."""
     end_with_parent(parent)
+    os.environ.update(QUIET)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

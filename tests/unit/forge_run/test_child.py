@@ -47,6 +47,16 @@ def test_its_imports_end_with_it() -> None:
     assert of_fresh(script) == "(4,) True False\n"
 
 
+def test_libraries_are_quiet_in_it_alone() -> None:
+    """transformers warns of texts longer than the model's context, which are read in parts."""
+    script = (
+        "def told(): return os.environ.get('TRANSFORMERS_VERBOSITY')\n"
+        "os.environ.pop('TRANSFORMERS_VERBOSITY', None)\n"
+        "print(in_child(told), told())"
+    )
+    assert of_fresh(script) == "error None\n"
+
+
 @pytest.mark.parametrize(
     ("name", "error", "text"),
     [
