@@ -212,9 +212,8 @@ def summary(results: Mapping[str, Any]) -> str:
     parts = [str(results.get("status", "unfinished"))]
     if (wall := results.get("wall_seconds")) is not None:
         parts[0] += f" in {duration(wall)}"
-    kl = results.get("kl") or {}
-    if kl.get("first") is not None and kl.get("last") is not None:
-        parts.append(f"KL {kl['first']:.3f} to {kl['last']:.3f}")
+    if kl := kl_text(results):
+        parts.append(kl)
     if compression := results.get("compression"):
         parts.append(f"{compression['ratio']:.1f}x fewer KV tokens")
     if (share := results.get("orchestration_share")) is not None:
@@ -222,6 +221,20 @@ def summary(results: Mapping[str, Any]) -> str:
         of_cpu = f" of a step and {percent(cpu['share'])} of the CPU" if cpu else ""
         parts.append(f"orchestration {percent(share)}{of_cpu}")
     return ", ".join(parts)
+
+
+def kl_text(results: Mapping[str, Any]) -> str:
+    """Return `KL on held-out prompts 0.474 to 0.261`, untrained and trained, the trained one alone
+    where the other was not measured. Without held-out prompts: that of the first step to that of
+    the last, `KL 2.310 to 0.410`, unless a warm start makes them of different texts: then ""."""
+    arms = results.get("arms") or {}
+    held = [(arms.get(arm) or {}).get("agreement") for arm in ("untrained", "on_policy")]
+    if held[1]:
+        return "KL on held-out prompts " + " to ".join(f"{one['kl']:.3f}" for one in held if one)
+    kl = results.get("kl") or {}
+    if results.get("warm_steps") or kl.get("first") is None or kl.get("last") is None:
+        return ""
+    return f"KL {kl['first']:.3f} to {kl['last']:.3f}"
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:

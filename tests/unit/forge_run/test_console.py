@@ -16,6 +16,7 @@ from forge_run.console import (
     arms_table,
     duration,
     interval,
+    kl_text,
     print_results,
     shown_path,
     sparkline,
@@ -284,6 +285,19 @@ def test_the_last_lines_are_the_table_and_where_things_are(
         "results runs/longhealth/20260726T101530Z-3fa9/results.json",
         "run     runs/longhealth/20260726T101530Z-3fa9",
     ]
+
+
+def test_the_kl_is_that_of_held_out_prompts_where_there_are_some() -> None:
+    def told(warm: int = 0, **held: float) -> str:
+        arms = {arm: {"agreement": {"kl": kl}} for arm, kl in held.items()}
+        steps = {"first": 1.015, "last": 0.323}
+        return kl_text({"arms": arms, "kl": steps, "warm_steps": warm})
+
+    assert told(19, untrained=0.474, on_policy=0.261) == "KL on held-out prompts 0.474 to 0.261"
+    assert told(on_policy=0.261) == "KL on held-out prompts 0.261"
+    assert told() == "KL 1.015 to 0.323"
+    assert told(19) == "", "the first steps were of given text, the last of the student's own"
+    assert kl_text({"kl": {"first": None, "last": None}}) == ""
 
 
 def test_a_failed_run_without_results_prints_what_there_is(tmp_path: Path) -> None:
