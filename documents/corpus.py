@@ -121,7 +121,8 @@ def read_parts(spec: LearnSpec, tokenizer: Any) -> Corpus:
     if (count := len(set(corpus.layout.documents.values()))) > spec.data.patients:
         raise DataError(
             f"{path} holds {count:,} documents (or parts of long ones), and data.patients allows "
-            f"{spec.data.patients}; raise it, give fewer files, or a model that reads more"
+            f"{spec.data.patients}; set it to {count} (--set data.patients={count}), give fewer "
+            "files, or a model that reads more"
         )
     return corpus
 

@@ -107,5 +107,5 @@ def test_model_may_be_given_in_one_word() -> None:
 
 def test_a_text_of_too_many_parts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "big.txt").write_text("The ships came in at night, one by one.\n" * 1_500)
-    with pytest.raises(DataError, match=r"holds \d+ documents .*data.patients allows 2"):
+    with pytest.raises(DataError, match=r"holds 9 documents .* allows 2; set it to 9 "):
         read_parts(learn(tmp_path, "data.patients=2"), TOKENIZER)
