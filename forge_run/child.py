@@ -40,7 +40,7 @@ def in_child(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 def _prepare(parent: int) -> None:
     """End with the parent, and at a terminal's Ctrl-C without a word: the parent says it. Libraries
-    that are imported here are as quiet, and wait for threads, as in an actor's process."""
+    that are imported here print as little as in an actor's process."""
     end_with_parent(parent)
     os.environ.update(QUIET)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -22,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import benchmark
+from cartridge_forge.processes import failure, started
 from services.proc_info import descendants
 
-FORGE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
 SECONDS = 5.0  # reading the maps of large processes halts them
 TOLD = ("run_started", "role_ready", "step")  # the last of each, up to the first step
 
@@ -54,22 +51,22 @@ def seconds_to(events: Path, begun: float) -> dict[str, float]:
 
 
 def made(asked: argparse.Namespace, home: Path) -> dict[str, float]:
-    """Run the command once to its end."""
+    """Run the command once to its end. Raises its error."""
     words = ["make", asked.folder, "--model", asked.model, "--minutes", str(asked.minutes)]
-    begun, most = time.time(), 0
-    with (home / "output").open("w") as output, subprocess.Popen(
-        [sys.executable, "-c", FORGE, *words, "--run-dir", str(home)],
-        stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ,
-    ) as command:  # fmt: skip
+    begun, most, output = time.time(), 0, home / "output"
+    command = started([*words, "--run-dir", str(home)], output)
+    try:
         while command.poll() is None:
             most = max(most, pss_bytes(command.pid))
             time.sleep(SECONDS)
+    finally:
+        command.terminate()  # of one that still runs: this benchmark was interrupted
+        command.wait()
+    whole = round(time.time() - begun, 1)
     if command.returncode:
-        raise SystemExit((home / "output").read_text())
+        raise failure(command.returncode, output.read_text())
     (events,) = home.glob("*/2*/events.jsonl")
-    return {
-        **seconds_to(events, begun), "whole": round(time.time() - begun, 1), "pss_bytes": most,
-    }  # fmt: skip
+    return {**seconds_to(events, begun), "whole": whole, "pss_bytes": most}
 
 
 def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:

@@ -105,15 +105,15 @@ def reference_rows(model: LanguageModel, ids: Sequence[int], kv: Tensor) -> list
         some = starts[first : first + AT_ONCE]
         flat = torch.tensor([t for s in some for t in ids[s : s + row]], device=model.device)
         positions = torch.arange(len(ids), len(ids) + row, device=model.device).repeat(len(some))
-        layers: list[list[Tensor]] = []
+        of_layers: list[list[Tensor]] = []
 
         def keep(layer: int, *seen: Tensor) -> None:
             parts = [torch.unflatten(x, 0, (len(some), row)).transpose(1, 2) for x in seen]
-            layers.append(parts)
+            of_layers.append(parts)
 
         reading = FlatAttention([row] * len(some), [len(some)], positions, [own], observer=keep)
         model(flat, positions, reading)
-        return layers
+        return of_layers
 
     passes = passes_beside(model, row * len(starts))
     found = zip(*beside(read, range(0, len(starts), AT_ONCE), passes), strict=True)
