@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # a process sets its number of threads before torch is import
 
 KEPT_BYTES = 256 * 1024**2
 GIVE_BACK_SECONDS = 2.0
+IDLE_SECONDS = 0.5  # longer than a pause between two steps of a short run
 QUIET = {  # read by libraries when they are imported
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
@@ -202,16 +203,18 @@ class FreedMemory:
     """
 
     def __init__(self) -> None:
-        self._again = 0.0  # the loop's time from which memory may be given back again
+        self._again = 0.0  # the loop's time from which memory is given back between two passes
         self._due: asyncio.TimerHandle | None = None
 
     def give_back(self) -> None:
-        """Give back what is free, at most once in GIVE_BACK_SECONDS, and at the end of that time
-        where it came too soon: a process that then waits keeps nothing. Call it after a pass, in a
-        coroutine: the next pass gets the pages anew."""
-        if self._due is None:
-            loop = asyncio.get_running_loop()
-            self._due = loop.call_at(self._again, self._trim, loop)
+        """Give back what is free: at most once in GIVE_BACK_SECONDS while passes follow each other,
+        and once none has followed for IDLE_SECONDS, so that a process which waits keeps nothing.
+        Call it after a pass, in a coroutine: the next pass gets the pages anew."""
+        loop = asyncio.get_running_loop()
+        if self._due is not None:
+            self._due.cancel()
+        due = min(self._again, loop.time() + IDLE_SECONDS)
+        self._due = loop.call_at(due, self._trim, loop)
 
     def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
         self._due = None

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pypdf import PasswordType, PdfReader
-
 from protocols.errors import DataError
 
 # A UTF-32 mark begins with UTF-16's: the longer ones are checked first.
@@ -87,6 +85,8 @@ def read_text(data: bytes, how: ReadOptions) -> list[FileText]:
 
 def read_pdf(data: bytes, how: ReadOptions) -> list[FileText]:
     """Return the text layer, pages separated by an empty line."""
+    from pypdf import PasswordType, PdfReader  # 15 MB, for those alone who read one
+
     logging.getLogger("pypdf").setLevel(logging.ERROR)
     try:
         reader = PdfReader(io.BytesIO(data))

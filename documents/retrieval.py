@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
+from typing import Any
 
 from protocols.errors import DataError
 from registry.terms import Passages
@@ -46,22 +48,35 @@ class Choice:
     runner_up_score: float | None = None
 
 
+def _empty_index() -> Any:
+    """Return a new index of bm25s, which is imported for those alone who route."""
+    # Its progress bars would make a semaphore, of which Python warns when the process is ended.
+    os.environ.setdefault("DISABLE_TQDM", "1")
+    # bm25s imports numba where vLLM has brought it: 70 MB and half a second, for a backend that is
+    # not used here. None in its place fails the import as a missing package does.
+    absent = "numba" not in sys.modules
+    if absent:
+        sys.modules["numba"] = None  # type: ignore[assignment]
+    try:
+        from bm25s import BM25
+    finally:
+        if absent:
+            del sys.modules["numba"]
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # its import makes it DEBUG
+    return BM25()
+
+
 class Bm25Router:
     """Rank names by their best passage for a question. The result depends on the passages and the
     question alone: neither on their order, nor on the machine."""
 
     def __init__(self, passages: Mapping[str, Passages]) -> None:
         """Index the passages of each name. A name without a term is never found."""
-        # Its progress bars would make a semaphore, of which Python warns when the process is ended.
-        os.environ.setdefault("DISABLE_TQDM", "1")
-        from bm25s import BM25  # half a second, for those alone who route
-
-        logging.getLogger("bm25s").setLevel(logging.WARNING)  # its import makes it DEBUG
         self.names = tuple(sorted(passages))
         held = [(name, counts) for name in self.names for counts in passages[name] if counts]
         self._owners = [name for name, _ in held]
         self._ids = {t: i for i, t in enumerate(sorted({t for _, counts in held for t in counts}))}
-        self._index = BM25()
+        self._index = _empty_index()
         if held:
             ids = [
                 [*chain.from_iterable(repeat(self._ids[t], n) for t, n in sorted(counts.items()))]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from learning.losses.balance import GradientBalance
 
@@ -69,7 +70,7 @@ class CartridgeProgress:
         self.parameter, self.schedule, self.balance = parameter, schedule, balance
         self._scale = scale
         self.since, self.steps = -1, 0
-        self._adam = torch.optim.Adam([parameter], lr=0.0)
+        self._moments: dict[str, Tensor] = {}
 
     @property
     def lr(self) -> float:
@@ -79,13 +80,7 @@ class CartridgeProgress:
     @property
     def moments(self) -> dict[str, Tensor]:
         """Return Adam's tensors by name; none before the first update."""
-        held: dict[str, Tensor] = self._adam.state.get(self.parameter, {})
-        return held
-
-    def _set_moments(self, moments: Mapping[str, Tensor]) -> None:
-        self._adam.state.clear()
-        if moments:
-            self._adam.state[self.parameter] = dict(moments)
+        return self._moments
 
     def restart(
         self,
@@ -98,13 +93,11 @@ class CartridgeProgress:
         """Stand at these counts, moments (copied) and means of the balance; by default at the start
         of an arm. The parameter is not changed."""
         self.schedule, self.since, self.steps = schedule, since, steps
-        self._set_moments(
-            {
-                # Adam keeps its step count on the host, wherever its moments are.
-                name: t.clone() if name == "step" else t.to(self.parameter, copy=True)
-                for name, t in (moments or {}).items()
-            }
-        )
+        self._moments = {
+            # The count of updates stays on the host, wherever the moments are.
+            name: t.clone() if name == "step" else t.to(self.parameter, copy=True)
+            for name, t in (moments or {}).items()
+        }
         if self.balance is not None:
             self.balance.restore(balance or {})
 
@@ -112,16 +105,29 @@ class CartridgeProgress:
         """Clip the parameter's gradient to the norm `clip` and make one update; return the norm
         before."""
         norm = torch.nn.utils.clip_grad_norm_([self.parameter], clip)
-        for group in self._adam.param_groups:
-            group["lr"] = self.lr
         if self._scale is None:
-            self._adam.step()
+            self._adam()
             return norm.item()
         before = self.parameter.detach().clone()
-        self._adam.step()
+        self._adam()
         with torch.no_grad():  # Adam's step is proportional to its rate, without weight decay
             self.parameter.copy_(before.addcmul(self.parameter - before, self._scale))
         return norm.item()
+
+    @torch.no_grad()
+    def _adam(self) -> None:
+        """Make one step of Adam, by the function that `torch.optim.Adam` calls. An object of that
+        class imports torch's compiler when it is made: 900 modules that nothing else here needs."""
+        parameter, held = self.parameter, self._moments
+        if not held:
+            held["step"] = torch.tensor(0.0)
+            held |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        assert parameter.grad is not None
+        adam(
+            [parameter], [parameter.grad], [held["exp_avg"]], [held["exp_avg_sq"]], [],
+            [held["step"]], lr=self.lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
 
     def hold(self) -> HeldProgress:
         """Return copies of what an update changes."""
@@ -136,6 +142,6 @@ class CartridgeProgress:
         with torch.no_grad():
             self.parameter.copy_(held.numbers)
         self.parameter.grad = None
-        self._set_moments(held.moments)
+        self._moments = dict(held.moments)
         if self.balance is not None:
             self.balance.restore(held.balance)

@@ -1,8 +1,11 @@
-"""Multiply rows by a frozen weight on a CPU, through oneDNN.
+"""Multiply rows by a frozen weight on a CPU, through oneDNN where the weight is large.
 
 torch multiplies float32 by MKL, which takes 1.0 to 2 times as long as oneDNN on AMD processors
 (docs/log.md, 2026-11-28). oneDNN rearranges a weight in each call; one that is `packed` before is
 read in less than half the time by few rows, as in decoding.
+
+Small weights in float32 stay with MKL. It is as fast there, and oneDNN would keep a compiled
+product for each number of rows: 60 to 120 MB in every process of a tiny model.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch.nn import functional as F
 # trainer whose batches differ in length grew by 60 MB a step (docs/log.md, 2026-11-27).
 PADDED_TO = 32
 PACKED_FOR = 16  # rows
-MULTIPLIED = (torch.float32, torch.bfloat16)
+SMALLEST = {torch.float32: 1 << 19, torch.bfloat16: 0}  # numbers of a weight for oneDNN
 # Its products have no autograd of their own.
 _ONEDNN: Any = torch.ops.mkldnn if torch._C._has_mkldnn else None
 
@@ -28,7 +31,7 @@ def linear(
     """Return x [n, in] @ weight.T + bias, [n, out], as `torch.nn.functional.linear` does. Without
     a gradient it reads the weight as `packed`, where that is given. The weight has no gradient."""
     rows = len(x)
-    if not _is_multiplied(x) or not rows:
+    if not _is_multiplied(weight) or not rows:
         return F.linear(x, weight, bias)
     if rows > PADDED_TO and rows % PADDED_TO:
         x = F.pad(x, (0, 0, 0, -rows % PADDED_TO))
@@ -48,8 +51,11 @@ def packed(weight: Tensor) -> Tensor | None:
     return found
 
 
-def _is_multiplied(x: Tensor) -> bool:
-    return _ONEDNN is not None and x.device.type == "cpu" and x.dtype in MULTIPLIED
+def _is_multiplied(weight: Tensor) -> bool:
+    """Return whether oneDNN multiplies by the weight [out, in]."""
+    if _ONEDNN is None or weight.device.type != "cpu":
+        return False
+    return weight.dtype in SMALLEST and weight.numel() >= SMALLEST[weight.dtype]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

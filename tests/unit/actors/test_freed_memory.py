@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -54,39 +56,57 @@ class CountingLibrary:
         return 1
 
 
+@dataclass(eq=False)
+class HandTimer:
+    """Stand in for a timer of the event loop."""
+
+    loop: HandLoop
+    when: float
+    call: Callable[[], None]
+
+    def cancel(self) -> None:
+        self.loop.due.remove(self)
+
+
 class HandLoop:
     """Stand in for the event loop, with a clock set by hand."""
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.due: list[tuple[float, Callable[..., None], tuple[object, ...]]] = []
+        self.due: list[HandTimer] = []
 
     def time(self) -> float:
         return self.now
 
-    def call_at(self, when: float, call: Callable[..., None], *given: object) -> object:
-        self.due.append((when, call, given))
-        return object()
+    def call_at(self, when: float, call: Callable[..., None], *given: object) -> HandTimer:
+        self.due.append(HandTimer(self, when, partial(call, *given)))
+        return self.due[-1]
 
     def pass_until(self, now: float) -> None:
         self.now = now
-        ready = [each for each in self.due if each[0] <= now]
-        self.due = [each for each in self.due if each[0] > now]
-        for _, call, given in ready:
-            call(*given)
+        for timer in [each for each in self.due if each.when <= now]:
+            self.due.remove(timer)
+            timer.call()
 
 
-def test_it_is_done_at_most_once_in_a_time_and_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_done_once_in_a_time_and_when_no_pass_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     library, loop = CountingLibrary(), HandLoop()
     monkeypatch.setattr(base.ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(base.asyncio, "get_running_loop", lambda: loop)
     freed = base.FreedMemory()
+    assert (base.GIVE_BACK_SECONDS, base.IDLE_SECONDS) == (2.0, 0.5)
     seen = []
-    # Three passes at 100.5 come too soon: one call for them, when the time is over.
-    for now, passes in ((100.0, 1), (100.5, 3), (101.9, 0), (102.0, 0), (110.0, 1)):
+    for now, passes in (
+        (100.0, 1), (100.5, 3),  # at once, then too soon
+        (100.9, 0), (101.0, 0),  # no pass for half a second
+        (101.2, 1), (101.6, 1), (102.0, 1), (102.4, 1), (102.8, 1), (102.9, 0), (103.0, 0),  # busy
+        (110.0, 1),
+    ):  # fmt: skip
+        loop.now = now
         for _ in range(passes):
             freed.give_back()
         loop.pass_until(now)
         seen.append(library.trims)
-    assert base.GIVE_BACK_SECONDS == 2.0
-    assert seen == [1, 1, 1, 2, 3]
+    assert seen == [1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 3, 4]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -106,3 +108,17 @@ def test_an_index_leaves_no_semaphore_to_be_warned_of() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout == "False\n"
+
+
+def test_an_index_does_not_import_numba(tmp_path: Path) -> None:
+    """vLLM brings it, and bm25s would import it. It can still be imported afterwards."""
+    (tmp_path / "numba.py").write_text("print('imported', end=' ')\njit = njit = None\n")
+    code = (
+        "from documents.retrieval import Bm25Router as R; "
+        "print(R.of_texts({'a': 'one word', 'b': 'two'}).choose('word?').name); import numba"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"},
+    )  # fmt: skip
+    assert done.stdout == "a\nimported "

@@ -60,7 +60,8 @@ class DeskScene:
         bank = self.bank()
         before = self.log_right(bank)
         progress = progress_of(bank, lr=1.0)
-        progress[self.name]._adam = torch.optim.SGD([bank.trainable[self.name]])  # type: ignore[assignment]
+        plain = torch.optim.SGD([bank.trainable[self.name]], lr=1.0)
+        progress[self.name]._adam = plain.step  # type: ignore[method-assign]
         done = train_step(
             self.model,
             bank,
