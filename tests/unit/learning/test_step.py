@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -46,6 +48,16 @@ if TYPE_CHECKING:
 
 SHAPES = (("a", 4, 5), ("b", 2, 3), ("a", 6, 7), ("b", 3, 1))
 NO_CLIP = 1e9
+UPDATE = """
+import sys, torch
+from learning.progress import CartridgeProgress, LearningRateSchedule
+
+parameter = torch.nn.Parameter(torch.zeros(4))
+parameter.grad = torch.ones(4)
+CartridgeProgress(parameter, LearningRateSchedule(0.1, 0, 5)).update(9.0)
+assert parameter.tolist() != [0.0] * 4
+print(*(name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules))
+"""
 
 
 def teacher_of(twin: Twin, samples: list[Sample]) -> TeacherDistribution:
@@ -152,6 +164,39 @@ def test_three_steps_of_adam_written_out(llama: Twin, make_samples: MakeSamples)
         square = 0.999 * square + 0.001 * g**2
         x = x - lr * (mean / (1 - 0.9**t)) / ((square / (1 - 0.999**t)).sqrt() + 1e-8)
         torch.testing.assert_close(trained(bank).double(), x, rtol=0, atol=1e-5)
+
+
+def test_updates_are_those_of_torchs_optimizer() -> None:
+    """Five of them, with a pause of the process after two: the moments go through `restart`."""
+    shape, schedule = (2, 2, 1, 3, 4), LearningRateSchedule(lr=0.1, warmup_steps=2, steps=5)
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=draw)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    progress, adam = CartridgeProgress(ours, schedule), torch.optim.Adam([theirs], lr=0.0)
+    for step in range(5):
+        ours.grad = torch.randn(shape, generator=draw)
+        theirs.grad = ours.grad.clone()
+        norm = torch.nn.utils.clip_grad_norm_([theirs], 5.0)
+        adam.param_groups[0]["lr"] = schedule.at(step)
+        adam.step()
+        assert progress.update(5.0) == norm.item()
+        progress.steps += 1
+        assert torch.equal(ours, theirs)
+        assert progress.moments.keys() == adam.state[theirs].keys()
+        for name, moment in adam.state[theirs].items():
+            assert torch.equal(progress.moments[name], moment), name
+        if step == 1:
+            moments = progress.moments
+            progress = CartridgeProgress(ours, schedule)
+            progress.restart(schedule, since=2, steps=2, moments=moments)
+
+
+def test_an_update_imports_no_compiler() -> None:
+    """Making an object of `torch.optim.Adam` imports 900 modules of it."""
+    told = subprocess.run(
+        [sys.executable, "-c", UPDATE], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert told.stdout.split() == []
 
 
 def test_the_gradient_is_clipped_to_the_norm_and_reported_before(
