@@ -1,4 +1,4 @@
-"""Convert a file's bytes to texts: text, Markdown, PDF, JSON and JSON lines, without IO.
+"""Convert a file's bytes to texts: text, Markdown, HTML, PDF, JSON and JSON lines, without IO.
 
 Every reader raises DataError with the fault and its remedy; the caller adds the file's name.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from documents.html_text import html_text
 from protocols.errors import DataError
 
 # A UTF-32 mark begins with UTF-16's: the longer ones are checked first.
@@ -26,6 +27,8 @@ MARKS = (
 )
 UNICODE = frozenset({None, "utf-8", *(encoding for _, encoding in MARKS)})
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
+CHARSET = re.compile(rb"<meta[^>]+charset\s*=\s*[\"']?\s*([\w.:-]+)", re.IGNORECASE)
+CHARSET_BYTES = 1024  # in which a page names its encoding, by HTML's standard
 MOST_CONTROLS = 0.01  # of the characters: a log has escape codes, a program has more
 BINARY = "is binary, no text; convert it to text, Markdown or PDF"
 
@@ -81,6 +84,30 @@ def _strictly(data: bytes, encoding: str) -> str:
 def read_text(data: bytes, how: ReadOptions) -> list[FileText]:
     """Return the file's text."""
     return [FileText(*decode(data, how.encoding))]
+
+
+def read_html(data: bytes, how: ReadOptions) -> list[FileText]:
+    """Return what a browser shows of a page. One that is not UTF-8 is read in the encoding that it
+    names, else in `how.encoding`."""
+    page, encoding = decode(data, _named_encoding(data) or how.encoding)
+    text = html_text(page)
+    if not text:
+        raise DataError(
+            "is an HTML page without text; if a script writes its text, print the page to PDF"
+        )
+    return [FileText(text, encoding)]
+
+
+def _named_encoding(data: bytes) -> str | None:
+    """Return the encoding that an HTML page names; None for UTF-8, which is tried first anyway, and
+    for one that nobody knows."""
+    named = CHARSET.search(data[:CHARSET_BYTES])
+    try:
+        encoding = "utf-8" if named is None else codecs.lookup(named[1].decode()).name
+        " ".encode(encoding)
+    except (LookupError, UnicodeError):  # a codec that is none of texts has the first too
+        return None
+    return None if encoding == "utf-8" else encoding
 
 
 def read_pdf(data: bytes, how: ReadOptions) -> list[FileText]:
@@ -145,6 +172,8 @@ READERS: Mapping[str, Reader] = {
     ".txt": read_text,
     ".md": read_text,
     ".markdown": read_text,
+    ".html": read_html,
+    ".htm": read_html,
     ".pdf": read_pdf,
     ".json": read_json,
     ".jsonl": read_jsonl,

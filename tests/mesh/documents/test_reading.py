@@ -39,10 +39,17 @@ def test_a_folder_is_read_in_order_with_all_below_it(folder: Path) -> None:
     assert found.documents[0].sha256 == hashlib.sha256(b"# the first").hexdigest()
 
 
+def test_a_page_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "Page.HTML").write_text("<meta charset=utf-8><h1>Grüße</h1><p>aus <i>Elm</i>")
+    (found,) = read_documents([str(tmp_path)]).documents
+    assert (found.name, found.text) == ("Page", "Grüße\n\naus Elm")
+
+
 def test_what_cannot_be_used_of_a_folder_is_left_out_by_name(folder: Path) -> None:
     (folder / "empty.txt").write_bytes(b"")
     (folder / "blank.txt").write_text(" \n\t\n")
     (folder / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (folder / "page.htm").write_text("<script>write('a text')</script>")
     (folder / "program.txt").write_bytes(b"\x7fELF\x00\x00")
     (folder / "old.txt").write_bytes("Grüße".encode("latin-1"))
     (folder / "twice.txt").write_text("the second")
@@ -53,7 +60,9 @@ def test_what_cannot_be_used_of_a_folder_is_left_out_by_name(folder: Path) -> No
     assert {x.source: x.why.partition(";")[0] for x in found.left_out} == {
         "blank.txt": "is empty",
         "empty.txt": "is empty",
-        "image.png": "is no file that is read here (.txt, .md, .markdown, .pdf, .json, .jsonl)",
+        "image.png": "is no file that is read here "
+        "(.txt, .md, .markdown, .html, .htm, .pdf, .json, .jsonl)",
+        "page.htm": "is an HTML page without text",
         "program.txt": "is binary, no text",
         "twice.txt": "has the same text as b.txt",
     }

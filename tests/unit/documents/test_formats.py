@@ -1,13 +1,24 @@
 """What bytes say: encodings, PDF, JSON, JSON lines, and every refusal's words."""
 
 import json
+import re
+from html import escape
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pdfs import pdf
 
-from documents.formats import ReadOptions, decode, read_json, read_jsonl, read_pdf, read_text
+from documents.formats import (
+    ReadOptions,
+    decode,
+    read_html,
+    read_json,
+    read_jsonl,
+    read_pdf,
+    read_text,
+)
+from documents.html_text import html_text
 from protocols.errors import DataError
 
 WORDS = "Größe: 3 µm, naïve café \U0001f600\n"
@@ -64,6 +75,86 @@ def test_binary_files_are_refused(data: bytes) -> None:
 
 def test_a_few_control_codes_are_text() -> None:
     assert decode(b"\x1b[31m" + b"x" * 200, None)[0] == "\x1b[31m" + "x" * 200
+
+
+PAGE = """<!DOCTYPE html><html><head><title>Tides &amp; ports</title>
+<style>p { color: red }</style><script>if (a < b) { show("<p>no</p>") }</script></head><body>
+<nav><ul><li>Home</li></ul></nav>
+<h1>The harbour
+of Elm</h1><p>It was dug in <b>17</b>04.<br>  By hand&nbsp;&mdash; so they say.
+<p>Fees:<table><tr><th>boat</th><th>fee</th></tr><tr><td></td><td>none</td></tr>
+<tr><td>barge</td> <td><i>4</i> marks</td></tr></table>
+<ul><li>one</li><li>two<ul><li>three</ul></ul><pre>
+  for x:
+    y</pre>after<form><select><option>red</select><button>Send</button></form>
+<!-- <p>gone</p> --><noscript>Turn it on</noscript><svg><text>art</text></svg> end
+</body></html>"""
+SHOWN = """The harbour of Elm
+
+It was dug in 1704.
+By hand\u00a0\u2014 so they say.
+
+Fees:
+
+boat | fee
+none
+barge | 4 marks
+
+one
+two
+
+three
+
+  for x:
+    y
+
+after end"""
+
+
+def test_a_page_is_what_a_browser_shows() -> None:
+    (text,) = read_html(PAGE.encode(), ReadOptions())
+    assert (text.text, text.encoding) == (SHOWN, "utf-8")
+
+
+def test_a_page_without_a_first_heading_begins_with_its_title() -> None:
+    page = b"<title> Tides\n&amp; ports</title><h2>Spring</h2>High water."
+    assert read_html(page, ReadOptions())[0].text == "Tides & ports\n\nSpring\n\nHigh water."
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "encoding"),
+    [
+        ("<p>naïve", "naïve", "utf-8"),
+        ("<meta charset=iso-8859-2><p>Łódź", "Łódź", "iso8859-2"),
+        ("<meta http-equiv=x content='text/html; charset=Shift_JIS'><p>港", "港", "shift_jis"),
+        ("<meta charset=utf-8><p>naïve", "naïve", "cp1252"),  # it names another than it has
+        ("<meta charset=klingon><p>naïve", "naïve", "cp1252"),
+        ("<meta charset=rot13><p>naïve", "naïve", "cp1252"),
+    ],
+)
+def test_the_encoding_of_a_page(page: str, text: str, encoding: str) -> None:
+    (found,) = read_html(page.encode(encoding), ReadOptions())
+    assert (found.text, found.encoding) == (text, encoding)
+
+
+def test_pages_that_cannot_be_read() -> None:
+    with pytest.raises(DataError, match="is an HTML page without text"):
+        read_html(b"<body><div id=app></div><script src=app.js></script>", ReadOptions())
+    with pytest.raises(DataError, match="binary"):
+        read_html(b"<p>\0\xff\xfe", ReadOptions())
+
+
+@given(st.lists(st.text(alphabet="ab<>&;'\" \t\n\u00a0é-", max_size=12), max_size=5))
+def test_paragraphs_come_out_as_they_went_in(texts: list[str]) -> None:
+    """Apart from blanks that follow each other, and empty paragraphs."""
+    page = "".join(f"<p>{escape(text)}</p>" for text in texts)
+    shown = (re.sub("[ \t\n]+", " ", text).strip(" ") for text in texts)
+    assert html_text(page) == "\n\n".join(text for text in shown if text)
+
+
+@given(st.text(alphabet="<>/abp&#;!-\"'= \n", max_size=60))
+def test_any_page_is_read_to_its_end(page: str) -> None:
+    assert html_text(f"{page}\"'>--></p><p>the end").endswith("the end")
 
 
 def test_a_pdf_is_read_page_by_page() -> None:

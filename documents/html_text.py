@@ -1,0 +1,88 @@
+"""Read the text of an HTML page: what a browser shows, without scripts, navigation and forms."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+# Elements that begin and end on a line of their own, and those apart by an empty line.
+LINES = frozenset({"br", "caption", "dd", "dt", "figcaption", "li", "summary", "tr"})
+BLOCKS = frozenset({
+    "address", "article", "aside", "blockquote", "body", "details", "div", "dl", "fieldset",
+    "figure", "footer", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "main", "ol", "p",
+    "pre", "section", "table", "ul",
+})  # fmt: skip
+HIDDEN = frozenset({
+    "button", "canvas", "iframe", "nav", "noscript", "object", "script", "select", "style", "svg",
+    "template", "textarea",
+})  # fmt: skip
+CELLS = frozenset({"td", "th"})
+SPACE = " \t\n\r\f"  # what HTML takes together; a no-break space stays
+SPACES = re.compile(f"[{SPACE}]+")
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.parts: list[str] = []
+        self.title: list[str] = []
+        self.has_heading = False
+        self._gap = ""  # between the last text and the next
+        self._hidden = self._pre = 0  # how many such elements are open
+        self._in_title = False
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self._hidden += tag in HIDDEN
+        self._pre += tag == "pre"
+        self._in_title = tag == "title" and not self._hidden
+        self.has_heading = self.has_heading or tag == "h1"
+        if tag in CELLS and "\n" not in self._gap:
+            self._gap = " | "
+        self._break(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in HIDDEN and self._hidden:
+            self._hidden -= 1
+        if tag == "pre" and self._pre:
+            self._pre -= 1
+        self._in_title = False
+        self._break(tag)
+
+    def handle_data(self, data: str) -> None:
+        if self._hidden or not data:
+            return
+        if self._in_title:
+            self.title.append(data)
+            return
+        if self._pre:
+            self._put(data.removeprefix("\n") if "\n" in self._gap else data)
+            return
+        if data[0] in SPACE:
+            self._gap = self._gap or " "
+        body = SPACES.sub(" ", data).strip(" ")
+        if body:
+            self._put(body)
+            self._gap = " " if data[-1] in SPACE else ""
+
+    def _put(self, text: str) -> None:
+        if self.parts and "\n" in self._gap:
+            self.parts[-1] = self.parts[-1].rstrip(SPACE)
+        self.parts += [self._gap if self.parts else "", text]
+        self._gap = ""
+
+    def _break(self, tag: str) -> None:
+        if tag in BLOCKS and not self._hidden:
+            self._gap = "\n\n"
+        elif tag in LINES and not self._hidden and "\n" not in self._gap:
+            self._gap = "\n"
+
+
+def html_text(page: str) -> str:
+    """Return the text of a page, "" for none: blocks apart by an empty line, list items and rows on
+    lines of their own, cells apart by " | ". A page without a first heading begins with its title.
+    """
+    reader = _Page()
+    reader.feed(page)
+    reader.close()
+    title = "" if reader.has_heading else SPACES.sub(" ", "".join(reader.title)).strip(" ")
+    return "\n\n".join(part for part in (title, "".join(reader.parts).strip(SPACE)) if part)
