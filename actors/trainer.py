@@ -281,6 +281,7 @@ class TrainerActor(ModelActor):
         path = self._trainer.save(Path(directory), position, version)
         if self._files is not None:
             self._files.keep_checkpoints()
+        give_back_now()  # after an arm's last step comes its evaluation, which needs memory itself
         return str(path)
 
     @endpoint

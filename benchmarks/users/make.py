@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
@@ -37,6 +38,19 @@ def pss_bytes(pid: int) -> int:
     return total
 
 
+def watched(command: subprocess.Popen[bytes], every: float) -> list[int]:
+    """Return the bytes of a command every so many seconds, once it has ended."""
+    found = []
+    try:
+        while command.poll() is None:
+            found.append(pss_bytes(command.pid))
+            time.sleep(every)
+    finally:
+        command.terminate()  # of one that still runs: this benchmark was interrupted
+        command.wait()
+    return found
+
+
 def seconds_to(events: Path, begun: float) -> dict[str, float]:
     """Return the seconds from `begun`, of the clock of the day, to the first trained step and what
     comes before it."""
@@ -53,20 +67,14 @@ def seconds_to(events: Path, begun: float) -> dict[str, float]:
 def made(asked: argparse.Namespace, home: Path) -> dict[str, float]:
     """Run the command once to its end. Raises its error."""
     words = ["make", asked.folder, "--model", asked.model, "--minutes", str(asked.minutes)]
-    begun, most, output = time.time(), 0, home / "output"
+    begun, output = time.time(), home / "output"
     command = started([*words, "--run-dir", str(home)], output)
-    try:
-        while command.poll() is None:
-            most = max(most, pss_bytes(command.pid))
-            time.sleep(SECONDS)
-    finally:
-        command.terminate()  # of one that still runs: this benchmark was interrupted
-        command.wait()
+    held = watched(command, SECONDS)
     whole = round(time.time() - begun, 1)
     if command.returncode:
         raise failure(command.returncode, output.read_text())
     (events,) = home.glob("*/2*/events.jsonl")
-    return {**seconds_to(events, begun), "whole": whole, "pss_bytes": most}
+    return {**seconds_to(events, begun), "whole": whole, "pss_bytes": max(held)}
 
 
 def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:

@@ -1,0 +1,70 @@
+"""How much memory the main job takes, beside its steps and what share of the processors is not
+spent on them.
+
+    python -m benchmarks.users.main_job [--mesh meshes/longhealth.yaml] [--rounds 2]
+
+The whole job, evaluations and the offline arm included. Memory is the sum of the Pss of all its
+processes, twice a second: a page that n processes share counts one n-th for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.orchestration import CODE
+from benchmarks.record import ROOT, benchmark
+from benchmarks.users.make import watched
+from cartridge_forge.processes import failure
+
+SECONDS = 0.5
+GOAL_BYTES = 1.5e9
+
+
+def made(mesh: str, home: Path) -> dict[str, float]:
+    """Run the job to its end. Raises its error."""
+    output = home / "output"
+    with output.open("wb") as told:
+        command = subprocess.Popen(
+            [sys.executable, "-c", CODE, mesh, "--run-dir", str(home)], cwd=ROOT,
+            stdin=subprocess.DEVNULL, stdout=told, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    held = watched(command, SECONDS)
+    if command.returncode:
+        raise failure(command.returncode, output.read_text())
+    (path,) = home.glob("*/2*/results.json")
+    results = json.loads(path.read_text())
+    return {
+        "pss_bytes": max(held),
+        "pss_bytes_median": int(statistics.median(held)),
+        "wall_seconds": results["wall_seconds"],
+        "step_seconds": results["phases"]["step"],
+        "orchestration_over_cpu": results["cpu"]["share"],
+    }
+
+
+def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
+    rounds = []
+    for _ in range(asked.rounds):
+        with tempfile.TemporaryDirectory() as home:
+            rounds.append(made(asked.mesh, Path(home)))
+        print(rounds[-1], flush=True)
+    most = max(row["pss_bytes"] for row in rounds)
+    return {"memory at most, over 1.5 GB": most / GOAL_BYTES}, rounds
+
+
+if __name__ == "__main__":
+    benchmark(
+        __doc__, measure,
+        {
+            "--mesh": "meshes/longhealth.yaml", "--rounds": 2,
+            "--out": Path("benchmarks/results/users/main_job.json"),
+        },
+    )  # fmt: skip
