@@ -28,6 +28,7 @@ MARKS = (
 UNICODE = frozenset({None, "utf-8", *(encoding for _, encoding in MARKS)})
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 CHARSET = re.compile(rb"<meta[^>]+charset\s*=\s*[\"']?\s*([\w.:-]+)", re.IGNORECASE)
+WIDENED = {"ascii": "cp1252", "iso8859-1": "cp1252"}  # by HTML's standard
 CHARSET_BYTES = 1024  # in which a page names its encoding, by HTML's standard
 MOST_CONTROLS = 0.01  # of the characters: a log has escape codes, a program has more
 BINARY = "is binary, no text; convert it to text, Markdown or PDF"
@@ -99,15 +100,15 @@ def read_html(data: bytes, how: ReadOptions) -> list[FileText]:
 
 
 def _named_encoding(data: bytes) -> str | None:
-    """Return the encoding that an HTML page names; None for UTF-8, which is tried first anyway, and
-    for one that nobody knows."""
+    """Return the encoding that an HTML page names, as browsers take it. None for those of Unicode,
+    which `decode` tries or knows by their mark, and for an unknown one."""
     named = CHARSET.search(data[:CHARSET_BYTES])
     try:
         encoding = "utf-8" if named is None else codecs.lookup(named[1].decode()).name
         " ".encode(encoding)
-    except (LookupError, UnicodeError):  # a codec that is none of texts has the first too
+    except (LookupError, UnicodeError):  # the first also of a codec that is none of texts
         return None
-    return None if encoding == "utf-8" else encoding
+    return None if encoding.startswith("utf") else WIDENED.get(encoding, encoding)
 
 
 def read_pdf(data: bytes, how: ReadOptions) -> list[FileText]:

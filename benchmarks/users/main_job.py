@@ -1,9 +1,9 @@
-"""How much memory the main job takes, beside its steps and what share of the processors is not
-spent on them.
+"""How much memory the whole main job takes, how long its steps are, and what share of the
+processors orchestrates them.
 
     python -m benchmarks.users.main_job [--mesh meshes/longhealth.yaml] [--rounds 2]
 
-The whole job, evaluations and the offline arm included. Memory is the sum of the Pss of all its
+Evaluations and the offline arm are included. Memory is the sum of the Pss of all its
 processes, twice a second: a page that n processes share counts one n-th for each.
 """
 

@@ -5,7 +5,7 @@ torch multiplies float32 by MKL, which takes 1.0 to 2 times as long as oneDNN on
 read in less than half the time by few rows, as in decoding.
 
 Small weights in float32 stay with MKL. It is as fast there, and oneDNN would keep a compiled
-product for each number of rows: 60 to 120 MB in every process of a tiny model.
+product for each number of rows: 50 to 120 MB in every process of a tiny model.
 """
 
 from __future__ import annotations

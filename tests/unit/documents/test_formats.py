@@ -128,6 +128,8 @@ def test_a_page_without_a_first_heading_begins_with_its_title() -> None:
         ("<meta charset=iso-8859-2><p>Łódź", "Łódź", "iso8859-2"),
         ("<meta http-equiv=x content='text/html; charset=Shift_JIS'><p>港", "港", "shift_jis"),
         ("<meta charset=utf-8><p>naïve", "naïve", "cp1252"),  # it names another than it has
+        ("<meta charset=utf-16le><p>naïve", "naïve", "cp1252"),
+        ("<meta charset='ISO-8859-1'><p>\u201cso\u201d", "\u201cso\u201d", "cp1252"),
         ("<meta charset=klingon><p>naïve", "naïve", "cp1252"),
         ("<meta charset=rot13><p>naïve", "naïve", "cp1252"),
     ],
