@@ -35,8 +35,8 @@ class _Page(HTMLParser):
         self._hidden += tag in HIDDEN
         self._pre += tag == "pre"
         self._in_title = tag == "title" and not self._hidden
-        self.has_heading = self.has_heading or tag == "h1"
-        if tag in CELLS and "\n" not in self._gap:
+        self.has_heading |= tag == "h1" and not self._hidden
+        if tag in CELLS and not self._hidden and "\n" not in self._gap:
             self._gap = " | "
         self._break(tag)
 

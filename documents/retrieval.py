@@ -56,7 +56,7 @@ def _empty_index() -> Any:
     # not used here. None in its place fails the import as a missing package does.
     absent = "numba" not in sys.modules
     if absent:
-        sys.modules["numba"] = None  # type: ignore[assignment]
+        sys.modules["numba"] = None  # type: ignore[assignment]  # its stub knows modules alone
     try:
         from bm25s import BM25
     finally:

@@ -12,17 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.orchestration import CODE
-from benchmarks.record import ROOT, benchmark
-from benchmarks.users.make import watched
-from cartridge_forge.processes import failure
+from benchmarks.record import benchmark
+from benchmarks.users.make import held_bytes
 
 SECONDS = 0.5
 GOAL_BYTES = 1.5e9
@@ -30,15 +26,7 @@ GOAL_BYTES = 1.5e9
 
 def made(mesh: str, home: Path) -> dict[str, float]:
     """Run the job to its end. Raises its error."""
-    output = home / "output"
-    with output.open("wb") as told:
-        command = subprocess.Popen(
-            [sys.executable, "-c", CODE, mesh, "--run-dir", str(home)], cwd=ROOT,
-            stdin=subprocess.DEVNULL, stdout=told, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    held = watched(command, SECONDS)
-    if command.returncode:
-        raise failure(command.returncode, output.read_text())
+    held = held_bytes(["run", mesh], home, SECONDS)
     (path,) = home.glob("*/2*/results.json")
     results = json.loads(path.read_text())
     return {

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -38,9 +37,11 @@ def pss_bytes(pid: int) -> int:
     return total
 
 
-def watched(command: subprocess.Popen[bytes], every: float) -> list[int]:
-    """Return the bytes of a command every so many seconds, once it has ended."""
-    found = []
+def held_bytes(words: Sequence[str], home: Path, every: float) -> list[int]:
+    """Run `forge WORDS` with its runs in `home`; return the bytes it held every so many seconds.
+    Raises its error."""
+    output, found = home / "output", []
+    command = started([*words, "--run-dir", str(home)], output)
     try:
         while command.poll() is None:
             found.append(pss_bytes(command.pid))
@@ -48,6 +49,8 @@ def watched(command: subprocess.Popen[bytes], every: float) -> list[int]:
     finally:
         command.terminate()  # of one that still runs: this benchmark was interrupted
         command.wait()
+    if command.returncode:
+        raise failure(command.returncode, output.read_text())
     return found
 
 
@@ -67,12 +70,9 @@ def seconds_to(events: Path, begun: float) -> dict[str, float]:
 def made(asked: argparse.Namespace, home: Path) -> dict[str, float]:
     """Run the command once to its end. Raises its error."""
     words = ["make", asked.folder, "--model", asked.model, "--minutes", str(asked.minutes)]
-    begun, output = time.time(), home / "output"
-    command = started([*words, "--run-dir", str(home)], output)
-    held = watched(command, SECONDS)
+    begun = time.time()
+    held = held_bytes(words, home, SECONDS)
     whole = round(time.time() - begun, 1)
-    if command.returncode:
-        raise failure(command.returncode, output.read_text())
     (events,) = home.glob("*/2*/events.jsonl")
     return {**seconds_to(events, begun), "whole": whole, "pss_bytes": max(held)}
 

@@ -154,9 +154,9 @@ def test_paragraphs_come_out_as_they_went_in(texts: list[str]) -> None:
     assert html_text(page) == "\n\n".join(text for text in shown if text)
 
 
-@given(st.text(alphabet="<>/abp&#;!-\"'= \n", max_size=60))
-def test_any_page_is_read_to_its_end(page: str) -> None:
-    assert html_text(f"{page}\"'>--></p><p>the end").endswith("the end")
+def test_a_hidden_table_or_heading_leaves_nothing() -> None:
+    page = "<title>Fees</title><p>a<nav><h1>Menu</h1><table><tr><td>1<td>2</table></nav>b"
+    assert html_text(page) == "Fees\n\nab"
 
 
 def test_a_pdf_is_read_page_by_page() -> None:
