@@ -93,8 +93,8 @@ class NoPlane:
     async def get(self, packet: TensorRef) -> dict[str, torch.Tensor]:
         raise PlaneError(f"there is no tensor plane here that has {packet.key}; pass a file's path")
 
-    async def delete(self, key: str) -> None:
-        raise PlaneError(f"there is no tensor plane here that has {key}")
+    async def delete(self, *keys: str) -> None:
+        raise PlaneError(f"there is no tensor plane here that has {', '.join(keys)}")
 
     async def keys(self, prefix: str = "") -> list[str]:
         return []

@@ -41,7 +41,8 @@ from services.proc_info import descendants, has_ended
 from services.run_directory import RunDirectory, storage_error
 from services.run_position import ResumePoint, newest_checkpoint, resume_point
 
-POLL_SECONDS = 0.25
+POLL_SECONDS = 0.5  # between two looks at signals, and at whether the controller lives
+STATUS_SECONDS = 1.0  # between two statuses: each takes both processes 2 ms
 STATUS_TIMEOUT = 30.0
 LOCAL_ENVIRONMENT = {
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
@@ -248,8 +249,13 @@ def _drive(
             told = len(notes)
             display.update(status)
 
+        due = 0.0
         while not _is_over(running):
-            tell()
+            if why := lost():
+                raise MeshLost(why)
+            if time.monotonic() >= due:
+                tell()
+                due = time.monotonic() + STATUS_SECONDS
             if untold and directory.start.exists():
                 untold = False
                 _tell_fresh(directory, display)

@@ -28,15 +28,16 @@ class TensorPlane(Protocol):
     """Carry named tensors between processes. Values are snapshots: a reader never sees a
     half-written or later-modified tensor. An instance can be pickled into an actor.
 
-    `put` raises PlaneError for a key that exists: versions are never overwritten. `get` and
-    `delete` raise PlaneError for a key that does not exist. All methods bound their waiting.
+    `put` raises PlaneError for a key that exists: versions are never overwritten. `get` raises
+    PlaneError for a key that does not exist, and so does `delete`, once it has deleted the others.
+    All methods bound their waiting.
     """
 
     async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> TensorRef: ...
 
     async def get(self, packet: TensorRef) -> dict[str, torch.Tensor]: ...
 
-    async def delete(self, key: str) -> None: ...
+    async def delete(self, *keys: str) -> None: ...
 
     async def keys(self, prefix: str = "") -> list[str]: ...
 

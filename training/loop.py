@@ -1,7 +1,7 @@
 """Run the on-policy loop: rollout -> score -> train -> publish.
 
     rollout(s)   reads prompts(s) and cartridge version max(0, s - staleness); each completed
-                 sample group goes to the teachers at once
+                 sample group goes to the teachers at once, unless it is small
     score(s)     waits for rollout(s) and for the sample groups that are not yet scored
     train(s)     waits for score(s) and version s; produces version s + 1
     publish(s)   waits for train(s); unblocks rollout(s + 1 + staleness)
@@ -196,7 +196,7 @@ class Rollouts:
                 self._written = {r.step: r for r in written}
             return self._written.pop(step)
         key = score_key("on_policy", step)
-        complete = partial(self._teachers.begin, key, version)
+        complete = partial(self._teachers.completed, key, version)
         rollout = await self._course.sample(step, version, self._generate, complete)
         return replace(rollout, parts=self._teachers.parts(key))
 

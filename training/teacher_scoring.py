@@ -5,9 +5,10 @@
     hinted teacher.score(turns)       /
 
 A group of samples goes to the document teacher and the hinted teacher as soon as the rollout has
-completed it. Each teacher writes its distributions to the tensor plane. If the plane is lost, the
-groups are scored again. Groups depend only on the rollout, never on timing, because floating-point
-rounding depends on which samples share a batch: a rescored group has identical values.
+completed it, small groups together at the end. Each teacher writes its distributions to the tensor
+plane. If the plane is lost, the groups are scored again. Groups depend only on the rollout, never
+on timing, because floating-point rounding depends on which samples share a batch: a rescored group
+has identical values.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from services.pool.pool import gather
 from services.pool.work_time import busy
 from training.rollouts import ScoringCost
 from training.weight_sync import WeightSync
+
+PASS_TOKENS = 1024  # of a group that is scored by itself
 
 
 def score_key(arm: str, step: int) -> str:
@@ -70,13 +73,22 @@ class TeacherScoring:
         self._begun: dict[str, list[PendingScore]] = {}  # by key
         self._scored_in = 0  # the oldest plane that holds scores of the step
 
-    def begin(self, key: str, version: int, role: str, samples: Sequence[Sample]) -> None:
-        """Start to score one group of the samples that `score` will get under this key."""
+    def begin(
+        self, key: str, version: int, role: str, samples: Sequence[Sample], ahead: bool = True
+    ) -> None:
+        """Start to score one group of the samples that `score` will get under this key. `ahead`: the
+        trainer reads the scores as soon as they are there."""
         if not samples:
             return
         self._weights.begin(key)
-        task = asyncio.create_task(self._score(role, key, samples, version))
+        task = asyncio.create_task(self._score(role, key, samples, version, ahead))
         self._begun.setdefault(key, []).append(PendingScore(role, tuple(samples), task))
+
+    def completed(self, key: str, version: int, role: str, samples: Sequence[Sample]) -> None:
+        """Start to score a group that the rollout has completed, unless it is so small that a pass
+        of its own costs more than waiting: `score` gives a teacher all such groups together."""
+        if sum(len(s.prompt_ids) + len(s.response_ids) for s in samples) >= PASS_TOKENS:
+            self.begin(key, version, role, samples)
 
     def parts(self, key: str) -> tuple[tuple[str, ...], ...]:
         """Return the groups that the document teacher was given under this key so far, as sample
@@ -108,11 +120,16 @@ class TeacherScoring:
         texts = batch.read_by
         there = {s.id for part in self._begun.get(key, []) for s in part.samples}
         there |= {batch.doc[stored.sample].id for stored in batch.doc_stored}
+        groups = []
         for role, samples in texts.items():
             rest = {s.id: s for s in samples if s.id not in there}
-            for ids in parts:
-                self.begin(key, version, role, [rest.pop(id) for id in ids if id in rest])
-            self.begin(key, version, role, list(rest.values()))
+            groups += [(role, [rest.pop(id) for id in ids if id in rest]) for ids in parts]
+            groups.append((role, list(rest.values())))
+        groups = [(role, group) for role, group in groups if group]
+        # A pass that is the only one has no other beside which its scores could be read.
+        ahead = len(groups) + len(self._begun.get(key, [])) > 1
+        for role, group in groups:
+            self.begin(key, version, role, group, ahead)
         calls = self._begun.pop(key, [])
         replies: list[ScoreReply] = await gather(part.task for part in calls)
 
@@ -160,7 +177,7 @@ class TeacherScoring:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _score(
-        self, role: str, key: str, samples: Sequence[Sample], version: int
+        self, role: str, key: str, samples: Sequence[Sample], version: int, ahead: bool
     ) -> ScoreReply:
         """Return one teacher pass, repeated when the plane is lost meanwhile."""
         stem = f"{key}/{role}"
@@ -178,8 +195,8 @@ class TeacherScoring:
         if scored.tokens != expected:
             raise RunError(f"{role} scored {scored.tokens} of {expected} tokens of {key}")
         came = time.perf_counter()
-        # Awaited, so that it never comes after the step, which would leave the scores in memory.
-        await self._trainer.read_ahead(scored.packet)
+        if ahead:  # awaited: after the step it would leave the scores in memory
+            await self._trainer.read_ahead(scored.packet)
         return ScoreReply(scored, life, came)
 
 

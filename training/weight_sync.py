@@ -203,9 +203,9 @@ class WeightSync:
         life, plane = self._mesh.plane_life, self._mesh.plane
         assert plane is not None
         try:
-            for written, key in keys:
-                if written == life:  # keys of a lost plane are gone already
-                    await plane.delete(key)
+            # Keys of a lost plane are gone already.
+            if there := [key for written, key in keys if written == life]:
+                await plane.delete(*there)
         except PlaneError as error:
             await self._mesh.replaced(life, error)  # the keys went with the plane
 

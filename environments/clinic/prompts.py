@@ -153,7 +153,7 @@ def self_study_prompt(
             return "structure", structure_prompt(note + 1), whole
         return kind, findings_prompt([field for _, field in chosen]), places
     here = [(c, rest) for n, c, rest in cued if n == note and (kind != "choice" or rest)]
-    ends = sorted({*sentence_ends(patient), *others}) if kind == "choice" else []
+    ends = _all_ends(patient, tuple(others)) if kind == "choice" else []
     if not here or (kind == "choice" and len(ends) < len(LETTERS)):
         return "structure", structure_prompt(note + 1), whole
     cue, rest = rng.choice(here)
@@ -170,6 +170,11 @@ def self_study_prompt(
 def sentence_ends(patient: Patient) -> list[str]:
     """Return the texts after the cues of a patient's sentences, sorted, without duplicates."""
     return sorted({rest for _, _, rest in cued_sentences(patient) if rest})
+
+
+@lru_cache(maxsize=256)  # as `cued_sentences`
+def _all_ends(patient: Patient, others: tuple[str, ...]) -> list[str]:
+    return sorted({*sentence_ends(patient), *others})
 
 
 def look_alikes(end: str, ends: Sequence[str], count: int, rng: random.Random) -> list[str]:

@@ -40,6 +40,11 @@ def check_key(key: str) -> str:
     return key
 
 
+def missing_key(operation: str, *keys: str) -> str:
+    """Return what is said of keys that a plane does not have."""
+    return f"{operation}: no key {', '.join(map(repr, keys))}; never put, or already deleted"
+
+
 def file_of(root: Path, key: str) -> Path:
     """Return the file of a key in a directory. Raises PlaneError as `check_key` does."""
     return root / (quote(check_key(key), safe="") + SUFFIX)

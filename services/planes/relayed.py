@@ -21,6 +21,7 @@ from actors.base import HOST
 from protocols.errors import ForgeError, PlaneError
 from protocols.types import PUBLISHED, TensorRef
 from services.planes.codec import packed_bytes, unpack
+from services.planes.memory_directory import missing_key
 from services.planes.open import OwnedPlane
 from services.planes.relay import AT, KeyRequest, RelayPlace, receive
 from services.planes.relay_wire import ask
@@ -71,12 +72,14 @@ class RelayedPlane:
         except (OSError, ForgeError) as error:
             return await asyncio.to_thread(self._received, packet, str(error))
 
-    async def delete(self, key: str) -> None:
-        """Delete the key on every host that is reached. Raises PlaneError if it is on none."""
-        if not _is_relayed(key):
-            return await self.store.delete(key)
-        if not any(await self._ask_all({"delete": key})):
-            raise PlaneError(f"delete: no key {key!r}; it was never put, or already deleted")
+    async def delete(self, *keys: str) -> None:
+        """Delete the keys on every host that is reached. Raises PlaneError for those on none."""
+        relayed = [key for key in keys if _is_relayed(key)]
+        missing = [key for key in relayed if not any(await self._ask_all({"delete": key}))]
+        if stored := [key for key in keys if key not in relayed]:
+            await self.store.delete(*stored)
+        if missing:
+            raise PlaneError(missing_key("delete", *missing))
 
     async def keys(self, prefix: str = "") -> list[str]:
         """Return the keys that start with `prefix`, sorted, of the store and of every host that is

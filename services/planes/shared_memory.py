@@ -22,7 +22,7 @@ import torch
 from protocols.errors import PlaneError
 from protocols.types import TensorRef
 from services.planes.codec import layout_of, packed_bytes, packed_chunks, unpack
-from services.planes.memory_directory import MemoryDirectory, file_of, keys_in
+from services.planes.memory_directory import MemoryDirectory, file_of, keys_in, missing_key
 
 _counter = itertools.count()
 
@@ -108,12 +108,16 @@ class SharedMemoryPlane:
             raise PlaneError(self._missing("get", packet.key)) from error
         return unpack(buffer, packet.layout)
 
-    async def delete(self, key: str) -> None:
-        """Delete the key. Raises PlaneError if it is missing."""
-        try:
-            self._path(key).unlink()
-        except FileNotFoundError as error:
-            raise PlaneError(self._missing("delete", key)) from error
+    async def delete(self, *keys: str) -> None:
+        """Delete the keys. Raises PlaneError for those that are missing."""
+        missing = []
+        for key in keys:
+            try:
+                self._path(key).unlink()
+            except FileNotFoundError:
+                missing.append(key)
+        if missing:
+            raise PlaneError(self._missing("delete", *missing))
 
     async def keys(self, prefix: str = "") -> list[str]:
         """Return the keys that start with `prefix`, sorted. Raises PlaneError after `stop`."""
@@ -125,7 +129,8 @@ class SharedMemoryPlane:
     def _path(self, key: str) -> Path:
         return file_of(self.root, key)
 
-    def _missing(self, operation: str, key: str) -> str:
+    def _missing(self, operation: str, *keys: str) -> str:
         if not self.root.is_dir():
-            return f"{operation} of {key!r}: the plane at {self.root} has been stopped"
-        return f"{operation}: no key {key!r}; it was never put, or already deleted"
+            named = ", ".join(map(repr, keys))
+            return f"{operation} of {named}: the plane at {self.root} has been stopped"
+        return missing_key(operation, *keys)

@@ -17,7 +17,7 @@ import ctypes
 import inspect
 import logging
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 # Before torchstore is imported, in every process: where this is unset, importing it sets it *and*
@@ -32,7 +32,7 @@ from monarch.rdma import is_ibverbs_available
 from protocols.errors import PlaneError
 from protocols.types import TensorRef
 from services.planes.codec import pack, unpack
-from services.planes.memory_directory import check_key
+from services.planes.memory_directory import check_key, missing_key
 
 try:
     from torchstore.client import LocalClient
@@ -104,8 +104,24 @@ class StoreController(Controller):
         return True
 
     @endpoint
-    async def release(self, key: str) -> None:
-        self._claimed.discard(key)
+    async def discard(self, keys: Sequence[str]) -> list[str]:
+        """Delete the keys with their bytes, then free them for new writers. Return those that have
+        no bytes, as after a put that failed half-way.
+
+        TorchStore's own client makes three calls for each key, and its caller waits for each.
+        """
+        self.assert_initialized()
+        there = [key for key in keys if key in self.keys_to_storage_volumes]
+        try:
+            await asyncio.gather(*map(self._discard, there))
+        finally:
+            self._claimed.difference_update(keys)
+        return sorted({*keys} - {*there})
+
+    async def _discard(self, key: str) -> None:
+        # Unlisted first: a reader is told that the key is missing, and not that its bytes are.
+        for volume in self.keys_to_storage_volumes.pop(key):
+            await self.strategy.get_storage_volume(volume).delete.call(key)
 
 
 for _name, _endpoint in _sync_endpoints(Controller).items():
@@ -243,18 +259,17 @@ class TorchStorePlane:
 
         return unpack(await self._bounded("get", packet.key, get()), packet.layout)
 
-    async def delete(self, key: str) -> None:
-        """Delete the key and free its memory. Raises PlaneError if it is missing."""
-        check_key(key)
+    async def delete(self, *keys: str) -> None:
+        """Delete the keys and free their memory. Raises PlaneError for those that are missing."""
+        for key in keys:
+            check_key(key)
 
-        async def delete() -> None:
-            client = await self._storage()
-            try:
-                await client.delete(key)
-            finally:  # also after a put that failed half-way, which left the claim alone
-                await self._controller.release.call_one(key)
+        async def delete() -> list[str]:
+            missing: list[str] = await self._controller.discard.call_one(keys)
+            return missing
 
-        await self._bounded("delete", key, delete())
+        if missing := await self._bounded("delete", ", ".join(keys), delete()):
+            raise PlaneError(missing_key("delete", *missing))
 
     async def keys(self, prefix: str = "") -> list[str]:
         """Return the keys that start with `prefix`, sorted."""
@@ -288,9 +303,7 @@ class TorchStorePlane:
             ) from error
         except Exception as error:  # Monarch, TorchStore and remote code raise any type
             if "Unable to locate" in str(error):
-                raise PlaneError(
-                    f"{operation}: no key {key!r}; it was never put, or already deleted"
-                ) from error
+                raise PlaneError(missing_key(operation, key)) from error
             if "torchstore.initialize" in str(error):  # assertion of a stopped controller
                 raise PlaneError(f"{operation} of {key!r}: the plane has been stopped") from error
             raise PlaneError(f"{operation} of {key!r} failed: {_last_line(error)}") from error

@@ -44,7 +44,8 @@ class Replica:
 
     `actor` is the actor's handle, or that of rank 0; `others` are the handles of the other ranks.
     `told` holds the newest version it received, by topic; `catching_up` is the task that sends
-    missed updates. `begun` and `beaten` are the start and the last heartbeat (monotonic seconds).
+    missed updates. `begun` is the start, and `beaten` the last heartbeat or reply to a call
+    (monotonic seconds).
     `calls` are the time limits of the calls in flight; when it dies, `ended` is set and they are
     over at once.
     """
@@ -109,8 +110,11 @@ async def ask(replica: Replica, method: str, args: tuple[Any, ...], deadline: fl
             replica.calls.add(limit)
             try:
                 if replica.others:
-                    return await _call_ranks(replica, method, args)
-                return await _call_rank(replica.name, replica.actor, method, args)
+                    reply = await _call_ranks(replica, method, args)
+                else:
+                    reply = await _call_rank(replica.name, replica.actor, method, args)
+                replica.beaten = time.monotonic()
+                return reply
             finally:
                 replica.calls.discard(limit)
     except TimeoutError as error:

@@ -51,6 +51,7 @@ from services.pool.replica import Replica, last_line
 # Monarch's text for any actor whose process did not answer, in place of the actor's own error.
 UNHEARD = "timeout waiting for message from proc mesh agent"
 WANT_SECONDS = 8.0  # for a source of hosts to accept a request; less than a call of `forge scale`
+BEAT_PERIODS = 4  # from one heartbeat to the next at most, also while replies come
 REFUSED_SECONDS = 30.0  # before a refused scaling by load is tried again
 
 
@@ -284,7 +285,8 @@ class Service:
         if process is None or replica.ended:
             return
         if process.local:
-            self._lifecycle.begin(self._beat(replica, process))
+            if not self._replies(replica, process):
+                self._lifecycle.begin(self._beat(replica, process))
         else:  # asked by `ProcessManager.mind`, with the others of its host
             replica.beaten = max(replica.beaten, process.last_beat)
             replica.memory_bytes = process.memory_bytes
@@ -297,6 +299,12 @@ class Service:
             self._lifecycle.begin(self._trust_again(replica, life))
         else:
             replica.life = life
+
+    def _replies(self, replica: Replica, process: ReplicaProcess) -> bool:
+        """Return whether a reply to a call stands for this period's heartbeat. Every BEAT_PERIODS a
+        heartbeat is sent all the same, for it tells of memory and work."""
+        now, period = time.monotonic(), self._health.heartbeat_s
+        return now - replica.beaten < period and process.silent_s < BEAT_PERIODS * period
 
     async def _beat(self, replica: Replica, process: ReplicaProcess) -> None:
         try:

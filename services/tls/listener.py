@@ -12,7 +12,7 @@ from typing import Any
 
 HANDSHAKE_SECONDS = 3.0
 MOST_CONNECTIONS = 32  # each has a thread and a descriptor of a process that has other work
-POLL_SECONDS = 0.05  # between looks of a listener whether it shall end
+POLL_SECONDS = 0.25  # between looks of a listener whether it shall end
 
 
 class MutualTlsRequests(ThreadingMixIn):

@@ -99,6 +99,7 @@ class FakeProcess:
     works: dict[asyncio.Future[Any], int] = field(default_factory=dict)  # to the rank
     lost: set[int] = field(default_factory=set)
     seen: Callable[[int], None] | None = None  # who watches it
+    last_beat: float = field(default_factory=lambda: time.monotonic())
 
     def __post_init__(self) -> None:
         self.procs = self
@@ -120,8 +121,13 @@ class FakeProcess:
             self.fault = error
         return Handle(self)
 
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self.last_beat
+
     async def beat(self) -> int:
         await asyncio.gather(*(self.reach(rank) for rank in range(self.ranks)))
+        self.last_beat = time.monotonic()
         return self.ranks << 20
 
     async def reach(self, rank: int = 0) -> None:

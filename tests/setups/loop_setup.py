@@ -168,6 +168,9 @@ class Collaborators:
     def begin(self) -> None:
         pass
 
+    def completed(self) -> None:
+        pass
+
     async def settled(self) -> None:
         pass
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from documents.charts import chart_chunks, chunks_holding
@@ -131,7 +131,9 @@ class LongHealthPrompts:
         }
         self._held_out = held_out
         self._prepared: dict[int, list[StudyPrompt]] = {}
-        self._ends = sorted({end for p in patients for end in sentence_ends(p)})
+        self._ends = tuple(sorted({end for p in patients for end in sentence_ends(p)}))
+        # A choice draws its options anew; the other kinds ask the same again and again.
+        self._repeated_ids = lru_cache(maxsize=4096)(self._prompt_ids)
         self.documents = {name: self.conversation.head(name) for name in self.texts}
         self.documents[NO_DOCUMENT] = self.conversation.head(None)
         self._choose = context_choice(spec, self.layout, self.texts, self.documents)
@@ -178,6 +180,7 @@ class LongHealthPrompts:
         drawn = step if texts is None else step % texts
         rollout, seed = self._spec.rollout, self._spec.train.seed
         turns = self.layout.turns
+        sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens)
         prompts = []
         for i in range(rollout.prompts):
             document, cartridge = turns[(drawn * rollout.prompts + i) % len(turns)]
@@ -189,13 +192,12 @@ class LongHealthPrompts:
             asked = titled(self.titles, document, text)
             contexts = self._choose(cartridge, self.contexts_of(document, places), asked)
             name = f"{arm}/{step + 1}/{i}"
+            ids_of = self._prompt_ids if kind == "choice" else self._repeated_ids
             request = GenerateRequest(
                 id=name,
-                prompt_ids=self._prompt_ids(contexts[0], asked),
+                prompt_ids=ids_of(contexts[0], asked),
                 prefix=context_ref(contexts),
-                sampling=Sampling(
-                    rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens
-                ),
+                sampling=sampling,
                 seed=stream_seed(f"sample/{seed}/{arm}/{drawn + 1}/{i}"),
             )
             key = f"{document}/{hash_of(text)}"

@@ -34,11 +34,12 @@ def in_company(
     cartridge of another of `names` stands before or after it."""
     found = []
     for prompt in prompts:
-        rng = random.Random(f"compose/{seed}/{prompt.request.id}")
         order = [prompt.cartridge]
-        others = [name for name in names if name != prompt.cartridge]
-        if rng.random() < share and others:
-            order.insert(rng.randrange(2), rng.choice(others))
+        if share:
+            rng = random.Random(f"compose/{seed}/{prompt.request.id}")
+            others = [name for name in names if name != prompt.cartridge]
+            if rng.random() < share and others:
+                order.insert(rng.randrange(2), rng.choice(others))
         refs = [PrefixRef(f"cartridge/{name}", version) for name in order]
         found.append(over(prompt, composed_ref(refs)))
     return found

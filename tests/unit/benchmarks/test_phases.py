@@ -35,8 +35,9 @@ class OneProcess:
     async def get(self, packet: TensorRef) -> dict[str, Tensor]:
         return unpack(self.held[packet.key], packet.layout)
 
-    async def delete(self, key: str) -> None:
-        del self.held[key]
+    async def delete(self, *keys: str) -> None:
+        for key in keys:
+            del self.held[key]
 
     async def keys(self, prefix: str = "") -> list[str]:
         return sorted(self.held)

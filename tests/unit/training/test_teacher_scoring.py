@@ -57,8 +57,9 @@ class Plane:
         self.life += 1
         self.held.clear()
 
-    async def delete(self, key: str) -> None:
-        del self.held[key]
+    async def delete(self, *keys: str) -> None:
+        for key in keys:
+            del self.held[key]
 
     async def keys(self, prefix: str = "") -> list[str]:
         return [key for key in self.held if key.startswith(prefix)]
@@ -228,6 +229,25 @@ def test_scores_that_are_lost_before_the_trainer_reads_them_are_made_again_in_th
         return w.trained
 
     assert run(scenario()) == afterwards
+
+
+def test_small_groups_are_scored_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six samples of 1 + 2 tokens: the group (0, 2, 4) has the 9 tokens of an own pass."""
+    monkeypatch.setattr("training.teacher_scoring.PASS_TOKENS", 9)
+
+    async def scenario() -> tuple[list[Any], tuple[tuple[str, ...], ...]]:
+        w = await world()
+        for part in PARTS:
+            w.teachers.completed(STEM, 3, "doc_teacher", [sample(i) for i in part])
+        parts = w.teachers.parts(STEM)
+        await w.train(await w.score(lesson(6)))
+        await w.h.service.stop()
+        return w.trained, parts
+
+    trained, parts = run(scenario())
+    assert parts == (tuple(sample(i).id for i in PARTS[0]),)
+    together = tuple(sample(i).id for i in (1, 3, 5))
+    assert [row[1] for row in trained] == [together if i % 2 else parts[0] for i in range(6)]
 
 
 def test_what_was_stored_with_the_text_is_not_scored_again() -> None:

@@ -207,8 +207,11 @@ def test_keys_are_listed_by_prefix_and_gone_once_deleted(plane: OwnedPlane) -> N
         assert await plane.keys() == []
         with pytest.raises(PlaneError, match="no key 'k/1'"):
             await plane.get(packets[0])
-        await plane.put("k/1", {})  # a deleted key is free again
-        await plane.delete("k/1")
+        for key in ("k/1", "k/2"):
+            await plane.put(key, {})  # a deleted key is free again
+        with pytest.raises(PlaneError, match=r"delete: no key 'never/put', 'nor/this'; never put"):
+            await plane.delete("never/put", "k/1", "nor/this", "k/2")
+        assert await plane.keys() == [], "those that were there are deleted all the same"
 
     asyncio.run(run())
 

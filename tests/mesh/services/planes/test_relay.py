@@ -215,8 +215,9 @@ class OneStore:
             raise PlaneError(f"get: no key {packet.key!r}")
         return self.held[packet.key]
 
-    async def delete(self, key: str) -> None:
-        del self.held[key]
+    async def delete(self, *keys: str) -> None:
+        for key in keys:
+            del self.held[key]
 
     async def keys(self, prefix: str = "") -> list[str]:
         return sorted(key for key in self.held if key.startswith(prefix))

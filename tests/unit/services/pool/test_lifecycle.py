@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from fake_mesh import house, run
 from rooms.services.lifecycle_setup import Worker, settled
 
 from protocols.errors import DataError, PlaneError, RunError
+from protocols.records.status import ReplicaState
 from protocols.spec.services import AutoscaleSpec
 from services.pool.pool import Pool
 from services.pool.replica import Replica
@@ -43,6 +45,32 @@ def test_a_dead_replica_is_replaced_and_knows_the_current_version() -> None:
         }  # fmt: skip
         assert pool.status().restarts == 1
         assert [p.pid for p in h.processes.living] == [102, 103]
+        await h.service.stop()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("every", "beats"), [(0.1, 5), (2.0, 15)])
+def test_a_replica_that_replies_is_sent_few_heartbeats(every: float, beats: int) -> None:
+    """10 s are 20 periods of 0.5 s. With replies in each, every fourth has a heartbeat; with one in
+    every fourth, the others have."""
+
+    async def scenario() -> None:
+        h = house()
+        pool = await settled(h, n=1)
+        process = pool.replicas[0].process
+        sent = mock.patch.object(process, "beat", wraps=process.beat)
+        with sent as told:
+            until = time.monotonic() + 10.0
+            while time.monotonic() < until:
+                await pool.route("work", 1, 0.0)
+                await asyncio.sleep(every)
+            assert told.call_count == pytest.approx(beats, abs=2)
+            # Silence counts from the last reply.
+            process.stop()
+            await asyncio.sleep(2.6)
+            assert pool.replicas[0].state is ReplicaState.SUSPECT
+            process.go_on()
         await h.service.stop()
 
     run(scenario())
