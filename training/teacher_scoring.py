@@ -5,7 +5,7 @@
     hinted teacher.score(turns)       /
 
 A group of samples goes to the document teacher and the hinted teacher as soon as the rollout has
-completed it, small groups together at the end. Each teacher writes its distributions to the tensor
+completed it, small ones together at the end. Each teacher writes its distributions to the tensor
 plane. If the plane is lost, the groups are scored again. Groups depend only on the rollout, never
 on timing, because floating-point rounding depends on which samples share a batch: a rescored group
 has identical values.
@@ -30,7 +30,7 @@ from services.pool.work_time import busy
 from training.rollouts import ScoringCost
 from training.weight_sync import WeightSync
 
-PASS_TOKENS = 1024  # of a group that is scored by itself
+PASS_TOKENS = 1024  # of a group that a teacher without a GPU scores by itself
 
 
 def score_key(arm: str, step: int) -> str:
@@ -85,9 +85,11 @@ class TeacherScoring:
         self._begun.setdefault(key, []).append(PendingScore(role, tuple(samples), task))
 
     def completed(self, key: str, version: int, role: str, samples: Sequence[Sample]) -> None:
-        """Start to score a group that the rollout has completed, unless it is so small that a pass
-        of its own costs more than waiting: `score` gives a teacher all such groups together."""
-        if sum(len(s.prompt_ids) + len(s.response_ids) for s in samples) >= PASS_TOKENS:
+        """Start to score a group that the rollout has completed. A small one waits for `score`, which
+        gives a teacher all of them together, where the teacher has no GPU: on the generators' cores
+        a pass of its own costs more than it hides (docs/explanation/performance.md)."""
+        tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in samples)
+        if self._mesh.pools[role].spec.gpus or tokens >= PASS_TOKENS:
             self.begin(key, version, role, samples)
 
     def parts(self, key: str) -> tuple[tuple[str, ...], ...]:

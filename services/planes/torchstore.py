@@ -36,7 +36,7 @@ from services.planes.memory_directory import check_key, missing_key
 
 try:
     from torchstore.client import LocalClient
-    from torchstore.controller import Controller
+    from torchstore.controller import Controller, ObjectType
     from torchstore.storage_volume import StorageVolume
     from torchstore.strategy import TorchStoreStrategy
 except ModuleNotFoundError as error:
@@ -126,6 +126,14 @@ class StoreController(Controller):
 
 for _name, _endpoint in _sync_endpoints(Controller).items():
     setattr(StoreController, _name, _endpoint)
+
+
+class TensorClient(LocalClient):
+    """Read values that are all whole tensors. TorchStore's own client asks its controller twice for
+    each: what kind of value it is, and where it is."""
+
+    async def _get_stored_object_type(self, key: str) -> ObjectType:
+        return ObjectType.TENSOR
 
 
 class OneVolume(TorchStoreStrategy):
@@ -286,7 +294,7 @@ class TorchStorePlane:
         """Return this process's client of the store."""
         if self._client is None:
             strategy = await self._controller.get_controller_strategy.call_one()
-            self._client = LocalClient(self._controller, strategy)
+            self._client = TensorClient(self._controller, strategy)
         return self._client
 
     async def _bounded(

@@ -231,12 +231,16 @@ def test_scores_that_are_lost_before_the_trainer_reads_them_are_made_again_in_th
     assert run(scenario()) == afterwards
 
 
-def test_small_groups_are_scored_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of six samples of 1 + 2 tokens: the group (0, 2, 4) has the 9 tokens of an own pass."""
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_small_groups_are_scored_together(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six samples of 1 + 2 tokens: the group (0, 2, 4) has the 9 tokens of an own pass. With a
+    GPU (1, 3) has one too."""
     monkeypatch.setattr("training.teacher_scoring.PASS_TOKENS", 9)
 
     async def scenario() -> tuple[list[Any], tuple[tuple[str, ...], ...]]:
         w = await world()
+        pool = w.mesh.pools["doc_teacher"]
+        monkeypatch.setattr(pool, "spec", pool.spec.model_copy(update={"gpus": gpus}))
         for part in PARTS:
             w.teachers.completed(STEM, 3, "doc_teacher", [sample(i) for i in part])
         parts = w.teachers.parts(STEM)
@@ -245,9 +249,11 @@ def test_small_groups_are_scored_together(monkeypatch: pytest.MonkeyPatch) -> No
         return w.trained, parts
 
     trained, parts = run(scenario())
-    assert parts == (tuple(sample(i).id for i in PARTS[0]),)
-    together = tuple(sample(i).id for i in (1, 3, 5))
-    assert [row[1] for row in trained] == [together if i % 2 else parts[0] for i in range(6)]
+    ids = [sample(i).id for i in range(6)]
+    groups = [(0, 2, 4), (1, 3), (5,)] if gpus else [(0, 2, 4), (1, 3, 5)]
+    assert parts == tuple(tuple(ids[i] for i in group) for group in groups[:-1])
+    beside = {i: tuple(ids[j] for j in group) for group in groups for i in group}
+    assert trained == [(ids[i], beside[i], ()) for i in range(6)]
 
 
 def test_what_was_stored_with_the_text_is_not_scored_again() -> None:
