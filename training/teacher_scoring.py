@@ -76,8 +76,8 @@ class TeacherScoring:
     def begin(
         self, key: str, version: int, role: str, samples: Sequence[Sample], ahead: bool = True
     ) -> None:
-        """Start to score one group of the samples that `score` will get under this key. `ahead`: the
-        trainer reads the scores as soon as they are there."""
+        """Start to score one group of the samples that `score` will get under this key. With
+        `ahead` the trainer reads the scores as soon as they are there."""
         if not samples:
             return
         self._weights.begin(key)
@@ -85,9 +85,9 @@ class TeacherScoring:
         self._begun.setdefault(key, []).append(PendingScore(role, tuple(samples), task))
 
     def completed(self, key: str, version: int, role: str, samples: Sequence[Sample]) -> None:
-        """Start to score a group that the rollout has completed. A small one waits for `score`, which
-        gives a teacher all of them together, where the teacher has no GPU: on the generators' cores
-        a pass of its own costs more than it hides (docs/explanation/performance.md)."""
+        """Start to score a group that the rollout has completed. A small one of a teacher without a
+        GPU waits for `score`, which takes all of these together: on the generators' cores a pass of
+        its own costs more than it hides (docs/explanation/performance.md)."""
         tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in samples)
         if self._mesh.pools[role].spec.gpus or tokens >= PASS_TOKENS:
             self.begin(key, version, role, samples)
