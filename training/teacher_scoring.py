@@ -89,7 +89,7 @@ class TeacherScoring:
         GPU waits for `score`, which takes all of these together: on the generators' cores a pass of
         its own costs more than it hides (docs/explanation/performance.md)."""
         tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in samples)
-        if self._mesh.pools[role].spec.gpus or tokens >= PASS_TOKENS:
+        if tokens >= PASS_TOKENS or (samples and self._mesh.pools[role].spec.gpus):
             self.begin(key, version, role, samples)
 
     def parts(self, key: str) -> tuple[tuple[str, ...], ...]:

@@ -243,6 +243,7 @@ def test_small_groups_are_scored_together(gpus: int, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(pool, "spec", pool.spec.model_copy(update={"gpus": gpus}))
         for part in PARTS:
             w.teachers.completed(STEM, 3, "doc_teacher", [sample(i) for i in part])
+        w.teachers.completed(STEM, 3, "no such role", [])  # of a channel that the run has not
         parts = w.teachers.parts(STEM)
         await w.train(await w.score(lesson(6)))
         await w.h.service.stop()
