@@ -29,7 +29,8 @@ class RolloutSpec(SpecSection):
         default=None,
         ge=1,
         description="prompts that a generator answers in one call, which the teacher then scores "
-        "while others are answered; null: its share of the step",
+        "while others are answered (those of few tokens together at the end, where the teacher has "
+        "no GPU); null: its share of the step",
     )
     temperature: float = Field(default=1.0, gt=0, description="1 samples the policy itself")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass; 1 truncates nothing")

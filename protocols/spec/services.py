@@ -21,7 +21,12 @@ RouterName = Literal["round_robin", "least_loaded", "session"]
 class HealthSpec(SpecSection):
     """Configure when a silent replica becomes suspect, and when it is dead and replaced."""
 
-    heartbeat_s: float = Field(default=0.5, gt=0, description="seconds between two heartbeats")
+    heartbeat_s: float = Field(
+        default=0.5,
+        gt=0,
+        description="seconds between two heartbeats; a process of this host that replies to calls "
+        "meanwhile is sent every fourth",
+    )
     suspect_after_s: float = Field(
         default=2.0, gt=0, description="silence after which a replica gets no new requests, seconds"
     )
