@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import os
 import signal
@@ -36,10 +37,13 @@ def digest(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, 
     }
 
 
-def resident_mb(pid: int) -> float:
-    """Return a process's memory that no file backs: pages of files come and go with the system's
-    need for memory."""
-    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+def resident_mb() -> float:
+    """Return this process's memory that no file backs: pages of files come and go with the system's
+    need for memory. The heap's free memory is given back first: how much of it stands between two
+    of a plane's own trims is chance.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(w[1]) for w in lines if w[0] in ("RssAnon:", "RssShmem:")) * 1024 / MB
 
 
@@ -49,6 +53,10 @@ class Peer(Actor):
     @endpoint
     async def pid(self) -> int:
         return os.getpid()
+
+    @endpoint
+    async def resident_mb(self) -> float:
+        return resident_mb()
 
     @endpoint
     async def digest(self, plane: TensorPlane, packet: TensorRef) -> Any:
@@ -254,23 +262,28 @@ def test_publishes_are_never_torn(plane: OwnedPlane, peer: Any) -> None:
 def test_memory_stays_flat_over_a_thousand_publishes(
     plane: OwnedPlane, peer: Any, storage: ProcMesh
 ) -> None:
-    """1,000 MB pass through and at most 4 MB are alive. Allocators keep some slack, so growth is
-    measured after 50 publishes and may reach 32 MB: losing one publish in thirty would show.
+    """1,000 MB pass through and at most 4 MB are alive. Growth is measured after 50 publishes, and
+    48 MB are allowed, as Monarch's queue of traces takes up to 34 in every process: losing one
+    publish in twenty would show.
     """
 
     async def run() -> None:
-        holder = await storage.spawn("probe", Peer).pid.call_one()
-        pids = [os.getpid(), await peer.pid.call_one(), holder]
+        holder = storage.spawn("probe", Peer)
+
+        async def resident() -> list[float]:
+            others = [await actor.resident_mb.call_one() for actor in (peer, holder)]
+            return [resident_mb(), *others]
+
         await peer.publish.call_one(plane, "warm", 50)
-        before = [resident_mb(pid) for pid in pids]
+        before = await resident()
         await peer.publish.call_one(plane, "flat", 950)
         deadline = time.monotonic() + 60  # for messages that Monarch has yet to see acknowledged
         while True:
-            growth = [resident_mb(pid) - old for pid, old in zip(pids, before, strict=True)]
-            if max(growth) < 32 or time.monotonic() > deadline:
+            growth = [now - old for now, old in zip(await resident(), before, strict=True)]
+            if max(growth) < 48 or time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.2)
-        assert max(growth) < 32, f"root, writer, storage grew by {growth} MB"
+        assert max(growth) < 48, f"root, writer, storage grew by {growth} MB"
         if isinstance(plane, SharedMemoryPlane):
             stored = sum(file.stat().st_size for file in plane.root.iterdir())
             assert stored == 4 * MB  # two versions of each series
