@@ -197,11 +197,10 @@ class RunDirectory:
         self, arm: str, step: int, scores: Mapping[str, SampleScores], most_bytes: int
     ) -> bool:
         """Append the scores of one step's samples, by their ids. Returns False, and writes nothing,
-        where the file would exceed `most_bytes`."""
-        rows = [TokenScoreRow(arm=arm, step=step, id=id, **of) for id, of in scores.items()]
-        had = self.token_scores.stat().st_size if self.token_scores.exists() else 0
-        if had + len(json_lines(rows)) > most_bytes:
+        where the file has `most_bytes`: it exceeds them by less than one step's rows."""
+        if self.token_scores.exists() and self.token_scores.stat().st_size >= most_bytes:
             return False
+        rows = [TokenScoreRow(arm=arm, step=step, id=id, **of) for id, of in scores.items()]
         append_rows(self.token_scores, rows)
         return True
 

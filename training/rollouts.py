@@ -8,7 +8,7 @@ A completion becomes a sample and a row of rollouts.jsonl; a checkpoint's JSON b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter
@@ -217,7 +217,7 @@ def as_rows(
             arm=arm, step=step, id=s.id, document=p.document, kind=p.kind,
             prompt_ids=s.prompt_ids, response_ids=s.response_ids,
             sampler_logprobs=c.logprobs, versions=s.versions,
-            sampling=asdict(p.request.sampling), finish_reason=c.finish_reason,
+            sampling=dict(vars(p.request.sampling)), finish_reason=c.finish_reason,
             text=decode(s.response_ids), composed=s.composed, cartridge=s.cartridge,
             contexts=s.contexts,
         )

@@ -56,7 +56,7 @@ def test_states_of_two_steps_are_not_put_together(run: RunDirectory, version: in
     assert str(resume_point(run, newest_checkpoint(run))) == CHECKPOINT
 
 
-@pytest.mark.parametrize("lost", ["rows", "state", "torn", "trainer", "whole", "newer"])
+@pytest.mark.parametrize("lost", ["rows", "state", "torn", "half", "trainer", "whole", "newer"])
 def test_what_a_machine_lost_is_noticed(run: RunDirectory, lost: str) -> None:
     newest, whole = newest_checkpoint(run), None
     if lost == "rows":
@@ -65,6 +65,12 @@ def test_what_a_machine_lost_is_noticed(run: RunDirectory, lost: str) -> None:
         run.run_state.unlink()
     elif lost == "torn":
         run.run_state.write_text(run.run_state.read_text()[:-2])
+    elif lost == "half":  # a state of step 6 over half of that of step 5
+        old = run.run_state.read_bytes()
+        write_run_state(run, {**STATE, "step": 6}, 5)
+        new = run.run_state.read_bytes()
+        run.run_state.write_bytes(new[: len(new) // 2] + old[len(new) // 2 :])
+        assert json.loads(run.run_state.read_text().splitlines()[0])["version"] == 5
     elif lost == "trainer":
         (run.last_state / "manifest.json").write_text("")
     elif lost == "whole":
@@ -72,6 +78,18 @@ def test_what_a_machine_lost_is_noticed(run: RunDirectory, lost: str) -> None:
     else:
         newest = run.checkpoints / "version-000005"
     assert resume_point(run, newest, whole) == ResumePoint(newest)
+
+
+def test_a_shorter_state_leaves_nothing_of_a_longer_one(run: RunDirectory) -> None:
+    write_run_state(run, {**STATE, "more": "x" * 9000}, 5)
+    assert resume_point(run, None).state == {**STATE, "more": "x" * 9000}
+    write_run_state(run, STATE, 5)
+    assert resume_point(run, None).state == STATE
+
+
+def test_a_state_from_before_checksums_is_read(run: RunDirectory) -> None:
+    run.run_state.write_text(run.run_state.read_text().splitlines()[0])
+    assert resume_point(run, None).state == STATE
 
 
 def test_without_either_a_run_starts_again(run: RunDirectory) -> None:

@@ -47,7 +47,8 @@ def test_a_step_that_outlasts_its_grace_is_the_one_gone_on_with(
         assert run.process.returncode == 143, said
         run.wait_until_gone(LIMIT_SECONDS)
     assert list((path / "checkpoints").glob("version-*")) == []
-    done = json.loads((path / "checkpoints" / "run-state.json").read_text())["version"]
+    state = (path / "checkpoints" / "run-state.json").read_text()
+    done = json.loads(state.splitlines()[0])["version"]
     assert done >= 3
     on = f"after step {done} of on_policy, from the trainer's last state"
     assert f"--resume {path.name} goes on {on}" in " ".join(said.split())
