@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from learning.losses.channel import ChannelTokens, Item, LossChannel, MicroBatch
-from learning.packing import PackedTokens, text_of
+from learning.packing import PackedTokens, even_parts, text_of, tokens_of
 from learning.sampler_gap import sampled_tokens
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample
@@ -80,9 +80,10 @@ class PreparedBatch:
         *,
         even: bool = False,
         only: Collection[str] | None = None,
+        passes: int = 1,
     ) -> list[list[Member]]:
         """Return this rank's micro-batches of at most `micro_tokens` prompt and response tokens;
-        None means one micro-batch. They are of the cartridges `only`; None: of all.
+        None means `passes` of about equally many. They are of the cartridges `only`; None: of all.
 
         A longer unit is a micro-batch of its own. Units are assigned longest first, each to the
         rank with the fewest tokens, with the same result on every rank; a rank may get none. An
@@ -90,9 +91,11 @@ class PreparedBatch:
         equally many.
         """
         units = self.units()
+        owners = [self.sets[u[0][0]][u[0][1]][0].cartridge for u in units]
         if only is not None:
-            units = [u for u in units if self.sets[u[0][0]][u[0][1]][0].cartridge in only]
-        lengths = [sum(map(_length, self.sets[name][i])) for (name, i), *_ in units]
+            units = [u for u, owner in zip(units, owners, strict=True) if owner in only]
+            owners = [owner for owner in owners if owner in only]
+        lengths = [sum(map(tokens_of, self.sets[name][i])) for (name, i), *_ in units]
         shares: list[list[int]] = [[] for _ in range(world)]
         held = [0] * world
         for u in sorted(range(len(units)), key=lambda u: (-lengths[u], u)):
@@ -100,13 +103,18 @@ class PreparedBatch:
             shares[fewest].append(u)
             held[fewest] += lengths[u]
         parts: list[list[list[Member]]] = []
-        for share in shares:
+        for share in map(sorted, shares):
+            if micro_tokens is None:
+                of = [lengths[u] for u in share], [owners[u] for u in share]
+                even_ones = even_parts(*of, passes)
+                parts.append([[m for i in part for m in units[share[i]]] for part in even_ones])
+                continue
             parts.append([])
             room = 0
-            for u in sorted(share):
-                if not parts[-1] or (micro_tokens is not None and lengths[u] > room):
+            for u in share:
+                if not parts[-1] or lengths[u] > room:
                     parts[-1].append([])
-                    room = micro_tokens or 0
+                    room = micro_tokens
                 parts[-1][-1] += units[u]
                 room -= lengths[u]
         most = max(map(len, parts)) if even else 0
@@ -169,10 +177,6 @@ def prepare(batch: TrainBatch, channels: Sequence[LossChannel], version: int) ->
         read.setdefault(channel.reads, set()).update(g for g, _ in items[channel.name])
     indices = {name: sorted(read[name]) for name in sets}
     return PreparedBatch(batch, channels, sets, indices, items, version)
-
-
-def _length(sample: Sample) -> int:
-    return len(sample.prompt_ids) + len(sample.response_ids)
 
 
 def _response(group: Iterable[Sample]) -> int:

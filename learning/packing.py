@@ -102,7 +102,7 @@ def pack(
         for i, s in enumerate(samples)
     ]
     names = tuple(sorted({name for name, _ in laid}))
-    order = sorted(laid.values(), key=lambda i: (prefix(samples[i]), -_length(samples[i]), i))
+    order = sorted(laid.values(), key=lambda i: (prefix(samples[i]), -tokens_of(samples[i]), i))
     ids: list[int] = []
     positions: list[int] = []
     first: dict[int, int] = {}  # sample -> its first token
@@ -120,12 +120,25 @@ def pack(
     return PackedTokens(
         names,
         tuple(count[name] for name in names),
-        tuple(_length(samples[i]) - 1 for i in order),
+        tuple(tokens_of(samples[i]) - 1 for i in order),
         torch.tensor(ids),
         torch.tensor(positions),
         torch.tensor(predicts),
         torch.tensor([t for s in samples for t in s.response_ids]),
     )
+
+
+def even_parts(lengths: Sequence[int], prefixes: Sequence[str], count: int) -> list[list[int]]:
+    """Return the indices of texts in `count` parts of about equally many tokens, fewer where there
+    are fewer texts. Texts over one prefix lie together: at most `count` - 1 prefixes are in two
+    parts or more."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    whole, before = max(1, sum(lengths)), 0
+    for i in sorted(range(len(lengths)), key=lambda i: (prefixes[i], i)):
+        middle = before + lengths[i] / 2
+        parts[min(count - 1, int(middle * count / whole))].append(i)
+        before += lengths[i]
+    return [sorted(part) for part in parts if part]
 
 
 def text_of(sample: Sample) -> tuple[str, tuple[int, ...]]:
@@ -153,7 +166,8 @@ def _one_token(name: str, position: int) -> PackedTokens:
     return PackedTokens((name,), (1,), (1,), one, one + position, none, none)
 
 
-def _length(sample: Sample) -> int:
+def tokens_of(sample: Sample) -> int:
+    """Return the tokens of a sample's prompt and response."""
     return len(sample.prompt_ids) + len(sample.response_ids)
 
 

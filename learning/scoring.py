@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from learning.model.cores import beside, passes_beside
 from learning.model.decoder import LanguageModel
 from learning.model.document_kv import DocumentKVCache
 from learning.packing import (
     ChunkedLogits,
     cartridge_of,
     context_of,
+    even_parts,
     pack,
     response_tokens,
     token_logprobs,
+    tokens_of,
 )
 from protocols.train_batch import PrecomputedScores
 from protocols.types import Sample
@@ -72,21 +75,29 @@ def score_kept(
     """Return the tensors to store of `score_over`'s logits: the top entries of each token, or all
     for None. `TeacherDistribution(**score_kept(...))` reads them. For top
     entries at most LOGIT_BYTES of logits exist at a time. With `keep_sampled` the response tokens'
-    own log-probabilities are kept too, which may lie outside the top entries."""
-    if keep_top is None:
-        return {"logits": score_over(model, samples, prefixes, row_tokens, prefix)}
-    tokens = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES, prefix)
-    if keep_sampled:
-        indices, logprobs, sampled = tokens.read(
-            slice(None),
-            lambda logits, of: (
-                *top_k(logits, keep_top),
-                token_logprobs(logits, tokens.targets[of]),
-            ),
-        )
-        return {"indices": indices, "logprobs": logprobs, "sampled": sampled}
-    indices, logprobs = tokens.read(slice(None), lambda logits, of: top_k(logits, keep_top))
-    return {"indices": indices, "logprobs": logprobs}
+    own log-probabilities are kept too, which may lie outside the top entries. On a CPU parts of the
+    samples are scored beside each other (`learning.model.cores`)."""
+    lengths = [tokens_of(s) for s in samples]
+    passes = passes_beside(model, sum(lengths))
+
+    def run(part: Sequence[int]) -> TeacherDistribution:
+        chosen, most = [samples[i] for i in part], LOGIT_BYTES // passes
+        if keep_top is None:
+            return TeacherDistribution(score_over(model, chosen, prefixes, row_tokens, prefix))
+        tokens = _scored(model, chosen, prefixes, row_tokens, most, prefix)
+
+        def kept(logits: Tensor, of: slice) -> tuple[Tensor, ...]:
+            own = (token_logprobs(logits, tokens.targets[of]),) if keep_sampled else ()
+            return *top_k(logits, keep_top), *own
+
+        return TeacherDistribution(None, *tokens.read(slice(None), kept))
+
+    parts = even_parts(lengths, [prefix(s) for s in samples], passes)
+    found = joined(
+        [*zip(parts, beside(run, parts, passes), strict=True)],
+        [len(s.response_ids) for s in samples],
+    )
+    return {name: value for name, value in vars(found).items() if value is not None}
 
 
 @torch.no_grad()

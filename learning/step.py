@@ -57,7 +57,7 @@ from learning.losses.channel import (
 from learning.model.cores import beside, passes_beside
 from learning.model.decoder import LanguageModel
 from learning.model.distributed import ALONE, ProcessGroup, is_sharded
-from learning.packing import check_rows, pack, response_tokens
+from learning.packing import check_rows, pack, response_tokens, tokens_of
 from learning.progress import CartridgeProgress
 from learning.sampler_gap import GapBounds, SamplerGap
 from protocols.errors import RunError, StaleTokenError
@@ -171,7 +171,8 @@ def train_step(
     spare = {name: alone[name] for name in learning}  # for a micro-batch without samples
     together = is_sharded(model)  # every pass gathers the base: all ranks must run equally many
     # Layers that run again are replaced in the model meanwhile.
-    passes = 1 if recompute_layers else passes_beside(model, micro_tokens)
+    at_a_time = sum(map(tokens_of, texts)) if micro_tokens is None else micro_tokens
+    passes = 1 if recompute_layers else passes_beside(model, at_a_time)
 
     def run(part: Sequence[Member]) -> _Pass:
         """Run forward and backward of one micro-batch. It may run beside another: whatever both
@@ -233,9 +234,10 @@ def train_step(
         parameter.grad = None
     each = None if micro_tokens is None else micro_tokens // passes
     if ranks.apart:
-        parts = prepared.split(each, only=bank.names)
+        parts = prepared.split(each, only=bank.names, passes=passes)
     else:
-        parts = prepared.split(each, ranks.data_rank, ranks.data_world, even=together)
+        place = ranks.data_rank, ranks.data_world
+        parts = prepared.split(each, *place, even=together, passes=passes)
     for one in beside(run, parts, passes):
         fault = fault or one.fault
         if one.observed is not None:
