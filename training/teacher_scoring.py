@@ -166,7 +166,7 @@ class TeacherScoring:
         self._weights.ended(key)
         if self._scored_in == self._mesh.plane_life:
             for packet in batch.packets:
-                self._weights.read(packet.key, self._scored_in)
+                self._weights.read(packet, self._scored_in)
         else:  # replaced meanwhile: unknown which plane has them
             self._weights.replica_lost()
 

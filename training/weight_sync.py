@@ -2,7 +2,8 @@
 
     publish(v)   trainer -> plane -> every reader in service, and readers that join later: the
                  cartridges that changed since the version before
-    read(key)    marks a key as no longer needed; `tidy` deletes it beside the next work
+    read(ref)    marks a key as no longer needed; `tidy` deletes it beside the next work, with
+                 others until they hold TIDY_BYTES
 
 A packet of cartridges stays in the plane as long as a published version refers to it.
 
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.spec.mesh import CARTRIDGE_READERS, HINTED_TEACHER
-from protocols.types import CartridgeSnapshot, PublishedCartridge
+from protocols.types import CartridgeSnapshot, PublishedCartridge, TensorRef
 from services.clients import TrainerClient, load_cartridges, remember_cartridges
 from services.mesh import Mesh
 from services.planes.codec import packed_bytes
@@ -26,6 +27,7 @@ from services.published import PublishedCartridges
 from training.canary import Canary
 
 REPEATS = 5  # of a publish whose host is lost before another host has it
+TIDY_BYTES = 8 * 2**20  # no longer needed, at which they are deleted: a call takes 1.5 ms
 
 
 class WeightSync:
@@ -45,7 +47,7 @@ class WeightSync:
         self.published = published or PublishedCartridges(keep + 1)
         self.canary: Canary | None = None
         self._published: list[tuple[int, CartridgeSnapshot]] = []
-        self._read: list[tuple[int, str]] = []
+        self._read: list[tuple[int, str, int]] = []  # plane, key, bytes
         # A key is in the plane before it is in these lists; `_forgotten` waits for that.
         self._moving = asyncio.Lock()
         self._deleting: asyncio.Task[None] | None = None
@@ -92,8 +94,10 @@ class WeightSync:
         evicted = self._published[: -self._keep]
         self._published = self._published[-self._keep :]
         live = {key for _, snapshot in self._published for key in snapshot.packets}
-        gone = {key: life for life, snapshot in evicted for key in snapshot.packets}
-        self._read += [(life, key) for key, life in gone.items() if key not in live]
+        gone = {r.key: (life, r) for life, snapshot in evicted for r in snapshot.packets.values()}
+        for key, (life, ref) in gone.items():
+            if key not in live:
+                self.read(ref, life)
 
     async def _publish(self, version: int, before: CartridgeSnapshot | None) -> CartridgeSnapshot:
         snapshot = await self._trainer.publish(version, before)
@@ -142,9 +146,9 @@ class WeightSync:
             for pool in self._readers:
                 await pool.tell()
 
-    def read(self, key: str, life: int) -> None:
+    def read(self, ref: TensorRef, life: int) -> None:
         """Mark a key as no longer needed. `life` numbers the plane that has it."""
-        self._read.append((life, key))
+        self._read.append((life, ref.key, packed_bytes(ref.layout)))
 
     def begin(self, stem: str) -> None:
         """Protect keys that begin with `stem` from deletion until `ended`."""
@@ -162,15 +166,16 @@ class WeightSync:
         self._sweep.add("")
 
     async def tidy(self) -> None:
-        """Start to delete keys that are no longer needed, beside the work that follows. First wait
-        for the previous deletion, and raise its error: the plane holds at most one step's tensors
-        too many."""
+        """Start to delete keys that are no longer needed, beside the work that follows, unless they
+        are few. First wait for the previous deletion, and raise its error: the plane holds at most
+        TIDY_BYTES and one step's tensors too many."""
         await self.tidied()
         sweep, self._sweep = self._sweep, set()
-        for prefix in sorted(sweep):
-            self._read += await self._forgotten(prefix)
-        keys, self._read = self._read, []
-        self._deleting = asyncio.create_task(self._delete(keys))
+        lost = [key for prefix in sorted(sweep) for key in await self._forgotten(prefix)]
+        if lost or sum(size for _, _, size in self._read) >= TIDY_BYTES:
+            keys = [*((life, key) for life, key, _ in self._read), *lost]
+            self._read.clear()
+            self._deleting = asyncio.create_task(self._delete(keys))
 
     async def _forgotten(self, prefix: str) -> list[tuple[int, str]]:
         """Return unlisted keys, written by replicas that died before they reported them."""
@@ -182,7 +187,7 @@ class WeightSync:
             except PlaneError:  # the plane is being replaced, and its keys are gone
                 return []
             published = {key for _, snapshot in self._published for key in snapshot.packets}
-            known = published | {key for _, key in self._read}
+            known = published | {key for _, key, _ in self._read}
             lost = []
             for key in (key for key in found if key not in known):
                 stems = [stem for stem in self._under_way if key.startswith(f"{stem}/")]

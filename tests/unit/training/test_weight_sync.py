@@ -17,9 +17,16 @@ from protocols.spec.mesh import RoleSpec
 from protocols.types import CartridgeSnapshot, PublishedCartridge, TensorLayout, TensorRef
 from services import mesh as mesh_module
 from services.mesh import Mesh
+from training import weight_sync
 from training.weight_sync import WeightSync
 
 LAYOUT = TensorLayout((("kv", (5, 10), "float32"),))  # 200 bytes, in lines of 64: 256
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delete what was read at the next `tidy`, however little it is."""
+    monkeypatch.setattr(weight_sync, "TIDY_BYTES", 0)
 
 
 class FakePlane:
@@ -321,17 +328,39 @@ def test_what_was_read_is_deleted_beside_the_work(monkeypatch: pytest.MonkeyPatc
         w = await world(monkeypatch)
         for key in ("scores/1", "scores/2", "scores/3"):
             await w.plane.put(key, {"score": 0})
-        w.weights.read("scores/1", 0)
-        w.weights.read("scores/3", 0)
+        w.weights.read(TensorRef("scores/1", LAYOUT), 0)
+        w.weights.read(TensorRef("scores/3", LAYOUT), 0)
         await w.weights.tidy()
         assert len(w.held) == 3, "nobody waited for it"
         await asyncio.sleep(0.015)
         assert set(w.held) == {"scores/2"}, "by one call, of 0.01 s"
         await w.weights.tidied()
-        w.weights.read("scores/1", 0)
+        w.weights.read(TensorRef("scores/1", LAYOUT), 0)
         await w.weights.tidy()
         with pytest.raises(PlaneError, match="no tensor scores/1 to delete"):
             await w.weights.tidied()
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+def test_little_that_was_read_waits_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """768 bytes are deleted together: three keys of 256."""
+    monkeypatch.setattr(weight_sync, "TIDY_BYTES", 768)
+
+    async def scenario() -> None:
+        w = await world(monkeypatch)
+        for step, left in enumerate((1, 2, 0, 1)):
+            await w.plane.put(f"scores/{step}", {"score": 0})
+            w.weights.read(TensorRef(f"scores/{step}", LAYOUT), 0)
+            await w.weights.tidy()
+            await w.weights.tidied()
+            assert len(w.held) == left
+        w.weights.replica_lost()
+        await w.plane.put("scores/lost with its teacher", {"score": 0})
+        await w.weights.tidy()
+        await w.weights.tidied()
+        assert w.held == {}, "what a loss left goes at once, and the rest with it"
         await w.mesh.stop()
 
     run(scenario())
@@ -348,7 +377,7 @@ def test_a_sweep_after_a_loss_finds_what_nobody_knows_of(monkeypatch: pytest.Mon
         await w.weights.tidied()
         assert len(w.held) == 4, "without a loss nobody looks"
         w.weights.replica_lost()
-        w.weights.read("scores/read", 0)
+        w.weights.read(TensorRef("scores/read", LAYOUT), 0)
         await w.weights.tidy()
         await w.weights.tidied()
         assert sorted(w.versions) == [1, 2]
@@ -392,7 +421,7 @@ def test_a_lost_plane_is_filled_anew_under_new_keys(monkeypatch: pytest.MonkeyPa
         w = await world(monkeypatch, keep=2)
         for version in (3, 4):
             await w.weights.publish(version)
-        w.weights.read("scores/4", 0)
+        w.weights.read(TensorRef("scores/4", LAYOUT), 0)
         before = set(w.held)
         w.process("store").die()
         await w.settled()
