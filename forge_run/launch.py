@@ -54,18 +54,18 @@ OF_THE_MESH = (b"monarch", b"forkserver")  # in the command lines of its process
 def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, str]:
     """Return the environment that Monarch reads on import, in every process of the mesh.
 
-    `services.pool.process` sees the end of a local process at once. Monarch's own polling takes
-    processor time for every actor, so it is rare. Where an end was not seen, or a process is
-    silent, Monarch waits for `health.dead_after_s` instead of 30 s: calls to a lost tensor store
-    hang that long in the actors that made them. With other hosts than this one, not `local`, a
-    message is kept for as long as its link may be down.
+    `services.pool.process` sees the end of a local process at once, and so do the actors that wait
+    for a local tensor store. Monarch's own polling takes processor time for every actor, so it is
+    rare. Where an end was not seen, or a process is silent, Monarch waits for `health.dead_after_s`
+    instead of 30 s. With other hosts than this one, not `local`, it polls more often, and a message
+    is kept for as long as its link may be down.
 
     Monarch ends a process whose owner's last call has expired by the host's clock: every one, where
     that clock is set forward. Local processes end with their parents anyway, so none expires.
     """
     patience = f"{math.ceil(health.dead_after_s)}s"
     return {
-        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "5s",
+        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "20s" if local else "5s",
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
         **(LOCAL_ENVIRONMENT if local else LINK_ENVIRONMENT),

@@ -44,7 +44,7 @@ from protocols.types import (
     TrainStepOutput,
 )
 from services.pool.pool import Pool, PoolUpdate
-from services.pool.replica import Replica, ask
+from services.pool.replica import Packed, Replica, ask
 from services.published import PublishedCartridges
 
 Replied = Callable[[Sequence[Completion]], None] | None
@@ -133,7 +133,7 @@ class GeneratorClient(RoleClient):
 
         async def share(items: Sequence[GenerateRequest]) -> list[Completion]:
             done: GenerateOutput
-            replica, done = await self.pool.route_named("generate", tuple(items))
+            replica, done = await self.pool.route_named("generate", Packed(tuple(items)))
             for completion in done.completions:
                 if completion.error:
                     raise PublishError(f"{completion.request_id}: {completion.error}")
@@ -229,7 +229,7 @@ class DocTeacherClient(RoleClient):
     async def score(self, stem: str, samples: Sequence[Sample]) -> ScoreOutput:
         """Put the distributions over every response token into the tensor plane under `stem`. One
         teacher scores all samples; the scores are one tensor, in sample order."""
-        scored: ScoreOutput = await self.pool.route("score", stem, tuple(samples))
+        scored: ScoreOutput = await self.pool.route("score", stem, Packed(tuple(samples)))
         return scored
 
 
@@ -249,7 +249,9 @@ class HintedTeacherClient(RoleClient):
         `version`, into the tensor plane under `stem`. With `published`, raises StaleTokenError for
         scores of other numbers."""
         scored: ScoreOutput
-        replica, scored = await self.pool.route_named("score", stem, tuple(samples), version)
+        replica, scored = await self.pool.route_named(
+            "score", stem, Packed(tuple(samples)), version
+        )
         if self._published is not None:
             self._published.check_served(replica, stem, version, scored.served)
         return scored
@@ -281,7 +283,7 @@ class TrainerClient(RoleClient):
     async def step(self, batch: TrainBatch, version: int) -> TrainStepOutput:
         """Train `version` on a scored batch. Raises PlaneError when the scores are lost,
         StaleTokenError when a token is older than the bound."""
-        output: TrainStepOutput = await self.pool.route("step", batch, version)
+        output: TrainStepOutput = await self.pool.route("step", Packed(batch), version)
         return output
 
     async def read_ahead(self, packet: TensorRef) -> None:

@@ -25,7 +25,7 @@ from protocols.types import TraceSpan
 from services.pool import process as process_module
 from services.pool.health import HealthState, refitted
 from services.pool.pool import Pool
-from services.pool.replica import Replica
+from services.pool.replica import Packed, Replica
 from services.pool.service import Service
 
 HEALTH = HealthSpec(heartbeat_s=0.5, suspect_after_s=2.0, dead_after_s=5.0)
@@ -197,6 +197,7 @@ class Handle:
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
         process = self._process
+        args = tuple(arg.value if isinstance(arg, Packed) else arg for arg in args)
         await process.reach(self._rank)
         # Work goes on when its caller goes away, and ends with its process.
         work = asyncio.ensure_future(getattr(process.actors[self._rank], method)(*args))

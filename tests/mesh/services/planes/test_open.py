@@ -332,9 +332,9 @@ def test_a_stuck_or_dead_storage_process_raises_in_bounded_time(
         os.kill(pid, signal.SIGCONT)
 
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(PlaneError, match=r"put of 'b' (failed|took longer)"):
+        with pytest.raises(PlaneError, match=r"put of 'b' failed: the store's process has ended"):
             await plane.put("b", {"x": torch.ones(3)})
-        with pytest.raises(PlaneError, match=r"get of 'a' (failed|took longer)"):
+        with pytest.raises(PlaneError, match=r"get of 'a' failed: the store's process has ended"):
             await plane.get(packet)
         async with asyncio.timeout(60):
             while not monarch_faults:  # noqa: ASYNC110  Monarch's hook appends, from any thread

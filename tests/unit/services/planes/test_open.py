@@ -16,13 +16,17 @@ import torch
 from protocols.errors import PlaneError, SpecError
 from services.planes.open import open_plane
 from services.planes.shared_memory import SharedMemoryPlane
+from services.planes.store_watch import StoreWatch
 
 
 def test_planes_pickle_as_handles() -> None:
     from services.planes.torchstore import TorchStorePlane
 
-    store = pickle.loads(pickle.dumps(TorchStorePlane("handle", 3.0)))  # noqa: S301  our own bytes
+    watch = StoreWatch(7, "1/2/3")
+    store = pickle.loads(pickle.dumps(TorchStorePlane("handle", 3.0, watch)))  # noqa: S301  our own
     assert (store._controller, store.timeout_s) == ("handle", 3.0)
+    assert store._watch is not None
+    assert store._watch.__reduce__() == watch.__reduce__()
     shared = pickle.loads(pickle.dumps(SharedMemoryPlane("/dev/shm/x")))  # noqa: S301  our own bytes
     assert shared.root == Path("/dev/shm/x")
 

@@ -1,0 +1,90 @@
+"""A wait for a store ends when its process does."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from services.planes.store_watch import StoreWatch
+from services.proc_info import began
+
+LONG = 60.0  # seconds that no test waits
+
+
+@pytest.fixture
+def store() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def watch_of(process: subprocess.Popen[bytes]) -> StoreWatch:
+    return StoreWatch(process.pid, began(process.pid))
+
+
+async def wait(watch: StoreWatch, seconds: float = LONG) -> None:
+    async with watch.bounded(seconds):
+        await asyncio.sleep(2 * LONG)
+
+
+def test_all_waits_end_with_the_process(store: subprocess.Popen[bytes]) -> None:
+    watch = watch_of(store)
+
+    async def run() -> None:
+        waits = [asyncio.create_task(wait(watch)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        async with watch.bounded(LONG):
+            pass  # one that is answered ends no other
+        assert not any(one.done() for one in waits)
+        store.kill()
+        for one in waits:
+            with pytest.raises(TimeoutError):
+                await one
+
+    asyncio.run(run())
+    assert watch.ended
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait(watch))
+
+
+def test_a_wait_has_its_own_limit_and_any_loop_may_wait(store: subprocess.Popen[bytes]) -> None:
+    watch = watch_of(store)
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            asyncio.run(wait(watch, 0.01))
+    assert not watch.ended
+    store.kill()
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait(watch))
+    assert watch.ended
+
+
+def test_another_process_notices_too(store: subprocess.Popen[bytes]) -> None:
+    watch = pickle.loads(pickle.dumps(watch_of(store)))  # noqa: S301  our own bytes
+    store.kill()
+    store.wait()  # its id is free
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait(watch))
+    assert watch.ended
+
+
+def test_another_process_with_its_id_is_not_the_store(store: subprocess.Popen[bytes]) -> None:
+    ticks, _, host = began(store.pid).partition("/")
+    watch = StoreWatch(store.pid, f"{int(ticks) - 1}/{host}")
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait(watch))
+    assert watch.ended
+
+
+def test_a_process_of_another_host_is_not_watched(store: subprocess.Popen[bytes]) -> None:
+    watch = StoreWatch(store.pid, began(store.pid) + "elsewhere")
+    store.kill()
+    store.wait()
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait(watch, 0.05))
+    assert not watch.ended, "its wait ended by its limit"
