@@ -8,6 +8,7 @@ of their own, and publish these.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -149,8 +150,13 @@ class TrainerActor(ModelActor):
         return version
 
     @endpoint
-    async def step(self, lesson: TrainBatch, version: int) -> TrainStepOutput:
-        """Train `version` on a train batch, with the teachers' scores of its tokens.
+    async def step(
+        self, lesson: TrainBatch, version: int, there: CartridgeSnapshot | None = None
+    ) -> TrainStepOutput:
+        """Train `version` on a train batch, with the teachers' scores of its tokens. Where `there`
+        is given, put the cartridges that it has not into the plane, as `publish` would: one call
+        the less. One put that fails is left to `publish`, and so are those of ranks that stand
+        apart.
 
         The scores are read, not deleted. Raises StaleTokenError, RunError, and PlaneError for lost
         scores.
@@ -180,11 +186,15 @@ class TrainerActor(ModelActor):
         output = self._trainer.step_on(batch, version)
         self._freed.give_back()
         self._keep_last_state()
-        return replace(
+        output = replace(
             output,
             compute_seconds=time.perf_counter() - begun,
             token_scores=self._trainer.token_scores,
         )
+        if there is not None and self._ranks.leads and not self._ranks.apart:
+            with contextlib.suppress(PlaneError, PublishError):
+                output = replace(output, published=await self._put_own(output.version, there))
+        return output
 
     async def _scores(
         self, *scored: tuple[Sequence[TeacherScores], Sequence[PrecomputedScores], Sequence[int]]

@@ -348,7 +348,7 @@ class TrainStepOutput(TimedReply):
     theirs, and `grad_norm` that of all of them together. `token_scores` is doc_kl at every token of
     a sample and the teacher's likeliest tokens there, by its id
     (`protocols.records.token_scores`), empty where it is not asked for or was
-    lost with a trainer.
+    lost with a trainer. `published` is in the plane already, where that was asked for.
     """
 
     version: int = 0
@@ -362,6 +362,7 @@ class TrainStepOutput(TimedReply):
     sampler_gap: Mapping[str, float] = field(default_factory=dict)
     cartridges: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     token_scores: Mapping[str, SampleScores] = field(default_factory=dict)
+    published: CartridgeSnapshot | None = None
 
 
 class TraceSpan(NamedTuple):

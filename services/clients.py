@@ -280,10 +280,13 @@ class TrainerClient(RoleClient):
         version: int = await self.pool.route("begin", arm, steps, updates)
         return version
 
-    async def step(self, batch: TrainBatch, version: int) -> TrainStepOutput:
-        """Train `version` on a scored batch. Raises PlaneError when the scores are lost,
+    async def step(
+        self, batch: TrainBatch, version: int, there: CartridgeSnapshot | None = None
+    ) -> TrainStepOutput:
+        """Train `version` on a scored batch, and put the new version into the plane, where `there`
+        is given: without the cartridges that are there. Raises PlaneError when the scores are lost,
         StaleTokenError when a token is older than the bound."""
-        output: TrainStepOutput = await self.pool.route("step", Packed(batch), version)
+        output: TrainStepOutput = await self.pool.route("step", Packed(batch), version, there)
         return output
 
     async def read_ahead(self, packet: TensorRef) -> None:

@@ -121,10 +121,11 @@ class OnPolicyLoop:
         with timer("train"):
             if not self.validation.waiting:  # an environment may have no room for both
                 self.rollouts.prepare_after(step)
-            output = await train_scored(self.trainer, self.teachers, key, batch, version)
+            there = self.weights.ahead(version + 1)
+            output = await train_scored(self.trainer, self.teachers, key, batch, version, there)
         with timer("publish"):
             await self.validation.settled()  # it still reads the previous version
-            await self.weights.publish(version + 1)
+            await self.weights.publish(version + 1, output.published)
 
         return StepRecord(rollout, output, timer.times(), scoring)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from protocols.errors import PlaneError, RunError
 from protocols.spec.mesh import HINTED_TEACHER
 from protocols.train_batch import TeacherScores, TrainBatch
-from protocols.types import CacheStats, Sample, ScoreOutput, TrainStepOutput
+from protocols.types import CacheStats, CartridgeSnapshot, Sample, ScoreOutput, TrainStepOutput
 from services.clients import DocTeacherClient, HintedTeacherClient, TrainerClient
 from services.mesh import Mesh
 from services.planes.codec import packed_bytes
@@ -203,12 +203,18 @@ class TeacherScoring:
 
 
 async def train_scored(
-    trainer: TrainerClient, teachers: TeacherScoring, key: str, batch: TrainBatch, version: int
+    trainer: TrainerClient,
+    teachers: TeacherScoring,
+    key: str,
+    batch: TrainBatch,
+    version: int,
+    there: CartridgeSnapshot | None = None,
 ) -> TrainStepOutput:
-    """Train `version` on a scored batch; scores that are lost with the plane are made again."""
+    """Train `version` on a scored batch, and put what is not `there` into the plane
+    (`TrainerClient.step`); scores that are lost with the plane are made again."""
     while True:
         try:
-            output = await trainer.step(batch, version)
+            output = await trainer.step(batch, version, there)
             break
         except PlaneError as error:
             batch = await teachers.score_again(key, batch, version, error)

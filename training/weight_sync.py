@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.spec.mesh import CARTRIDGE_READERS, HINTED_TEACHER
-from protocols.types import CartridgeSnapshot, PublishedCartridge, TensorRef
+from protocols.types import PUBLISHED, CartridgeSnapshot, PublishedCartridge, TensorRef
 from services.clients import TrainerClient, load_cartridges, remember_cartridges
 from services.mesh import Mesh
 from services.planes.codec import packed_bytes
@@ -54,6 +54,7 @@ class WeightSync:
         self._sweep: set[str] = set()  # key prefixes to search; "" is all keys
         self._under_way: set[str] = set()
         self._spared: set[str] = set()
+        self._ahead = -1  # the plane that a version is put into with its step
         mesh.refill = self.refill
 
     @property
@@ -61,16 +62,31 @@ class WeightSync:
         """Return the newest version that every reader in service holds; -1 before the first."""
         return self._published[-1][1].version if self._published else -1
 
-    async def publish(self, version: int) -> None:
-        """Publish the trainer's cartridges to every reader. Raises RunError when they have another
-        version."""
+    def ahead(self, version: int) -> CartridgeSnapshot:
+        """Return what is in the plane of the version before, for a trainer that puts `version` into
+        it with its step. What it puts is protected until `publish`."""
+        self._ahead = self._mesh.plane_life
+        self.begin(f"{PUBLISHED}{version}")
+        return self._before(self._ahead) or CartridgeSnapshot(version, ())
+
+    def _before(self, life: int) -> CartridgeSnapshot | None:
+        return next((s for n, s in self._published[::-1] if n == life), None)
+
+    async def publish(self, version: int, put: CartridgeSnapshot | None = None) -> None:
+        """Publish the trainer's cartridges to every reader, those that it has `put` since `ahead`
+        or that it puts now. Raises RunError when they have another version."""
         tries = REPEATS
+        if put is not None and self._ahead != self._mesh.plane_life:
+            put = None  # replaced meanwhile: unknown which plane has it
+            self._sweep.add("")
         while True:
             life = self._mesh.plane_life
             try:
                 async with self._moving:
-                    before = next((s for n, s in self._published[::-1] if n == life), None)
-                    snapshot = await self._publish(version, before)
+                    before = self._before(life)
+                    there, put = put, None
+                    snapshot = there or await self._trainer.publish(version, before)
+                    await self._take(snapshot, version)
                     if life == self._mesh.plane_life:
                         self._published.append((life, snapshot))
                         self._evict()
@@ -82,6 +98,7 @@ class WeightSync:
                     await self._mesh.replaced(life, error)
                 if self._mesh.relays is not None:  # lost with its host: it is put once more
                     self._sweep.add("")
+        self.ended(f"{PUBLISHED}{version}")
         await self.tidy()
         readers = sum(len(pool) for pool in self._readers)
         self.moved_bytes = _put_bytes(snapshot.cartridges, before) * (1 + readers)
@@ -99,8 +116,8 @@ class WeightSync:
             if key not in live:
                 self.read(ref, life)
 
-    async def _publish(self, version: int, before: CartridgeSnapshot | None) -> CartridgeSnapshot:
-        snapshot = await self._trainer.publish(version, before)
+    async def _take(self, snapshot: CartridgeSnapshot, version: int) -> None:
+        """Have every reader load what was put into the plane."""
         if snapshot.version != version:
             raise RunError(
                 f"the trainer published version {snapshot.version} where {version} was due"
@@ -109,7 +126,6 @@ class WeightSync:
         await gather([self._load(snapshot), self._mesh.keep(snapshot)])
         if self.canary is not None:
             await self.canary.check(snapshot)
-        return snapshot
 
     async def _load(self, snapshot: CartridgeSnapshot) -> None:
         for pool in self._readers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ from learning.step import check_fresh
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
 from protocols.train_batch import TeacherScores, TrainBatch
-from protocols.types import Sample, TensorLayout, TensorRef, TrainStepOutput
+from protocols.types import CartridgeSnapshot, Sample, TensorLayout, TensorRef, TrainStepOutput
 from services.mesh import open_mesh, spawn_roles
 from services.pool.work_time import WorkTime
 from services.run_directory import RunDirectory
@@ -138,8 +138,18 @@ class Collaborators:
     def __init__(self, house: House) -> None:
         self._house = house
         self.waiting, self.prepared = False, list[int]()
-        self.publish = house.publish
-        self.step = house.train
+
+    def ahead(self, version: int) -> CartridgeSnapshot:
+        return CartridgeSnapshot(version, ())
+
+    async def step(
+        self, batch: TrainBatch, version: int, there: CartridgeSnapshot
+    ) -> TrainStepOutput:
+        return replace(await self._house.train(batch, version), published=there)
+
+    async def publish(self, version: int, put: CartridgeSnapshot) -> None:
+        assert put.version == version
+        await self._house.publish(version)
 
     async def generate(self, requests: Any, replied: Any = None) -> Any:
         raise AssertionError("a house samples by itself")

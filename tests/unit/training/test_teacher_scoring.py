@@ -17,6 +17,7 @@ from protocols.errors import PlaneError, RunError
 from protocols.train_batch import HintedTurn, PolicySample, PrecomputedScores, TrainBatch
 from protocols.types import (
     CacheStats,
+    CartridgeSnapshot,
     Sample,
     Sampling,
     ScoreOutput,
@@ -98,7 +99,9 @@ class Trainer:
     async def read_ahead(self, packet: TensorRef) -> None:
         self.ahead.append(packet.key)
 
-    async def step(self, lesson: TrainBatch, version: int) -> TrainStepOutput:
+    async def step(
+        self, lesson: TrainBatch, version: int, there: CartridgeSnapshot | None
+    ) -> TrainStepOutput:
         """Reads the scores into their samples' places."""
         rows: list[Any] = []
         for role, texts in lesson.read_by.items():

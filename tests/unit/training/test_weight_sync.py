@@ -225,6 +225,52 @@ def test_a_publish_reaches_every_generator_and_the_old_are_deleted(
     run(scenario())
 
 
+async def put_with_a_step(w: World, version: int) -> CartridgeSnapshot:
+    """What a trainer does in its step: it puts `version`, and publishes nothing after it."""
+    put: CartridgeSnapshot = await w.actor("trainer").publish(version, w.weights.ahead(version))
+    w.actor("trainer").kept.clear()
+    return put
+
+
+def test_what_was_put_with_a_step_is_not_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        w = await world(monkeypatch)
+        w.actor("trainer").since = one_a_step
+        await w.weights.publish(3)
+        put = await put_with_a_step(w, 4)
+        assert put.cartridges[1:] == w.weights._published[-1][1].cartridges[1:], "one has changed"
+        w.weights.replica_lost()
+        await w.weights.tidy()
+        await w.weights.tidied()
+        assert len(w.held) == 2, "a sweep spares what is put and not yet published"
+        await w.weights.publish(4, put)
+        await w.weights.tidied()
+        assert w.weights.newest == 4
+        assert [w.actor("generator", slot).loaded for slot in (0, 1)] == [[3, 4]] * 2
+        assert len(w.held) == 2
+        assert w.weights.moved_bytes == 256 * (1 + 2)
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+def test_what_a_lost_plane_had_with_a_step_is_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        w = await world(monkeypatch)
+        await w.weights.publish(3)
+        put = await put_with_a_step(w, 4)
+        w.actor("trainer").kept = {3, 4}
+        w.process("store").die()
+        await w.settled()
+        await w.weights.publish(4, put)
+        await w.weights.tidied()
+        assert w.versions == [4]
+        assert [w.actor("generator", slot).loaded[-1] for slot in (0, 1)] == [4, 4]
+        await w.mesh.stop()
+
+    run(scenario())
+
+
 def one_a_step(version: int) -> dict[str, int]:
     """Of a, b, c and d, step v changes the v-th, counted round."""
     return {name: max(0, version - (version - i) % 4) for i, name in enumerate("abcd")}
