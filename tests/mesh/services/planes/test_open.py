@@ -344,10 +344,11 @@ def test_a_stuck_or_dead_storage_process_raises_in_bounded_time(
     assert monarch_faults  # they reached the hook, which did not end the process
 
 
-def test_torchstore_asks_for_the_kind_of_a_value_where_we_answer() -> None:
+def test_torchstore_asks_for_the_kind_and_place_of_a_value_where_we_answer() -> None:
     """Should a release name it otherwise, every get would ask twice again, and nothing fail."""
     from torchstore.client import LocalClient
 
     from services.planes.torchstore import TensorClient
 
-    assert set(vars(TensorClient)) & set(vars(LocalClient)) >= {"_get_stored_object_type"}
+    answered = {"_get_stored_object_type", "_locate_volumes"}
+    assert set(vars(TensorClient)) & set(vars(LocalClient)) >= answered
