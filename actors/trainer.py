@@ -155,8 +155,7 @@ class TrainerActor(ModelActor):
     ) -> TrainStepOutput:
         """Train `version` on a train batch, with the teachers' scores of its tokens. Where `there`
         is given, put the cartridges that it has not into the plane, as `publish` would: one call
-        the less. One put that fails is left to `publish`, and so are those of ranks that stand
-        apart.
+        the less. A put that fails is left to `publish`, and so are those of ranks that stand apart.
 
         The scores are read, not deleted. Raises StaleTokenError, RunError, and PlaneError for lost
         scores.

@@ -187,7 +187,7 @@ class WeightSync:
         TIDY_BYTES and one step's tensors too many."""
         await self.tidied()
         sweep, self._sweep = self._sweep, set()
-        lost = [key for prefix in sorted(sweep) for key in await self._forgotten(prefix)]
+        lost = {key: None for prefix in sorted(sweep) for key in await self._forgotten(prefix)}
         if lost or sum(size for _, _, size in self._read) >= TIDY_BYTES:
             keys = [*((life, key) for life, key, _ in self._read), *lost]
             self._read.clear()

@@ -32,10 +32,10 @@ def most_beside(device: torch.device) -> int:
     return min(MOST, torch.get_num_threads()) if device.type == "cpu" else 1
 
 
-def passes_beside(model: LanguageModel, tokens: int | None) -> int:
-    """Return how many passes to run beside each other where they may have `tokens` together; None:
-    one pass has them all. Ranks that compute one pass together run one at a time."""
-    if tokens is None or is_sharded(model) or model.tensor.size > 1:
+def passes_beside(model: LanguageModel, tokens: int) -> int:
+    """Return how many passes to run beside each other that have `tokens` together. Ranks that
+    compute one pass together run one at a time."""
+    if is_sharded(model) or model.tensor.size > 1:
         return 1
     return max(1, min(most_beside(model.device), tokens // LEAST_TOKENS))
 

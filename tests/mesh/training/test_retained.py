@@ -14,6 +14,7 @@ from loop_setup import House, run
 
 from protocols.types import Completion, GenerateOutput, GenerateRequest, PrefixRef, Sampling
 from services.clients import REMEMBERED, GeneratorClient
+from services.pool.replica import Packed
 from training.rollouts import Rollout
 
 STEPS, TOKENS = 30, 20_000
@@ -74,10 +75,10 @@ class OnePool:
     async def split(self, items: Any, work: Any, most: int | None = None) -> list[Any]:
         return list(await work(items))
 
-    async def route_named(self, method: str, requests: tuple[GenerateRequest, ...]) -> Any:
+    async def route_named(self, method: str, requests: Packed) -> Any:
         done = tuple(
             Completion(r.id, tuple(range(TOKENS)), (-1.0,) * TOKENS, (0,) * TOKENS, "length")
-            for r in requests
+            for r in requests.value
         )
         return "generator[0]", GenerateOutput(0.0, done)
 

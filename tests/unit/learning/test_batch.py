@@ -133,6 +133,7 @@ def split(batch: TrainBatch, *given: Any, **more: Any) -> list[list[str]]:
 def test_micro_batches_by_hand() -> None:
     """Lengths 5, 2 | 6, 4 | 4 + 3."""
     assert split(BATCH, None) == split(BATCH, 24) == [["d0", "d1", "e0", "e1", "p"]]
+    assert split(BATCH, None, passes=2) == [["d0", "d1", "e0"], ["e1", "p"]]  # of 13 and 11 tokens
     assert split(BATCH, 23) == [["d0", "d1", "e0", "e1"], ["p"]]
     assert split(BATCH, 7) == [["d0", "d1"], ["e0"], ["e1"], ["p"]]
     assert split(BATCH, 1) == [["d0"], ["d1"], ["e0"], ["e1"], ["p"]]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learning.packing import PackedTokens, pack, response_logits
+from learning.packing import PackedTokens, even_parts, pack, response_logits
 from protocols.errors import DataError
 from protocols.types import Sample
 
@@ -137,6 +137,32 @@ def test_every_sample_is_packed_once_and_nothing_is_padded(
     # The tokens that predict a sample's response are its last prompt token, then the response's.
     read = packed.ids[packed.predicts].tolist()
     assert read == [i for s in samples for i in (s.prompt_ids[-1], *s.response_ids[:-1])]
+
+
+def test_even_parts_by_hand() -> None:
+    lengths = [3, 3, 2, 4]
+    assert even_parts(lengths, "baba", 1) == [[0, 1, 2, 3]]
+    assert even_parts(lengths, "baba", 2) == [[1, 3], [0, 2]], "7 tokens over a, 5 over b"
+    assert even_parts(lengths, "aaaa", 2) == [[0, 1], [2, 3]]
+    assert even_parts([9, 1], "ab", 2) == [[0], [1]]
+    assert even_parts([9], "a", 4) == [[0]], "no part is empty"
+    assert even_parts([], "", 2) == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.sampled_from("abc")), max_size=30), st.integers(1, 4)
+)
+def test_even_parts_have_every_text_once_and_about_equally_many_tokens(
+    texts: list[tuple[int, str]], count: int
+) -> None:
+    lengths, prefixes = [n for n, _ in texts], [p for _, p in texts]
+    parts = even_parts(lengths, prefixes, count)
+    assert sorted(i for part in parts for i in part) == list(range(len(texts)))
+    most = max(lengths, default=0)
+    for part in parts:
+        assert sum(lengths[i] for i in part) <= sum(lengths) / count + most
+    held = Counter(prefix for part in parts for prefix in {prefixes[i] for i in part})
+    assert sum(n - 1 for n in held.values()) <= count - 1
 
 
 def test_the_same_tokens_share_a_place() -> None:

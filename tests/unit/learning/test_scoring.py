@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from channel_setup import bank_of, prefixes, scene
 
 from learning.losses.dpo import with_references
+from learning.model import cores
+from learning.model.cores import beside
 from learning.packing import token_logprobs
 from learning.scoring import contexts_of, response_logprobs, score, score_kept, score_over, top_k
 from protocols.train_batch import hinted
@@ -75,6 +77,41 @@ def test_what_is_kept_of_a_score_is_its_top_or_all(
     ours = response_logprobs(twin.model, samples, kv, 20)
     targets = torch.tensor([t for s in samples for t in s.response_ids])
     torch.testing.assert_close(ours, token_logprobs(logits, targets), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("keep_top", "keep_sampled"), [(None, False), (6, False), (6, True)])
+def test_parts_scored_beside_each_other_are_the_whole(
+    twin: Twin, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch,
+    keep_top: int | None, keep_sampled: bool,
+) -> None:  # fmt: skip
+    """Samples of two prefixes in turn: a part has those of one, and the rows come back in order."""
+    samples = make_samples(("a", 4, 5), ("b", 2, 3), ("a", 3, 2), ("b", 5, 4))
+    kv = contexts_of(samples, twin.cached())
+
+    def kept() -> dict[str, torch.Tensor]:
+        return score_kept(twin.model, samples, kv, 20, keep_top, keep_sampled=keep_sampled)
+
+    ran: list[int] = []
+
+    def noted(work: Any, parts: Any, passes: int) -> Any:
+        ran.append(len(parts))
+        return beside(work, parts, passes)
+
+    monkeypatch.setattr("learning.scoring.beside", noted)
+    monkeypatch.setattr(cores, "LEAST_TOKENS", 10)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = kept()
+        torch.set_num_threads(2)
+        parts = kept()
+    finally:
+        torch.set_num_threads(before)
+    assert ran == [1, 2]
+    assert list(parts) == list(whole)
+    for name, value in parts.items():
+        assert not value.requires_grad
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=2e-5)
 
 
 def test_references_are_recomputed_where_stale(twin: Twin) -> None:

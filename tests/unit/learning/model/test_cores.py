@@ -93,10 +93,10 @@ def test_an_error_comes_in_its_place_when_nothing_runs_any_more() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "threads", "passes"),
-    [(None, 2, 1), (256, 1, 1), (256, 2, 2), (256, 16, 4), (100, 16, 1), (128, 2, 2), (200, 4, 3)],
+    [(256, 1, 1), (256, 2, 2), (256, 16, 4), (100, 16, 1), (128, 2, 2), (200, 4, 3)],
 )
 def test_passes_have_enough_tokens_and_a_thread_each(
-    llama: Twin, tokens: int | None, threads: int, passes: int
+    llama: Twin, tokens: int, threads: int, passes: int
 ) -> None:
     torch.set_num_threads(threads)
     assert passes_beside(llama.model, tokens) == passes
@@ -129,6 +129,31 @@ def test_a_step_of_passes_beside_is_that_of_the_same_micro_batches(
     assert torch.equal(two.gradient, one.gradient)
     assert torch.equal(two.trained, one.trained)
     assert two.result == one.result
+
+
+def test_a_batch_that_is_not_divided_is_trained_in_passes_beside(
+    llama: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All four channels: as many passes as threads, and the sums of one pass but for rounding."""
+    monkeypatch.setattr(cores, "LEAST_TOKENS", 10)
+    ran: list[tuple[int, int]] = []
+
+    def noted(work: Any, parts: Any, passes: int) -> Any:
+        ran.append((len(parts), passes))
+        return beside(work, parts, passes)
+
+    monkeypatch.setattr("learning.step.beside", noted)
+    batch, found = scene(llama, bank_of(llama)), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(do(llama, batch, ALL, micro_tokens=None))
+    one, two = found
+    assert ran == [(1, 1), (2, 2)]
+    assert one.gradient is not None
+    torch.testing.assert_close(two.gradient, one.gradient, rtol=1e-4, atol=1e-7)
+    assert two.result.tokens == one.result.tokens
+    for name, term in one.result.terms.items():
+        assert two.result.terms[name]["value"] == pytest.approx(term["value"], rel=1e-5, abs=1e-7)
 
 
 def test_passes_share_the_logits_that_may_exist(
