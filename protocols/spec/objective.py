@@ -279,8 +279,8 @@ class ObjectiveSpec(SpecSection):
     micro_tokens: int | None = Field(
         default=None,
         ge=2,
-        description="tokens trained at a time, on a CPU in several passes beside each other; null: the "
-        "whole batch",
+        description="tokens trained at a time, on a CPU in several passes beside each other; null: "
+        "the whole batch",
     )
     compare_every: int = Field(
         default=0,
