@@ -18,6 +18,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 # Before torchstore is imported, in every process: where this is unset, importing it sets it *and*
@@ -38,9 +39,11 @@ from services.proc_info import began
 
 try:
     from torchstore.client import LocalClient
-    from torchstore.controller import Controller, ObjectType
+    from torchstore.controller import Controller, ObjectType, StorageInfo
     from torchstore.storage_volume import StorageVolume
     from torchstore.strategy import TorchStoreStrategy
+    from torchstore.transport.buffers import TransportBuffer
+    from torchstore.transport.pipe import Pipe, Request
 except ModuleNotFoundError as error:
     package = str(error.name).partition(".")[0]
     if package == "torchstore":
@@ -64,6 +67,8 @@ START_TIMEOUT_S = 60.0
 # Keys deleted between two returns of the store's free memory: what messages leave between the
 # values in its heap grew by 1% of the bytes that passed. A return takes 1-6 ms.
 TRIM_EVERY = 64
+
+TAKEN = "the key has a writer"
 
 T = TypeVar("T")
 
@@ -93,8 +98,21 @@ def _sync_endpoints(actor: type) -> dict[str, Any]:
     }
 
 
+_volumes: list[StorageVolume] = []  # of this process: none, or one
+
+
+class HostedVolume(StorageVolume):
+    """Let the controller in the same process reach the volume without a message, which would copy
+    the values twice."""
+
+    def __init__(self, id_func: Callable[[], str]) -> None:
+        super().__init__(id_func)
+        _volumes[:] = [self]
+
+
 class StoreController(Controller):
-    """Extend TorchStore's controller so that only one writer can claim each key."""
+    """Extend TorchStore's controller so that each key has one writer, whose value it has the volume
+    store before it lists it. TorchStore's own client makes a call for each of the three."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,13 +120,18 @@ class StoreController(Controller):
         self._discarded = 0
 
     @endpoint
-    async def claim(self, key: str) -> bool:
-        """Reserve the key and return True, or return False when it is reserved already."""
+    async def put(self, key: str, buffer: TransportBuffer, request: Request) -> None:
+        """Store what the buffer carries. Raises KeyError where a put of the key has begun before,
+        also one that failed, until the key is discarded."""
         self.assert_initialized()
         if key in self._claimed:
-            return False
+            raise KeyError(f"{TAKEN}: {key}")
         self._claimed.add(key)
-        return True
+        await _volumes[0].store.put(key, buffer, request)
+        volume = OneVolume.get_volume_id()
+        self.keys_to_storage_volumes[key] = {
+            volume: StorageInfo(ObjectType.from_request(request), {request.tensor_slice})
+        }
 
     @endpoint
     async def discard(self, keys: Sequence[str]) -> list[str]:
@@ -131,8 +154,8 @@ class StoreController(Controller):
 
     async def _discard(self, key: str) -> None:
         # Unlisted first: a reader is told that the key is missing, and not that its bytes are.
-        for volume in self.keys_to_storage_volumes.pop(key):
-            await self.strategy.get_storage_volume(volume).delete.call(key)
+        del self.keys_to_storage_volumes[key]
+        await _volumes[0].store.delete(key)
 
 
 for _name, _endpoint in _sync_endpoints(Controller).items():
@@ -140,9 +163,13 @@ for _name, _endpoint in _sync_endpoints(Controller).items():
 
 
 class TensorClient(LocalClient):
-    """Read values that are all whole tensors of the one volume, which says itself which keys it has
-    not. TorchStore's own client asks its controller twice for each: what kind of value it is, and
-    where it is."""
+    """Read and write values that are all whole tensors of the one volume, which says itself which
+    keys it has not. TorchStore's own client asks its controller twice for each that it reads: what
+    kind of value it is, and where it is."""
+
+    async def put(self, key: str, value: torch.Tensor) -> None:
+        beside: Any = SimpleNamespace(put=self._controller.put)
+        await Pipe(beside).put_to_storage_volume(key, Request.from_any(value))
 
     async def _get_stored_object_type(self, key: str) -> ObjectType:
         return ObjectType.TENSOR
@@ -242,7 +269,7 @@ class TorchStorePlane:
         async def initialize() -> None:
             process = mesh.spawn("prepare", VolumeProcess)
             plane._watch = await process.prepare.call_one()
-            volumes = await StorageVolume.spawn(1, mesh, id_func=strategy.get_volume_id)
+            volumes = await HostedVolume.spawn(1, mesh, id_func=strategy.get_volume_id)
             await plane._controller.init.call(
                 strategy=strategy, num_storage_volumes=1, storage_volumes=volumes
             )
@@ -265,15 +292,11 @@ class TorchStorePlane:
         check_key(key)
         buffer, layout = pack(tensors)
 
-        async def claim_and_put() -> bool:
-            if not await self._controller.claim.call_one(key):
-                return False
+        async def put() -> None:
             await (await self._storage()).put(key, buffer)
             _trimmer.passed(buffer.numel())
-            return True
 
-        if not await self._bounded("put", key, claim_and_put()):
-            raise PlaneError(f"put: key {key!r} exists; versions are never overwritten")
+        await self._bounded("put", key, put())
         return TensorRef(key, layout)
 
     async def get(self, packet: TensorRef) -> dict[str, torch.Tensor]:
@@ -342,6 +365,10 @@ class TorchStorePlane:
                 "process alive? Raise timeout_s if it is only slow"
             ) from error
         except Exception as error:  # Monarch, TorchStore and remote code raise any type
+            if TAKEN in str(error):
+                raise PlaneError(
+                    f"{operation}: key {key!r} exists; versions are never overwritten"
+                ) from error
             if "Unable to locate" in str(error):
                 raise PlaneError(missing_key(operation, key)) from error
             if "torchstore.initialize" in str(error):  # assertion of a stopped controller
