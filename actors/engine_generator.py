@@ -39,7 +39,8 @@ from protocols.types import (
     TokenChunk,
 )
 
-TELL_SECONDS = 0.02  # how long the tokens of a stream are collected before they are sent
+TELL_SECONDS = 0.02  # between two messages with tokens of a stream
+AT_ONCE = 4  # messages: the first token may be a part of a character, and have no text yet
 
 
 class EngineGeneratorActor(Actor):
@@ -141,14 +142,15 @@ class EngineGeneratorActor(Actor):
 
 
 class StreamBuffer:
-    """Collect token chunks and send them to a port a few times a second: a message for every token
-    would cost more than the token."""
+    """Send token chunks to a port: the first AT_ONCE as they come, those after them together, at
+    most once in TELL_SECONDS. A message for every token would cost more than the token."""
 
     def __init__(self, port: Any) -> None:
         self._port = port
         self._loop = asyncio.get_running_loop()
         self._gathered: list[TokenChunk] = []
         self._due = False
+        self._messages, self._sent = 0, 0.0
 
     def add(self, came: TokenChunk) -> None:
         """Add a chunk; called from the engine's thread."""
@@ -157,13 +159,15 @@ class StreamBuffer:
     def flush(self) -> None:
         gathered, self._gathered, self._due = self._gathered, [], False
         if gathered:
+            self._messages, self._sent = self._messages + 1, self._loop.time()
             self._port.send(gathered)
 
     def _add(self, came: TokenChunk) -> None:
         self._gathered.append(came)
         if not self._due:
             self._due = True
-            self._loop.call_later(TELL_SECONDS, self.flush)
+            wait = TELL_SECONDS if self._messages >= AT_ONCE else 0.0
+            self._loop.call_at(self._sent + wait, self.flush)
 
 
 def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:

@@ -57,10 +57,11 @@ ALONE = {
 
 
 @contextmanager
-def server(generators: int) -> Iterator[subprocess.Popen[str]]:
-    """Yield a server process just started, with `generators` generators."""
+def server(generators: int, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """Yield a server process just started, with `generators` generators and `more` settings."""
     with tempfile.TemporaryDirectory() as directory:
         sets = [f"roles.generator.replicas={generators}", "http.listen=127.0.0.1:0", "spares=0"]
+        sets += more
         words = [w for s in [*sets, f"library={directory}/library"] for w in ("--set", s)]
         process = subprocess.Popen(
             [sys.executable, "-c", CODE, "serve", "meshes/serve.yaml", *words],
