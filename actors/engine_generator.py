@@ -7,9 +7,10 @@ cancelled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,10 +38,10 @@ from protocols.types import (
     GenerateOutput,
     GenerateRequest,
     TokenChunk,
+    TokenPort,
 )
 
-TELL_SECONDS = 0.02  # between two messages with tokens of a stream
-AT_ONCE = 4  # messages: the first token may be a part of a character, and have no text yet
+TELL_SECONDS = 0.005  # between two messages with tokens of streams
 
 
 class EngineGeneratorActor(Actor):
@@ -65,6 +66,7 @@ class EngineGeneratorActor(Actor):
         self._plane = base.plane
         build = partial(build_engine, base, end_ids, spec)
         self._engine = EngineThread(build, keep_versions, spec.in_flight)
+        self._buffers: dict[str, StreamBuffer] = {}  # by the key of their port
 
     @concurrent_endpoint
     async def ready(self) -> int:
@@ -105,20 +107,17 @@ class EngineGeneratorActor(Actor):
 
     @concurrent_endpoint
     async def generate(
-        self, requests: Sequence[GenerateRequest], stream: Any | None = None
+        self, requests: Sequence[GenerateRequest], stream: TokenPort | None = None
     ) -> GenerateOutput:
         """Return completions in the order of the requests. Raises DataError for a malformed one.
 
-        `stream`, a Monarch port, gets lists of `TokenChunk` during sampling; all of a request's
-        tokens have been sent when its call returns.
+        `stream` gets lists of `TokenChunk` during sampling; all of a request's tokens have been
+        sent when its call returns.
         """
         begun = time.perf_counter()
-        told = None if stream is None else StreamBuffer(stream)
-        add = None if told is None else told.add
-        futures = [asyncio.wrap_future(self._engine.submit(r, add)) for r in requests]
-        results = await asyncio.gather(*futures, return_exceptions=True)
-        if told is not None:
-            told.flush()
+        with self._told(stream) as add:
+            futures = [asyncio.wrap_future(self._engine.submit(r, add)) for r in requests]
+            results = await asyncio.gather(*futures, return_exceptions=True)
         done: list[Completion] = []
         for result in results:
             if isinstance(result, BaseException):
@@ -135,6 +134,22 @@ class EngineGeneratorActor(Actor):
     async def report(self) -> EngineReport:
         return await asyncio.wrap_future(self._engine.report())
 
+    @contextlib.contextmanager
+    def _told(self, stream: TokenPort | None) -> Iterator[Callable[[TokenChunk], None] | None]:
+        """Yield what sends the tokens of a call to its port; at its end all are sent."""
+        if stream is None:
+            yield None
+            return
+        buffer = self._buffers.setdefault(stream.key, StreamBuffer(stream.port))
+        buffer.calls += 1
+        try:
+            yield buffer.add
+        finally:
+            buffer.flush()
+            buffer.calls -= 1
+            if not buffer.calls:
+                del self._buffers[stream.key]
+
     @concurrent_endpoint
     async def shut_down(self) -> EngineReport:
         """Stop the engine and its processes, and return its last report."""
@@ -142,15 +157,17 @@ class EngineGeneratorActor(Actor):
 
 
 class StreamBuffer:
-    """Send token chunks to a port: the first AT_ONCE as they come, those after them together, at
-    most once in TELL_SECONDS. A message for every token would cost more than the token."""
+    """Send the token chunks of several calls to a port: at once where TELL_SECONDS have passed
+    since the last message, and else together then. A message for every token would cost more than
+    the token."""
 
     def __init__(self, port: Any) -> None:
+        self.calls = 0
         self._port = port
         self._loop = asyncio.get_running_loop()
         self._gathered: list[TokenChunk] = []
         self._due = False
-        self._messages, self._sent = 0, 0.0
+        self._sent = 0.0
 
     def add(self, came: TokenChunk) -> None:
         """Add a chunk; called from the engine's thread."""
@@ -159,15 +176,14 @@ class StreamBuffer:
     def flush(self) -> None:
         gathered, self._gathered, self._due = self._gathered, [], False
         if gathered:
-            self._messages, self._sent = self._messages + 1, self._loop.time()
+            self._sent = self._loop.time()
             self._port.send(gathered)
 
     def _add(self, came: TokenChunk) -> None:
         self._gathered.append(came)
         if not self._due:
             self._due = True
-            wait = TELL_SECONDS if self._messages >= AT_ONCE else 0.0
-            self._loop.call_at(self._sent + wait, self.flush)
+            self._loop.call_at(self._sent + TELL_SECONDS, self.flush)
 
 
 def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from protocols.grammar import ResponseGrammar
 
@@ -157,6 +157,15 @@ class TokenChunk:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenPort:
+    """Name a Monarch port that gets lists of `TokenChunk`. What a replica has for the requests of
+    one `key` goes there together."""
+
+    key: str
+    port: Any
 
 
 def refused(request: GenerateRequest, why: str) -> Completion:

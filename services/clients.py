@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -41,6 +42,7 @@ from protocols.types import (
     ScoreOutput,
     TensorRef,
     TokenChunk,
+    TokenPort,
     TrainStepOutput,
 )
 from services.pool.pool import Pool, PoolUpdate
@@ -116,6 +118,8 @@ class GeneratorClient(RoleClient):
         super().__init__(pools)
         self._chunk, self._published = chunk, published
         self._sampled: dict[str, str] = {}  # request -> the replica that replied, the newest ones
+        self._told: dict[str, Callable[[TokenChunk], None]] = {}  # by request
+        self._hearing: tuple[TokenPort, asyncio.Task[None]] | None = None
 
     async def generate(
         self,
@@ -185,13 +189,11 @@ class GeneratorClient(RoleClient):
     ) -> list[Completion]:
         """Return completions in the order of the requests. `told` receives their tokens while one
         replica samples them; when that replica dies, another one passes the same tokens again.
+        Calls at the same time share a port: their requests' ids must differ.
 
         Cancelling this call ends the decoding.
         """
-        port, hearing = None, None
-        if told is not None:
-            port, receiver = Channel[Any].open()
-            hearing = asyncio.create_task(_hear(receiver, told))
+        port = None if told is None else self._hear({r.id: told for r in requests})
         try:
             generated: GenerateOutput = await self.pool.route(
                 "generate", requests, port, timeout_s=timeout_s
@@ -201,10 +203,26 @@ class GeneratorClient(RoleClient):
             await asyncio.shield(self.cancel([r.id for r in requests]))
             raise
         finally:
-            if hearing is not None:
-                hearing.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await hearing
+            if told is not None:
+                await self._heard(requests)
+
+    def _hear(self, told: Mapping[str, Callable[[TokenChunk], None]]) -> TokenPort:
+        """Return the port whose tokens of these requests are passed on, until `_heard`."""
+        self._told |= told
+        if self._hearing is None:
+            port, receiver = Channel[Any].open()
+            task = asyncio.create_task(_hear(receiver, self._told))
+            self._hearing = TokenPort(uuid.uuid4().hex, port), task
+        return self._hearing[0]
+
+    async def _heard(self, requests: Sequence[GenerateRequest]) -> None:
+        for request in requests:
+            self._told.pop(request.id, None)
+        if not self._told and self._hearing is not None:
+            (_, task), self._hearing = self._hearing, None
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
     async def cancel(self, ids: Collection[str]) -> None:
         """End requests on whichever replicas decode them. A dead replica counts as done."""
@@ -425,7 +443,8 @@ class RSAAggregatorClient(RoleClient):
         return found
 
 
-async def _hear(receiver: Any, told: Callable[[TokenChunk], None]) -> None:
+async def _hear(receiver: Any, told: Mapping[str, Callable[[TokenChunk], None]]) -> None:
     while True:
         for came in await receiver.recv():
-            told(came)
+            if came.request_id in told:  # else its call has ended
+                told[came.request_id](came)

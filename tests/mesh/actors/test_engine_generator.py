@@ -21,7 +21,7 @@ from actors.base import missing_vllm
 from learning.decoding.decode_batch import generate
 from learning.model.loading import text_of
 from protocols.errors import DataError, PublishError
-from protocols.types import Completion, GenerateRequest, StopCondition, TokenChunk
+from protocols.types import Completion, GenerateRequest, StopCondition, TokenChunk, TokenPort
 from services.pool.replica import ask
 
 BACKENDS = [
@@ -43,9 +43,8 @@ def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 def streamed(engine: Replica, *requests: GenerateRequest) -> tuple[list[TokenChunk], Any]:
     async def both() -> tuple[list[TokenChunk], Any]:
         port, receiver = Channel.open()
-        call = asyncio.ensure_future(
-            ask(engine.member, "generate", (requests, port), time.monotonic() + 60)
-        )
+        given = (requests, TokenPort("test", port))
+        call = asyncio.ensure_future(ask(engine.member, "generate", given, time.monotonic() + 60))
         done = (await call).completions
         came: list[TokenChunk] = []
         while sum(len(c.token_ids) for c in came) < sum(len(c.token_ids) for c in done):
