@@ -108,4 +108,6 @@ def test_a_ledger_follows_its_teachers_and_a_failing_store_holds_up_nobody(
         here.keep()
         here.keep()
     assert len(calls) == 1, "not again at once"
-    assert caplog.messages == [f"no room in the bucket; kept in {tmp_path}/one"]
+    (said,) = caplog.messages
+    # Monarch puts the actor before it, in a process that has used it.
+    assert said.endswith(f"no room in the bucket; kept in {tmp_path}/one")
