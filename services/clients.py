@@ -193,7 +193,7 @@ class GeneratorClient(RoleClient):
 
         Cancelling this call ends the decoding.
         """
-        port = None if told is None else self._hear({r.id: told for r in requests})
+        port = None if told is None else self._listen({r.id: told for r in requests})
         try:
             generated: GenerateOutput = await self.pool.route(
                 "generate", requests, port, timeout_s=timeout_s
@@ -204,10 +204,10 @@ class GeneratorClient(RoleClient):
             raise
         finally:
             if told is not None:
-                await self._heard(requests)
+                await self._end(requests)
 
-    def _hear(self, told: Mapping[str, Callable[[TokenChunk], None]]) -> TokenPort:
-        """Return the port whose tokens of these requests are passed on, until `_heard`."""
+    def _listen(self, told: Mapping[str, Callable[[TokenChunk], None]]) -> TokenPort:
+        """Return the port whose tokens of these requests are passed on, until `_end`."""
         self._told |= told
         if self._hearing is None:
             port, receiver = Channel[Any].open()
@@ -215,7 +215,7 @@ class GeneratorClient(RoleClient):
             self._hearing = TokenPort(uuid.uuid4().hex, port), task
         return self._hearing[0]
 
-    async def _heard(self, requests: Sequence[GenerateRequest]) -> None:
+    async def _end(self, requests: Sequence[GenerateRequest]) -> None:
         for request in requests:
             self._told.pop(request.id, None)
         if not self._told and self._hearing is not None:

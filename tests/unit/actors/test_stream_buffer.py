@@ -29,6 +29,15 @@ async def sends(port: FakePort, count: int) -> None:
             await asyncio.sleep(0.001)
 
 
+async def started(port: FakePort) -> StreamBuffer:
+    """A buffer that has sent its first token."""
+    buffer = StreamBuffer(port)
+    buffer.add(chunk(0))
+    await sends(port, 1)
+    assert port.sent == [[0]]
+    return buffer
+
+
 def test_the_first_token_is_sent_as_it_comes_and_later_ones_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -36,9 +45,7 @@ def test_the_first_token_is_sent_as_it_comes_and_later_ones_together(
     port = FakePort()
 
     async def run() -> None:
-        buffer = StreamBuffer(port)
-        buffer.add(chunk(0))
-        await sends(port, 1)
+        buffer = await started(port)
         buffer.add(chunk(1))
         buffer.add(chunk(2))
         await sends(port, 2)
@@ -52,9 +59,7 @@ def test_the_end_of_a_call_sends_what_is_left(monkeypatch: pytest.MonkeyPatch) -
     port = FakePort()
 
     async def run() -> None:
-        buffer = StreamBuffer(port)
-        buffer.add(chunk(0))
-        await sends(port, 1)
+        buffer = await started(port)
         buffer.add(chunk(1))
         await asyncio.sleep(0.01)
         assert port.sent == [[0]]
