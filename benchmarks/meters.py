@@ -181,7 +181,8 @@ class Count:
 
 @contextmanager
 def counted(parameters: Iterator[Tensor] | None = None) -> Iterator[Count]:
-    """Count the block's work. `parameters` are not counted as saved."""
+    """Count the block's work, on one thread: the counters see their own alone, and not the passes
+    that run beside each other (`learning.model.cores`). `parameters` are not counted as saved."""
     count = Count()
     known = {p.untyped_storage()._cdata for p in parameters or ()}
     kept: dict[int, Any] = {}  # storages, kept alive so that no id is reused
@@ -193,12 +194,17 @@ def counted(parameters: Iterator[Tensor] | None = None) -> Iterator[Count]:
             count.saved += storage.nbytes()
         return tensor
 
-    with (
-        FlopCounterMode(display=False, custom_mapping=ON_CPU) as flops,
-        _Traffic(count),
-        saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
-        yield count
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with (
+            FlopCounterMode(display=False, custom_mapping=ON_CPU) as flops,
+            _Traffic(count),
+            saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
+            yield count
+    finally:
+        torch.set_num_threads(threads)
     count.flops = flops.get_total_flops()
 
 

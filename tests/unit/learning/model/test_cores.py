@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
+def two_threads() -> Iterator[None]:
+    """Give two threads, then those of before. An argument of this name would take its place."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
