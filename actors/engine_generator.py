@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from actors.base import VLLM_REMEDY, ModelSource, missing_vllm
-from actors.engine_thread import Engine, EngineThread
+from actors.engine_thread import Engine, EngineThread, Told
 from learning.cartridge.versions import get_missing, since_of
 from learning.decoding.engine import TorchEngine
 from learning.decoding.grammar import Grammars
@@ -41,7 +42,7 @@ from protocols.types import (
     TokenPort,
 )
 
-TELL_SECONDS = 0.005  # between two messages with tokens of streams
+TELL_SECONDS = 0.02  # between two messages with later tokens of streams
 
 
 class EngineGeneratorActor(Actor):
@@ -111,11 +112,11 @@ class EngineGeneratorActor(Actor):
     ) -> GenerateOutput:
         """Return completions in the order of the requests. Raises DataError for a malformed one.
 
-        `stream` gets lists of `TokenChunk` during sampling; all of a request's tokens have been
-        sent when its call returns.
+        `stream` gets lists of `TokenChunk` during sampling. The last tokens of a request may come
+        with its completion alone.
         """
         begun = time.perf_counter()
-        with self._told(stream) as add:
+        with self._told(requests, stream) as add:
             futures = [asyncio.wrap_future(self._engine.submit(r, add)) for r in requests]
             results = await asyncio.gather(*futures, return_exceptions=True)
         done: list[Completion] = []
@@ -135,8 +136,10 @@ class EngineGeneratorActor(Actor):
         return await asyncio.wrap_future(self._engine.report())
 
     @contextlib.contextmanager
-    def _told(self, stream: TokenPort | None) -> Iterator[Callable[[TokenChunk], None] | None]:
-        """Yield what sends the tokens of a call to its port; at its end all are sent."""
+    def _told(
+        self, requests: Sequence[GenerateRequest], stream: TokenPort | None
+    ) -> Iterator[Told | None]:
+        """Yield what sends the tokens of a call's requests to its port."""
         if stream is None:
             yield None
             return
@@ -145,7 +148,7 @@ class EngineGeneratorActor(Actor):
         try:
             yield buffer.add
         finally:
-            buffer.flush()
+            buffer.end(requests)
             buffer.calls -= 1
             if not buffer.calls:
                 del self._buffers[stream.key]
@@ -157,33 +160,45 @@ class EngineGeneratorActor(Actor):
 
 
 class StreamBuffer:
-    """Send the token chunks of several calls to a port: at once where TELL_SECONDS have passed
-    since the last message, and else together then. A message for every token would cost more than
-    the token."""
+    """Send the tokens of several calls to a port: those of a step that begins a response at once,
+    with all that has come until then, and later ones with the first step that ends TELL_SECONDS
+    after the message before. A message for every token would cost more than the token, and so
+    would waking the event loop for it."""
 
     def __init__(self, port: Any) -> None:
         self.calls = 0
         self._port = port
         self._loop = asyncio.get_running_loop()
-        self._gathered: list[TokenChunk] = []
-        self._due = False
+        self._lock = threading.Lock()  # guards what follows
+        self._gathered: dict[str, TokenChunk] = {}  # by request
+        self._due = False  # the event loop is to send them
         self._sent = 0.0
 
-    def add(self, came: TokenChunk) -> None:
-        """Add a chunk; called from the engine's thread."""
-        self._loop.call_soon_threadsafe(self._add, came)
-
-    def flush(self) -> None:
-        gathered, self._gathered, self._due = self._gathered, [], False
-        if gathered:
-            self._sent = self._loop.time()
-            self._port.send(gathered)
-
-    def _add(self, came: TokenChunk) -> None:
-        self._gathered.append(came)
-        if not self._due:
+    def add(self, came: Sequence[TokenChunk]) -> None:
+        """Add a step's chunks; called from the engine's thread."""
+        with self._lock:
+            for chunk in came:
+                before = self._gathered.get(chunk.request_id)
+                whole = chunk if before is None else before.followed_by(chunk)
+                self._gathered[chunk.request_id] = whole
+            late = self._loop.time() >= self._sent + TELL_SECONDS
+            if self._due or not (late or any(not chunk.first for chunk in came)):
+                return
             self._due = True
-            self._loop.call_at(self._sent + TELL_SECONDS, self.flush)
+        self._loop.call_soon_threadsafe(self._send)
+
+    def end(self, requests: Sequence[GenerateRequest]) -> None:
+        """Forget what is left of requests that have ended: their completions have it."""
+        with self._lock:
+            for request in requests:
+                self._gathered.pop(request.id, None)
+
+    def _send(self) -> None:
+        with self._lock:
+            gathered, self._gathered, self._due = self._gathered, {}, False
+            self._sent = self._loop.time()
+        if gathered:
+            self._port.send([*gathered.values()])
 
 
 def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:

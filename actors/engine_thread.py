@@ -2,7 +2,7 @@
 
     submit, hold, ...  ->  inbox, in order  ->  the thread: calls that are due, then one step, ...
                                                 finished requests -> their futures
-                                                tokens of streams -> their callbacks
+                                                tokens of streams -> their callbacks, once a step
 
 With `finish`, a version that is published while requests are in flight joins between two steps, and
 the requests end on the version they started with. With `drain`, it and all later calls wait until
@@ -34,6 +34,8 @@ from protocols.types import (
     TokenChunk,
     refused,
 )
+
+Told = Callable[[Sequence[TokenChunk]], None]  # with what a step added to requests
 
 
 class Engine(Protocol):
@@ -88,7 +90,7 @@ class RequestInFlight:
     future: Future[Completion]
     prefix: PrefixRef  # as the engine has it, kept until the request ends
     id: str
-    told: Callable[[TokenChunk], None] | None
+    told: Told | None
 
 
 class EngineThread:
@@ -111,11 +113,11 @@ class EngineThread:
 
     # -- from any thread ------------------------------------------------------------------------
 
-    def submit(
-        self, request: GenerateRequest, told: Callable[[TokenChunk], None] | None = None
-    ) -> Future[Completion]:
+    def submit(self, request: GenerateRequest, told: Told | None = None) -> Future[Completion]:
         """Return a future of the completion, with `finish_reason` "error" when its prefix is not
-        held. `told` is called with its tokens in the engine's thread: it must not block.
+        held. `told` is called after each step with the tokens that it added to requests of the
+        same callback, but for a request's last ones, which its completion has. It runs in the
+        engine's thread: it must not block.
 
         Like every future here it raises EngineDied when the engine dies first.
         """
@@ -202,11 +204,7 @@ class EngineThread:
             while self._closing is None:
                 self._work_off()
                 if self._running:
-                    for key, news in self._engine.step():
-                        if isinstance(news, Completion):
-                            self._end(key, news)
-                        elif told := self._running[key].told:
-                            told(news)
+                    self._step()
         except BaseException as error:
             self._fail_all(error)
             with contextlib.suppress(Exception):  # the engine is dead already
@@ -215,6 +213,23 @@ class EngineThread:
                 self._closing.set_exception(EngineDied(f"the engine died before: {error!r}"))
             return
         self._stop(self._closing)
+
+    def _step(self) -> None:
+        came: dict[str, TokenChunk] = {}
+        ended: dict[str, Completion] = {}
+        for key, news in self._engine.step():
+            if isinstance(news, Completion):
+                ended[key] = news
+            else:
+                came[key] = news
+        added: dict[Told, list[TokenChunk]] = {}
+        for key, chunk in came.items():
+            if key not in ended and (told := self._running[key].told):
+                added.setdefault(told, []).append(chunk)
+        for told, chunks in added.items():
+            told(chunks)
+        for key, completion in ended.items():
+            self._end(key, completion)
 
     def _work_off(self) -> None:
         """Run the calls that are due; with nothing in flight, wait for one."""
@@ -237,7 +252,7 @@ class EngineThread:
         self,
         request: GenerateRequest,
         future: Future[Completion],
-        told: Callable[[TokenChunk], None] | None,
+        told: Told | None,
     ) -> None:
         try:
             prefix = self._ledger.resolved(request.prefix)

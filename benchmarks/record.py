@@ -52,6 +52,7 @@ PACKAGES = ("torch", "torchmonarch", "torchstore", "transformers", "vllm", "vllm
 # The benchmarks of `make bench`: the time-out in seconds, and the arguments.
 SUITE: Mapping[str, tuple[float, Sequence[str]]] = {
     "step": (400, ()),
+    "training_peers": (300, ()),
     "chunking": (800, ()),
     "step_gpu": (300, ("--shape", "tiny", "--device", "cpu")),
     "tensor_plane": (500, ()),

@@ -96,7 +96,9 @@ class GenerateRequest:
     whatever else is in the batch. `prompt_logprobs` requests the prompt's log-probabilities too,
     `top_logprobs` that many of the likeliest tokens at every position. A response that continues
     over several requests draws as in one if each sets `first_draw`, the number of tokens sampled
-    before. The response matches `grammar`, where there is one: no other token is drawn.
+    before. The response matches `grammar`, where there is one: no other token is drawn. Without
+    `logprobs` the response's tokens come without their log-probabilities, unless `top_logprobs` or
+    the confidence of `until` reads these.
     """
 
     id: str
@@ -109,6 +111,7 @@ class GenerateRequest:
     until: StopCondition | None = None
     first_draw: int = 0
     grammar: ResponseGrammar | None = None
+    logprobs: bool = True
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,16 @@ class TokenChunk:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+    def followed_by(self, later: TokenChunk) -> TokenChunk:
+        """Return this chunk and the one behind it as one."""
+        return TokenChunk(
+            self.request_id,
+            self.first,
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            self.top_logprobs + later.top_logprobs,
+        )
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ def longest_beginning(text: str, stop: str) -> int:
 @dataclass(frozen=True)
 class TokenRecord:
     """Describe a token: its text begins at `offset` characters; `top` has the likeliest tokens.
-    Nothing predicts the first token of a prompt: its `logprob` is None."""
+    `logprob` is None where nobody asked for it, and for the first token of a prompt, which nothing
+    predicts."""
 
     id: int
     logprob: float | None
@@ -113,7 +114,8 @@ class Detokenizer:
             return TextPiece("", ())
         for i in range(skip, len(chunk.token_ids)):
             top = chunk.top_logprobs[i] if chunk.top_logprobs else ()
-            token = TokenRecord(chunk.token_ids[i], chunk.logprobs[i], top, len(self._text.text))
+            logprob = chunk.logprobs[i] if chunk.logprobs else None
+            token = TokenRecord(chunk.token_ids[i], logprob, top, len(self._text.text))
             self.count += 1
             if self._filter.cut is None:
                 self._pending.append(token)

@@ -248,6 +248,8 @@ class AnswerContext:
                 yield choice, piece
         with handler.api_errors():
             self.completions = work.result()
+        if first and request.stream:  # one token, which comes with its completion
+            handler.metrics.first_token(time.monotonic() - begun)
         for completion in self.completions:
             if completion.finish_reason in ("error", "cancelled"):
                 why = completion.error or "the generators ended it"

@@ -88,6 +88,7 @@ def requests_of(request: ServingRequest, prefix: PrefixRef) -> list[GenerateRequ
             top_logprobs=request.top_logprobs or 0,
             until=until,
             grammar=request.grammar,
+            logprobs=request.top_logprobs is not None,
         )
         for p, prompt in enumerate(request.prompts)
         for i in range(request.n)

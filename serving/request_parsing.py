@@ -23,6 +23,7 @@ from serving.apis.hub import library_name
 from serving.apis.tokasaurus import (
     CartridgeChatRequest,
     CartridgeCompletionRequest,
+    CartridgeFields,
     CartridgeSource,
 )
 from serving.apis.translation import ChatFields, renaming
@@ -78,11 +79,11 @@ class RequestParser:
                 "one of max_tokens and max_completion_tokens is given, not both", "max_tokens"
             )
         entries, routed = self._sourced(body.cartridges, _question(body))
-        return replace(self._chat(body, entries), routed=routed)
+        return _told(replace(self._chat(body, entries), routed=routed), body)
 
     def cartridge_completion(self, body: CartridgeCompletionRequest) -> ServingRequest:
         entries, routed = self._sourced(body.cartridges, _question(body))
-        return replace(self._completion(body, entries), routed=routed)
+        return _told(replace(self._completion(body, entries), routed=routed), body)
 
     def responses(self, body: ResponsesRequest) -> ServingRequest:
         return self._translated("resp", responses_api.chat_of(body), body.stream)
@@ -353,6 +354,13 @@ class RequestParser:
             "several requests",
             "n",
         )
+
+
+def _told(request: ServingRequest, body: CartridgeFields) -> ServingRequest:
+    """Have log-probabilities told where the fingerprint is to hold them."""
+    if not body.logprobs_in_fingerprint or request.top_logprobs is not None:
+        return request
+    return replace(request, top_logprobs=0)
 
 
 def _question(body: ChatRequest | CompletionRequest) -> str | None:

@@ -152,6 +152,12 @@ class CompletionWire:
 class ChatWire(CompletionWire):
     """Write the replies to one chat request."""
 
+    def __init__(
+        self, head: dict[str, Any], token: Callable[[int], tuple[str, list[int]]], top: int | None
+    ) -> None:
+        super().__init__(head, token, top)
+        self._templates: dict[int, dict[str, Any]] = {}  # chunks of text by choice
+
     def whole(
         self, pieces: Sequence[TextPiece], usage: TokenUsage, forge: ForgeExtension, **more: Any
     ) -> dict[str, Any]:
@@ -174,9 +180,11 @@ class ChatWire(CompletionWire):
 
     def chunks(self, choice: int, piece: TextPiece, forge: ForgeExtension) -> list[dict[str, Any]]:
         found = []
-        if piece.text or (piece.tokens and self._top is not None):
+        if self._top is not None and (piece.text or piece.tokens):
             delta = AnswerMessage(content=piece.text)
             found.append(self._chunk(choice, delta, self._logprobs(piece)))
+        elif piece.text:
+            found.append(self._of_text(choice, piece.text))
         for call in piece.calls:
             found.append(self._chunk(choice, AnswerMessage(tool_calls=[_call_delta(call)])))
         if piece.finish_reason is not None:
@@ -198,6 +206,15 @@ class ChatWire(CompletionWire):
     ) -> dict[str, Any]:
         choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
         return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head).plain()
+
+    def _of_text(self, index: int, text: str) -> dict[str, Any]:
+        """Return a chunk of text alone. All of a choice differ in their text, and are validated
+        once."""
+        if index not in self._templates:
+            self._templates[index] = self._chunk(index, AnswerMessage(content=""))
+        chunk = self._templates[index]
+        (choice,) = chunk["choices"]
+        return chunk | {"choices": [choice | {"delta": choice["delta"] | {"content": text}}]}
 
     def _logprobs(self, piece: TextPiece) -> ChatLogprobs | None:
         if self._top is None:

@@ -137,7 +137,7 @@ class VllmEngine:
             max_tokens=sampling.max_tokens,
             stop_token_ids=self._end_ids,
             ignore_eos=True,  # end_ids alone end a response, as with the embedded backend
-            logprobs=row.top_wanted,
+            logprobs=row.top_wanted if row.keeps_logprobs else None,
             prompt_logprobs=max(1, request.top_logprobs) if request.prompt_logprobs else None,
             # vLLM would skip the connector as well, and compute the placeholders as tokens.
             skip_reading_prefix_cache=False if salt else None,
@@ -221,10 +221,12 @@ class VllmEngine:
         if output.prompt_logprobs is not None and not row.prompt_logprobs:
             read = of_prompt(row.request, output)
             row.prompt_logprobs, row.prompt_likeliest, row.prompt_top = read
-        assert made.logprobs is not None
-        for token, at in zip(made.token_ids, made.logprobs, strict=True):
-            if not row.reason:
-                row.add(token, at[token].logprob, likeliest(at, row.top_wanted), token in ends)
+        known = made.logprobs or [None] * len(made.token_ids)
+        for token, at in zip(made.token_ids, known, strict=True):
+            if row.reason:
+                break
+            top = () if at is None else likeliest(at, row.top_wanted)
+            row.add(token, at and at[token].logprob, top, token in ends)
         if key in self._streams and len(row.tokens) > told:
             yield key, row.came(told)
         if row.reason:

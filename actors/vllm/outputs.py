@@ -23,15 +23,15 @@ def completed(request: GenerateRequest, output: Any) -> Completion:
             f"hold {' or '.join(asked)}",
         )
     ids = tuple(made.token_ids)
-    assert made.logprobs is not None
-    logprobs = tuple(at[token].logprob for at, token in zip(made.logprobs, ids, strict=True))
+    told = made.logprobs or ()  # none where none were asked for
+    logprobs = tuple(at[token].logprob for at, token in zip(told, ids, strict=bool(told)))
     versions = (request.prefix.version,) * len(ids)
     wanted = request.top_logprobs
     read, likeliest_read, top_read = of_prompt(request, output)
     return Completion(
         request.id, ids, logprobs, versions, made.finish_reason, read,
         prompt_likeliest=likeliest_read, prompt_top_logprobs=top_read,
-        top_logprobs=tuple(likeliest(at, wanted) for at in made.logprobs) if wanted else (),
+        top_logprobs=tuple(likeliest(at, wanted) for at in told) if wanted else (),
     )  # fmt: skip
 
 

@@ -1,11 +1,13 @@
 """`forge serve` on vLLM against vLLM's own server: tokens a second and the first token.
 
-    PYTHONPATH=.:tests/fakes python -m benchmarks.users.serve_vllm [--rounds 5]
+    PYTHONPATH=.:tests/fakes python -m benchmarks.users.serve_vllm [--rounds 5] [--stream-interval 4]
 
 Both servers stand at the same time, each with one engine on one thread, the shipped reader in
 float32 and the same bounds of a step. They take turns in every round, in any order, at each number
 of streams: chat completions over HTTP, sampled at temperature 2, streamed. No cartridge is named.
-Ratios are of `forge serve` over vLLM's own within a round, medians over the rounds.
+Ratios are of `forge serve` over vLLM's own within a round, medians over the rounds. vLLM sends a
+stream's tokens in messages of `--stream-interval`, by default each for itself; `forge serve` sends
+the first at once, and what follows every 20 ms (actors/engine_generator.py).
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
     with tempfile.TemporaryDirectory() as folder, server(1, *OURS) as process:
         made = library(Path(folder, "library"), drawn(random.Random(0), 64))
         options = [word for option in OPTIONS.items() for word in option]
+        options += ["--stream-interval", str(asked.stream_interval)]
         at = {SIDES[0]: address(process)}
         with stock_server(READER, made.directory, Path(folder), *options) as stock:
             at[SIDES[1]] = stock.url.removeprefix("http://")
@@ -76,6 +79,7 @@ if __name__ == "__main__":
             "--out": Path("benchmarks/results/users/serve_vllm.json"),
             "--rounds": (5, "measured rounds"),
             "--streams": ([1, 8, 32], "requests in flight"),
+            "--stream-interval": (1, "tokens of a message of vLLM's own server"),
         },
         config={**OPTIONS, "requests": REQUESTS, "threads": 1},
     )

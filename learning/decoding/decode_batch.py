@@ -106,12 +106,19 @@ class DecodeState:
         until = self.request.until
         return max(self.request.top_logprobs, until.top if until and until.window else 0)
 
+    @property
+    def keeps_logprobs(self) -> bool:
+        return self.request.logprobs or self.top_wanted > 0
+
     def add(
-        self, token: int, logprob: float, top: tuple[tuple[int, float], ...], ends: bool
+        self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...], ends: bool
     ) -> None:
-        """Append a drawn token with its log-probability; end the row if it is the last."""
+        """Append a drawn token with its log-probability, which may be None where none is kept; end
+        the row if it is the last."""
         self.tokens.append(token)
-        self.logprobs.append(logprob)
+        if self.keeps_logprobs:
+            assert logprob is not None
+            self.logprobs.append(logprob)
         if self.request.top_logprobs:
             self.top.append(top[: self.request.top_logprobs])
         cut = None if self.stopper is None else self.stopper.add(token, [lp for _, lp in top])

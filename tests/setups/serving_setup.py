@@ -93,8 +93,9 @@ class InProcess:
 
         if on_tokens is not None:
 
-            def told(came: TokenChunk) -> None:
-                loop.call_soon_threadsafe(on_tokens, came)
+            def told(came: Sequence[TokenChunk]) -> None:
+                for chunk in came:
+                    loop.call_soon_threadsafe(on_tokens, chunk)
 
         futures = [asyncio.wrap_future(self._engine.submit(r, told)) for r in requests]
         self.active += len(requests)

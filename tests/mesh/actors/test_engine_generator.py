@@ -45,10 +45,18 @@ def streamed(engine: Replica, *requests: GenerateRequest) -> tuple[list[TokenChu
         port, receiver = Channel.open()
         given = (requests, TokenPort("test", port))
         call = asyncio.ensure_future(ask(engine.member, "generate", given, time.monotonic() + 60))
-        done = (await call).completions
         came: list[TokenChunk] = []
-        while sum(len(c.token_ids) for c in came) < sum(len(c.token_ids) for c in done):
-            came += await asyncio.wait_for(receiver.recv(), 60)
+
+        async def hear() -> None:
+            while True:
+                came.extend(await receiver.recv())
+
+        hearing = asyncio.ensure_future(hear())
+        done = (await asyncio.wait_for(call, 60)).completions
+        async with asyncio.timeout(60):
+            while {c.request_id for c in came} != {r.id for r in requests}:  # noqa: ASYNC110  a port tells nobody
+                await asyncio.sleep(0.01)
+        hearing.cancel()
         return came, done
 
     return asyncio.run(both())
@@ -78,11 +86,29 @@ def test_streams_add_up_to_what_a_batch_says(engine: Replica) -> None:
         assert [p.first for p in mine] == [
             sum(len(q.token_ids) for q in mine[:i]) for i in range(len(mine))
         ]
-        assert tuple(t for p in mine for t in p.token_ids) == c.token_ids
-        assert tuple(t for p in mine for t in p.top_logprobs) == c.top_logprobs
+        told = tuple(t for p in mine for t in p.token_ids)
+        assert 0 < len(told) < len(c.token_ids)  # the completion alone has the last
+        assert told == c.token_ids[: len(told)]
+        assert tuple(t for p in mine for t in p.logprobs) == c.logprobs[: len(told)]
+        assert tuple(t for p in mine for t in p.top_logprobs) == c.top_logprobs[: len(told)]
         for ours, theirs in zip(c.top_logprobs, e.top_logprobs, strict=True):
             assert [t for t, _ in ours] == [t for t, _ in theirs]
             assert [lp for _, lp in ours] == pytest.approx([lp for _, lp in theirs], abs=1e-3)
+
+
+def test_log_probabilities_that_nobody_asks_for_are_left_out(engine: Replica) -> None:
+    plain = asked(6, temperature=1.0)
+    confident = StopCondition(window=3, floor=1e9, top=5)  # reads them: they stay
+    wanted = [*plain, replace(plain[0], id="confident", until=confident)]
+    wanted += [replace(plain[1], id="top", top_logprobs=2)]
+    silent = [replace(r, logprobs=False) for r in wanted]
+    for c, e in zip(engine.generate(*silent), engine.embedded(*wanted), strict=True):
+        assert (c.token_ids, c.finish_reason) == (e.token_ids, e.finish_reason)
+        kept = e.logprobs if c.request_id in {"confident", "top"} else ()
+        assert c.logprobs == pytest.approx(kept, abs=1e-3)
+    came, done = streamed(engine, *silent[:6])
+    assert {chunk.logprobs for chunk in came} == {()}
+    assert [c.logprobs for c in done] == [()] * 6
 
 
 def test_responses_end_by_text_and_by_confidence(engine: Replica) -> None:

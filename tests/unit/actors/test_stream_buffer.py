@@ -1,70 +1,96 @@
-"""Tokens of a stream: the first at once, those after them together."""
+"""Tokens of a stream: a step that begins a response is sent at once, later ones together."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from actors import engine_generator
 from actors.engine_generator import StreamBuffer
-from protocols.types import TokenChunk
+from protocols.types import GenerateRequest, PrefixRef, Sampling, TokenChunk
+
+Sent = list[list[tuple[str, int, tuple[int, ...]]]]
 
 
 class FakePort:
     def __init__(self) -> None:
-        self.sent: list[list[int]] = []
+        self.sent: Sent = []
 
     def send(self, chunks: list[TokenChunk]) -> None:
-        self.sent.append([chunk.first for chunk in chunks])
+        self.sent.append([(c.request_id, c.first, c.token_ids) for c in chunks])
 
 
-def chunk(at: int) -> TokenChunk:
-    return TokenChunk("r", at, (at,), (-1.0,))
+def chunk(at: int, request: str = "r") -> TokenChunk:
+    return TokenChunk(request, at, (at,), (-1.0,))
 
 
-async def sends(port: FakePort, count: int) -> None:
-    async with asyncio.timeout(20):
-        while len(port.sent) < count:  # noqa: ASYNC110  a port tells nobody
-            await asyncio.sleep(0.001)
+async def passed() -> None:
+    """Let the event loop run what it was told of."""
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
-async def started(port: FakePort) -> StreamBuffer:
-    """A buffer that has sent its first token."""
-    buffer = StreamBuffer(port)
-    buffer.add(chunk(0))
-    await sends(port, 1)
-    assert port.sent == [[0]]
-    return buffer
+def sent_by(steps: Callable[[StreamBuffer, FakePort], Awaitable[None]]) -> Sent:
+    port = FakePort()
+
+    async def run() -> None:
+        await steps(StreamBuffer(port), port)
+
+    asyncio.run(run())
+    return port.sent
 
 
-def test_the_first_token_is_sent_as_it_comes_and_later_ones_together(
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_generator, "TELL_SECONDS", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_later_tokens_wait_for_the_next_response_that_begins() -> None:
+    async def steps(buffer: StreamBuffer, port: FakePort) -> None:
+        buffer.add([chunk(0)])
+        await passed()
+        assert port.sent == [[("r", 0, (0,))]]
+        buffer.add([chunk(1)])
+        buffer.add([chunk(2)])
+        await passed()
+        assert len(port.sent) == 1
+        buffer.add([chunk(3), chunk(0, "other")])
+        await passed()
+
+    assert sent_by(steps)[1:] == [[("r", 1, (1, 2, 3)), ("other", 0, (0,))]]
+
+
+def test_later_tokens_are_sent_with_the_first_step_after_the_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_generator, "TELL_SECONDS", 0.05)
-    port = FakePort()
+    monkeypatch.setattr(engine_generator, "TELL_SECONDS", 0.01)
 
-    async def run() -> None:
-        buffer = await started(port)
-        buffer.add(chunk(1))
-        buffer.add(chunk(2))
-        await sends(port, 2)
+    async def steps(buffer: StreamBuffer, port: FakePort) -> None:
+        buffer.add([chunk(0)])
+        await passed()
+        buffer.add([chunk(1)])
+        await asyncio.sleep(0.02)
+        buffer.add([chunk(2)])
+        await passed()
 
-    asyncio.run(run())
-    assert port.sent == [[0], [1, 2]]
+    sent = sent_by(steps)
+    assert [token for message in sent for _, _, ids in message for token in ids] == [0, 1, 2]
+    assert sent[-1][0][2][-1] == 2
 
 
-def test_the_end_of_a_call_sends_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_generator, "TELL_SECONDS", 60.0)
-    port = FakePort()
+@pytest.mark.usefixtures("patient")
+def test_what_is_left_of_an_ended_request_is_not_sent() -> None:
+    ended = GenerateRequest("r", (1,), PrefixRef("document/", 0), Sampling(), 0)
 
-    async def run() -> None:
-        buffer = await started(port)
-        buffer.add(chunk(1))
-        await asyncio.sleep(0.01)
-        assert port.sent == [[0]]
-        buffer.flush()
-        buffer.flush()
+    async def steps(buffer: StreamBuffer, port: FakePort) -> None:
+        buffer.add([chunk(0), chunk(0, "other")])
+        await passed()
+        buffer.add([chunk(1), chunk(1, "other")])
+        buffer.end([ended])
+        buffer.add([chunk(0, "third")])
+        await passed()
 
-    asyncio.run(run())
-    assert port.sent == [[0], [1]], "and nothing is sent twice"
+    assert sent_by(steps)[1:] == [[("other", 1, (1,)), ("third", 0, (0,))]]
