@@ -27,7 +27,7 @@ from starlette.types import Scope
 from environments.renderer import NO_DOCUMENT
 from learning.decoding.grammar import Grammars
 from protocols.errors import DataError, ForgeError, RunError
-from protocols.types import Completion, PrefixRef, TokenChunk, composed_ref
+from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk, composed_ref
 from protocols.wire.openai_chat import (
     CartridgeInfo,
     ForgeExtension,
@@ -111,7 +111,10 @@ class RequestHandler:
             if request.routed is not None:
                 self.metrics.routed(request.routed.entry.manifest.name)
             prefix = composed_ref(parts) if parts else NOTHING if request.echo else BARE
-            return AnswerContext(self, request, prefix, held.pop_all(), deadline, reserved)
+            answering = AnswerContext(self, request, prefix, held.pop_all(), deadline, reserved)
+        if request.strategy is None:
+            answering.sample()
+        return answering
 
     def _cost(self, request: ServingRequest) -> RequestCost:
         """Return the bound of what a request decodes, from its fields alone."""
@@ -168,7 +171,8 @@ class RequestHandler:
 
 
 class AnswerContext:
-    """Hold the state of a request that is being answered; `close` closes `held`."""
+    """Hold the state of a request that is being answered; `close` closes `held`, and with it ends
+    what `sample` began."""
 
     def __init__(
         self,
@@ -201,6 +205,10 @@ class AnswerContext:
         self._handler, self._prefix, self._held, self._deadline = handler, prefix, held, deadline
         # What is cut off has used all that it reserved: nobody counted its tokens.
         self._reserved, reserved.used = reserved, reserved.tokens
+        self._tokens: asyncio.Queue[TokenChunk | None] = asyncio.Queue()  # None: there are no more
+        self._calls: Sequence[GenerateRequest] = ()
+        self._work: asyncio.Task[list[Completion]] | None = None
+        self._begun = 0.0  # of `time.monotonic`
 
     async def close(self) -> None:
         await self._held.aclose()
@@ -211,6 +219,17 @@ class AnswerContext:
         used = [f"{name}@{version}" for name, version in (e.key for e in self.request.entries)]
         return {CARTRIDGE_HEADER: ",".join(used)} if used else {}
 
+    def sample(self) -> None:
+        """Ask the generators for the responses, before the reply begins."""
+        request, put = self.request, self._tokens.put_nowait
+        self._begun = time.monotonic()
+        self._calls = requests_of(request, self._prefix)
+        backend = self._handler.config.backend
+        work = backend.generate(self._calls, put if request.stream else None)
+        self._work = asyncio.create_task(work)
+        self._held.push_async_callback(end, self._work)
+        self._work.add_done_callback(lambda _: put(None))
+
     def pieces(self) -> AsyncGenerator[tuple[int, TextPiece], None]:
         """Yield (choice, piece) as tokens are sampled; the last piece of a choice has a
         finish_reason. Raises ApiError."""
@@ -218,27 +237,23 @@ class AnswerContext:
         return self._sampled() if strategy is None else self._by_strategy(strategy)
 
     async def _sampled(self) -> AsyncGenerator[tuple[int, TextPiece], None]:
-        """Yield responses sampled directly from the generators."""
+        """Yield the responses of `sample`."""
         handler, config, request = self._handler, self._handler.config, self.request
-        calls = requests_of(request, self._prefix)
+        calls, work = self._calls, self._work
+        assert work is not None
         index = {call.id: i for i, call in enumerate(calls)}
         decode = config.texts.decode_calls if request.tools else config.texts.decode
         texts = [Detokenizer(decode, request.stops, config.end_ids) for _ in calls]
         called = self._call_readers()
-        queue: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
-        begun, first = time.monotonic(), True
-        on_tokens = queue.put_nowait if request.stream else None
-        work = asyncio.create_task(config.backend.generate(calls, on_tokens))
-        self._held.push_async_callback(end, work)
-        work.add_done_callback(lambda _: queue.put_nowait(None))
+        first = True
         while True:
             with handler.api_errors():
                 async with asyncio.timeout_at(self._deadline):
-                    chunk = await queue.get()
+                    chunk = await self._tokens.get()
             if chunk is None:
                 break
             if first:
-                handler.metrics.first_token(time.monotonic() - begun)
+                handler.metrics.first_token(time.monotonic() - self._begun)
                 first = False
             choice = index[chunk.request_id]
             piece = texts[choice].feed(chunk)
@@ -249,7 +264,7 @@ class AnswerContext:
         with handler.api_errors():
             self.completions = work.result()
         if first and request.stream:  # one token, which comes with its completion
-            handler.metrics.first_token(time.monotonic() - begun)
+            handler.metrics.first_token(time.monotonic() - self._begun)
         for completion in self.completions:
             if completion.finish_reason in ("error", "cancelled"):
                 why = completion.error or "the generators ended it"

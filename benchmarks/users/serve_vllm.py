@@ -1,6 +1,6 @@
 """`forge serve` on vLLM against vLLM's own server: tokens a second and the first token.
 
-    PYTHONPATH=.:tests/fakes python -m benchmarks.users.serve_vllm [--rounds 5] [--stream-interval 4]
+    PYTHONPATH=.:tests/fakes python -m benchmarks.users.serve_vllm [--stream-interval 4]
 
 Both servers stand at the same time, each with one engine on one thread, the shipped reader in
 float32 and the same bounds of a step. They take turns in every round, in any order, at each number
