@@ -157,7 +157,7 @@ def test_silence_ends_and_names_everything() -> None:
         )
         assert pool.replicas[0].state is ReplicaState.HEALTHY
         assert pool.in_flight == {}
-        assert pool.replicas[0].calls == set()
+        assert not pool.replicas[0].calls
         assert pool.replicas[0].ongoing == 0
 
     run(scenario())
