@@ -61,6 +61,7 @@ SUITE: Mapping[str, tuple[float, Sequence[str]]] = {
     "orchestration": (300, ()),
     "rsa_batching": (200, ()),
 }
+MODULES = {"training_peers": "users.training_peers"}  # of those in a folder
 QUICK = (False, "fewer sizes and repetitions")
 Measure = Callable[[argparse.Namespace], tuple[Mapping[str, float], Any]]
 Ratios = Mapping[str, Mapping[str, float]]  # by benchmark, then by name
@@ -327,7 +328,8 @@ def run(name: str, directory: Path, quick: bool) -> bool:
     limit_s, words = SUITE[name]
     out = directory / f"{name}.json"
     out.unlink(missing_ok=True)
-    command = [sys.executable, "-m", f"benchmarks.{name}", *words, "--out", str(out)]
+    module = f"benchmarks.{MODULES.get(name, name)}"
+    command = [sys.executable, "-m", module, *words, "--out", str(out)]
     print(f"\n== {name}", flush=True)
     begun = time.perf_counter()
     try:

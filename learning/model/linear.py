@@ -20,9 +20,11 @@ from torch.nn import functional as F
 # trainer whose batches differ in length grew by 60 MB a step (docs/log.md, 2026-11-27).
 PADDED_TO = 32
 PACKED_FOR = 16  # rows
-SMALLEST = {torch.float32: 1 << 19, torch.bfloat16: 0}  # numbers of a weight for oneDNN
 # Its products have no autograd of their own.
 _ONEDNN: Any = torch.ops.mkldnn if torch._C._has_mkldnn else None
+SMALLEST = {torch.float32: 1 << 19}  # numbers of a weight for oneDNN
+if _ONEDNN is not None and _ONEDNN._is_mkldnn_bf16_supported():
+    SMALLEST[torch.bfloat16] = 0  # it refuses bfloat16 where the processor has no AVX-512
 
 
 def linear(

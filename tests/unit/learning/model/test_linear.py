@@ -87,3 +87,17 @@ print((held() - before) / 1024)
     grown = float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True,
                                  text=True, timeout=120).stdout)  # fmt: skip
     assert grown < 10, grown
+
+
+def test_a_processor_for_which_onednn_has_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has none without AVX-512: torch multiplies, and nothing is packed."""
+    monkeypatch.setattr("learning.model.linear.SMALLEST", {torch.float32: 1 << 19})
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 32, generator=draw).bfloat16() for n in (3, 5))
+    x.requires_grad_()
+    assert packed(weight) is None
+    found = linear(x, weight)
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, atol=0.1, rtol=0)
+    found.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[0].double(), weight.double().sum(0), atol=0.1, rtol=0)

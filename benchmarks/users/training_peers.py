@@ -1,6 +1,6 @@
 """A step of training beside PEFT's cartridge and a packed row in HazyResearch's way.
 
-    python -m benchmarks.training_peers [--rounds 9] [--threads 1 2]
+    python -m benchmarks.users.training_peers [--rounds 9] [--threads 1 2]
 
 A round is a step of meshes/longhealth.yaml: its prompts, answered over the cartridges as they are,
 and the document teacher's likeliest tokens there. Each side trains on it, from the same cartridges:
