@@ -1,8 +1,10 @@
 """Supervise the roles and drive one run from its start, or a checkpoint, to results.
 
-    spawn roles -> evaluate untrained -> train on policy (training.loop) -> evaluate
+    spawn roles -> train on policy (training.loop) -> evaluate
                 -> evaluate none, document
-                -> train offline on as many tokens -> evaluate -> results
+                -> evaluate untrained -> train offline on as many tokens -> evaluate -> results
+
+A run without the arm offline evaluates the untrained cartridges before it trains.
 
 ControllerActor owns the process mesh of every role, so every death reaches its `__supervise__`. The
 service (services.pool.service) replaces dead replicas. The run fails only when a role has used up

@@ -130,7 +130,7 @@ class TrainingRun:
         await self._weights.publish(state.version)
         if self._recovered:
             await self.checkpoint()  # its row may still wait for its validation
-        if state.step == 0:
+        if state.step == 0 and "offline" not in self._learn.evaluate.arms:
             await self._evaluate("untrained", "cartridge", state.version)
         self._show(accuracy=None)  # from here on the trained arm's own
         if train.staleness:
@@ -192,6 +192,10 @@ class TrainingRun:
             drawn = Counter(name for r in rollouts for name in {s.cartridge for s in r.samples})
             state.first_version = await self._trainer.begin("offline", len(rollouts), drawn)
         await self._checkpoint_due(len(rollouts), force=True)
+        if state.step == 0 and "untrained" in self._learn.evaluate.arms:
+            # Its cartridges are untrained: the baseline need not keep the trained ones waiting.
+            await self._weights.publish(state.version)
+            await self._evaluate("untrained", "cartridge", state.version)
         for rollout in rollouts[state.step :]:
             await self._look_up()
             self._show(stage="training offline", arm="offline", steps=len(rollouts))

@@ -64,6 +64,9 @@ class _Timeline:
         usable = [seconds_of(e) for e in recent if e["event"] == "usable"]
         self._usable = usable[-1] if usable else None
         self._trained = any(e["event"] == "usable" for e in events)
+        offline_saved = (e for e in recent if e["event"] == "checkpoint" and e["arm"] == "offline")
+        # A start of the offline arm writes its text, and then a checkpoint.
+        self._written = next(map(seconds_of, offline_saved), None)
         ready = [seconds_of(e) for e in recent if e["event"] == "role_ready"]
         self._ready = max(ready, default=None)
         self._time = seconds_of(recent[0]) if recent else 0.0
@@ -95,9 +98,7 @@ class _Timeline:
         if kind == "evaluate":
             return arm in self._measured, self._ends.get(arm)
         if kind == "write":
-            steps = self._steps["offline"]
-            begun = seconds_of(steps[0]) - steps[0]["seconds"]["step"] if steps else None
-            return bool(steps), begun
+            return self._written is not None or bool(self._steps["offline"]), self._written
         last = self._steps[arm][-1] if self._steps[arm] else None
         end = None if last is None else seconds_of(last)
         if arm == "on_policy":
@@ -129,21 +130,25 @@ class _Timeline:
     def _seconds_of_an_evaluation(self) -> float | None:
         """Return the mean seconds of the arms' evaluations so far, None before the second event
         that bounds one."""
+        trained = self._steps["offline"]
+        begins = {
+            "untrained": self._written or self._ready,
+            "offline": seconds_of(trained[-1]) if trained else None,
+        }
         took, before = [], self._usable
-        for end in sorted(self._ends.values()):
-            if before is not None and end > before:
-                took.append(end - before)
+        for arm, end in sorted(self._ends.items(), key=lambda of: of[1]):
+            begun = begins.get(arm, before)
+            if begun is not None and end > begun:
+                took.append(end - begun)
+            if arm not in begins:
                 before = end
-        untrained = self._ends.get("untrained")
-        if untrained is not None and self._ready is not None:
-            took.append(untrained - self._ready)
         return fmean(took) if took else None
 
 
 def _plan(arms: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Yield name, arm and kind of the stages, in the order of `TrainingRun.go`."""
     yield "start", "", "start"
-    if "untrained" in arms:
+    if "untrained" in arms and "offline" not in arms:
         yield "evaluate untrained", "untrained", "evaluate"
     yield "train on policy", "on_policy", "train"
     for arm in ("on_policy", "routed", "none", "document"):
@@ -151,6 +156,8 @@ def _plan(arms: Sequence[str]) -> Iterator[tuple[str, str, str]]:
             yield f"evaluate {arm.replace('_', ' ')}", arm, "evaluate"
     if "offline" in arms:
         yield "write offline text", "offline", "write"
+        if "untrained" in arms:
+            yield "evaluate untrained", "untrained", "evaluate"
         yield "train offline", "offline", "train"
         yield "evaluate offline", "offline", "evaluate"
 

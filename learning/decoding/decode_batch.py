@@ -18,7 +18,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from learning.decoding.decode_cache import DecodeAttention, DecodeCache
+from learning.decoding.decode_cache import COPIED, DecodeAttention, DecodeCache
 from learning.decoding.grammar import GrammarMatcher, Grammars
 from learning.decoding.stopping import Decode, StopChecker
 from learning.model.attention import FlatAttention
@@ -207,10 +207,11 @@ class DecodeBatch:
         device = model.device
         prompts = [row.request.prompt_ids for row in self.rows]
         lengths = [len(prompt) for prompt in prompts]
-        longest = max(lengths)
         starts = [prefixes[row.prefix].shape[3] for row in self.rows]
-        # A row's columns end where the longest prompt's do, so that all rows write the same ones.
-        self._pad = torch.tensor([longest - n for n in lengths], device=device)
+        # A row's columns end where the longest row's do, so that all rows write the same ones.
+        widths = [n + (s if s <= COPIED else 0) for s, n in zip(starts, lengths, strict=True)]
+        longest = max(widths)
+        self._pad = torch.tensor([longest - n for n in widths], device=device)
         self._position = torch.tensor(
             [start + n - 1 for start, n in zip(starts, lengths, strict=True)], device=device
         )
@@ -233,6 +234,10 @@ class DecodeBatch:
         read = sorted(wanted | {end - 1 for end in ends})
         taken = torch.tensor(read, device=device)
         groups = [*self._groups()]
+        for kv, (first, stop) in groups:
+            if 0 < kv.shape[3] <= COPIED:
+                of = torch.arange(first, stop, device=device)
+                self._cache.copy(of, self._pad[first:stop], kv)
         attention = FlatAttention(
             lengths,
             [stop - first for _, (first, stop) in groups],
@@ -258,13 +263,13 @@ class DecodeBatch:
         """Draw the next token of every row that has not ended."""
         self._drop()
         self._position = self._position + 1
-        groups = [*self._groups()]
+        apart = [(kv[..., :0, :] if kv.shape[3] <= COPIED else kv, of) for kv, of in self._groups()]
         attention = DecodeAttention(
             self._cache,
             self._pad,
             self._position,
-            [span for _, span in groups],
-            [kv.unbind(0) for kv, _ in groups],
+            [span for _, span in apart],
+            [kv.unbind(0) for kv, _ in apart],
         )
         hidden = self._model(self._tokens, self._position, attention)
         self._cache.used += 1

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learning.model.kernels import UNSEEN, Kernel, kernel_for
+from learning.model.kernels import UNSEEN, Kernel, kernel_for, wide
 
 LIKE = 0.75  # a block's shortest sequence has more than this part of its longest's tokens
 # Is given a layer's number, its queries [M, H_q, D], keys and values [N, H_kv, D], and outputs.
@@ -155,18 +155,18 @@ def over_prefixes(
     that of the queries over their prefixes; `mask` gives what is added to a prefix's scores."""
     if not any(kv.shape[2] for kv in prefixes):
         return out.to(q.dtype), sums
-    parts = []
+    parts, asked = [], q.transpose(0, 1)[None]
     for c, ((first, stop), kv) in enumerate(zip(spans, prefixes, strict=True)):
         if not kv.shape[2] or first == stop:
             parts.append((out[first:stop], torch.full_like(sums[first:stop], UNSEEN)))
             continue
-        asked = q[first:stop].transpose(0, 1)[None]
-        read, of = kernel.forward(asked, kv[None, 0], kv[None, 1], mask(c, kv), False, scale)
+        keys, values = kv[:, None].unbind()
+        read, of = kernel.forward(asked[:, :, first:stop], keys, values, mask(c, kv), False, scale)
         parts.append((read[0].transpose(0, 1), of[0].transpose(0, 1)))
     read, read_sums = (torch.cat(x) for x in zip(*parts, strict=True))
     both = torch.logaddexp(sums, read_sums)
     share = (read_sums - both).exp()[..., None]
-    return torch.lerp(_wide(out), _wide(read), share).to(q.dtype), both  # rounded once
+    return torch.lerp(wide(out), wide(read), share).to(q.dtype), both  # rounded once
 
 
 def _padded(block: Block, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -226,10 +226,6 @@ def window_mask(positions: Tensor, seen: int, window: int, dtype: torch.dtype) -
         return None
     behind = positions[:, None] - torch.arange(seen, device=positions.device)
     return _added(behind >= window, dtype)[None, None]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:

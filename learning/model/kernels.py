@@ -24,7 +24,7 @@ _FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _CUDA: Any = torch.ops.aten._scaled_dot_product_flash_attention
 _CUDA_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
-CUDA_TYPES = (torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)
 CUDA_SIZE = 256  # of a head, at most, and a multiple of 8
 
 
@@ -62,17 +62,17 @@ class _Flash:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        mask = None if mask is None else _wide(mask)
-        out, sums = _FLASH(_wide(q), _wide(k), _wide(v), 0.0, causal, attn_mask=mask, scale=scale)
+        mask = None if mask is None else wide(mask)
+        out, sums = _FLASH(wide(q), wide(k), wide(v), 0.0, causal, attn_mask=mask, scale=scale)
         return out, sums
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
         mask: Tensor | None, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        mask = None if mask is None else _wide(mask)
+        mask = None if mask is None else wide(mask)
         by_query, by_key, by_value = _FLASH_BACKWARD(
-            _wide(grad), _wide(q), _wide(k), _wide(v), _wide(out), sums.contiguous(), 0.0, causal,
+            wide(grad), wide(q), wide(k), wide(v), wide(out), sums.contiguous(), 0.0, causal,
             attn_mask=mask, scale=scale,
         )  # fmt: skip
         return by_query.to(q.dtype), by_key.to(k.dtype), by_value.to(v.dtype)
@@ -146,7 +146,7 @@ class _CudaFlash:
 
 def _is_for_cuda(q: Tensor, mask: Tensor | None) -> bool:
     size = q.shape[3]
-    return mask is None and q.dtype in CUDA_TYPES and size <= CUDA_SIZE and size % 8 == 0
+    return mask is None and q.dtype in NARROW and size <= CUDA_SIZE and size % 8 == 0
 
 
 @contextmanager
@@ -209,8 +209,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16):
         flat: Tensor = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
         return flat.view(*a.shape[:2], *flat.shape[1:])
-    return _wide(a) @ _wide(b)
+    return wide(a) @ wide(b)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def wide(x: Tensor) -> Tensor:
+    """Return x in float32 or wider."""
+    # Asked of Python first: passes that run beside each other wait at every call into torch.
+    return x.float() if x.dtype in NARROW else x

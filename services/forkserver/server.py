@@ -87,7 +87,6 @@ def preload(modules: Sequence[str], model: Sequence[str] = ()) -> None:
             read_ahead(*model)
         if threads() > 1:
             raise RuntimeError(f"reading the model {model[0]} started a thread")
-    gc.collect()
     gc.freeze()
     gc.enable()
 

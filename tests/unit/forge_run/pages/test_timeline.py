@@ -62,6 +62,25 @@ def test_a_run_that_finished(tmp_path: Path) -> None:
     ]
 
 
+def test_the_untrained_cartridges_answer_once_the_offline_text_is_written(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, sets=("evaluate.arms=[untrained, on_policy, offline]",))
+    train(run, 3)
+    train(run, 4)
+    run.append_event("usable", now=at(26))
+    run.append_event("evaluated", now=at(31), arm="on_policy", accuracy=1.0)
+    assert [(s.name, s.state) for s in found(run, running=True, done=4, offline=4)[3:5]] == [
+        ("write offline text", "now"), ("evaluate untrained", "later"),
+    ]  # fmt: skip
+    run.append_event("checkpoint", now=at(40), arm="offline", step=0)
+    run.append_event("evaluated", now=at(43), arm="untrained", accuracy=0.0)
+    assert found(run, running=True, done=4, offline=4)[3:] == [
+        RunStage("write offline text", "done", 9.0, 0.0),
+        RunStage("evaluate untrained", "done", 3.0, 0.0),
+        RunStage("train offline", "now", 12.0, 12.0, 0, 4),  # rollouts, of 1 s, are over
+        RunStage("evaluate offline", "later", 4.0, 4.0),  # the mean of 5 and 3 s
+    ]
+
+
 def test_a_resumed_run_counts_from_its_last_start(tmp_path: Path) -> None:
     run = recorded_run(tmp_path)
     run.append_event("run_started", now=at(1000), resumed=True)

@@ -71,7 +71,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernels, "_CUDA", computed)
     monkeypatch.setattr(kernels, "_CUDA_BACKWARD", back)
-    monkeypatch.setattr(kernels, "CUDA_TYPES", (torch.bfloat16, torch.float32))
+    monkeypatch.setattr(kernels, "NARROW", (torch.bfloat16, torch.float32))
     monkeypatch.setattr(attention, "kernel_for", lambda q: kernels.CUDA_FLASH)
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from twins import SHAPE, VOCAB
 
 from learning.decoding.decode_batch import generate
+from learning.decoding.decode_cache import COPIED
 from learning.model.attention import FlatAttention
 from learning.model.decoder import Decoder, rope_frequencies
 from learning.model.decoder_config import decoder_config
@@ -146,8 +147,14 @@ def test_gradients_into_the_prefixes(pair: Pair) -> None:
     assert there.grad.abs().amax() > 0.1
 
 
-@pytest.mark.parametrize("kept_twice", [False, True])
-def test_greedy_tokens(pair: Pair, kept_twice: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+# Prefixes of 9 and 4 tokens are copied to their rows both, the short one alone, or neither.
+@pytest.mark.parametrize(
+    ("kept_twice", "copied"), [(False, COPIED), (True, COPIED), (False, 4), (False, 0)]
+)
+def test_greedy_tokens(
+    pair: Pair, kept_twice: bool, copied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learning.decoding.decode_batch.COPIED", copied)
     prefixes = prefixes_of(pair.ours)
     model = load_model(str(pair.path))
     if kept_twice:
