@@ -351,19 +351,24 @@ class DecodeBatch:
                 allowed = row.grammar.allowed(logits[b])
                 if not row.grammar.error:  # else the token is any one: `add` ends the row
                     logits[b].masked_fill_(~allowed, float("-inf"))
-        chosen = logits.argmax(-1)
         alike: dict[tuple[float, int, float], list[int]] = {}
         for b, row in enumerate(self.rows):
-            if not row.reason and (one := row.request.sampling).temperature > 0:
+            if not row.reason:
+                one = row.request.sampling
                 alike.setdefault((one.temperature, one.top_k, one.top_p), []).append(b)
+        chosen = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
         for drawing in alike.values():
             sampling = self.rows[drawing[0]].request.sampling
+            of = logits if len(drawing) == len(logits) else logits[drawing]
+            if sampling.temperature == 0:
+                chosen[drawing] = of.argmax(-1)
+                continue
             draws = torch.tensor(
                 [self.rows[b].uniforms[len(self.rows[b].tokens)] for b in drawing],
                 dtype=torch.float64,
                 device=logits.device,
             )
-            chosen[drawing] = draw(logits[drawing], draws, sampling)
+            chosen[drawing] = draw(of, draws, sampling)
         picked = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
         ids = chosen.tolist()
         wanted = max((row.top_wanted for row in self.rows if not row.reason), default=0)
@@ -392,7 +397,7 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     """Return inverse-CDF draws [B] from logits [B, V] with one uniform in [0, 1) each. Truncation
     is top_k first, then the smallest set of mass >= top_p."""
     probs = (logits.double() / sampling.temperature).softmax(-1)
-    order = torch.arange(probs.shape[-1], device=probs.device).expand_as(probs)
+    order = None
     if sampling.top_k > 0 or sampling.top_p < 1.0:
         probs, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         if sampling.top_k > 0:
@@ -405,7 +410,8 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     cumulative = probs.cumsum(-1)
     # Scaled by the last sum, so that rounding cannot push a draw past the last possible token.
     found = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
-    return order.gather(-1, found.clamp(max=probs.shape[-1] - 1))[:, 0]
+    found = found.clamp(max=probs.shape[-1] - 1)
+    return (found if order is None else order.gather(-1, found))[:, 0]
 
 
 def uniforms(seed: int, count: int, first: int = 0) -> Tensor:

@@ -248,8 +248,7 @@ def rope_frequencies(rope: Mapping[str, Any], size: int) -> Tensor:
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn heads [N, H, D] by the angles of cos and sin [N, 1, D]; sin's first half is negative."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat([second, first], dim=-1), sin)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class DecoderLayers(nn.Module):

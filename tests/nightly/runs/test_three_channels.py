@@ -191,7 +191,7 @@ def test_the_document_teacher_plays_a_warm_start_and_the_offline_arm(tmp_path: P
     # A step whose groups all have one reward has no tokens for grpo.
     assert any(row["channels"]["grpo"]["count"] for row in rows if row not in written)
     results = json.loads((path / "results.json").read_text())
-    assert list(results["arms"]) == ["untrained", "on_policy", "document", "offline"]
+    assert list(results["arms"]) == ["on_policy", "document", "untrained", "offline"]
     assert results["warm_steps"] == 1
     tokens = results["tokens_trained"]
     last = [row["tokens"] for row in rows if row["arm"] == "offline"][-1]
