@@ -87,6 +87,7 @@ class DecodeAttention:
         length 0 where the cache has it."""
         self._cache, self._positions = cache, positions
         self._spans, self._prefixes = spans, prefixes
+        self._apart = any(layers[0].shape[2] for layers in prefixes)
         self._columns = torch.arange(cache.used + 1, device=pad.device)
         self._padding = self._columns < pad[:, None]
         self._masks: dict[int | None, Tensor] = {}
@@ -102,10 +103,13 @@ class DecodeAttention:
         kernel, mask = kernel_for(q), self._mask(window, keys.dtype)
         keys, values = keys[:, :, : at + 1], values[:, :, : at + 1]
         # The heads that read one key stand as its queries: a third of the work of three heads' own.
-        asked = q.view(len(q), keys.shape[1], -1, q.shape[2])
+        asked = q.view(q.shape[0], keys.shape[1], -1, q.shape[2])
         out, sums = kernel.forward(
             asked, keys, values, mask.expand(-1, -1, asked.shape[2], -1), False, scale
         )
+        out = out.reshape(q.shape)
+        if not self._apart:
+            return out.to(q.dtype)
 
         def hidden(c: int, kv: Tensor) -> Tensor | None:
             if window is None:
@@ -115,14 +119,7 @@ class DecodeAttention:
 
         read = [layers[layer] for layers in self._prefixes]
         return over_prefixes(
-            kernel,
-            q,
-            out.reshape(q.shape),
-            sums.reshape(q.shape[:2]),
-            self._spans,
-            read,
-            scale,
-            hidden,
+            kernel, q, out, sums.reshape(q.shape[:2]), self._spans, read, scale, hidden
         )[0]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:

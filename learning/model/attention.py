@@ -122,7 +122,7 @@ def attend(
     """Return the attention [M, H_q, D] of queries q [M, H_q, D] over the prefixes, each
     [2, H_kv, P_c, D] or of length 0, and over keys and values [N, H_kv, D]. A query sees the
     `window` last positions up to its own; None: all."""
-    if not len(q):
+    if not q.shape[0]:
         return q
     out: Tensor = _PartedAttention.apply(q, k, v, layout, scale, window, *prefixes)  # type: ignore[no-untyped-call]  # torch's
     return out
@@ -324,7 +324,7 @@ class FlatAttention:
     ) -> Tensor:
         """Return the attention of queries [M, H_q, D] over their prefix, and keys and values
         [N, H_kv, D]."""
-        layout = self._all if len(q) == len(self._all.tokens) else self._read
+        layout = self._all if q.shape[0] == self._all.tokens.shape[0] else self._read
         out = attend(q, k, v, layout, [kv[layer] for kv in self._layers], scale, window)
         if self._observer is not None:
             self._observer(layer, q, k, v, out)

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -157,7 +157,7 @@ class DecoderLayer(nn.Module):
         normed = F.rms_norm(x, (config.hidden,), self.input_norm, config.eps)
         normed = self.tensor.enter(normed)
         if read is None:
-            projected = self._product("qkv", normed, self.qkv_bias).view(len(x), -1, size)
+            projected = self._product("qkv", normed, self.qkv_bias).view(x.shape[0], -1, size)
             q, k, v = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
             if self.q_norm is None:  # queries and keys lie side by side, and turn alike
                 turned = rotated(projected[:, : heads + kv_heads], cos, sin)
@@ -178,7 +178,7 @@ class DecoderLayer(nn.Module):
             q = rotated(self._normed(q, self.q_norm), cos[read], sin[read])
             k = rotated(self._normed(k, self.k_norm), cos, sin)
             x = x[read]
-        count(len(k))
+        count(k.shape[0])
         seen = attention.attend(self._index, q, k, v, size**-0.5, config.windows[self._index])
         x = x + self._summed("out", seen.flatten(1), self.out_bias)
         normed = F.rms_norm(x, (config.hidden,), self.post_norm, config.eps)
@@ -265,12 +265,15 @@ class DecoderLayers(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(len(config.windows)))
         self.norm = nn.Parameter(torch.empty(config.hidden), requires_grad=False)
 
+    @cached_property
+    def _frequencies(self) -> Tensor:
+        return rope_frequencies(self.config.rope, self.config.head_dim)
+
     def forward(
         self, ids: Tensor, positions: Tensor, attention: Attention, read: Tensor | None
     ) -> Tensor:
         x = embedded(self.embed_tokens, ids, self.config.vocabulary, self.tensor)
-        frequencies = rope_frequencies(self.config.rope, self.config.head_dim)
-        angles = positions[:, None].float() * frequencies.to(x.device)
+        angles = positions[:, None].float() * self._frequencies.to(x.device)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         cos, sin = torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
         *others, last = self.layers

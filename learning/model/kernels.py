@@ -165,9 +165,12 @@ CUDA_FLASH: Kernel = _CudaFlash()
 CHUNKED: Kernel = _Chunked()
 
 
+_KERNELS = {"cpu": FLASH, "cuda": CUDA_FLASH}
+
+
 def kernel_for(q: Tensor) -> Kernel:
     """Return the kernel for queries on this device."""
-    return {"cpu": FLASH, "cuda": CUDA_FLASH}.get(q.device.type, CHUNKED)
+    return _KERNELS.get(q.device.type, CHUNKED)
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:

@@ -32,8 +32,7 @@ def linear(
 ) -> Tensor:
     """Return x [n, in] @ weight.T + bias, [n, out], as `torch.nn.functional.linear` does. Without
     a gradient it reads the weight as `packed`, where that is given. The weight has no gradient."""
-    rows = len(x)
-    if not _is_multiplied(weight) or not rows:
+    if not _is_multiplied(weight) or not (rows := x.shape[0]):
         return F.linear(x, weight, bias)
     if rows > PADDED_TO and rows % PADDED_TO:
         x = F.pad(x, (0, 0, 0, -rows % PADDED_TO))
@@ -55,9 +54,10 @@ def packed(weight: Tensor) -> Tensor | None:
 
 def _is_multiplied(weight: Tensor) -> bool:
     """Return whether oneDNN multiplies by the weight [out, in]."""
-    if _ONEDNN is None or weight.device.type != "cpu":
+    smallest = SMALLEST.get(weight.dtype)  # asked first: it is soon answered
+    if smallest is None or weight.numel() < smallest:
         return False
-    return weight.dtype in SMALLEST and weight.numel() >= SMALLEST[weight.dtype]
+    return _ONEDNN is not None and weight.device.type == "cpu"
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
