@@ -102,7 +102,7 @@ class DecodeAttention:
         keys[:, :, at], values[:, :, at] = k, v
         kernel, mask = kernel_for(q), self._mask(window, keys.dtype)
         keys, values = keys[:, :, : at + 1], values[:, :, : at + 1]
-        # The heads that read one key stand as its queries: a third of the work of three heads' own.
+        # The heads that read one key stand as queries of one head: fewer, larger products.
         asked = q.view(q.shape[0], keys.shape[1], -1, q.shape[2])
         out, sums = kernel.forward(
             asked, keys, values, mask.expand(-1, -1, asked.shape[2], -1), False, scale
