@@ -23,8 +23,8 @@ from serving.apis.hub import library_name
 from serving.apis.tokasaurus import (
     CartridgeChatRequest,
     CartridgeCompletionRequest,
-    CartridgeFields,
     CartridgeSource,
+    FingerprintFields,
 )
 from serving.apis.translation import ChatFields, renaming
 from serving.backend import ServerConfig
@@ -57,8 +57,8 @@ class RequestParser:
         forge = body.forge or NO_OPTIONS
         name = self._name(body.model, forge)
         entries, routed = self._entries(name, forge, _question(body))
-        request = self._with_strategy(self._chat(body, entries), name, forge)
-        return replace(request, routed=routed)
+        request = _with_fingerprint(self._chat(body, entries), body)
+        return replace(self._with_strategy(request, name, forge), routed=routed)
 
     def completion(self, body: CompletionRequest) -> ServingRequest:
         forge = body.forge or NO_OPTIONS
@@ -70,7 +70,7 @@ class RequestParser:
                 "forge.strategy",
             )
         entries, routed = self._entries(name, forge, _question(body))
-        return replace(self._completion(body, entries), routed=routed)
+        return replace(_with_fingerprint(self._completion(body, entries), body), routed=routed)
 
     def cartridge_chat(self, body: CartridgeChatRequest) -> ServingRequest:
         """Parse a chat of Tokasaurus' route, which ignores the name of the model."""
@@ -79,11 +79,11 @@ class RequestParser:
                 "one of max_tokens and max_completion_tokens is given, not both", "max_tokens"
             )
         entries, routed = self._sourced(body.cartridges, _question(body))
-        return _told(replace(self._chat(body, entries), routed=routed), body)
+        return _with_fingerprint(replace(self._chat(body, entries), routed=routed), body)
 
     def cartridge_completion(self, body: CartridgeCompletionRequest) -> ServingRequest:
         entries, routed = self._sourced(body.cartridges, _question(body))
-        return _told(replace(self._completion(body, entries), routed=routed), body)
+        return _with_fingerprint(replace(self._completion(body, entries), routed=routed), body)
 
     def responses(self, body: ResponsesRequest) -> ServingRequest:
         return self._translated("resp", responses_api.chat_of(body), body.stream)
@@ -356,11 +356,17 @@ class RequestParser:
         )
 
 
-def _told(request: ServingRequest, body: CartridgeFields) -> ServingRequest:
-    """Have log-probabilities told where the fingerprint is to hold them."""
-    if not body.logprobs_in_fingerprint or request.top_logprobs is not None:
+def _with_fingerprint(request: ServingRequest, body: SamplingFields) -> ServingRequest:
+    """Return the request with log-probabilities where the fingerprint is to hold them. Raises
+    ApiError for a stream, which has no fingerprint."""
+    if not (isinstance(body, FingerprintFields) and body.logprobs_in_fingerprint):
         return request
-    return replace(request, top_logprobs=0)
+    if body.stream:
+        raise bad_request(
+            "logprobs_in_fingerprint is of whole replies; leave stream out, or ask for logprobs",
+            "logprobs_in_fingerprint",
+        )
+    return request if request.top_logprobs is not None else replace(request, top_logprobs=0)
 
 
 def _question(body: ChatRequest | CompletionRequest) -> str | None:

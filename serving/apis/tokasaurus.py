@@ -10,6 +10,8 @@ Verified against public code:
   `logprobs_in_fingerprint` is set it has `packed_chosen_logprobs` (base64 of float32) and, where
   top-k was requested too, `packed_topk_indices` (int32) and `packed_topk_logprobs` (float32), row
   by row; all three are null otherwise. `usage.prompt_tokens` counts a prompt once for each choice;
+- the routes: its server has /custom/cartridge/...; the example in the README of
+  HazyResearch/cartridges posts to /v1/cartridge/...: both are served;
 - the client: cartridges/clients/tokasaurus.py of HazyResearch/cartridges expects one model in
   /v1/models, takes `completion_ids[0]` and decodes the packed arrays. It posts batches to another
   route, which replies with a pickle: that route is not served here.
@@ -39,24 +41,41 @@ class CartridgeSource(RequestPart):
     )
 
 
-class CartridgeFields(RequestPart):
-    cartridges: list[CartridgeSource] | None = Field(
-        None, max_length=MAX_COMPOSED, description="composed in this order, each behind the last"
+class FingerprintFields(RequestPart):
+    """Read the fields that Tokasaurus adds to all of its routes."""
+
+    logprobs_in_fingerprint: bool = Field(
+        default=False, description="log-probabilities as packed arrays in `system_fingerprint`"
     )
-    logprobs_in_fingerprint: bool = False
     ignore_eos: Literal[False] = False
 
 
-class CartridgeCompletionRequest(CompletionRequest, CartridgeFields):
-    """As `/v1/completions`, with a cartridge by its source."""
+class TextCompletionRequest(CompletionRequest, FingerprintFields):
+    """Read a body of `/v1/completions`."""
 
 
-class CartridgeChatRequest(ChatRequest, CartridgeFields):
-    """As `/v1/chat/completions`, with a cartridge by its source."""
+class ChatCompletionRequest(ChatRequest, FingerprintFields):
+    """Read a body of `/v1/chat/completions`."""
 
     apply_chat_template_overrides: dict[Literal["enable_thinking"], bool] | None = Field(
         default=None, description="of no effect: taken for templates that do not think"
     )
+
+
+class CartridgeFields(RequestPart):
+    """Read the field that Tokasaurus' cartridge routes add to the others."""
+
+    cartridges: list[CartridgeSource] | None = Field(
+        None, max_length=MAX_COMPOSED, description="composed in this order, each behind the last"
+    )
+
+
+class CartridgeCompletionRequest(TextCompletionRequest, CartridgeFields):
+    """Read a body of `/v1/cartridge/completions`: a prompt, and cartridges by their source."""
+
+
+class CartridgeChatRequest(ChatCompletionRequest, CartridgeFields):
+    """Read a body of `/v1/cartridge/chat/completions`: a chat, and cartridges by their source."""
 
 
 def fingerprint(completions: Sequence[Completion], packed: bool, top: int | None) -> str:

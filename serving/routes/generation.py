@@ -1,4 +1,4 @@
-"""Define the routes that generate: three of OpenAI, one of Anthropic, two of Tokasaurus.
+"""Define the routes that generate: OpenAI's three, Anthropic's one, Tokasaurus' two.
 
 body -> RequestHandler.begin -> pieces -> one reply, or chunks
 """
@@ -17,8 +17,6 @@ from starlette.types import Scope
 from protocols.wire.anthropic_messages import MessagesReply, MessagesRequest
 from protocols.wire.openai_chat import (
     ChatCompletion,
-    ChatRequest,
-    CompletionRequest,
     SamplingFields,
     TextCompletion,
     usage,
@@ -30,6 +28,9 @@ from serving.apis.tokasaurus import (
     CartridgeChatRequest,
     CartridgeCompletionRequest,
     CartridgeFields,
+    ChatCompletionRequest,
+    FingerprintFields,
+    TextCompletionRequest,
     fingerprint,
 )
 from serving.detokenizer import TextPiece
@@ -83,11 +84,12 @@ async def _whole(
         await answering.close()
     more: dict[str, str] = {}
     used, top = answering.usage, request.top_logprobs
-    if isinstance(body, CartridgeFields):
-        packed = body.logprobs_in_fingerprint
+    packed = isinstance(body, FingerprintFields) and body.logprobs_in_fingerprint
+    if packed or isinstance(body, CartridgeFields):
         more["system_fingerprint"] = fingerprint(answering.completions, packed, top)
-        used = usage(used.prompt_tokens * request.n, used.completion_tokens)
         top = None if packed else top
+    if isinstance(body, CartridgeFields):
+        used = usage(used.prompt_tokens * request.n, used.completion_tokens)
     replies = wire(_head(answering), handler.config.texts.token, top)
 
     def written() -> Response:
@@ -137,7 +139,7 @@ def routes(handler: RequestHandler) -> APIRouter:
         responses={200: {"content": STREAM}},
         summary="Answer a chat, with a cartridge and a strategy where they are named",
     )
-    async def chat(request: Request, body: ChatRequest) -> Response:
+    async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         return await answer(handler, request, body, parser.chat, ChatWire)
 
     @router.post(
@@ -146,7 +148,7 @@ def routes(handler: RequestHandler) -> APIRouter:
         responses={200: {"content": STREAM}},
         summary="Go on with prompts of text or token ids",
     )
-    async def completions(request: Request, body: CompletionRequest) -> Response:
+    async def completions(request: Request, body: TextCompletionRequest) -> Response:
         return await answer(handler, request, body, parser.completion, CompletionWire)
 
     @router.post(
@@ -167,6 +169,7 @@ def routes(handler: RequestHandler) -> APIRouter:
     async def messages(request: Request, body: MessagesRequest) -> Response:
         return await answer(handler, request, body, parser.messages, MessagesWire)
 
+    @router.post("/v1/cartridge/chat/completions", include_in_schema=False)
     @router.post(
         "/custom/cartridge/chat/completions",
         response_model=ChatCompletion,
@@ -175,6 +178,7 @@ def routes(handler: RequestHandler) -> APIRouter:
     async def cartridge_chat(request: Request, body: CartridgeChatRequest) -> Response:
         return await answer(handler, request, body, parser.cartridge_chat, ChatWire)
 
+    @router.post("/v1/cartridge/completions", include_in_schema=False)
     @router.post(
         "/custom/cartridge/completions",
         response_model=TextCompletion,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import struct
 from typing import Any
 
 import openai
@@ -59,7 +61,10 @@ def test_a_chat_whole_and_streamed_say_the_same(client: OpenAI) -> None:
     assert reasons == [c.finish_reason for c in whole.choices]
     for mine, choice in zip(tokens, whole.choices, strict=True):
         assert choice.logprobs is not None
-        assert mine == choice.logprobs.content
+        others = choice.logprobs.content
+        assert [(t.token, t.bytes) for t in mine] == [(t.token, t.bytes) for t in others]
+        # Rounding depends on which rows a decoding pass held, and so on when each request came.
+        assert [t.logprob for t in mine] == pytest.approx([t.logprob for t in others], abs=1e-5)
         text = b"".join(bytes(t.bytes or []) for t in mine).decode()
         assert text == choice.message.content
         for token in mine:
@@ -190,6 +195,48 @@ def test_several_cartridges_are_composed_in_their_order(served: Served, client: 
     ]
     assert [a["forge"]["cartridge_tokens"] for a in answers] == [24, 12]
     assert answers[0]["system_fingerprint"] != answers[1]["system_fingerprint"]
+
+
+def test_a_cartridge_route_answers_at_both_of_its_paths(served: Served) -> None:
+    local = [{"id": "p1", "source": "local"}]
+    chat = {"model": "default", "messages": CHAT, "max_tokens": 9, "temperature": 0, "seed": 1}
+    text = {"model": "default", "prompt": QUESTION, "max_tokens": 9, "temperature": 0, "seed": 1}
+    for name, body in (("chat/completions", chat), ("completions", text)):
+        replies = []
+        for root in ("custom", "v1"):
+            status, _, content = raw(
+                served, f"/{root}/cartridge/{name}", {**body, "cartridges": local}
+            )
+            assert status == 200
+            reply = json.loads(content)
+            replies.append((reply["choices"], reply["system_fingerprint"], reply["usage"]))
+        assert replies[0] == replies[1]
+
+
+def test_openais_routes_take_the_fields_of_tokasaurus(served: Served) -> None:
+    """The packed log-probabilities are those that the same request has as `logprobs`."""
+    chat = {"model": MODEL, "messages": CHAT, "max_tokens": 9, "temperature": 0, "seed": 1}
+    plain = json.loads(raw(served, "/v1/chat/completions", {**chat, "logprobs": True})[2])
+    told = [token["logprob"] for token in plain["choices"][0]["logprobs"]["content"]]
+    assert plain.get("system_fingerprint") is None
+    more = {
+        "logprobs_in_fingerprint": True,
+        "apply_chat_template_overrides": {"enable_thinking": False},
+    }
+    status, _, content = raw(served, "/v1/chat/completions", {**chat, **more})
+    packed = json.loads(json.loads(content)["system_fingerprint"])
+    assert status == 200
+    assert json.loads(content)["choices"][0]["message"] == plain["choices"][0]["message"]
+    data = base64.b64decode(packed["packed_chosen_logprobs"][0])
+    chosen = struct.unpack(f"<{len(data) // 4}f", data)
+    assert len(chosen) == len(packed["completion_ids"][0])
+    assert chosen[: len(told)] == pytest.approx(told, abs=1e-6)
+    text = {"model": MODEL, "prompt": QUESTION, "max_tokens": 4, "logprobs_in_fingerprint": True}
+    reply = json.loads(raw(served, "/v1/completions", text)[2])
+    assert len(json.loads(reply["system_fingerprint"])["completion_ids"]) == 1
+    status, _, content = raw(served, "/v1/completions", {**text, "stream": True})
+    assert status == 400
+    assert "leave stream out" in json.loads(content)["error"]["message"]
 
 
 def test_a_strategy_and_what_it_tells(client: OpenAI) -> None:
