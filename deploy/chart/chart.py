@@ -30,7 +30,6 @@ from protocols.spec.mesh import MODEL_ROLES, RunSpec
 
 PARTS = Path(__file__).parent / "templates"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-DIGEST = "^sha256:[0-9a-f]{64}$"
 OUT_OF_THE_CLAIM = r"^/|(^|/)\.\.(/|$)"
 
 
@@ -95,7 +94,8 @@ def schema(overlays: Sequence[str], first: str, least: Needs) -> Object:
     parts = found["$defs"]
     image = parts["ImageSpec"]["properties"]
     image["tag"]["not"] = {"const": "latest"}
-    image["digest"]["anyOf"][0]["pattern"] = DIGEST
+    # Of keys with a pattern pydantic says what those that match hold, and nothing of the others.
+    parts["GpuClassSpec"]["properties"]["node_labels"]["additionalProperties"] = False
     model = parts["ModelSourceSpec"]
     model["properties"]["path"]["anyOf"][0]["not"] = {"pattern": OUT_OF_THE_CLAIM}
     both = {key: {"type": "string"} for key in ("claim", "path")}

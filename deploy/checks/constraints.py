@@ -11,20 +11,23 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from protocols.kubernetes_names import (
+    IMAGE,
+    LABEL,
+    LABEL_KEY,
+    LABEL_LENGTH,
+    LABEL_VALUE,
+    SUBDOMAIN,
+    SUBDOMAIN_LENGTH,
+)
+
 Schema = dict[str, Any]
 
 REMEDY = "x-remedy"
 QUANTITY = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$"
-LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123
 SERVICE = r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1035
-SUBDOMAIN = r"^(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 PORT_NAME = r"^(?=.{1,15}$)(?=.*[a-z])(?!.*--)[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 VARIABLE = r"^[-._a-zA-Z][-._a-zA-Z0-9]*$"
-KEY = (
-    r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?"
-    r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
-)
-VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$"
 CIDR = r"^([0-9]{1,3}(\.[0-9]{1,3}){3}/[0-9]{1,2}|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*/[0-9]{1,3})$"
 PATH_NAME = r"^(?!\.{1,2}$)[^/%]+$"
 
@@ -48,6 +51,22 @@ _PORT = _between(1, 65535)
 # A port given by number or by name.
 _ANY_PORT = {**_PORT, "pattern": PORT_NAME, REMEDY: "give 1 to 65535, or the name of a port"}
 _NAME = _matches(LABEL, _LABEL_REMEDY)
+_SUBDOMAIN_REMEDY = "use at most 253 lower-case letters, digits, - and ., none but these"
+_KEY = _matches(LABEL_KEY, "write the key as [prefix/]name")
+_VALUE = _matches(LABEL_VALUE, "use at most 63 letters, digits, -, _ and .")
+_IMAGE = _matches(IMAGE, "write it as registry.example.com/team/name:tag or name@sha256:...")
+
+
+def _object_name(optional: bool = False, longest: int = SUBDOMAIN_LENGTH) -> Schema:
+    """Return the schema of the name of an object; with `optional` an empty text is none."""
+    remedy = _SUBDOMAIN_REMEDY.replace("253", str(longest))
+    pattern = rf"^$|{SUBDOMAIN}" if optional else SUBDOMAIN
+    return {**_matches(pattern, remedy), "maxLength": longest}
+
+
+_OBJECT = _object_name()
+_OPTIONAL = _object_name(optional=True)
+_DATA_KEY = {**_matches(r"^[-._a-zA-Z0-9]+$", "use letters, digits, -, _ and ."), "maxLength": 253}
 _PROTOCOL = _one_of("TCP", "UDP", "SCTP")
 _PULL = _one_of("Always", "Never", "IfNotPresent")
 _COUNT = _between(0)
@@ -58,7 +77,7 @@ _ACCESS = _one_of("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOn
 # By definition, without "io.k8s.api." and by property; "[]" is an item of a list, "{}" a value of
 # a mapping, "{key}" its keys.
 _PROPERTIES: Mapping[str, Mapping[str, Schema]] = {
-    "core.v1.Container": {"name": _NAME, "imagePullPolicy": _PULL},
+    "core.v1.Container": {"name": _NAME, "image": _IMAGE, "imagePullPolicy": _PULL},
     "core.v1.ContainerPort": {
         "containerPort": _PORT,
         "hostPort": _PORT,
@@ -86,17 +105,32 @@ _PROPERTIES: Mapping[str, Mapping[str, Schema]] = {
         "dnsPolicy": _one_of("ClusterFirstWithHostNet", "ClusterFirst", "Default", "None"),
         "preemptionPolicy": _one_of("Never", "PreemptLowerPriority"),
         "terminationGracePeriodSeconds": _COUNT,
-        "serviceAccountName": _matches(SUBDOMAIN, "write a ServiceAccount's name"),
+        "serviceAccountName": _OPTIONAL, "priorityClassName": _OPTIONAL,
+        "runtimeClassName": _OBJECT, "nodeSelector{key}": _KEY, "nodeSelector{}": _VALUE,
     },
+    "core.v1.LocalObjectReference": {"name": _OPTIONAL},
+    "core.v1.ConfigMapEnvSource": {"name": _OPTIONAL},
+    "core.v1.SecretEnvSource": {"name": _OPTIONAL},
+    "core.v1.ConfigMapKeySelector": {"name": _OPTIONAL, "key": _DATA_KEY},
+    "core.v1.SecretKeySelector": {"name": _OPTIONAL, "key": _DATA_KEY},
+    "core.v1.ConfigMapVolumeSource": {"name": _OPTIONAL},
+    "core.v1.SecretVolumeSource": {"secretName": _OPTIONAL},
+    "core.v1.ConfigMapProjection": {"name": _OPTIONAL},
+    "core.v1.SecretProjection": {"name": _OPTIONAL},
+    "core.v1.PersistentVolumeClaimVolumeSource": {"claimName": _OBJECT},
     "core.v1.SeccompProfile": {"type": _one_of("Localhost", "RuntimeDefault", "Unconfined")},
     "core.v1.Toleration": {
+        "key": {**_KEY, "pattern": rf"^$|{LABEL_KEY}"},
         "operator": _one_of("Exists", "Equal"),
+        "value": _VALUE,
         "effect": _one_of("", "NoSchedule", "PreferNoSchedule", "NoExecute"),
     },
     "core.v1.TopologySpreadConstraint": {
         "whenUnsatisfiable": _one_of("DoNotSchedule", "ScheduleAnyway"), "maxSkew": _between(1),
     },
-    "core.v1.NodeSelectorRequirement": {"operator": _NODE_OPERATOR},
+    "core.v1.NodeSelectorRequirement": {
+        "key": _KEY, "operator": _NODE_OPERATOR, "values[]": _VALUE,
+    },
     "core.v1.ServicePort": {
         "port": _PORT, "nodePort": _between(0, 65535), "targetPort": _ANY_PORT,
         "protocol": _PROTOCOL, "name": _NAME,
@@ -110,9 +144,10 @@ _PROPERTIES: Mapping[str, Mapping[str, Schema]] = {
     },
     "core.v1.PersistentVolumeClaimSpec": {
         "accessModes[]": _ACCESS, "volumeMode": _one_of("Filesystem", "Block"),
+        "storageClassName": _OPTIONAL,
     },
     "core.v1.PersistentVolumeSpec": {
-        "accessModes[]": _ACCESS,
+        "accessModes[]": _ACCESS, "storageClassName": _OPTIONAL,
         "persistentVolumeReclaimPolicy": _one_of("Retain", "Delete", "Recycle"),
     },
     "apps.v1.DeploymentSpec": {"replicas": _COUNT, "revisionHistoryLimit": _COUNT},
@@ -168,27 +203,23 @@ _PROPERTIES: Mapping[str, Mapping[str, Schema]] = {
     },
 }  # fmt: skip
 _META: Mapping[str, Mapping[str, Schema]] = {
-    "LabelSelectorRequirement": {"operator": _OPERATOR},
-    "LabelSelector": {
-        "matchLabels{key}": _matches(KEY, "write the label's key as [prefix/]name"),
-        "matchLabels{}": _matches(VALUE, "use at most 63 letters, digits, -, _ and ."),
-    },
+    "LabelSelectorRequirement": {"key": _KEY, "operator": _OPERATOR, "values[]": _VALUE},
+    "LabelSelector": {"matchLabels{key}": _KEY, "matchLabels{}": _VALUE},
     "ObjectMeta": {
-        "labels{key}": _matches(KEY, "write the label's key as [prefix/]name"),
-        "labels{}": _matches(VALUE, "use at most 63 letters, digits, -, _ and ."),
+        "labels{key}": _KEY,
+        "labels{}": _VALUE,
         "annotations{key}": _matches(
-            KEY.replace("[a-z0-9]", "[A-Za-z0-9]"), "write its key as [prefix/]name"
+            LABEL_KEY.replace("[a-z0-9]", "[A-Za-z0-9]"), "write its key as [prefix/]name"
         ),
         "namespace": _matches(LABEL, _LABEL_REMEDY),
     },
 }  # fmt: skip
-_SUBDOMAIN_REMEDY = "use at most 253 lower-case letters, digits, - and ., none but these"
 # By kind, as its objects may be named; any other: SUBDOMAIN.
 _NAMES: Mapping[str, Schema] = {
     "Namespace": _NAME,
     "Service": _matches(SERVICE, "begin with a lower-case letter; then letters, digits and -"),
-    "Job": _matches(r"^(?=.{1,63}$)" + SUBDOMAIN[1:], "give at most 63 characters"),
-    "CronJob": _matches(r"^(?=.{1,52}$)" + SUBDOMAIN[1:], "give at most 52 characters"),
+    "Job": _object_name(longest=LABEL_LENGTH),
+    "CronJob": _object_name(longest=52),
     **dict.fromkeys(
         ("Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"),
         _matches(PATH_NAME, "leave out / and %"),
@@ -234,7 +265,7 @@ def _both(first: Schema, second: Schema) -> Schema:
 
 def named(kind: str) -> Schema:
     """Return the schema of `metadata.name` of a built-in kind's objects."""
-    return _NAMES.get(kind, _matches(SUBDOMAIN, _SUBDOMAIN_REMEDY))
+    return _NAMES.get(kind, _OBJECT)
 
 
 def remedy_of(schema: Mapping[str, Any], keyword: str, expected: Sequence[Any] | Any) -> str:

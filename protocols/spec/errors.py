@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from protocols.errors import SpecError
+from protocols.kubernetes_names import PATTERN_RULES
 from protocols.secrets import HIDDEN
 from protocols.spec.cartridge import TAG
 from protocols.spec.keys import (
@@ -155,6 +156,10 @@ def _rule_of(
             "must be a mapping of keys",
             f"it may hold {', '.join(k for k, _ in keys_of(section))}",
         )
+    if kind == "string_pattern_mismatch" and context["pattern"] in PATTERN_RULES:
+        return PATTERN_RULES[context["pattern"]]
+    if kind == "string_too_long":
+        return f"must have at most {context['max_length']} characters", "shorten it"
     if kind == "literal_error":
         words = re.findall(r"'([^']*)'", context["expected"])
         near = difflib.get_close_matches(str(got), words, 1)

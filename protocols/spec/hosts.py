@@ -18,7 +18,23 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from protocols.kubernetes_names import (
+    DIGEST,
+    EXTENDED_RESOURCE,
+    LABEL,
+    LABEL_KEY,
+    LABEL_LENGTH,
+    LABEL_VALUE,
+    REPOSITORY,
+    SUBDOMAIN,
+    SUBDOMAIN_LENGTH,
+)
 from protocols.spec.base import AsTuple, SpecSection, broken
+
+ObjectName = Annotated[str, Field(pattern=SUBDOMAIN, max_length=SUBDOMAIN_LENGTH)]
+QueueName = Annotated[str, Field(pattern=SUBDOMAIN, max_length=LABEL_LENGTH)]  # a label's value too
+LabelKey = Annotated[str, Field(pattern=LABEL_KEY)]
+LabelValue = Annotated[str, Field(pattern=LABEL_VALUE)]
 
 # tls://host:port; an IPv6 host has brackets. A worker serves its WorkerInfo on the next port.
 ADDRESS = re.compile(r"(?:tcp|tls)://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})")
@@ -142,7 +158,8 @@ class ImageSpec(SpecSection):
 
     repository: str = Field(
         default="cartridge-forge",
-        pattern=r"^[a-z0-9][a-z0-9._/:-]*$",
+        pattern=REPOSITORY,
+        max_length=255,
         description="the image without its tag, with its registry: registry.example.com/team/forge",
     )
     tag: str = Field(
@@ -150,10 +167,10 @@ class ImageSpec(SpecSection):
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}$",
         description="its tag; overlays add -cpu or -cuda, the targets of the Dockerfile",
     )
-    digest: str | None = Field(
+    digest: Annotated[str, Field(pattern=DIGEST)] | None = Field(
         default=None, description="sha256:... of one image for every overlay, in place of the tag"
     )
-    pull_secret: str | None = Field(
+    pull_secret: ObjectName | None = Field(
         default=None, description="Secret with the registry's credentials; null: none is needed"
     )
 
@@ -164,22 +181,15 @@ class ImageSpec(SpecSection):
             raise broken("must name a version; what latest is changes", "give the release's tag")
         return value
 
-    @field_validator("digest")
-    @classmethod
-    def _is_a_digest(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"sha256:[0-9a-f]{64}", value):
-            raise broken("must be sha256: and 64 hexadecimal digits", "copy it from the registry")
-        return value
-
 
 class TolerationSpec(SpecSection):
     """Configure a taint that the pods on GPUs tolerate."""
 
-    key: str = Field(description="the taint's key")
+    key: LabelKey = Field(description="the taint's key")
     operator: Literal["Exists", "Equal"] = Field(
         default="Exists", description="Exists: any value; Equal: this one"
     )
-    value: str | None = Field(default=None, description="with operator Equal")
+    value: LabelValue | None = Field(default=None, description="with operator Equal")
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
         default="NoSchedule", description="the taint's effect; null: all"
     )
@@ -195,14 +205,14 @@ class TolerationSpec(SpecSection):
 class GpuClassSpec(SpecSection):
     """Configure the class of GPU that the pods with a model are placed on."""
 
-    product: str | None = Field(
+    product: LabelValue | None = Field(
         default="NVIDIA-H100-80GB-HBM3",
         description="the nodes' label nvidia.com/gpu.product; null: no such label is asked for",
     )
     gb: float = Field(
         default=80.0, gt=0, description="memory of one GPU, GB (10^9 bytes), that the plan must fit"
     )
-    node_labels: dict[str, str] = Field(
+    node_labels: dict[LabelKey, LabelValue] = Field(
         default={}, description="further labels of the nodes (nodeSelector)"
     )
     tolerations: Annotated[tuple[TolerationSpec, ...], AsTuple] = Field(
@@ -213,7 +223,7 @@ class GpuClassSpec(SpecSection):
 class StorageSpec(SpecSection):
     """Configure the claims."""
 
-    class_name: str | None = Field(
+    class_name: ObjectName | None = Field(
         default=None, description="storage class of every claim; null: the cluster's default"
     )
     runs_gib: int | None = Field(
@@ -227,13 +237,13 @@ class StorageSpec(SpecSection):
 class ModelSourceSpec(SpecSection):
     """Configure where the pods find the base model."""
 
-    claim: str | None = Field(
+    claim: ObjectName | None = Field(
         default=None,
         description="a claim of yours that has it, mounted read-only; null: the image has it, or, "
         "for a model of the hub, a claim is made and filled once by a Job",
     )
     path: str | None = Field(default=None, description="its folder in that claim")
-    token_secret: str | None = Field(
+    token_secret: ObjectName | None = Field(
         default=None, description="Secret whose key HF_TOKEN the Job uses; null: it needs none"
     )
 
@@ -251,7 +261,7 @@ class RdmaSpec(SpecSection):
     """Configure the RDMA devices of the pods between which tensors go."""
 
     resource: str = Field(
-        pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]{1,63}$",
+        pattern=EXTENDED_RESOURCE,
         description="what the cluster's device plugin offers: rdma/hca_shared_devices_a",
     )
     count: int = Field(default=1, ge=1, description="devices of a pod")
@@ -262,7 +272,7 @@ class DeploymentSpec(SpecSection):
 
     namespace: str | None = Field(
         default=None,
-        pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$",
+        pattern=LABEL,
         description="of every object; null: forge- and the mesh's name",
     )
     image: ImageSpec = Field(default=ImageSpec(), description="the image of every pod")
@@ -273,7 +283,7 @@ class DeploymentSpec(SpecSection):
     model: ModelSourceSpec = Field(
         default=ModelSourceSpec(), description="where the base model comes from"
     )
-    queue: str | None = Field(
+    queue: QueueName | None = Field(
         default=None, description="Kueue's queue for MonarchMeshes and Jobs; null: none"
     )
     gang: bool = Field(
@@ -292,7 +302,7 @@ class DeploymentSpec(SpecSection):
         description="address of the Prometheus by which KEDA adds servers, such as "
         "http://prometheus.monitoring:9090; null: a HorizontalPodAutoscaler does",
     )
-    certificates: str | None = Field(
+    certificates: ObjectName | None = Field(
         default=None,
         description="Secret with ca.crt, tls.crt and tls.key of the control plane, such as "
         "cert-manager makes; null: they are in forge-control, beside the token",

@@ -101,10 +101,16 @@ MODEL_ROLES = ("generator", *TEACHERS, "trainer")  # the roles that load the bas
 RELAYED_KINDS = ("addresses", "kubernetes")  # whose workers have an address of their own
 
 
+LONGEST_NAME = 57  # of a mesh: its namespace, forge-NAME, is at most 63 characters
+
+
 class MeshSpec(SpecSection):
     """Configure a mesh, `meshes/*.yaml`."""
 
-    name: str = Field(description="names the run directory: lower-case letters, digits and _")
+    name: str = Field(
+        max_length=LONGEST_NAME,
+        description="names the run directory: lower-case letters, digits and _",
+    )
     config: str = Field(min_length=1, description="the learning config, relative to the mesh file")
     hosts: HostsSpec = Field(
         default=HostsSpec(), description="where the roles run; a bare word is a kind"

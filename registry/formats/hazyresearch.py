@@ -180,6 +180,7 @@ def _same(mine: list[Tensor], other: list[Tensor]) -> bool:
 
 def _require_alike(learned: dict[str, list[Tensor]], kept: dict[str, list[Tensor]]) -> None:
     """Require one shape and dtype of all layers; frozen layers may differ in tokens alone."""
+    dtype = learned["keys"][0].dtype
     for part, lists in (("trainable", learned), ("frozen", kept)):
         first = lists["keys"][0]
         for kind, tensors in lists.items():
@@ -189,11 +190,15 @@ def _require_alike(learned: dict[str, list[Tensor]], kept: dict[str, list[Tensor
                     f"{len(learned['keys'])}; the file was cut, or mixes models"
                 )
             for number, tensor in enumerate(tensors):
-                if tensor.shape != first.shape or tensor.dtype != learned["keys"][0].dtype:
+                if tensor.shape != first.shape:
                     raise DataError(
-                        f"{part}_{kind}[{number}] is {list(tensor.shape)} of {tensor.dtype}, "
-                        f"{part}_keys[0] {list(first.shape)} of {learned['keys'][0].dtype}; all "
-                        "layers of a cartridge are alike"
+                        f"{part}_{kind}[{number}] is {list(tensor.shape)}, {part}_keys[0] "
+                        f"{list(first.shape)}; all layers of a cartridge are alike"
+                    )
+                if tensor.dtype != dtype:
+                    raise DataError(
+                        f"{part}_{kind}[{number}] is {tensor.dtype}, trainable_keys[0] {dtype}; "
+                        "all layers of a cartridge are alike: convert them before they are saved"
                     )
     mine, other = kept["keys"][0].shape, learned["keys"][0].shape
     if (mine[1], mine[3]) != (other[1], other[3]):
