@@ -6,6 +6,9 @@
 A row is one position: for each layer its key of every head, then its value. PEFT passes them to the
 model as a filled cache, so the prompt's positions follow at P; keys are already rotated, as in
 `CartridgeFile`. The config cannot hold provenance and checksum; the tensor file's header does.
+
+Prefix tuning is read as well: PEFT saves the same tensor for it, of keys and values as the model
+gets them, whether they were trained through a projection or not, and none of them is frozen.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from registry.formats.cartridge_file import (
 CONFIG, WEIGHTS, TENSOR = "adapter_config.json", "adapter_model.safetensors", "prompt_embeddings"
 PICKLE = "adapter_model.bin"
 KIND = "CARTRIDGE"
+PREFIX = "PREFIX_TUNING"
 LABEL = "forge"
 PEFT_VERSION = "0.21.2"  # the version of these fields, with which the tests load them
 
@@ -51,7 +55,8 @@ def save(cartridge: CartridgeFile, folder: Path) -> None:
     }
     folder.mkdir(mode=0o700)  # it is as confidential as its document
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    metadata = {"format": "pt", LABEL: cartridge.label()}
+    # One key: safetensors writes several in another order in each process, so in other bytes.
+    metadata = {LABEL: cartridge.label()}
     save_file({TENSOR: rows_of(cartridge.kv)}, folder / WEIGHTS, metadata=metadata)
 
 
@@ -73,7 +78,7 @@ def read(path: Path) -> CartridgeFile:
             names = list(opened.keys())
             if names != [TENSOR]:
                 shown = ", ".join(names[:5]) or "none"
-                raise DataError(f"a CARTRIDGE adapter holds one tensor {TENSOR}: got {shown}")
+                raise DataError(f"such an adapter holds one tensor {TENSOR}: got {shown}")
             metadata = opened.metadata() or {}
             rows = opened.get_tensor(TENSOR)
     except (SafetensorError, OSError) as error:
@@ -88,7 +93,7 @@ def read(path: Path) -> CartridgeFile:
             f"{width}] of {heads} heads; they are of two adapters, or one is damaged"
         )
     kv = rows.view(tokens, layers, 2, heads, width // heads).permute(1, 2, 3, 0, 4).contiguous()
-    frozen = _size(config, "num_frozen_tokens", least=0)
+    frozen = 0 if config["peft_type"] == PREFIX else _size(config, "num_frozen_tokens", least=0)
     if LABEL in metadata:
         return labelled(kv, metadata[LABEL], frozen)
     return CartridgeFile(
@@ -102,10 +107,10 @@ def _config(path: Path) -> dict[str, Any]:
         kind = config["peft_type"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path} has no readable {CONFIG} ({error}); fetch it again") from error
-    if kind != KIND:
+    if kind not in (KIND, PREFIX):
         raise DataError(
-            f"{path} is an adapter of type {kind}, and a cartridge is {KIND}; nothing else holds "
-            "keys and values as they are"
+            f"{path} is an adapter of type {kind}; adapters of type {KIND} and {PREFIX} hold keys "
+            "and values, and others change the model's own layers or its input: train one of these"
         )
     submodules = config.get("num_transformer_submodules")
     if submodules not in (None, 1):

@@ -93,3 +93,59 @@ def test_an_adapter_that_peft_saved_is_read(made: CartridgeFile, told: tuple[Tol
     assert again.frozen == 2
     assert again.facts.base == str(READER)
     assert torch.equal(again.kv, made.kv)
+
+
+PREFIX = """
+import json, sys, torch
+from peft import PeftModel, PrefixTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+reader, folder, prompt = sys.argv[1], sys.argv[2], torch.tensor(json.loads(sys.argv[3]))
+fresh = lambda: AutoModelForCausalLM.from_pretrained(reader, dtype=torch.float32)
+torch.manual_seed(0)
+projected = {"prefix_projection": True, "encoder_hidden_size": 48}
+for name, more in (("plain", {}), ("projected", projected)):
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=7, **more)
+    model = get_peft_model(fresh(), config)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(prompt, labels=prompt).loss.backward()
+        optimizer.step()
+    model.save_pretrained(f"{folder}/{name}")
+    loaded = PeftModel.from_pretrained(fresh(), f"{folder}/{name}").eval()
+    with torch.no_grad():
+        print(json.dumps([name, loaded(prompt).logits.tolist()]))
+"""
+
+
+def test_prefix_tuning_is_read_with_the_logits_that_peft_has(tmp_path: Path) -> None:
+    """PEFT trains it, with and without a projection, saves it and loads it in its own process."""
+    done = subprocess.run(
+        [sys.executable, "-c", PREFIX, str(READER), str(tmp_path), json.dumps(PROMPT.tolist())],
+        capture_output=True, text=True, timeout=240, check=False,
+        env={"HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert sorted(rows) == ["plain", "projected"]
+    for name, theirs in rows.items():
+        cartridge = read(tmp_path / name)
+        assert (cartridge.tokens, cartridge.frozen) == (7, 0)
+        torch.testing.assert_close(
+            torch.tensor(theirs), our_logits(cartridge), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_an_export_has_the_same_bytes_in_every_process(made: CartridgeFile, tmp_path: Path) -> None:
+    source = write(made, tmp_path, "forge")
+    code = (
+        "import sys; from pathlib import Path; from registry.formats.convert import read; "
+        "from registry.formats.peft import save; save(read(Path(sys.argv[1])), Path(sys.argv[2]))"
+    )
+    contents = set()
+    for number in range(6):
+        target = tmp_path / f"export{number}"
+        subprocess.run([sys.executable, "-c", code, str(source), str(target)], check=True)
+        contents.add((target / "adapter_model.safetensors").read_bytes())
+    assert len(contents) == 1
