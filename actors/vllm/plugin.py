@@ -10,7 +10,8 @@ entry point `vllm.general_plugins`. It changes nothing for servers that run anot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from functools import wraps
 from http import HTTPStatus
 from typing import Any
@@ -19,7 +20,12 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
@@ -34,6 +40,10 @@ NAME = "CartridgeLibraryConnector"
 PLUGIN = "cartridges"  # the name of its entry point
 CARTRIDGE_KEY = "cartridge"  # of a request's kv_transfer_params
 _WRAPPED = "_forge_wrapped"  # marks a function of vLLM that `register` replaced
+TOKENIZED = (TokenizeChatRequest, TokenizeCompletionRequest)
+# Whether the chat that is rendered will be counted alone. Otherwise `process_inputs` comes after
+# the rendering and puts the placeholders there.
+_counting: ContextVar[bool] = ContextVar("counting", default=False)
 
 # In the vLLM logger's tree, which alone the server prints.
 logger = init_logger(f"vllm.{__name__}")
@@ -105,6 +115,9 @@ def register() -> None:
         KVConnectorFactory.register_connector(NAME, __name__, CartridgeLibraryConnector.__name__)
     _wrap(InputProcessor, "process_inputs", _process_inputs)
     _wrap(BaseServing, "_check_model", _check_model)
+    _wrap(ServingTokenization, "create_tokenize", _create_tokenize)
+    _wrap(AnthropicServingMessages, "count_tokens", _count_tokens)
+    _wrap(OpenAIServingChat, "render_chat_request", _render_chat_request)
 
 
 def _wrap(owner: type[Any], name: str, around: Any) -> None:
@@ -177,14 +190,17 @@ def with_cartridge(
         **extra,
         "kv_transfer_params": {LOADED: [[part.name, part.since, part.tokens]]},
     }
-    ids = list(prompt["prompt_token_ids"])
-    if ids and ids[0] == bos:
-        ids = ids[1:]
-    if not ids:
+    ids = placed(part, prompt["prompt_token_ids"], bos)
+    if len(ids) == part.tokens:
         raise VLLMValidationError("the prompt has no token; give it one at least")
-    ids = [PLACEHOLDER] * part.tokens + ids
     salt = cache_salt([part], salt or "")
     return {**prompt, "prompt_token_ids": ids, "cache_salt": salt}, params
+
+
+def placed(part: PromptCartridge, ids: Sequence[int], bos: int | None) -> list[int]:
+    """Return a prompt's ids behind the placeholders of a cartridge, without a leading `bos`."""
+    rest = ids[1:] if ids and ids[0] == bos else ids
+    return [PLACEHOLDER] * part.tokens + list(rest)
 
 
 def named_cartridge(sent: Mapping[str, Any]) -> str:
@@ -221,24 +237,22 @@ def refuse_request(prompt: Any, params: Any, resumable: bool) -> None:
 async def _check_model(original: Any, self: BaseServing, request: Any) -> Any:
     """Read BASE+NAME@VERSION as the model BASE and a cartridge, and check the cartridge before a
     stream begins, so that an error has its status."""
-    client = getattr(self, "engine_client", None)
+    client = _engine_client(self)
     fields = getattr(type(request), "model_fields", {})
-    if client is None or "kv_transfer_params" not in fields:
-        return await original(self, request)
-    if not serves_cartridges(client.vllm_config):
+    takes = "kv_transfer_params" in fields or isinstance(request, TOKENIZED)
+    if client is None or not takes or not serves_cartridges(client.vllm_config):
         return await original(self, request)
     base, plus, cartridge = (request.model or "").rpartition("+")
+    sent = getattr(request, "kv_transfer_params", None) or {}
     if plus and not self._is_model_supported(request.model) and self._is_model_supported(base):
-        if (request.kv_transfer_params or {}).get(CARTRIDGE_KEY, cartridge) != cartridge:
+        if sent.get(CARTRIDGE_KEY, cartridge) != cartridge:
             return self.create_error_response(
                 f"model names the cartridge {cartridge} and kv_transfer_params another; name one",
                 param="model",
             )
         request.model = base
-        request.kv_transfer_params = {
-            **(request.kv_transfer_params or {}), CARTRIDGE_KEY: cartridge,
-        }  # fmt: skip
-    sent = request.kv_transfer_params or {}
+        sent = {**sent, CARTRIDGE_KEY: cartridge}
+        request.kv_transfer_params = sent
     if CARTRIDGE_KEY in sent:
         if getattr(request, "use_beam_search", False):
             return self.create_error_response(
@@ -256,3 +270,58 @@ async def _check_model(original: Any, self: BaseServing, request: Any) -> Any:
                 param=CARTRIDGE_KEY,
             )
     return await original(self, request)
+
+
+def _engine_client(serving: BaseServing) -> Any:
+    """Return what runs the engine of a server; None in a server that renders prompts alone."""
+    models = getattr(serving, "models", None)
+    return getattr(serving, "engine_client", None) or getattr(models, "engine_client", None)
+
+
+def _with_placeholders(serving: Any, request: Any, ids: Sequence[int]) -> list[int]:
+    """Return the ids that the engine would be given for a request that `_check_model` has read."""
+    client = _engine_client(serving)
+    sent = getattr(request, "kv_transfer_params", None) or {}
+    if client is None or CARTRIDGE_KEY not in sent or not serves_cartridges(client.vllm_config):
+        return list(ids)
+    part = library_of(client.vllm_config).find(named_cartridge(sent))
+    return placed(part, ids, serving.online_renderer.renderer.get_bos_token_id())
+
+
+async def _create_tokenize(
+    original: Any, self: ServingTokenization, request: Any, *args: Any
+) -> Any:
+    """Tokenise a request with the placeholders of the cartridge that it names."""
+    reply = await original(self, request, *args)
+    if isinstance(reply, ErrorResponse):
+        return reply
+    ids = _with_placeholders(self, request, reply.tokens)
+    strings = reply.token_strs
+    if strings is not None:
+        strings = self.renderer.get_tokenizer().convert_ids_to_tokens(ids)
+    return reply.model_copy(update={"tokens": ids, "count": len(ids), "token_strs": strings})
+
+
+async def _count_tokens(
+    original: Any, self: AnthropicServingMessages, *args: Any, **kwargs: Any
+) -> Any:
+    token = _counting.set(True)
+    try:
+        return await original(self, *args, **kwargs)
+    finally:
+        _counting.reset(token)
+
+
+async def _render_chat_request(original: Any, self: OpenAIServingChat, request: Any) -> Any:
+    """Render a chat that is counted with the placeholders of the cartridge that it names."""
+    rendered = await original(self, request)
+    if isinstance(rendered, ErrorResponse) or not _counting.get():
+        return rendered
+    conversation, prompts = rendered
+    return conversation, [
+        {
+            **prompt,
+            "prompt_token_ids": _with_placeholders(self, request, prompt["prompt_token_ids"]),
+        }
+        for prompt in prompts
+    ]

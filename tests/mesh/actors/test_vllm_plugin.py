@@ -3,10 +3,13 @@ embedded backend, in float32."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import openai
 import pytest
@@ -19,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from vllm_replica import prompts, require_vllm
 from vllm_server import StockServer, refusals, stock_server
 
+from actors.vllm.kv_layout import PLACEHOLDER
 from learning.decoding.decode_batch import generate
 from learning.model.loading import load_model
 from protocols.files import REPOSITORY
@@ -267,3 +271,38 @@ def test_settings_under_which_cartridges_would_be_wrong_are_refused() -> None:
         "--tensor-parallel-size instead"
     )
     assert said == {}
+
+
+def test_what_is_counted_is_what_the_engine_reads(client: OpenAI, server: StockServer) -> None:
+    """`/tokenize` and Anthropic's `count_tokens` count a cartridge as `usage` does."""
+    messages = [{"role": "user", "content": "what is the sodium ?"}]
+    plain, named = BASE, f"{BASE}+a@2"
+    counts = {}
+    for model in (plain, named):
+        chat: Any = {"model": model, "messages": messages}
+        used = client.chat.completions.create(**chat, max_tokens=1).usage
+        assert used is not None
+        tokenized = posted(server, "/tokenize", chat)
+        counted = posted(server, "/v1/messages/count_tokens", {**chat, "max_tokens": 1})
+        assert tokenized["count"] == len(tokenized["tokens"]) == used.prompt_tokens
+        assert counted["input_tokens"] == used.prompt_tokens
+        counts[model] = tokenized["tokens"]
+    bos = AutoTokenizer.from_pretrained(READER).bos_token_id
+    without_bos = counts[plain][1:] if counts[plain][0] == bos else counts[plain]
+    assert counts[named] == [PLACEHOLDER] * UNALIGNED + without_bos
+    by_field = {"model": plain, "messages": messages, "kv_transfer_params": {"cartridge": "a@2"}}
+    assert posted(server, "/tokenize", by_field)["tokens"] == counts[named]
+    text = {"model": named, "prompt": "what is the sodium ?", "return_token_strs": True}
+    reply = posted(server, "/tokenize", text)
+    assert reply["count"] == len(reply["tokens"]) == len(reply["token_strs"])
+    with pytest.raises(HTTPError) as refused:
+        posted(server, "/tokenize", {**text, "model": f"{BASE}+absent"})
+    assert refused.value.code == 404
+
+
+def posted(server: StockServer, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = Request(
+        f"{server.url}{route}", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urlopen(request, timeout=120) as reply:
+        return dict(json.loads(reply.read()))
