@@ -19,10 +19,9 @@ from typing import Any
 import httpx2
 from pydantic import SecretStr
 
-from protocols.secrets import read_secret
+from protocols.secrets import SHORTEST, read_secret
 from protocols.spec.teacher_replay import OFFICIAL_URLS, Provider, ReplayTeacherSpec
-from protocols.teacher_replay import AgentMessage, TeacherUsage
-from teachers.budget import ANSWERED, reported
+from protocols.teacher_replay import AgentMessage
 from teachers.prompts import (
     ANSWER_SCHEMA,
     ATTEMPT_HEADER,
@@ -32,12 +31,9 @@ from teachers.prompts import (
     TeacherPrompt,
     TeacherReply,
 )
+from teachers.replies import UNREADABLE, by_status, decoded, read_chat, read_message
 
-# The provider did not get, or did not accept, the request: nothing to pay. A gateway's errors (502,
-# 504, 52x) are not among them: the server behind it may have answered, and charged.
-FREE_STATUS = (*range(400, 500), 500, 503, 529)
 NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.ProxyError)
-LONGEST_RETRY_AFTER_S = 120.0
 # All headers that an isolated client sends, besides x-stainless-*.
 HEADERS = frozenset({
     "host", "user-agent", "accept", "accept-encoding", "connection", "content-type",
@@ -86,42 +82,44 @@ class ApiClient:
             {"role": "user" if m.role == "tool" else m.role, "content": m.content} for m in messages
         ]
         more: Any = {"model": self._model, "extra_body": body, "extra_headers": headers}
-        send, read_usage, read_reply = (
-            (self._send_chat, _chat_usage, _chat_reply)
-            if self._is_openai
-            else (self._send_messages, _message_usage, _message_reply)
+        send, read = (
+            (self._send_chat, read_chat) if self._is_openai else (self._send_messages, read_message)
         )
-        usage = None
         try:
             # The SDKs' timeout applies to each read: a slow body can exceed it without end.
             async with asyncio.timeout(self._timeout_s):
-                answer = await send(turns, max_tokens, more)
-            usage = read_usage(answer)
-            reply = read_reply(answer)
-            raw = reply.raw.replace(self._key.get_secret_value(), "[key]")
-            return replace(reply, raw=raw, usage=usage, nanodollars=_reported(answer))
+                response = (await send(turns, max_tokens, more)).http_response
+                content = await response.aread()
+            reply = read(decoded(content), response.headers)
+            return replace(reply, raw=self._without_key(reply.raw))
         except self._sdk.APIStatusError as error:
-            return _by_status(error.status_code, error.response.headers)
+            return by_status(error.status_code, error.response.headers)
         except self._sdk.APITimeoutError as error:
             return _by_cause(error, "timeout")
         except self._sdk.APIConnectionError as error:
             return _by_cause(error, "cut_off")
         except TimeoutError:
             return TeacherReply("timeout")
-        except (ValueError, TypeError, AttributeError, IndexError, self._error):
-            return TeacherReply("unreadable", usage=usage)  # the body is not JSON, or no message
+        except self._error:
+            return TeacherReply(UNREADABLE)
+
+    def _without_key(self, text: str) -> str:
+        """Return the text without the key. A short one, as local servers are given ("none",
+        "test"), is a word and no secret."""
+        key = self._key.get_secret_value()
+        return text.replace(key, "[key]") if len(key) >= SHORTEST else text
 
     async def close(self) -> None:
         await self._client.close()
 
     async def _send_chat(self, turns: list[dict[str, str]], max_tokens: int, more: Any) -> Any:
-        return await self._client.chat.completions.create(
+        return await self._client.chat.completions.with_raw_response.create(
             messages=turns, max_completion_tokens=max_tokens, **more
         )
 
     async def _send_messages(self, turns: list[dict[str, str]], max_tokens: int, more: Any) -> Any:
         system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
-        return await self._client.messages.create(
+        return await self._client.messages.with_raw_response.create(
             system=system or self._sdk.omit,
             messages=[turn for turn in turns if turn["role"] != "system"],
             max_tokens=max_tokens,
@@ -176,88 +174,8 @@ def _isolation(url: str, key: SecretStr) -> dict[str, Any]:
     return {"follow_redirects": False, "event_hooks": {"request": hooks}}
 
 
-def _chat_reply(completion: Any) -> TeacherReply:
-    choice = completion.choices[0]
-    message, reason = choice.message, choice.finish_reason
-    tokens = getattr(getattr(choice, "logprobs", None), "content", None) or []
-    return TeacherReply(
-        ANSWERED,
-        str(message.content or message.refusal or ""),
-        refused=bool(message.refusal) or reason == "content_filter",
-        cut=reason == "length",
-        logprobs=tuple(float(token.logprob) for token in tokens),
-        top_logprobs=tuple(_likeliest(token.top_logprobs or ()) for token in tokens),
-    )
-
-
-def _message_reply(message: Any) -> TeacherReply:
-    raw = "".join(block.text for block in message.content if block.type == "text")
-    reason = message.stop_reason
-    return TeacherReply(ANSWERED, raw, refused=reason == "refusal", cut=reason == "max_tokens")
-
-
-def _likeliest(tokens: Sequence[Any]) -> tuple[tuple[str, float], ...]:
-    return tuple(sorted(((str(t.token), float(t.logprob)) for t in tokens), key=lambda t: -t[1]))
-
-
-def _chat_usage(completion: Any) -> TeacherUsage | None:
-    """Read usage; `prompt_tokens` includes the cached tokens."""
-    usage = getattr(completion, "usage", None)
-    details = getattr(usage, "prompt_tokens_details", None)
-    cached = getattr(details, "cached_tokens", None) or 0
-    read: Any = getattr(usage, "prompt_tokens", None)
-    written: Any = getattr(usage, "completion_tokens", None)
-    if not _counts(read, written, cached) or read < cached:
-        return None
-    return TeacherUsage(read - cached, written, cached)
-
-
-def _message_usage(message: Any) -> TeacherUsage | None:
-    """Read usage; `input_tokens` excludes tokens read from a cache or written to one."""
-    usage = getattr(message, "usage", None)
-    cached = getattr(usage, "cache_read_input_tokens", None) or 0
-    stored = getattr(usage, "cache_creation_input_tokens", None) or 0
-    read: Any = getattr(usage, "input_tokens", None)
-    written: Any = getattr(usage, "output_tokens", None)
-    if not _counts(read, written, cached, stored):
-        return None
-    return TeacherUsage(read + stored, written, cached)
-
-
-def _counts(*numbers: Any) -> bool:
-    return all(isinstance(n, int) and n >= 0 for n in numbers)
-
-
-def _reported(answer: Any) -> int | None:
-    dollars = getattr(getattr(answer, "usage", None), "cost", None)
-    if isinstance(dollars, int | float) and 0 <= dollars < float("inf"):
-        return reported(dollars)
-    return None
-
-
-def _by_status(status: int, headers: Mapping[str, str]) -> TeacherReply:
-    """Map a provider's HTTP error to whether it was free and may be retried."""
-    return TeacherReply(
-        "rate_limited" if status == 429 else f"http_{status}",
-        free=status in FREE_STATUS,
-        # Other errors (wrong key, model or request) would fail again.
-        retriable=status >= 500 or status in (408, 409, 429),
-        retry_after_s=_seconds(headers.get("retry-after")),
-    )
-
-
 def _by_cause(error: Exception, otherwise: str) -> TeacherReply:
     """Map a failed connection to whether it was free; `otherwise` is the code where it was not."""
     if isinstance(error.__cause__, NOT_SENT):
         return TeacherReply("unreachable", free=True)
     return TeacherReply(otherwise)
-
-
-def _seconds(text: str | None) -> float:
-    """Return Retry-After in seconds; 0 for a date or an invalid value, where the caller's backoff
-    applies."""
-    try:
-        seconds = float(text or 0)
-    except ValueError:
-        return 0.0
-    return min(seconds, LONGEST_RETRY_AFTER_S) if seconds > 0 else 0.0

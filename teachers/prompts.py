@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -28,6 +29,9 @@ SCHEMA_VERSION = 1
 ATTEMPT_HEADER = "X-Client-Request-Id"  # so that a provider's log and the ledger can be compared
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"  # equal for attempts of which at most one is to be paid
+
+THOUGHTS = re.compile(r"^\s*<(think|thinking|reasoning)>.*?</\1>", re.DOTALL)
+FENCE = re.compile(r"```[A-Za-z]*\s(.*)```", re.DOTALL)
 
 INSTRUCTIONS = """\
 You advise an agent. Below are the tools it may call, the options it may choose from if there are \
@@ -187,10 +191,18 @@ def call_key(teacher: ReplayTeacherSpec, prompt: TeacherPrompt, state: ReplaySta
     return _sha256(call)
 
 
+def _parsed(raw: str) -> TeacherAnswer:
+    """Return the JSON of an answer, without thoughts before it or a code fence around it, which
+    models write where their server does not enforce the schema. Raises ValidationError."""
+    text = THOUGHTS.sub("", raw, count=1)
+    fenced = FENCE.search(text)
+    return TeacherAnswer.model_validate_json(fenced.group(1) if fenced else text)
+
+
 def read_answer(raw: str, state: ReplayState) -> tuple[str | None, str]:
     """Return (canonical action, "") of a teacher's answer, or (None, reason) for an invalid one."""
     try:
-        answer = TeacherAnswer.model_validate_json(raw)
+        answer = _parsed(raw)
     except ValidationError:
         return None, "unparseable: not the JSON asked for"
     try:
@@ -205,7 +217,7 @@ def read_answer(raw: str, state: ReplayState) -> tuple[str | None, str]:
 def read_hint(raw: str) -> str:
     """Return the hint of a teacher's answer; "" for an answer of another form."""
     try:
-        answer = TeacherAnswer.model_validate_json(raw)
+        answer = _parsed(raw)
     except ValidationError:
         return ""
     return answer.answer.strip() if answer.kind == "text" else ""
@@ -214,7 +226,7 @@ def read_hint(raw: str) -> str:
 def read_probability(raw: str) -> float | None:
     """Return the probability of a teacher's answer; None for an answer of another form."""
     try:
-        answer = TeacherAnswer.model_validate_json(raw)
+        answer = _parsed(raw)
         found = float(answer.answer) if answer.kind == "text" else -1.0
     except ValueError:  # ValidationError is a ValueError
         return None
