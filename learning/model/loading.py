@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from learning.model.control_tokens import special_tokens
 from learning.model.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder, rope_frequencies
 from learning.model.decoder_config import DecoderConfig, decoder_config
 from learning.model.distributed import whole
@@ -142,7 +143,7 @@ def text_ids(path: str) -> list[int]:
     """Return the ids that stand for text in the tokenizer beside a model: all but the special
     ones."""
     tokenizer = load_tokenizer(path)
-    special = set(tokenizer.all_special_ids)
+    special = set(special_tokens(tokenizer).values())
     return sorted(i for i in tokenizer.get_vocab().values() if i not in special)
 
 

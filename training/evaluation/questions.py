@@ -132,7 +132,7 @@ def set_paper(
     if learn.data.source == "documents":
         about, own = _documents(learn, directory, tokenizer, asked)
     elif learn.data.source in ("clinic", "longhealth"):
-        about, own = _patients(learn, tokenizer)
+        about, own = _patients(learn, directory, tokenizer)
     else:
         raise DataError(
             f"run {directory.id} has no questions about documents (data.source "
@@ -160,7 +160,7 @@ def set_paper(
             **{name: about.conversation.head(name) for name in about.texts},
             NO_DOCUMENT: about.conversation.head(None),
         },
-        end_ids=frozenset({tokenizer.eos_token_id}),
+        end_ids=about.conversation.end_ids,
         items=tuple(_item(q, of, about, known) for q, of in own[: spec.questions]),
         passages=tuple(_passages(spec, learn, about, tokenizer)),
         probes=tuple(_probes(spec, learn, about)),
@@ -179,7 +179,7 @@ def first_tokens_of(paper: EvalSuite, tokens: int, tokenizer: Any) -> dict[str, 
 
         def cut(count: int, whole: Sequence[TokenizedText] = whole) -> tuple[int, ...]:
             parts = [t.text_of(t.chunk(0, min(count, len(t)))) for t in whole]
-            return _head(tokenizer, "\n".join(parts))
+            return paper.about.conversation.over({"cut": "\n".join(parts)}).head("cut")
 
         low, high = 0, min(tokens, max(map(len, whole)))  # the most tokens of each that fit
         while low < high:
@@ -192,10 +192,6 @@ def first_tokens_of(paper: EvalSuite, tokens: int, tokenizer: Any) -> dict[str, 
             )
         found[name] = cut(low)
     return found
-
-
-def _head(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return ChatRenderer(tokenizer, {"cut": text}).head("cut")
 
 
 def _item(asked: UserQuestion, of: str, about: EvalSubjects, known: bool = True) -> EvalQuestion:
@@ -217,9 +213,9 @@ def _opening(conversation: ChatRenderer, context: str | None, text: str) -> tupl
 
 
 def _patients(
-    learn: LearnSpec, tokenizer: Any
+    learn: LearnSpec, directory: RunDirectory, tokenizer: Any
 ) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]]]:
-    prompts = open_prompts(learn, tokenizer)
+    prompts = open_prompts(learn, tokenizer, directory.date)
     about = EvalSubjects(
         conversation=prompts.conversation,
         layout=prompts.layout,
@@ -252,7 +248,7 @@ def _documents(
     parts = read_parts(learn, tokenizer)
     require_same_documents(parts.as_dict()["documents"], directory)
     about = EvalSubjects(
-        conversation=ChatRenderer(tokenizer, parts.texts),
+        conversation=ChatRenderer(tokenizer, parts.texts, directory.date),
         layout=parts.layout,
         texts=parts.texts,
         titles=context_titles(learn, parts),

@@ -85,14 +85,14 @@ class DocumentsRecipe(Recipe):
         self._directory, self._model = directory, model_name(spec.model.path)
         self.layout = parts.layout
         self._titles = context_titles(spec, parts)
-        self._conversation = ChatRenderer(tokenizer, parts.texts)
+        self._conversation = ChatRenderer(tokenizer, parts.texts, directory.date)
         self.documents: Mapping[str, tuple[int, ...]] = {
             **{name: self._conversation.head(name) for name in parts.parts},
             NO_DOCUMENT: self._conversation.head(None),
         }
         self.texts = texts_of(parts.layout, parts.texts)
         self._choose = context_choice(spec, parts.layout, parts.texts, self.documents)
-        self.end_ids = frozenset({tokenizer.eos_token_id})
+        self.end_ids = self._conversation.end_ids
         self._rows = rows
         self._exam = StudyExam(spec, parts, self._conversation, self._titles, asked)
         self._getting_ready = asyncio.Lock()

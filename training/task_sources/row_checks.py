@@ -9,6 +9,7 @@ from typing import Any
 
 from documents.rows.reading import RowSet
 from environments.renderer import ChatRenderer
+from learning.model.control_tokens import special_in
 from protocols.errors import CheckpointError, DataError
 from protocols.files import write_atomically
 from protocols.spec.learn import LearnSpec
@@ -40,7 +41,7 @@ def require_lengths(spec: LearnSpec, texts: Mapping[str, str], tokenizer: Any) -
     than a cartridge, or one of the model's special tokens."""
     conversation = ChatRenderer(tokenizer, texts)
     for name, text in texts.items():
-        special = next((t for t in tokenizer.all_special_tokens if t in text), None)
+        special = special_in(tokenizer, text)
         if special is not None:
             raise DataError(
                 f"the document {name} ({text[:40]!r}) has the model's special token {special}; "
