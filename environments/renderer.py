@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -87,14 +86,20 @@ class ChatRenderer:
     """Render contexts as token ids. `documents` maps names to the texts that cartridges replace.
 
     `document` is one of those names, or None for a conversation without a document. `date` is the
-    one that the template may write, None for now; it stays the same. Methods raise DataError for a
-    template that does not support the operation.
+    one that the template may write, None for now; it stays the same. `marks` are special tokens
+    that an assistant's message may hold: those of its calls. Methods raise DataError for a template
+    that does not support the operation.
     """
 
     def __init__(
-        self, tokenizer: Any, documents: Mapping[str, str], date: datetime | None = None
+        self,
+        tokenizer: Any,
+        documents: Mapping[str, str],
+        date: datetime | None = None,
+        marks: Collection[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._marks_of_calls = marks
         self._documents = documents
         self.date = date or datetime.now()
         specials = special_tokens(tokenizer)
@@ -133,7 +138,7 @@ class ChatRenderer:
 
     def over(self, documents: Mapping[str, str]) -> ChatRenderer:
         """Return a renderer of other documents, with the same date."""
-        return ChatRenderer(self._tokenizer, documents, self.date)
+        return ChatRenderer(self._tokenizer, documents, self.date, self._marks_of_calls)
 
     def head(self, document: str | None) -> tuple[int, ...]:
         """Return the ids before an opening: the system block or the beginning of the first user's
@@ -450,11 +455,11 @@ class ChatRenderer:
 
     def _parted(self, message: AgentMessage) -> AgentMessage:
         """Return the message with every special token in it parted, so that it is read as text. An
-        assistant's may hold the marks that it writes itself, of thoughts and calls."""
+        assistant's may hold the marks of its calls."""
         text = message.content
         if not self._specials.search(text):
             return message
-        kept = self._own_marks if message.role == "assistant" else frozenset()
+        kept = self._marks_of_calls if message.role == "assistant" else ()
 
         def parted(token: re.Match[str]) -> str:
             return token[0] if token[0] in kept else f"{token[0][0]}{_PART}{token[0][1:]}"
@@ -463,17 +468,6 @@ class ChatRenderer:
         while before != text:  # parting one may leave another
             before, text = text, self._specials.sub(parted, text)
         return AgentMessage(message.role, text)
-
-    @cached_property
-    def _own_marks(self) -> frozenset[str]:
-        """Return the special tokens that no turn is built of."""
-        user, said = AgentMessage("user", "x"), AgentMessage("assistant", "x")
-        built: set[str] = set()
-        for more in ((), (AgentMessage("system", "x"),), (user, said, AgentMessage("tool", "x"))):
-            with suppress(DataError):  # the template knows no such turn
-                built |= set(self._specials.findall(self._render([*more, user, said, user])))
-        ends = self.end_ids
-        return frozenset(t for t, id in self._special_ids.items() if id not in ends) - built
 
     def _schema(self, tool: AgentTool) -> dict[str, Any]:
         """Return a tool in the form that chat templates expect."""

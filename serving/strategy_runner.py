@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from environments.renderer import ChatRenderer
 from protocols.errors import DataError
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from serving.backend import Backend
@@ -82,8 +81,7 @@ class CatalogueStrategies:
             return await asyncio.wrap_future(scoring)
 
         # Its own, as strategies run in threads beside each other.
-        date = chat_date(request.entries)
-        conversation = ChatRenderer(self._texts.tokenizer, {STAND_IN: "x"}, date)
+        conversation = self._texts.renderer(chat_date(request.entries))
         document = STAND_IN if request.entries else None
         sampling, wanted = request.sampling, request.strategy
         solving = run(

@@ -58,12 +58,12 @@ class Tokenization:
         """Take the form of the model's calls from its chat template, or as `tool_calls` says."""
         self.tokenizer = tokenizer
         self._dated: OrderedDict[datetime, ChatRenderer] = OrderedDict()
-        self._today = today = ChatRenderer(tokenizer, {STAND_IN: "x"})
-        self.end_ids = today.end_ids
         self._special = frozenset(special_tokens(tokenizer).values())
         marks = [mark.strip() for mark in HERMES_MARKS]
         known = tokenizer.get_vocab()
         self._marks = {known[m]: m for m in marks if known.get(m) in self._special}
+        self._today = today = self.renderer(None)
+        self.end_ids = today.end_ids
         byte_level = any(name.startswith("Ġ") for name in known)
         self._longest = max(map(len, known))  # characters of a token
         self._byte_of = _bytes_of_characters() if byte_level else {}
@@ -80,13 +80,17 @@ class Tokenization:
         """Return the document for requests without a cartridge: the first token alone."""
         return {NO_DOCUMENT: self.first}
 
-    def conversation(self, date: datetime | None) -> ChatRenderer:
-        """Return the renderer of a cartridge's date, or of today for None."""
+    def renderer(self, date: datetime | None) -> ChatRenderer:
+        """Return a new renderer of a cartridge's date, or of today for None."""
+        return ChatRenderer(self.tokenizer, {STAND_IN: "x"}, date, self._marks.values())
+
+    def _conversation(self, date: datetime | None) -> ChatRenderer:
+        """Return a renderer that is kept."""
         if date is None:
             if self._today.date.date() != datetime.now().date():
-                self._today = ChatRenderer(self.tokenizer, {STAND_IN: "x"})
+                self._today = self.renderer(None)
             return self._today
-        found = self._dated.pop(date, None) or ChatRenderer(self.tokenizer, {STAND_IN: "x"}, date)
+        found = self._dated.pop(date, None) or self.renderer(date)
         self._dated[date] = found
         if len(self._dated) > DATES:
             self._dated.popitem(last=False)
@@ -117,7 +121,7 @@ class Tokenization:
                 messages = (first, *messages[1:])
             tools = ()
         with refusing(400, "messages"):
-            renderer = self.conversation(date)
+            renderer = self._conversation(date)
             ids = renderer.opening(STAND_IN if cartridge else None, messages, tools)
         return self._prompt(ids, cartridge, "messages")
 

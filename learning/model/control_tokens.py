@@ -9,6 +9,8 @@ and GLM-4 the first is not the one that ends a turn.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +63,53 @@ def _eos(file: Path) -> tuple[int | None, ...]:
 
 def _ids(given: int | list[int] | None) -> tuple[int | None, ...]:
     return tuple(given) if isinstance(given, list) else (given,) if given is not None else ()
+
+
+def require_text(tokenizer: Any, texts: Iterable[tuple[str, str]], what: str) -> None:
+    """Raise DataError where texts, given with their places, would be read as special tokens; it
+    says how many. `what` is the plural of what they are."""
+    special = special_tokens(tokenizer)
+    held: dict[str, str] = {}
+    for place, text in texts:
+        token = next((token for token in special if token in text), None)
+        if token is not None:
+            held.setdefault(place, token)
+    if held:
+        place, token = next(iter(held.items()))
+        raise DataError(
+            f"{len(held)} {what} have one of the model's special tokens: the first is {place}, "
+            f"with {token}; remove it, or leave them out"
+        )
+
+
+@cache
+def token_count(path: str) -> int | None:
+    """Return the number of ids that the tokenizer in a model's directory has tokens for, beyond
+    which embeddings are padding; None where it has no tokenizer.json. It is read without loading a
+    tokenizer, for processes that need none."""
+    files = Path(path) / "tokenizer.json", Path(path) / "tokenizer_config.json"
+    if not files[0].is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    known: dict[str, int] = Tokenizer.from_file(str(files[0])).get_vocab(with_added_tokens=True)
+    config = json.loads(files[1].read_bytes()) if files[1].is_file() else {}
+    added = (int(id) for id in config.get("added_tokens_decoder", {}))
+    count = 1 + max((*known.values(), *added), default=-1)
+    # Special tokens that are named there alone get the next ids.
+    given = [config.get("extra_special_tokens"), config.get("additional_special_tokens")]
+    given += [[value] for key, value in config.items() if key.endswith("_token")]
+    named = {_content(token) for tokens in given for token in _listed(tokens)}
+    decoder = config.get("added_tokens_decoder", {}).values()
+    return count + len(named - {""} - set(known) - {_content(token) for token in decoder})
+
+
+def _listed(tokens: Any) -> Iterable[Any]:
+    return tokens.values() if isinstance(tokens, dict) else tokens or ()
+
+
+def _content(token: Any) -> str:
+    """Return the text of a token as tokenizer_config.json gives it, "" for what is none."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""

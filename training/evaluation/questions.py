@@ -43,6 +43,7 @@ from services.run_directory import RunDirectory
 from training.recipes.agreement import split
 from training.recipes.longhealth_prompts import open_prompts, read_patients
 from training.recipes.question_files import UserQuestion, read_questions
+from training.recipes.study_material import require_questions
 from training.recipes.study_prompts import in_turns, of_contexts, titled, titled_messages
 from training.recipes.study_rows import context_titles, of_parts, studied_of
 
@@ -143,6 +144,7 @@ def set_paper(
     if file is not None:
         owners, words = about.layout.documents, learn.data.instruction
         found = read_questions(file, about.texts, words, owners, unanswerable=True)
+        require_questions(found, file, tokenizer)
         by_context = [[q for q in found if q.document == name] for name in about.texts]
         own = [(replace(q, document=owners[q.document]), q.document) for q in in_turns(by_context)]
         source, known = Path(file).name, True

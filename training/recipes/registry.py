@@ -36,10 +36,11 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
         from documents.rows.reading import read_row_set
         from training.recipes.documents import DocumentsRecipe
         from training.recipes.study_material import row_corpus
-        from training.task_sources.row_checks import note_rows
+        from training.task_sources.row_checks import note_rows, require_plain
 
         assert directory is not None
         rows = read_row_set(learn)
+        require_plain(rows, tokenizer)
         note_rows(rows, directory)
         learn = learn.model_copy(update={"self_study": SelfStudySpec()})
         corpus = row_corpus(learn, rows, tokenizer)
@@ -63,10 +64,11 @@ def open_tasks(learn: LearnSpec, tokenizer: Any, directory: RunDirectory | None)
     for others than those that it began with."""
     if learn.data.source in ROW_SOURCES:
         from documents.rows.reading import read_row_set
-        from training.task_sources.row_checks import note_rows, require_lengths
+        from training.task_sources.row_checks import note_rows, require_lengths, require_plain
         from training.task_sources.rows import RowTasks
 
         rows = read_row_set(learn)
+        require_plain(rows, tokenizer)
         if directory is not None:
             note_rows(rows, directory)
         tasks = RowTasks(rows, learn.train.seed)
