@@ -67,17 +67,19 @@ SHAPES = {
     ),
     "gemma3": Shape(
         "{{ bos_token }}" + IN_FIRST + GEMMA_TURN,
-        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<eos>", ("<eos>", "<end_of_turn>"),
+        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<eos>",
+        ("<eos>", "<end_of_turn>"),
     ),
     "gemma2": Shape(
         "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system "
         "turn') }}{% endif %}{% set before = '' %}" + LOOP + STRICT + GEMMA_TURN,
-        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<eos>", ("<eos>", "<end_of_turn>"),
+        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<eos>",
+        ("<eos>", "<end_of_turn>"),
     ),
     "llama2": Shape(
         "{% if messages[0].role == 'system' %}{% set before = '<<SYS>>\n' + messages[0].content + "
-        "'\n<</SYS>>\n\n' %}{% set rest = messages[1:] %}{% else %}{% set before = '' %}{% set rest "
-        "= messages %}{% endif %}{% for m in rest %}{% if m.role == 'user' %}{{ bos_token + "
+        "'\n<</SYS>>\n\n' %}{% set rest = messages[1:] %}{% else %}{% set before = '' %}{% set "
+        "rest = messages %}{% endif %}{% for m in rest %}{% if m.role == 'user' %}{{ bos_token + "
         "'[INST] ' + (before if loop.first else '') + m.content | trim + ' [/INST]' }}{% else %}"
         "{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}",
         ("<s>", "</s>"), "</s>", ("</s>",),

@@ -50,8 +50,8 @@ def test_tokens_that_tokenizer_json_alone_marks_are_special(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "ends"),
-    [({"eos_token_id": [0, 2]}, {0, 2}), ({"eos_token_id": 4}, {2, 4}), ({"eos_token_id": None}, {2}),
-     ({"eos_token_id": []}, {2})],
+    [({"eos_token_id": [0, 2]}, {0, 2}), ({"eos_token_id": 4}, {2, 4}),
+     ({"eos_token_id": None}, {2}), ({"eos_token_id": []}, {2})],
 )  # fmt: skip
 def test_ends_are_those_of_the_tokenizer_and_of_generation_config(
     tmp_path: Path, change: dict[str, Any], ends: set[int]
@@ -131,9 +131,11 @@ def test_padding_is_neither_sampled_nor_listed_and_log_probabilities_are_of_all_
     prefix, prompt = PrefixRef("document/none", 0), (4, 60, 61, 2, 5)
     kv = document_kv(model, (1,))
     requests = [
-        GenerateRequest(str(seed), prompt, prefix, sampling, seed, prompt_logprobs=True, top_logprobs=5)
+        GenerateRequest(
+            str(seed), prompt, prefix, sampling, seed, prompt_logprobs=True, top_logprobs=5
+        )
         for seed in range(8)
-    ]  # fmt: skip
+    ]
     done = generate(model, requests, lambda ref: kv, frozenset())
     sampled = {id for c in done for id in c.token_ids}
     assert max(sampled) < NAMED
