@@ -74,8 +74,9 @@ def messages_read(opening: Observation, turns: Sequence[Turn]) -> tuple[AgentMes
 @dataclass(frozen=True)
 class DocumentPlace:
     """Tell where a template holds a document. `by_system` tells whether it is a message of the
-    system's, else it begins the first user's. `block` tells whether it ends before the user's turn:
-    `head` is then "", else the text up to the question, of a stand-in for the document."""
+    system's, else it begins the first user's. `block` tells whether the system's text alone is its
+    head. If not, `head` is the text of a stand-in for the document, up to the special token before
+    the question, or where there is none up to the question."""
 
     by_system: bool
     block: bool
@@ -183,6 +184,10 @@ class ChatRenderer:
             return None
         if by_system and self._is_block(head):
             return DocumentPlace(by_system, block=True)
+        before = moved.removesuffix(question)
+        between = _shared(head[::-1], before[::-1])[::-1]  # the document and the question
+        if marks := [*self._specials.finditer(between)]:
+            head = head[: len(head) - len(between) + marks[-1].start()]
         # A blank joins the word after it in most tokenizers.
         return DocumentPlace(by_system, False, head.rstrip(" "))
 
