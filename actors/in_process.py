@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -39,16 +40,18 @@ def local_sampler(
     cartridge: Path | None = None,
     threads: int = 1,
     kv_gib: float = 1.0,
+    date: datetime | None = None,
 ) -> Iterator[TokenSampler]:
     """Yield a sampler over `model`, a directory or a hub id, with the whole `document` before every
-    conversation, or a cartridge of it: "kv" [L, 2, H_kv, P, D] of a safetensors file.
+    conversation, or a cartridge of it: "kv" [L, 2, H_kv, P, D] of a safetensors file. `date` is the
+    one that the chat template may write, None for now.
 
     vLLM reads the environment once, so a process can have one such engine. Raises DataError,
     PublishError for a cartridge of another model, RunError for an engine that cannot start.
     """
     with local_samplers(
         model, backend=backend, dtype=dtype, document=document, cartridge=cartridge,
-        threads=threads, kv_gib=kv_gib,
+        threads=threads, kv_gib=kv_gib, date=date,
     ) as arms:  # fmt: skip
         yield list(arms.values())[0 if cartridge is None and document is None else 1]
 
@@ -63,18 +66,21 @@ def local_samplers(
     cartridge: Path | None = None,
     threads: int = 1,
     kv_gib: float = 1.0,
+    date: datetime | None = None,
 ) -> Iterator[Mapping[str, TokenSampler]]:
     """Yield the samplers of one engine by arm, in this order: `none`, `cartridge` and `document`
     where they are given. Raises as `local_sampler` does."""
     keep_freed_memory()
     spec = GeneratorSpec(backend=backend, kv_gib=kv_gib)
-    conversation = ChatRenderer(load_tokenizer(model), {DOCUMENT: document or "-"})
-    documents = {NO_DOCUMENT: conversation.head(None), DOCUMENT: conversation.head(DOCUMENT)}
+    conversation = ChatRenderer(load_tokenizer(model), {DOCUMENT: document or "-"}, date)
+    documents = {NO_DOCUMENT: conversation.head(None)}
+    if document is not None:
+        documents[DOCUMENT] = conversation.head(DOCUMENT)
     base = ModelSource(model, dtype, threads, documents, MAX_KV_BYTES, NoPlane())
     if backend == "vllm":
         os.environ.update(environment(base))
-    end_ids = frozenset({int(load_tokenizer(model).eos_token_id)})
-    engine = EngineThread(partial(build_engine, base, end_ids, spec), 1, spec.in_flight)
+    build = partial(build_engine, base, conversation.end_ids, spec)
+    engine = EngineThread(build, 1, spec.in_flight)
     try:
         engine.started.result(START_SECONDS)
 

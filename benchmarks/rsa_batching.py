@@ -51,7 +51,7 @@ def _measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | 
     )
     conversation = ChatRenderer(tokenizer, {patient.id: patient.document})
     kv = document_kv(model, conversation.head(patient.id))
-    end_ids = frozenset({int(tokenizer.eos_token_id)})
+    end_ids = conversation.end_ids
     asked = patient.questions[0]
     question = option_prompt(asked.text, asked.options)
     calls = {"batched": 0, "sequential": 0}

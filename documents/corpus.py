@@ -20,6 +20,7 @@ from documents.chunks import Chunk, TokenizedText, pieces
 from documents.formats import ReadOptions
 from documents.reading import ReadLimits, ReadResult, SkippedFile, UserDocument, read_documents
 from environments.renderer import ChatRenderer
+from learning.model.control_tokens import special_in
 from protocols.errors import DataError
 from protocols.layout import CartridgeLayout, layout_of
 from protocols.records.answers import hash_of
@@ -141,7 +142,7 @@ def corpus_of(
     left_out, notes = list(reading.left_out), list(reading.notes)
     read_in: list[tuple[UserDocument, TokenizedText, list[Chunk]]] = []
     for document in reading.documents:
-        special = next((t for t in tokenizer.all_special_tokens if t in document.text), None)
+        special = special_in(tokenizer, document.text)
         if special is not None:
             left_out.append(
                 SkippedFile(document.source, f"has the model's special token {special}; remove it")

@@ -12,6 +12,7 @@ kill.
         ├── answers.jsonl    every arm's evaluation answers            appended
         ├── votes.jsonl      teacher votes on the run's states         appended
         ├── selfstudy.jsonl  questions about a user's documents        appended
+        ├── chat.json        the date that prompts may tell            written once
         ├── start.json       trained cartridges that it started from   written once
         ├── documents.json   which documents, by hash                  written once
         ├── rows.json        which rows of a dataset, by hash          written once
@@ -57,6 +58,7 @@ from protocols.files import (
     write_atomically,
 )
 from protocols.records.answers import AnswerRow
+from protocols.records.chat_date import read_date, write_date
 from protocols.records.run_files import (
     TRAINED_ARMS,
     EventName,
@@ -142,6 +144,7 @@ class RunDirectory:
         run.checkpoints.mkdir()
         for file in (run.metrics, run.rollouts, run.events):
             file.touch()
+        write_date(path, started.astimezone())
         # The spec is written last: `open` refuses a folder without it.
         write_atomically(run.spec, spec_text)
         run.make_latest()
@@ -167,6 +170,13 @@ class RunDirectory:
     @property
     def id(self) -> str:
         return self.path.name
+
+    @property
+    def date(self) -> datetime:
+        """Return the date that the run's prompts tell, where the chat template writes one: the day
+        on which it began, by that machine's clock. A run of an older version has the present one.
+        Raises CheckpointError for a damaged file."""
+        return read_date(self.path) or datetime.now()
 
     @property
     def of_steps(self) -> tuple[Path, ...]:

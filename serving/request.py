@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 from protocols.grammar import ResponseGrammar
+from protocols.records.chat_date import date_of
 from protocols.teacher_replay import AgentMessage
 from protocols.types import GenerateRequest, PrefixRef, Sampling, StopCondition
 from registry.store import CartridgeVersion
@@ -93,6 +95,12 @@ def requests_of(request: ServingRequest, prefix: PrefixRef) -> list[GenerateRequ
         for p, prompt in enumerate(request.prompts)
         for i in range(request.n)
     ]
+
+
+def chat_date(entries: Sequence[CartridgeVersion]) -> datetime | None:
+    """Return the date that prompts over these cartridges tell: that of the first, which begins the
+    conversation; None where it keeps none."""
+    return date_of(entries[0].manifest.source) if entries else None
 
 
 def drawn_seed(request_id: str) -> int:

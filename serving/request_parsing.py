@@ -29,7 +29,7 @@ from serving.apis.tokasaurus import (
 from serving.apis.translation import ChatFields, renaming
 from serving.backend import ServerConfig
 from serving.errors import ApiError, bad_request, refusing
-from serving.request import ServingRequest, StrategyRequest, drawn_seed
+from serving.request import ServingRequest, StrategyRequest, chat_date, drawn_seed
 from serving.routing import CartridgeRouter, RoutedChoice
 from serving.structured.grammars import grammar_of
 from serving.structured.tools import ToolOffer, messages_of, offer_of
@@ -217,7 +217,8 @@ class RequestParser:
             )
         messages = messages_of(body.messages, self._texts.calls)
         self._require_short(sum(self._texts.fewest(m.content) for m in messages), "messages")
-        prompt = self._texts.chat(messages, bool(entries), offer.tools if offer else ())
+        told = offer.tools if offer else ()
+        prompt = self._texts.chat(messages, bool(entries), told, chat_date(entries))
         return self._parsed(
             "chatcmpl", body, entries, (prompt,), next(iter(both), None),
             (body.top_logprobs or 0) if body.logprobs else None, messages,

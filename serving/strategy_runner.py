@@ -16,11 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from environments.renderer import ChatRenderer
 from protocols.errors import DataError
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from serving.backend import Backend
-from serving.request import ServingRequest, StrategyRequest
+from serving.request import ServingRequest, StrategyRequest, chat_date
 from serving.tokenization import STAND_IN, Tokenization
 from strategies.answers.extract import FORMS, Form
 from strategies.catalog import STRATEGIES, parse, run
@@ -81,7 +80,8 @@ class CatalogueStrategies:
             scoring = asyncio.run_coroutine_threadsafe(_awaited(judge(texts)), here)
             return await asyncio.wrap_future(scoring)
 
-        conversation = ChatRenderer(self._texts.tokenizer, {STAND_IN: "x"})
+        # Its own, as strategies run in threads beside each other.
+        conversation = self._texts.renderer(chat_date(request.entries))
         document = STAND_IN if request.entries else None
         sampling, wanted = request.sampling, request.strategy
         solving = run(

@@ -2,19 +2,22 @@
 
 Without a cartridge the generator reads a prompt behind the model's first token. A prompt of ids
 that begins with that token does not get it twice. A cartridge contains the token and its document,
-so nothing is put before a prompt.
+so nothing is put before a prompt. A chat is rendered with the date of its cartridge, or of today.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import groupby
 from typing import Any
 
 from environments.renderer import NO_DOCUMENT, ChatRenderer
+from learning.model.control_tokens import special_tokens
 from protocols.errors import DataError
 from protocols.spec.serving import CallFormatName
 from protocols.teacher_replay import AgentMessage, AgentTool
@@ -22,6 +25,7 @@ from serving.errors import bad_request, refusing
 from serving.structured.call_formats import FORMATS, HERMES, HERMES_MARKS, format_of
 
 STAND_IN = "cartridge"  # rendered and cut off: a placeholder for the cartridge's document
+DATES = 32  # of cartridges, whose renderers are kept
 
 
 @dataclass(frozen=True)
@@ -53,18 +57,19 @@ class Tokenization:
     def __init__(self, tokenizer: Any, tool_calls: CallFormatName | None = None) -> None:
         """Take the form of the model's calls from its chat template, or as `tool_calls` says."""
         self.tokenizer = tokenizer
-        self._conversation = ChatRenderer(tokenizer, {STAND_IN: "x"})
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._dated: OrderedDict[datetime, ChatRenderer] = OrderedDict()
+        self._special = frozenset(special_tokens(tokenizer).values())
         marks = [mark.strip() for mark in HERMES_MARKS]
         known = tokenizer.get_vocab()
         self._marks = {known[m]: m for m in marks if known.get(m) in self._special}
+        self._today = today = self.renderer(None)
+        self.end_ids = today.end_ids
         byte_level = any(name.startswith("Ġ") for name in known)
         self._longest = max(map(len, known))  # characters of a token
         self._byte_of = _bytes_of_characters() if byte_level else {}
         self._pieces: dict[int, tuple[str, list[int]]] = {}
         self.vocabulary = len(tokenizer)
-        self.first = self._conversation.head(None)
-        self._conversation.head(STAND_IN)  # fill its cache before threads use it
+        self.first = today.head(None)
         own = format_of(tokenizer)
         self.calls = FORMATS[tool_calls] if tool_calls else own or HERMES
         # Whether the template tells tools, in the form that calls are read in, by `cartridge`.
@@ -75,6 +80,22 @@ class Tokenization:
         """Return the document for requests without a cartridge: the first token alone."""
         return {NO_DOCUMENT: self.first}
 
+    def renderer(self, date: datetime | None) -> ChatRenderer:
+        """Return a new renderer of a cartridge's date, or of today for None."""
+        return ChatRenderer(self.tokenizer, {STAND_IN: "x"}, date, self._marks.values())
+
+    def _conversation(self, date: datetime | None) -> ChatRenderer:
+        """Return a renderer that is kept."""
+        if date is None:
+            if self._today.date.date() != datetime.now().date():
+                self._today = self.renderer(None)
+            return self._today
+        found = self._dated.pop(date, None) or self.renderer(date)
+        self._dated[date] = found
+        if len(self._dated) > DATES:
+            self._dated.popitem(last=False)
+        return found
+
     def fewest(self, text: str) -> int:
         """Return a number of tokens that the text has at least, without reading it."""
         return -(-len(text) // self._longest)
@@ -84,10 +105,11 @@ class Tokenization:
         messages: Sequence[AgentMessage],
         cartridge: bool,
         tools: Sequence[AgentTool] = (),
+        date: datetime | None = None,
     ) -> TokenizedPrompt:
-        """Render a chat and tokenise it. Tools are told by the model's chat template. Where it
-        tells none, or tells them in the system block that a cartridge stands for, they are told
-        before the text of the first message."""
+        """Render a chat of a date, None for today, and tokenise it. Tools are told by the model's
+        chat template. Where it tells none, or tells them in the system block that a cartridge
+        stands for, they are told before the text of the first message."""
         for i, message in enumerate(messages):
             _check_text(message.content, f"messages[{i}].content")
         for i, tool in enumerate(tools):
@@ -99,14 +121,15 @@ class Tokenization:
                 messages = (first, *messages[1:])
             tools = ()
         with refusing(400, "messages"):
-            ids = self._conversation.opening(STAND_IN if cartridge else None, messages, tools)
+            renderer = self._conversation(date)
+            ids = renderer.opening(STAND_IN if cartridge else None, messages, tools)
         return self._prompt(ids, cartridge, "messages")
 
     def _template_tells(self, cartridge: bool) -> bool:
         """Return whether the chat template tells tools, behind the head of a cartridge."""
         tool, user = AgentTool("told_of_tools", "", {}), (AgentMessage("user", "x"),)
         try:
-            ids = self._conversation.opening(STAND_IN if cartridge else None, user, (tool,))
+            ids = self._today.opening(STAND_IN if cartridge else None, user, (tool,))
         except DataError:
             return False
         return tool.name in self.decode(ids)
@@ -178,7 +201,9 @@ class Tokenization:
         return found
 
     def _piece(self, token_id: int) -> tuple[str, list[int]]:
-        piece = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        piece = self.tokenizer.convert_ids_to_tokens(token_id)
+        if piece is None:  # embeddings are padded beyond the tokenizer: the token has no text
+            return "", []
         if token_id not in self._special and all(c in self._byte_of for c in piece):
             data = bytes(self._byte_of[c] for c in piece)
             return data.decode("utf-8", "replace"), list(data)

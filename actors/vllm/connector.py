@@ -41,6 +41,7 @@ from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.versions import CartridgeId
 from learning.decoding.decode_batch import uniforms
 from learning.decoding.grammar import Grammars
+from learning.model.control_tokens import token_count
 from learning.model.loading import frequencies_of, tokenizer_of
 from protocols.grammar import ResponseGrammar
 from protocols.types import Sampling
@@ -202,8 +203,8 @@ def _parts(request: Any) -> tuple[PromptCartridge, ...]:
 
 class SeededDraw(LogitsProcessor):
     """Draw the tokens of `temperature` > 0 by the request's own stream, and leave those alone that
-    its grammar allows (actors/vllm/draws.py). vLLM's own grammars need its tokenizer, which is not
-    loaded, and would be followed otherwise than by the embedded backend.
+    the tokenizer has and its grammar allows (actors/vllm/draws.py). vLLM's own grammars need its
+    tokenizer, which is not loaded, and would be followed otherwise than by the embedded backend.
 
     With equal logits these are the embedded backend's tokens. vLLM's own seeds promise less, and
     fail on CPUs where a seeded prompt is read in chunks. Log-probabilities are taken before this.
@@ -212,6 +213,7 @@ class SeededDraw(LogitsProcessor):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, SeededRow] = {}
         self._path = vllm_config.model_config.model
+        self._tokens = token_count(self._path)
         self._grammars: dict[tuple[int, ...], Grammars] = {}  # by the tokens that end a response
 
     def is_argmax_invariant(self) -> bool:
@@ -221,6 +223,8 @@ class SeededDraw(LogitsProcessor):
         process_dict_updates(self._rows, batch_update, self._row)
 
     def apply(self, logits: Tensor) -> Tensor:
+        if self._tokens is not None:
+            logits[:, self._tokens :] = float("-inf")
         return leave_drawn(logits, self._rows)
 
     def _row(

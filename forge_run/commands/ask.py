@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +27,7 @@ from forge_run.commands import note
 from forge_run.run_documents import document_of
 from protocols.errors import DataError, RunError, SpecError
 from protocols.home import model_names, models_folder
+from protocols.records.chat_date import date_of
 from protocols.secrets import secret_text
 from protocols.spec.loading import load_resolved, load_serve
 from protocols.spec.model import ModelSpec
@@ -43,7 +45,8 @@ ANSWER_SECONDS = 300.0  # most of a server's answer
 @dataclass(frozen=True)
 class AskedCartridge:
     """Hold a cartridge's file of so many tokens, and its model; `why` tells how the router chose
-    it. `run` is the id or path of the run that made it, "" for none, and `name` its name there."""
+    it. `run` is the id or path of the run that made it, "" for none, and `name` its name there;
+    `date` is the one that the run's prompts told, None where it is not known."""
 
     shown: str
     file: Path
@@ -53,6 +56,7 @@ class AskedCartridge:
     tokens: int
     run: str
     name: str
+    date: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,7 @@ def _of_library(
     yield AskedCartridge(
         shown, entry.path, _model_of(entry, spec.model, library.base), spec.generator, why,
         entry.manifest.tokens, str(source.get("run", "")), str(source.get("name", "")),
+        date_of(source),
     )  # fmt: skip
 
 
@@ -206,7 +211,15 @@ def _of_run(run: Path, cartridge: str, question: str) -> Iterator[AskedCartridge
         file = Path(made) / forge.FILE
         forge.write_file(kept, file)
         yield AskedCartridge(
-            cartridge, file, learn.model, learn.generator, why, kept.tokens, str(home), cartridge
+            cartridge,
+            file,
+            learn.model,
+            learn.generator,
+            why,
+            kept.tokens,
+            str(home),
+            cartridge,
+            date_of(kept.facts.source),
         )
 
 
@@ -217,7 +230,7 @@ def _in_process(asked: AskedCartridge, question: str, sampling: Sampling, seed: 
     request = SampleRequest("ask", (AgentMessage("user", question),), sampling, seed)
     with local_sampler(
         model.path, backend=generator.backend, dtype=model.dtype, cartridge=asked.file,
-        threads=max(1, (os.cpu_count() or 2) // 2), kv_gib=generator.kv_gib,
+        threads=max(1, (os.cpu_count() or 2) // 2), kv_gib=generator.kv_gib, date=asked.date,
     ) as sampler:  # fmt: skip
         (said,) = asyncio.run(sampler([request]))
     return AskedAnswer(asked.shown, question, said.text, said.tokens, said.finish_reason, asked.why)
@@ -241,6 +254,7 @@ def _sides(
     with local_samplers(
         model.path, backend=generator.backend, dtype=model.dtype, cartridge=asked.file,
         document=document, threads=os.cpu_count() or 1, kv_gib=generator.kv_gib,
+        date=asked.date,
     ) as samplers:  # fmt: skip
         arms = {name: one for name, one in samplers.items() if beside or name == "cartridge"}
         said: dict[str, tuple[AgentMessage, ...]] = dict.fromkeys(arms, ())

@@ -110,7 +110,7 @@ async def _measure(
 
     learn = spec.learn
     version, cartridges = read_cartridges(chosen_checkpoint(directory.path))
-    tasks = open_prompts(learn, load_tokenizer(learn.model.path))
+    tasks = open_prompts(learn, load_tokenizer(learn.model.path), directory.date)
     numbered = dict(enumerate(sorted(cartridges.items())))
     async with (
         opened_judge(chosen.process_reward, f"frontier/{directory.id}") as judge,

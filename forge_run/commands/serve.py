@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -180,7 +179,7 @@ class ServeProcess:
         with self._signals():
             tokenizer = await asyncio.to_thread(load_tokenizer, spec.model.path)
             texts = Tokenization(tokenizer, spec.tool_calls)
-            end_ids = ids_of_the_end(Path(spec.model.path), tokenizer)
+            end_ids = texts.end_ids
             await asyncio.to_thread(self._ready)
             service, pool = await open_generators(
                 spec.model, spec.generator, spec.roles.generator, texts.documents, end_ids,
@@ -287,15 +286,6 @@ class ServeProcess:
             yield
         finally:
             loop.remove_signal_handler(signal.SIGTERM)
-
-
-def ids_of_the_end(model: Path, tokenizer: Any) -> frozenset[int]:
-    """Return the ids that end a response: the tokenizer's, and those of generation_config.json."""
-    ids = {tokenizer.eos_token_id}
-    with contextlib.suppress(OSError, ValueError):
-        given = json.loads((model / "generation_config.json").read_bytes()).get("eos_token_id")
-        ids |= set(given if isinstance(given, list) else [given])
-    return frozenset(ids - {None})
 
 
 def _note(event: str, **facts: Any) -> None:

@@ -6,11 +6,13 @@ from collections import Counter
 
 from documents.rows.reading import RowSet, read_row_set
 from forge_run.formatting import TableSection, facts
+from forge_run.plan.documents import tokenizer_at
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.users.rewards import RewardSpec
 from protocols.spec.users.rows import ROW_SOURCES
 from strategies.rewards.workers import RewardWorker
+from training.task_sources.row_checks import require_plain
 
 HEADS = ("reward", "weight", "by", "limits")
 
@@ -24,6 +26,8 @@ def require_dataset(learn: LearnSpec) -> RowSet | None:
     """Return the rows, None where a spec has none. Raises DataError for rows that cannot be read or
     used, and for a reward that cannot be imported or asks for what no row has."""
     rows = read_row_set(learn) if learn.data.source in ROW_SOURCES else None
+    if rows is not None and (tokenizer := tokenizer_at(learn.model.path)) is not None:
+        require_plain(rows, tokenizer)
     columns = None if rows is None else rows.columns
     for number, reward in enumerate(learn.reward):
         if reward.of_worker:

@@ -6,7 +6,9 @@
     _drop     frees the memory of rows that have ended
 
 A decode batch covers any prefixes, each held once; the rows over one lie side by side. Each row
-draws from its own seeded stream, so its tokens do not depend on the other rows.
+draws from its own seeded stream, so its tokens do not depend on the other rows. Ids that the
+tokenizer has no token for, with which embeddings are padded, are left out of the draw, as top_p
+leaves others out: log-probabilities stay those of all logits, which the trainer computes too.
 """
 
 from __future__ import annotations
@@ -332,8 +334,9 @@ class DecodeBatch:
             of = slice(start, start + chunk)
             logprobs = self._logits(hidden[of]).log_softmax(-1)
             told += logprobs.gather(-1, ids[of, None])[:, 0].tolist()
-            best += logprobs.argmax(-1).tolist()
-            top += _likeliest(logprobs, row.request.top_logprobs)
+            named = logprobs[:, : self._model.tokens]
+            best += named.argmax(-1).tolist()
+            top += _likeliest(named, row.request.top_logprobs)
         row.prompt_logprobs, row.prompt_likeliest = tuple(told), tuple(best)
         if row.request.top_logprobs:
             row.prompt_top = tuple(top)
@@ -346,6 +349,7 @@ class DecodeBatch:
         """Draw the next token [B] of every live row from hidden states [B, width], and add it."""
         logits = self._logits(hidden)
         logprobs = logits.log_softmax(-1)
+        logits = logits[:, : self._model.tokens]
         for b, row in enumerate(self.rows):
             if row.grammar is not None and not row.reason:
                 allowed = row.grammar.allowed(logits[b])
@@ -372,7 +376,7 @@ class DecodeBatch:
         picked = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
         ids = chosen.tolist()
         wanted = max((row.top_wanted for row in self.rows if not row.reason), default=0)
-        likeliest = _likeliest(logprobs, wanted)
+        likeliest = _likeliest(logprobs[:, : self._model.tokens], wanted)
         for b, row in enumerate(self.rows):
             if not row.reason:
                 row.add(ids[b], picked[b], likeliest[b], ids[b] in self._end_ids)

@@ -47,14 +47,16 @@ class Attention(Protocol):
 class LanguageModel(nn.Module):
     """Hold a frozen causal language model: its layers `base_model`, and the projection `lm_head`.
     `kv_shape` is (layers L, key/value heads H_kv, head size D), `vocabulary` the logits' width V,
-    `longest` the most positions that it was made for, None where its config has none; `tensor` the
-    ranks that divide it (`learning.model.tensor_parallel`)."""
+    of which the tokenizer names the first `tokens`, None: all; `longest` the most positions that it
+    was made for, None where its config has none; `tensor` the ranks that divide it
+    (`learning.model.tensor_parallel`)."""
 
     tensor: TensorRanks = TensorRanks()
     base_model: Any
     lm_head: Any
     kv_shape: tuple[int, int, int]
     vocabulary: int
+    tokens: int | None = None
     longest: int | None
     packed_head: Tensor | None = None
 

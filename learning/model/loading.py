@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from learning.model.control_tokens import special_tokens, token_count
 from learning.model.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder, rope_frequencies
 from learning.model.decoder_config import DecoderConfig, decoder_config
 from learning.model.distributed import whole
@@ -34,13 +35,19 @@ def load_model(
     ahead = _AHEAD.pop((path, dtype), None)
     if ahead is not None:
         return ahead.to(device)
+    model = _loaded(path, getattr(torch, dtype)).to(device)
+    model.tokens = token_count(path)
+    return model
+
+
+def _loaded(path: str, dtype: torch.dtype) -> LanguageModel:
     config = known_config(path)
     if config is not None:
-        return load_decoder(Path(path), config, getattr(torch, dtype)).to(device)
+        return load_decoder(Path(path), config, dtype)
     from learning.model.adapter import load_by_transformers
 
     try:
-        return load_by_transformers(path, getattr(torch, dtype)).to(device)
+        return load_by_transformers(path, dtype)
     except OSError as error:
         raise DataError(
             f"no model at {path!r}: {str(error).splitlines()[0]}; set model.path to a directory "
@@ -142,7 +149,7 @@ def text_ids(path: str) -> list[int]:
     """Return the ids that stand for text in the tokenizer beside a model: all but the special
     ones."""
     tokenizer = load_tokenizer(path)
-    special = set(tokenizer.all_special_ids)
+    special = set(special_tokens(tokenizer).values())
     return sorted(i for i in tokenizer.get_vocab().values() if i not in special)
 
 

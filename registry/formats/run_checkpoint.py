@@ -14,6 +14,7 @@ from torch import Tensor
 
 from learning.checkpoint import is_checkpoint, last_of_arms, list_checkpoints, read_checkpoint
 from protocols.errors import DataError
+from protocols.records.chat_date import read_date, source_of
 from protocols.spec.loading import load_resolved
 from registry.formats.base_model import model_name, read_base
 from registry.formats.cartridge_file import CartridgeFile, Provenance
@@ -65,10 +66,11 @@ def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, Cart
     checkpoint = chosen_checkpoint(path.resolve())
     facts, kv, frozen = _whole(checkpoint)
     run = checkpoint.parent.parent
-    source = {
+    source: dict[str, Any] = {
         "run": run.name, "checkpoint": checkpoint.name, "version": facts["version"],
         "arm": facts.get("arm", ""), "step": facts.get("step", 0),
     }  # fmt: skip
+    source |= source_of(read_date(run))
     if facts.get("last"):
         source["metrics"] = {k: facts["last"][k] for k in ("kl", "tokens") if k in facts["last"]}
     missing = sorted(set(names or ()) - set(facts["names"]))

@@ -43,6 +43,7 @@ from services.run_directory import RunDirectory
 from training.recipes.agreement import split
 from training.recipes.longhealth_prompts import open_prompts, read_patients
 from training.recipes.question_files import UserQuestion, read_questions
+from training.recipes.study_material import require_questions
 from training.recipes.study_prompts import in_turns, of_contexts, titled, titled_messages
 from training.recipes.study_rows import context_titles, of_parts, studied_of
 
@@ -132,7 +133,7 @@ def set_paper(
     if learn.data.source == "documents":
         about, own = _documents(learn, directory, tokenizer, asked)
     elif learn.data.source in ("clinic", "longhealth"):
-        about, own = _patients(learn, tokenizer)
+        about, own = _patients(learn, directory, tokenizer)
     else:
         raise DataError(
             f"run {directory.id} has no questions about documents (data.source "
@@ -143,6 +144,7 @@ def set_paper(
     if file is not None:
         owners, words = about.layout.documents, learn.data.instruction
         found = read_questions(file, about.texts, words, owners, unanswerable=True)
+        require_questions(found, file, tokenizer)
         by_context = [[q for q in found if q.document == name] for name in about.texts]
         own = [(replace(q, document=owners[q.document]), q.document) for q in in_turns(by_context)]
         source, known = Path(file).name, True
@@ -160,7 +162,7 @@ def set_paper(
             **{name: about.conversation.head(name) for name in about.texts},
             NO_DOCUMENT: about.conversation.head(None),
         },
-        end_ids=frozenset({tokenizer.eos_token_id}),
+        end_ids=about.conversation.end_ids,
         items=tuple(_item(q, of, about, known) for q, of in own[: spec.questions]),
         passages=tuple(_passages(spec, learn, about, tokenizer)),
         probes=tuple(_probes(spec, learn, about)),
@@ -179,7 +181,7 @@ def first_tokens_of(paper: EvalSuite, tokens: int, tokenizer: Any) -> dict[str, 
 
         def cut(count: int, whole: Sequence[TokenizedText] = whole) -> tuple[int, ...]:
             parts = [t.text_of(t.chunk(0, min(count, len(t)))) for t in whole]
-            return _head(tokenizer, "\n".join(parts))
+            return paper.about.conversation.over({"cut": "\n".join(parts)}).head("cut")
 
         low, high = 0, min(tokens, max(map(len, whole)))  # the most tokens of each that fit
         while low < high:
@@ -192,10 +194,6 @@ def first_tokens_of(paper: EvalSuite, tokens: int, tokenizer: Any) -> dict[str, 
             )
         found[name] = cut(low)
     return found
-
-
-def _head(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return ChatRenderer(tokenizer, {"cut": text}).head("cut")
 
 
 def _item(asked: UserQuestion, of: str, about: EvalSubjects, known: bool = True) -> EvalQuestion:
@@ -217,9 +215,9 @@ def _opening(conversation: ChatRenderer, context: str | None, text: str) -> tupl
 
 
 def _patients(
-    learn: LearnSpec, tokenizer: Any
+    learn: LearnSpec, directory: RunDirectory, tokenizer: Any
 ) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]]]:
-    prompts = open_prompts(learn, tokenizer)
+    prompts = open_prompts(learn, tokenizer, directory.date)
     about = EvalSubjects(
         conversation=prompts.conversation,
         layout=prompts.layout,
@@ -252,7 +250,7 @@ def _documents(
     parts = read_parts(learn, tokenizer)
     require_same_documents(parts.as_dict()["documents"], directory)
     about = EvalSubjects(
-        conversation=ChatRenderer(tokenizer, parts.texts),
+        conversation=ChatRenderer(tokenizer, parts.texts, directory.date),
         layout=parts.layout,
         texts=parts.texts,
         titles=context_titles(learn, parts),

@@ -52,6 +52,7 @@ from training.recipes.study_rows import (
     note_documents,
     of_parts,
     require_scores,
+    require_study,
     row_question,
     said,
     studied_of,
@@ -84,15 +85,15 @@ class DocumentsRecipe(Recipe):
         self._spec, self._study, self._parts = spec, spec.self_study, parts
         self._directory, self._model = directory, model_name(spec.model.path)
         self.layout = parts.layout
-        self._titles = context_titles(spec, parts)
-        self._conversation = ChatRenderer(tokenizer, parts.texts)
+        self._titles, self._tokenizer = context_titles(spec, parts), tokenizer
+        self._conversation = ChatRenderer(tokenizer, parts.texts, directory.date)
         self.documents: Mapping[str, tuple[int, ...]] = {
             **{name: self._conversation.head(name) for name in parts.parts},
             NO_DOCUMENT: self._conversation.head(None),
         }
         self.texts = texts_of(parts.layout, parts.texts)
         self._choose = context_choice(spec, parts.layout, parts.texts, self.documents)
-        self.end_ids = frozenset({tokenizer.eos_token_id})
+        self.end_ids = self._conversation.end_ids
         self._rows = rows
         self._exam = StudyExam(spec, parts, self._conversation, self._titles, asked)
         self._getting_ready = asyncio.Lock()
@@ -110,6 +111,7 @@ class DocumentsRecipe(Recipe):
                 return
             if self._study.rows is not None:
                 rows = of_parts(read_rows(Path(self._study.rows)), self._parts, self._study.rows)
+                require_study(rows, self._study.rows, self._tokenizer)
             else:
                 rows = await self._write(generate)
             if self._study.least_gain is not None:

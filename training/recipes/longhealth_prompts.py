@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -92,11 +93,13 @@ def read_patients(data: DataSpec) -> list[Patient]:
     return patients[: data.patients]
 
 
-def open_prompts(spec: LearnSpec, tokenizer: Any) -> LongHealthPrompts:
-    """Return the prompts of a run about its patients, whose charts are cut to the model's context.
-    Raises DataError for too few patients or a context that is too short."""
+def open_prompts(
+    spec: LearnSpec, tokenizer: Any, date: datetime | None = None
+) -> LongHealthPrompts:
+    """Return the prompts of a run about its patients, whose charts are cut to the model's context;
+    `date` is the run's. Raises DataError for too few patients or a context that is too short."""
     most = longest(spec, context_tokens(spec.model.path))
-    return LongHealthPrompts(spec, read_patients(spec.data), tokenizer, most)
+    return LongHealthPrompts(spec, read_patients(spec.data), tokenizer, most, date)
 
 
 class LongHealthPrompts:
@@ -108,8 +111,10 @@ class LongHealthPrompts:
         patients: Sequence[Patient],
         tokenizer: Any,
         most: int | None = None,
+        date: datetime | None = None,
     ) -> None:
-        """Cut charts into chunks of at most `most` tokens, None: not at all."""
+        """Cut charts into chunks of at most `most` tokens, None: not at all. `date` is the one that
+        the chat template may write, None for now."""
         self._spec = spec
         self._tokenizer = tokenizer
         self.patients = {p.id: p for p in patients}
@@ -120,7 +125,7 @@ class LongHealthPrompts:
         self.layout = layout_of(spec.cartridge, owners)
         names = {p.id: p.name for p in patients}
         self.titles = titles_of(spec.data, self.layout, names)
-        self.conversation = ChatRenderer(tokenizer, self.texts)
+        self.conversation = ChatRenderer(tokenizer, self.texts, date)
         held_out = {
             p.id: [q for q in p.questions if is_held_out(q, spec.data.held_out)] for p in patients
         }
@@ -141,7 +146,7 @@ class LongHealthPrompts:
     @property
     def end_ids(self) -> frozenset[int]:
         """Return the tokens that end a response."""
-        return frozenset({self._tokenizer.eos_token_id})
+        return self.conversation.end_ids
 
     @property
     def prompts(self) -> int:

@@ -22,22 +22,25 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
     DocumentsRecipe writes its questions into the run's `directory`."""
     learn = spec.learn
     tokenizer = load_tokenizer(learn.model.path)
+    date = None if directory is None else directory.date
     if learn.episodes is not None:
         from training.recipes.tool_episodes import ToolEpisodesRecipe
 
-        return ToolEpisodesRecipe(learn, open_tasks(learn, tokenizer, directory), tokenizer, mesh)
+        tasks = open_tasks(learn, tokenizer, directory)
+        return ToolEpisodesRecipe(learn, tasks, tokenizer, mesh, date)
     if learn.rsa is not None:
         from training.recipes.rsa import RSARecipe
 
-        return RSARecipe(learn, tokenizer, mesh)
+        return RSARecipe(learn, tokenizer, mesh, date)
     if learn.data.source in ROW_SOURCES:
         from documents.rows.reading import read_row_set
         from training.recipes.documents import DocumentsRecipe
         from training.recipes.study_material import row_corpus
-        from training.task_sources.row_checks import note_rows
+        from training.task_sources.row_checks import note_rows, require_plain
 
         assert directory is not None
         rows = read_row_set(learn)
+        require_plain(rows, tokenizer)
         note_rows(rows, directory)
         learn = learn.model_copy(update={"self_study": SelfStudySpec()})
         corpus = row_corpus(learn, rows, tokenizer)
@@ -52,7 +55,8 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
     from training.recipes.longhealth import LongHealthRecipe
     from training.recipes.longhealth_prompts import open_prompts
 
-    return LongHealthRecipe(open_prompts(learn, tokenizer), measured=bool(learn.evaluate.arms))
+    prompts = open_prompts(learn, tokenizer, date)
+    return LongHealthRecipe(prompts, measured=bool(learn.evaluate.arms))
 
 
 def open_tasks(learn: LearnSpec, tokenizer: Any, directory: RunDirectory | None) -> TaskSource:
@@ -60,10 +64,11 @@ def open_tasks(learn: LearnSpec, tokenizer: Any, directory: RunDirectory | None)
     for others than those that it began with."""
     if learn.data.source in ROW_SOURCES:
         from documents.rows.reading import read_row_set
-        from training.task_sources.row_checks import note_rows, require_lengths
+        from training.task_sources.row_checks import note_rows, require_lengths, require_plain
         from training.task_sources.rows import RowTasks
 
         rows = read_row_set(learn)
+        require_plain(rows, tokenizer)
         if directory is not None:
             note_rows(rows, directory)
         tasks = RowTasks(rows, learn.train.seed)

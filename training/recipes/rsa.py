@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import datetime
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -71,12 +72,15 @@ _RUN = TypeAdapter(PlayedRun)
 class RSARecipe(Recipe):
     """Train on RSA runs over the pools of a mesh."""
 
-    def __init__(self, spec: LearnSpec, tokenizer: Any, mesh: Mesh) -> None:
+    def __init__(
+        self, spec: LearnSpec, tokenizer: Any, mesh: Mesh, date: datetime | None = None
+    ) -> None:
+        """Render prompts of `date`, None for now."""
         assert spec.rsa is not None
         self._spec, self._rsa = spec, spec.rsa
         self._aggregators = RSAAggregatorClient(mesh.pools)
         self._source: ProblemSource = open_source(spec, self._aggregators.problems)
-        self._conversation = ChatRenderer(tokenizer, self._source.documents)
+        self._conversation = ChatRenderer(tokenizer, self._source.documents, date)
         self.layout = layout_of(spec.cartridge, {name: name for name in self._source.documents})
         names = [*self._source.documents, None]
         self.documents: Mapping[str, tuple[int, ...]] = {
@@ -86,7 +90,7 @@ class RSARecipe(Recipe):
         self._sampling = Sampling(max_tokens=spec.rollout.max_tokens)
         self._newest: Callable[[], int] | None = None  # set where rollouts run ahead
         self._ahead: GroupsAhead[list[PlayedRun]] | None = None
-        self.end_ids = frozenset({tokenizer.eos_token_id})
+        self.end_ids = self._conversation.end_ids
 
     # -- runs -----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from documents.reading import ReadResult, UserDocument
 from documents.rows.reading import RowSet
 from environments.clinic.longhealth import PatientQuestion, is_held_out
 from environments.clinic.prompts import option_prompt
+from learning.model.control_tokens import require_text
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 from protocols.types import SEPARATOR
@@ -36,7 +37,16 @@ def read_material(spec: LearnSpec, tokenizer: Any) -> tuple[Corpus, list[UserQue
     found = read_questions(
         spec.data.questions, corpus.texts, spec.data.instruction, corpus.layout.documents
     )
+    require_questions(found, spec.data.questions, tokenizer)
     return corpus, in_turns([[q for q in found if q.document == name] for name in corpus.parts])
+
+
+def require_questions(asked: Sequence[UserQuestion], file: str, tokenizer: Any) -> None:
+    """Raise DataError where questions or answers of a file have special tokens of the model."""
+    texts = (
+        (q.id, text) for q in asked for text in (*(m.content for m in q.messages), q.wording or "")
+    )
+    require_text(tokenizer, texts, f"questions of {file}")
 
 
 def row_corpus(spec: LearnSpec, rows: RowSet, tokenizer: Any) -> Corpus:

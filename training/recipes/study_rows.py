@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from documents.corpus import Corpus
 from documents.rows.records import DatasetRow
 from documents.synthesis_rows import StudyRow
 from environments.renderer import ChatRenderer
 from environments.rollout import BARE
+from learning.model.control_tokens import require_text
 from protocols.errors import CheckpointError, DataError
 from protocols.files import write_atomically
 from protocols.records.answers import mean_nll
@@ -133,6 +135,17 @@ def of_parts(rows: Sequence[StudyRow], parts: Corpus, where: str) -> list[StudyR
                 "none of the run's documents; write the rows anew with `forge selfstudy`"
             )
     return list(rows)
+
+
+def require_study(rows: Sequence[StudyRow], where: str, tokenizer: Any) -> None:
+    """Raise DataError where turns or answers of a file's rows have special tokens of the model."""
+    texts = (
+        (row.key, text)
+        for row in rows
+        if row.kept
+        for text in (*(m.content for m in row.messages), row.answer)
+    )
+    require_text(tokenizer, texts, f"rows of {where}")
 
 
 def said(studied: StudyQuestion, prompt: StudyPrompt) -> Completion:

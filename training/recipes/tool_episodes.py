@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -76,7 +77,11 @@ from training.task_sources.rewards import EpisodeRewards
 class ToolEpisodesRecipe(Recipe):
     """Train on episodes of `source` over the pools of a mesh."""
 
-    def __init__(self, spec: LearnSpec, source: TaskSource, tokenizer: Any, mesh: Mesh) -> None:
+    def __init__(
+        self, spec: LearnSpec, source: TaskSource, tokenizer: Any, mesh: Mesh,
+        date: datetime | None = None,
+    ) -> None:  # fmt: skip
+        """Render prompts of `date`, None for now."""
         assert spec.episodes is not None
         self._spec, self._objective, self._episodes = spec, spec.objective, spec.episodes
         self._pools = mesh.pools
@@ -85,7 +90,7 @@ class ToolEpisodesRecipe(Recipe):
         self._rewards = EpisodeRewards(spec, mesh.pools)
         self._source, self._texts = source, dict(source.texts)
         self.layout = layout_of(spec.cartridge, {name: name for name in self._texts})
-        self._conversation = ChatRenderer(tokenizer, self._texts)
+        self._conversation = ChatRenderer(tokenizer, self._texts, date)
         self._player = EpisodePlay(spec, source, self._conversation, move, self._rewards)
         self._hints = HintWriter(
             spec.objective.hints, source.hints, self._conversation, self._texts, mesh.pools,
@@ -101,7 +106,7 @@ class ToolEpisodesRecipe(Recipe):
             NO_DOCUMENT: self._conversation.head(None),
         }
         self.texts = {name: (text,) for name, text in self._texts.items()}
-        self.end_ids = frozenset({tokenizer.eos_token_id})
+        self.end_ids = self._conversation.end_ids
 
     # -- episodes -------------------------------------------------------------------------------
 

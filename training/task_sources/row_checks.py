@@ -1,5 +1,5 @@
-"""Check a dataset's rows before a run: the lengths of its documents, and that they are the same
-rows when a run is resumed."""
+"""Check a dataset's rows before a run: the lengths of its documents, that its texts are text, and
+that they are the same rows when a run is resumed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from documents.rows.reading import RowSet
 from environments.renderer import ChatRenderer
+from learning.model.control_tokens import require_text, special_in
 from protocols.errors import CheckpointError, DataError
 from protocols.files import write_atomically
 from protocols.spec.learn import LearnSpec
@@ -35,12 +36,22 @@ def note_rows(rows: RowSet, directory: RunDirectory) -> None:
     write_atomically(directory.rows, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
 
 
+def require_plain(rows: RowSet, tokenizer: Any) -> None:
+    """Raise DataError where messages or answers of rows have special tokens of the model."""
+    texts = (
+        (row.place, text)
+        for row in (*rows.training, *rows.held_out)
+        for text in (*(m.content for m in row.messages), str(row.answer))
+    )
+    require_text(tokenizer, texts, f"rows of {rows.source}")
+
+
 def require_lengths(spec: LearnSpec, texts: Mapping[str, str], tokenizer: Any) -> None:
     """Raise DataError for a document that no cartridge can stand for: one that has no more tokens
     than a cartridge, or one of the model's special tokens."""
     conversation = ChatRenderer(tokenizer, texts)
     for name, text in texts.items():
-        special = next((t for t in tokenizer.all_special_tokens if t in text), None)
+        special = special_in(tokenizer, text)
         if special is not None:
             raise DataError(
                 f"the document {name} ({text[:40]!r}) has the model's special token {special}; "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_replica import require_vllm
 
 from actors.base import missing_vllm
@@ -71,3 +74,43 @@ with local_sampler({MODEL!r}, backend="vllm", document={PATIENT.document!r}, kv_
         expected = str([[p.texts for p in r.populations] for r in engine.run(QUESTIONS).runs])
     assert "the answer is" in expected
     assert said.stdout.splitlines()[-1] == expected
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_vllm_samples_no_padding_and_the_tokens_of_the_embedded_backend(tmp_path: Path) -> None:
+    """Random weights, and a quarter of the embeddings beyond the tokenizer's 1,458 tokens."""
+    if missing_vllm():
+        require_vllm()
+    config = AutoConfig.from_pretrained(MODEL)
+    config.vocab_size = 1944
+    home = tmp_path / "padded"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(home)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (home / name).write_bytes((Path(MODEL) / name).read_bytes())
+    script = f"""
+import asyncio, sys
+from actors.in_process import local_sampler
+from protocols.teacher_replay import AgentMessage
+from protocols.types import Sampling
+from strategies.samplers.sampler import SampleRequest
+user = (AgentMessage("user", "what is the sodium?"),)
+asked = [
+    SampleRequest(str(i), user, Sampling(temperature=t, max_tokens=40), i)
+    for i, t in enumerate((0.0, 1.0, 5.0, 5.0))
+]
+with local_sampler({str(home)!r}, backend=sys.argv[1], kv_gib=0.2) as sampler:
+    print([r.token_ids for r in asyncio.run(sampler(asked))])
+"""
+    told = []
+    for backend in ("torch", "vllm"):
+        said = subprocess.run(
+            [sys.executable, "-c", script, backend], capture_output=True, text=True, timeout=200,
+            cwd=Path(__file__).parents[3],
+        )  # fmt: skip
+        assert said.returncode == 0, said.stderr[-2000:]
+        told.append(ast.literal_eval(said.stdout.splitlines()[-1]))
+    assert told[0] == told[1]
+    assert max(id for ids in told[0] for id in ids) < 1458

@@ -84,6 +84,8 @@ def test_frozen_tokens_of_a_pt_go_out_as_they_came_in_and_a_run_is_continued(
     ]
     assert lineage(made["patient_01"].facts.source) == [*chain, str(file)]
     assert lineage(made["patient_02"].facts.source) == chain
+    date = json.loads((second / "chat.json").read_text())["date"]
+    assert {one.facts.source["chat_date"] for one in made.values()} == {date}
 
     # What both asked of the same cartridge has the same answers.
     def answers(run: Path, arm: str) -> dict[tuple[str, str], tuple[str, float]]:

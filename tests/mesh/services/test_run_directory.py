@@ -81,7 +81,10 @@ def positions(path: Path) -> list[tuple[str, int]]:
 def test_a_new_run_has_its_files_and_is_the_latest(run: RunDirectory) -> None:
     assert re.fullmatch(r"20260726T101530Z-[0-9a-f]{4}", run.id)
     names = {"spec.yaml", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", "checkpoints"}
-    assert {p.name for p in run.path.iterdir()} == names
+    assert {p.name for p in run.path.iterdir()} == {*names, "chat.json"}
+    # By this machine's clock, whatever its time zone.
+    assert run.date == START.astimezone().replace(tzinfo=None, microsecond=0)
+    assert RunDirectory.open(run.path.parents[1], "longhealth").date == run.date
     assert run.spec.read_text() == "seed: 0\n"
     assert os.readlink(run.path.parent / "latest") == run.id  # relative: the folder may move
 

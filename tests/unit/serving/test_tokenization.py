@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from serving_setup import READER
+from template_shapes import tokenizer
 
 from learning.model.loading import load_tokenizer
 from protocols.teacher_replay import AgentMessage
 from serving.errors import ApiError
-from serving.tokenization import Tokenization
+from serving.tokenization import DATES, Tokenization
 
 
 @cache
@@ -51,6 +53,26 @@ def test_half_a_surrogate_pair_is_no_character() -> None:
     ):
         with pytest.raises(ApiError, match="half of a surrogate pair"):
             read()
+
+
+def test_an_id_without_a_token_has_no_text() -> None:
+    """Embeddings are padded beyond the tokenizer, and some tokenizers leave ids out."""
+    assert texts().token(texts().vocabulary + 5) == ("", [])
+
+
+def test_a_plain_chat_has_todays_date_and_one_over_a_cartridge_its_own() -> None:
+    served, user = Tokenization(tokenizer("llama3")), (AgentMessage("user", "why?"),)
+    served._today = served.renderer(datetime(2020, 1, 2))  # the server started then
+    days = {datetime.now().date(), (datetime.now() + timedelta(minutes=5)).date()}
+    plain = served.decode(served.chat(user, False).ids)
+    assert any(f"Today: {day:%d %b %Y}" in plain for day in days)
+    over = served.chat(user, True, date=datetime(2025, 3, 4))
+    assert over.ids == served.chat(user, True).ids  # the head alone has the date
+    told = served.chat(user, False, date=datetime(2025, 3, 4))
+    assert "Today: 04 Mar 2025" in served.decode(told.ids)
+    for number in range(DATES + 3):
+        served.chat(user, True, date=datetime(2025, 1, 1) + timedelta(days=number))
+    assert len(served._dated) == DATES
 
 
 @given(st.text(min_size=1, max_size=30).filter(lambda t: t.strip()))

@@ -255,6 +255,17 @@ def test_rows_that_say_nothing_of_this_models_tokens_are_refused(
         other.measure("none")
 
 
+def test_rows_with_special_tokens_are_refused_and_counted(tmp_path: Path, house: House) -> None:
+    path = with_scores(house, tmp_path / "rows.jsonl", 2)
+    first, second, *others = read_rows(path)
+    odd = [replace(first, question="who? <|end|>"), replace(second, answer="<|user|>x"), *others]
+    path.write_text("".join(json.dumps(r.as_dict()) + "\n" for r in odd))
+    (tmp_path / "run").mkdir()
+    other = House(tmp_path / "run", f"self_study.rows={path}")
+    with pytest.raises(DataError, match=r"2 rows of .*rows.jsonl have one of the model's special"):
+        other.measure("none")
+
+
 def test_rows_of_several_top_k_are_refused(tmp_path: Path, house: House) -> None:
     path = with_scores(house, tmp_path / "rows.jsonl", 2)
     more = with_scores(house, tmp_path / "more.jsonl", 3)

@@ -255,6 +255,9 @@ class Characters:
     some templates write the date or the tools: then the document is no prefix of what follows."""
 
     eos_token_id = 0
+    name_or_path = ""
+    all_special_tokens: tuple[str, ...] = ()
+    all_special_ids: tuple[int, ...] = ()
 
     def __init__(self, counts: bool) -> None:
         self.counts = counts
@@ -283,13 +286,12 @@ def test_any_tokenizer_with_a_chat_template_will_do() -> None:
 
 
 def test_a_template_that_breaks_the_prefix_is_refused() -> None:
-    run = LongHealthPrompts(learn(patients=1), hand_made(), Characters(counts=True))
     with pytest.raises(DataError) as caught:
-        run.rollout(0, 0)
+        LongHealthPrompts(learn(patients=1), hand_made(), Characters(counts=True))
     assert str(caught.value) == (
-        "the chat template does not keep the document patient_01 as a prefix of the "
-        "conversation; a cartridge cannot stand in for it. Use a template whose system "
-        "block does not depend on what follows"
+        "a cartridge cannot stand for a document in this chat template: neither the system's text "
+        "nor the head of the first user's message is a prefix of every conversation; use a "
+        "template that begins with one of them"
     )
 
 
