@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from learning.model.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder, rope_frequencies
 from learning.model.decoder_config import DecoderConfig, decoder_config
 from learning.model.distributed import whole
+from learning.model.key_frequencies import KeyFrequencies, half_split
 from learning.model.tensor_parallel import whole_weight
 from protocols.errors import DataError, SpecError
 
@@ -67,14 +67,14 @@ def known_config(path: str) -> DecoderConfig | None:
 
 
 @cache
-def frequencies_of(path: str) -> Tensor:
+def frequencies_of(path: str) -> KeyFrequencies:
     """Return `LanguageModel.frequencies` of the model in this directory (or of this hub id) from
     its config alone, for processes without the model. Raises DataError as that does, and for an
     unknown model."""
     file = Path(path) / "config.json"
     config = decoder_config(json.loads(file.read_bytes())) if file.is_file() else None
     if config is not None:
-        return rope_frequencies(config.rope, config.head_dim).double()
+        return half_split(rope_frequencies(config.rope, config.head_dim), config.head_dim)
     from learning.model.adapter import frequencies_by_transformers
 
     return frequencies_by_transformers(path)
