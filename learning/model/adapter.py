@@ -14,7 +14,7 @@ imported only for such models.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -283,7 +283,7 @@ class TransformersModel(LanguageModel):
     def head(self, hidden: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
         return self.lm_head.logits(hidden, project)  # type: ignore[no-any-return]
 
-    def frequencies(self) -> KeyFrequencies:
+    def _rotation(self) -> KeyFrequencies:
         return measured_frequencies(self._model.config)
 
     def weights(self) -> Iterator[tuple[str, Tensor, slice]]:
@@ -331,12 +331,15 @@ def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
 
 
-def load_by_transformers(path: str, dtype: torch.dtype) -> TransformersModel:
-    """Load a causal LM from a directory, or a hub id if the hub is reachable, on the host. Raises
-    OSError where there is none, and DataError for one that is not computed here."""
+def load_by_transformers(
+    path: str, dtype: torch.dtype, config: PreTrainedConfig | None = None
+) -> TransformersModel:
+    """Load a causal LM from a directory, or a hub id if the hub is reachable, on the host; with
+    another config than the one there, if one is given. Raises OSError where there is none, and
+    DataError for one that is not computed here."""
     family = "its family"
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = config or AutoConfig.from_pretrained(path)
         family = f"{config.model_type!r}"
         _dequantize(config)
         _refuse_short(config)

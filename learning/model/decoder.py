@@ -50,7 +50,8 @@ class LanguageModel(nn.Module):
     """Hold a frozen causal language model: its layers `base_model`, and the projection `lm_head`.
     `kv_shape` is (layers L, key/value heads H_kv, head size D), `vocabulary` the logits' width V,
     `longest` the most positions that it was made for, None where its config has none; `tensor` the
-    ranks that divide it (`learning.model.tensor_parallel`)."""
+    ranks that divide it (`learning.model.tensor_parallel`); `unmoved` why its keys cannot be moved
+    to other positions, "" where they can (`learning.model.parity`)."""
 
     tensor: TensorRanks = TensorRanks()
     base_model: Any
@@ -59,6 +60,7 @@ class LanguageModel(nn.Module):
     vocabulary: int
     longest: int | None
     packed_head: Tensor | None = None
+    unmoved: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -112,6 +114,11 @@ class LanguageModel(nn.Module):
     def frequencies(self) -> KeyFrequencies:
         """Return how keys turn with their position. Raises DataError for a model whose keys do more
         than turn, or turn otherwise in longer texts."""
+        if self.unmoved:
+            raise DataError(self.unmoved)
+        return self._rotation()
+
+    def _rotation(self) -> KeyFrequencies:
         raise NotImplementedError
 
     def weights(self) -> Iterator[tuple[str, Tensor, slice]]:
@@ -331,7 +338,7 @@ class Decoder(LanguageModel):
             layer.pack()
         self.packed_head = packed(self.lm_head.weight)
 
-    def frequencies(self) -> KeyFrequencies:
+    def _rotation(self) -> KeyFrequencies:
         config = self.base_model.config
         return half_split(rope_frequencies(config.rope, config.head_dim), config.head_dim)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from learning.model.decoder_config import DecoderConfig, decoder_config
 from learning.model.distributed import whole
 from learning.model.key_frequencies import KeyFrequencies, half_split
 from learning.model.tensor_parallel import whole_weight
+from learning.model.verdicts import ModelVerdict, kept_verdict, require_verdict
 from protocols.errors import DataError, SpecError
 
 if TYPE_CHECKING:  # importing it takes seconds, which only code that renders text should pay
@@ -26,21 +28,49 @@ _AHEAD: dict[tuple[str, str], LanguageModel] = {}  # by path and dtype: what `re
 
 
 def load_model(
-    path: str, dtype: str = "float32", device: torch.device | str = "cpu"
+    path: str,
+    dtype: str = "float32",
+    device: torch.device | str = "cpu",
+    verdict: ModelVerdict | None = None,
 ) -> LanguageModel:
     """Load a causal LM from a directory (or a hub id if the hub is reachable), frozen, in eval
-    mode, on `device`: in our decoder if it knows the model, else through transformers. Raises
-    DataError when there is no model at `path`."""
+    mode, on `device`: in our decoder if it knows the model, else through transformers. `verdict`
+    is that of the check that a caller has had made (`checked_model`); None: it is made now, unless
+    it is kept. Raises DataError when there is no model at `path`, and for one that is not computed
+    right."""
     ahead = _AHEAD.pop((path, dtype), None)
     if ahead is not None:
         return ahead.to(device)
+    verdict = verdict or checked_model(path)[0]
     config = known_config(path)
-    if config is not None:
-        return load_decoder(Path(path), config, getattr(torch, dtype)).to(device)
-    from learning.model.adapter import load_by_transformers
+    with _model_at(path):
+        if config is not None:
+            model: LanguageModel = load_decoder(Path(path), config, getattr(torch, dtype))
+        else:
+            from learning.model.adapter import load_by_transformers
 
+            model = load_by_transformers(path, getattr(torch, dtype))
+    model.unmoved = verdict.unmoved
+    return model.to(device)
+
+
+def checked_model(path: str) -> tuple[ModelVerdict, bool]:
+    """Return the verdict on the model at `path`, and whether it was made now. Raises DataError when
+    there is no model at `path`, and for one that is not computed right."""
+
+    def check(path: str) -> ModelVerdict:
+        from learning.model.parity import check_model  # imports transformers
+
+        return check_model(path)
+
+    with _model_at(path):
+        return require_verdict(path, check)
+
+
+@contextmanager
+def _model_at(path: str) -> Iterator[None]:
     try:
-        return load_by_transformers(path, getattr(torch, dtype)).to(device)
+        yield
     except OSError as error:
         raise DataError(
             f"no model at {path!r}: {str(error).splitlines()[0]}; set model.path to a directory "
@@ -71,13 +101,22 @@ def frequencies_of(path: str) -> KeyFrequencies:
     """Return `LanguageModel.frequencies` of the model in this directory (or of this hub id) from
     its config alone, for processes without the model. Raises DataError as that does, and for an
     unknown model."""
+    verdict = kept_verdict(path)
+    if verdict is not None and verdict.unmoved:
+        raise DataError(verdict.unmoved)
     file = Path(path) / "config.json"
     config = decoder_config(json.loads(file.read_bytes())) if file.is_file() else None
     if config is not None:
         return half_split(rope_frequencies(config.rope, config.head_dim), config.head_dim)
     from learning.model.adapter import frequencies_by_transformers
 
-    return frequencies_by_transformers(path)
+    try:
+        return frequencies_by_transformers(path)
+    except AttributeError as error:  # of a rotary embedding that is made in another way
+        raise DataError(
+            f"keys of the model {path!r} cannot be moved to other positions: its rotary embedding "
+            f"is not known ({error}); use one cartridge before a prompt"
+        ) from error
 
 
 def flush_denormals() -> None:
