@@ -241,7 +241,7 @@ def warm_up(path: str, dtype: str) -> None:
     try:
         from learning.model.loading import load_model
 
-        load_model(path, dtype)
+        load_model(path, dtype, verdict=ModelVerdict(path))  # whoever uses it checks it
     finally:
         gc.enable()
 

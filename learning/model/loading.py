@@ -17,7 +17,7 @@ from learning.model.decoder_config import DecoderConfig, decoder_config
 from learning.model.distributed import whole
 from learning.model.key_frequencies import KeyFrequencies, half_split
 from learning.model.tensor_parallel import whole_weight
-from learning.model.verdicts import ModelVerdict, kept_verdict, require_verdict
+from learning.model.verdicts import ModelVerdict, keep_verdict, kept_verdict
 from protocols.errors import DataError, SpecError
 
 if TYPE_CHECKING:  # importing it takes seconds, which only code that renders text should pay
@@ -41,7 +41,7 @@ def load_model(
     ahead = _AHEAD.pop((path, dtype), None)
     if ahead is not None:
         return ahead.to(device)
-    verdict = verdict or checked_model(path)[0]
+    verdict = verdict or checked_model(path)
     config = known_config(path)
     with _model_at(path):
         if config is not None:
@@ -54,17 +54,24 @@ def load_model(
     return model.to(device)
 
 
-def checked_model(path: str) -> tuple[ModelVerdict, bool]:
-    """Return the verdict on the model at `path`, and whether it was made now. Raises DataError when
-    there is no model at `path`, and for one that is not computed right."""
+def checked_model(path: str) -> ModelVerdict:
+    """Return the verdict on the model at `path`, which is made now unless it is kept. Raises
+    DataError when there is no model at `path`, and for one that is not computed right."""
+    verdict = kept_verdict(path) or checked_again(path)
+    if verdict.refusal:
+        raise DataError(verdict.refusal)
+    return verdict
 
-    def check(path: str) -> ModelVerdict:
-        from learning.model.parity import check_model  # imports transformers
 
-        return check_model(path)
+def checked_again(path: str) -> ModelVerdict:
+    """Return the verdict on the model at `path`, made now and kept, a refusal too. Raises DataError
+    when there is no model at `path`."""
+    from learning.model.parity import check_model  # imports transformers
 
     with _model_at(path):
-        return require_verdict(path, check)
+        verdict = check_model(path)
+    keep_verdict(path, verdict)
+    return verdict
 
 
 @contextmanager
@@ -80,10 +87,11 @@ def _model_at(path: str) -> Iterator[None]:
 
 def read_ahead(path: str, dtype: str) -> None:
     """Load a model that our decoder knows on the host, for the next `load_model` of it here and in
-    each process that is forked from this one: they share its memory. Other models are left to it.
-    Raises DataError as that does."""
+    each process that is forked from this one: they share its memory. Other models are left to it,
+    and the check to who started this process. Raises DataError as that does."""
     if known_config(path) is not None:
-        _AHEAD[path, dtype] = load_model(path, dtype)
+        verdict = kept_verdict(path) or ModelVerdict(path)
+        _AHEAD[path, dtype] = load_model(path, dtype, verdict=verdict)
 
 
 def known_config(path: str) -> DecoderConfig | None:

@@ -44,17 +44,11 @@ from learning.model.decoder_config import decoder_config
 from learning.model.distributed import vocabulary
 from learning.model.document_kv import document_kv
 from learning.model.short_config import FIXED_ROPES, ShortConfig, edited, short_configs
-from learning.model.verdicts import ModelVerdict, model_folder
+from learning.model.verdicts import BOUND, WAYS, ModelVerdict, model_folder
 from protocols.errors import DataError
 
 TEXT, PREFIX, BEFORE = 48, 20, 56  # tokens: the text, its part that is a prefix, the text before it
-BOUND = 1e-4  # nats, and of a moved key its part: what float32 rounds
 DOUBT = 1e-2  # up to here float64 decides
-WAYS = {
-    "plain": "in one pass",
-    "prefix": "behind a prefix",
-    "packed": "as the second of two packed sequences",
-}
 PAGE = "docs/reference/models.md"
 REMEDY = f"set model.path to a model of a family that {PAGE} lists as right"
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")

@@ -14,13 +14,12 @@ import hashlib
 import importlib.metadata
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from protocols.errors import DataError
 from protocols.files import write_atomically
 from protocols.home import checks_folder
 
@@ -31,6 +30,12 @@ WEIGHT_FILES = (
 BLOCK = 1 << 20
 MOST = 200
 SETTLED_SECONDS = 2.0  # a file changed twice within a file system's tick has one time of change
+BOUND = 1e-4  # nats, and of a moved key its part: what float32 rounds
+WAYS = {
+    "plain": "in one pass",
+    "prefix": "behind a prefix",
+    "packed": "as the second of two packed sequences",
+}
 HERE = Path(__file__).resolve().parent
 # What computes: a change of these files, or of these packages, asks for the check again.
 SOURCES = sorted(HERE.glob("*.py"))
@@ -48,25 +53,13 @@ class ModelVerdict:
     """
 
     model: str
-    family: str
+    family: str = ""
     nats: Mapping[str, float] = field(default_factory=dict)
     refusal: str = ""
     unmoved: str = ""
     layers: int = 0
     of_layers: int = 0
     seconds: float = 0.0
-
-
-def require_verdict(path: str, check: Callable[[str], ModelVerdict]) -> tuple[ModelVerdict, bool]:
-    """Return the verdict on the model at `path`, a directory or hub id, and whether `check` made it
-    now. Raises DataError for a model that is not computed right, and as `check` does."""
-    verdict, fresh = kept_verdict(path), False
-    if verdict is None:
-        verdict, fresh = check(path), True
-        keep_verdict(path, verdict)
-    if verdict.refusal:
-        raise DataError(verdict.refusal)
-    return verdict, fresh
 
 
 def kept_verdict(path: str) -> ModelVerdict | None:
