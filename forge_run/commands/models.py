@@ -10,7 +10,7 @@ from pathlib import Path
 from forge_run.commands import note
 from forge_run.formatting import TableSection, facts, render
 from forge_run.model_check import check_again
-from learning.model.verdicts import BOUND, WAYS, ModelVerdict
+from learning.model.verdicts import WAYS, ModelVerdict
 from protocols.errors import DataError
 from protocols.home import model_names, models_folder
 from protocols.spec.model import ModelSpec, model_shape
@@ -46,7 +46,12 @@ def check(*, name: str) -> list[TableSection]:
 
 def _told(verdict: ModelVerdict) -> list[TableSection]:
     rows = [
-        (WAYS[way], f"{d:.1e}", f"{BOUND:g}", "right" if d <= BOUND else "not computed right")
+        (
+            WAYS[way],
+            f"{d:.1e}",
+            f"{verdict.bound:.1g}",
+            "right" if d <= verdict.bound else "wrong",
+        )
         for way, d in verdict.nats.items()
     ]
     moved = verdict.unmoved or "keys can be moved"

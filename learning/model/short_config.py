@@ -84,13 +84,7 @@ def edited_config(config: PreTrainedConfig, edits: Edits) -> PreTrainedConfig:
 
 
 def _hashable(value: Any) -> Any:
-    return (
-        tuple(value)
-        if isinstance(value, list)
-        else repr(value)
-        if isinstance(value, dict)
-        else value
-    )
+    return repr(value) if isinstance(value, list | dict) else value
 
 
 def _numbers(tree: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -154,7 +148,7 @@ def _fewer_layers(
     edits: dict[tuple[str, Any], Any] = {(named, count): kept}
     for key, value in tree.items():
         if isinstance(value, list) and len(value) == count:
-            edits[key, tuple(value)] = value[:kept]
+            edits[key, repr(value)] = value[:kept]
     try:
         short = edited_config(config, edits)
         if _kinds(_layers(shell_of(short), short)) == kinds[:kept]:

@@ -46,15 +46,16 @@ PACKAGES = ("torch", "transformers")
 class ModelVerdict:
     """Describe how far our computation of a model is from its own forward pass.
 
-    `nats` holds the largest difference of a log-probability in each way of computing. `refusal` is
-    empty for a model that is computed right, and `unmoved` for one whose keys can be moved to other
-    positions, as composed cartridges need; else each says why and what to do. `layers` of
-    `of_layers` were computed.
+    `nats` holds the largest difference of a log-probability in each way of computing, and `bound`
+    the nats that are rounding. `refusal` is empty for a model that is computed right, and `unmoved`
+    for one whose keys can be moved to other positions, as composed cartridges need; else each says
+    why and what to do. `layers` of `of_layers` were computed.
     """
 
     model: str
     family: str = ""
     nats: Mapping[str, float] = field(default_factory=dict)
+    bound: float = BOUND
     refusal: str = ""
     unmoved: str = ""
     layers: int = 0
