@@ -19,9 +19,9 @@ HEADS = ("model", "one pass", "prefix", "packed", "composed")
 ABOUT = """
 Which families of models are computed as their own forward pass does, and which are refused by name.
 A tiny random model of each was checked in float32: its log-probabilities in one pass, behind a
-prefix, and as the second of two packed sequences, against transformers' own forward pass. *right* is
-within 0.0001 nats. The text crosses every sliding window, chunk and length of the config. *composed*
-says whether cartridges of it can be composed, which moves keys to other positions.
+prefix, and as the second of two packed sequences, against transformers' own forward pass. *right*
+is within 0.0001 nats. The text crosses every sliding window, chunk and length of the config.
+*composed* says whether cartridges of it can be composed, which moves keys to other positions.
 
 The same check is made of your model before anything starts with it, whatever its family is called;
 `forge models check MODEL` prints its verdict ([how](../how-to/models.md#the-check)). This page is

@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from learning.model import loading, verdicts
 from learning.model.adapter import TransformersModel
 from learning.model.loading import checked_model, frequencies_of, load_model
-from learning.model.parity import BOUND, check_model
+from learning.model.parity import check_model
 from learning.model.short_config import short_configs
+from learning.model.verdicts import BOUND
 from protocols.errors import DataError
 from protocols.home import checks_folder
 
