@@ -43,7 +43,7 @@ HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm run run-real run-vllm serve test test-fast test-all bench-against \
         lint format proto proto-release constraints sbom image k8s k8s-check k8s-apiserver k8s-control-plane bench bench-vllm bench-hosts gpu-check chaos clean \
-        install-docs docs reference
+        install-docs docs reference reference-models
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -108,7 +108,10 @@ $(VERL_STAMP): constraints-verl.txt
 	$(VERL_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-verl.txt $(TORCH) $(VERL)
 	@touch $@
 
-install-docs: $(DOCS_STAMP) ## make .venv-docs, which builds the documentation site
+install-reference-models: | $(BIN)/python ## check a tiny random model of each family, and write the page of what is right: a minute
+	PYTHONPATH=.:tests $(BIN)/python -m reference_pages.models
+
+docs: $(DOCS_STAMP) ## make .venv-docs, which builds the documentation site
 
 # A Python of its own, so that nothing of the site's enters the pins of what runs.
 $(DOCS_STAMP): constraints-docs.txt

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from learning.model.verdicts import ModelVerdict
 from protocols.errors import PlaneError
 from protocols.ports import TensorPlane
 from protocols.secrets import confined
@@ -52,7 +53,8 @@ class ModelSource:
     `max_kv_bytes` bounds the KV of documents on the model's device, and `host_kv_bytes` their KV in
     host memory beside a GPU. `device` is "cpu" or "cuda" (`learning.model.loading.claim_device`).
     `kv_files` is a directory in which single processes of one host keep the documents' KV for each
-    other.
+    other. `verdict` is that of the check of the model, which then is not made again
+    (`learning.model.verdicts`).
     """
 
     path: str
@@ -65,13 +67,15 @@ class ModelSource:
     device: str = "cpu"
     cartridges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kv_files: str | None = None
+    verdict: ModelVerdict | None = None
 
-    def load(self) -> LanguageModel:
-        """Return the model on its device. Raises DataError without a model, SpecError without a
-        GPU."""
+    def load(self, device: torch.device | str | None = None) -> LanguageModel:
+        """Return the model on `device`, None: on its own. Raises DataError without a model, and for
+        one that is not computed right, SpecError without a GPU."""
         from learning.model.loading import claim_device, load_model
 
-        return load_model(self.path, self.dtype, claim_device(self.device))
+        there = claim_device(self.device) if device is None else device
+        return load_model(self.path, self.dtype, there, self.verdict)
 
     def document_cache(
         self, read: Callable[[tuple[int, ...]], torch.Tensor], spill: HostCache | None = None
@@ -237,7 +241,7 @@ def warm_up(path: str, dtype: str) -> None:
     try:
         from learning.model.loading import load_model
 
-        load_model(path, dtype)
+        load_model(path, dtype, verdict=ModelVerdict(path))  # whoever uses it checks it
     finally:
         gc.enable()
 

@@ -19,7 +19,7 @@ from actors.base import ModelSource, NoPlane, keep_freed_memory
 from actors.engine_generator import build_engine, environment, read_cartridge
 from actors.engine_thread import EngineThread
 from environments.renderer import NO_DOCUMENT, ChatRenderer
-from learning.model.loading import load_tokenizer
+from learning.model.loading import checked_model, load_tokenizer
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from strategies.samplers.token_sampler import TokenSampler
@@ -72,11 +72,12 @@ def local_samplers(
     where they are given. Raises as `local_sampler` does."""
     keep_freed_memory()
     spec = GeneratorSpec(backend=backend, kv_gib=kv_gib)
+    verdict = checked_model(model) if backend == "torch" else None  # vLLM computes by itself
     conversation = ChatRenderer(load_tokenizer(model), {DOCUMENT: document or "-"}, date)
     documents = {NO_DOCUMENT: conversation.head(None)}
     if document is not None:
         documents[DOCUMENT] = conversation.head(DOCUMENT)
-    base = ModelSource(model, dtype, threads, documents, MAX_KV_BYTES, NoPlane())
+    base = ModelSource(model, dtype, threads, documents, MAX_KV_BYTES, NoPlane(), verdict=verdict)
     if backend == "vllm":
         os.environ.update(environment(base))
     build = partial(build_engine, base, conversation.end_ids, spec)

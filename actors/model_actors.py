@@ -29,7 +29,6 @@ from learning.model.document_kv import document_kv, host_spill, own_document_kv
 from learning.model.loading import (
     claim_device,
     flush_denormals,
-    load_model,
     text_of,
     tokenizer_of,
 )
@@ -165,7 +164,7 @@ class DocTeacherActor(ModelActor):
         place = RankPlace.here()
         device = claim_device(base.device, place.rank)
         whole = device if place.world == 1 else "cpu"  # divided before it moves to the device
-        super().__init__(base, partial(load_model, base.path, base.dtype, whole))
+        super().__init__(base, partial(base.load, whole))
         self._ranks = join(
             place.rank, place.world, place.rendezvous, device=device.type, timeout_s=silent_s,
             tensor=place.world,

@@ -33,7 +33,7 @@ from learning.checkpoint import read_checkpoint
 from learning.model.decoder import LanguageModel
 from learning.model.distributed import divide_base, join, shard_base
 from learning.model.document_kv import document_kv
-from learning.model.loading import base_hash, claim_device, load_model, text_ids
+from learning.model.loading import base_hash, claim_device, text_ids
 from learning.policy_scores import document_logprobs
 from learning.sampler_gap import gap_bounds
 from learning.scoring import TeacherDistribution, joined, of_stored
@@ -83,7 +83,7 @@ class TrainerActor(ModelActor):
         tensor = learn.train.tensor_parallel
         shard = shard and place.world > tensor
         whole = "cpu" if shard or tensor > 1 else device
-        super().__init__(base, partial(load_model, base.path, base.dtype, whole))
+        super().__init__(base, partial(base.load, whole))
         model = self._model
         names = sorted(base.cartridges)
         if apart and place.world > len(names):

@@ -164,6 +164,10 @@ MODELS = {
         _flag("--if-missing", "do nothing where a model of that name is kept"),
     )),
     "list": Command("the models that are kept", "models:list_models"),
+    "check": Command("whether a model is computed right here, against its own forward pass",
+                     "models:check", (
+        _option("name", "MODEL", "a name of `forge models list`, a directory or a hub id"),
+    )),
     "show": Command("a kept model's hash, licence, source and shape", "models:show", (
         _option("name", "NAME"),
         _option("--wait", "SECONDS", "until it is kept, at most so long (default: not at all)",

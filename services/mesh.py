@@ -20,6 +20,7 @@ from pathlib import Path
 from monarch.actor import this_host
 
 from actors.base import ModelSource, NoPlane, warm_up
+from learning.model.verdicts import kept_verdict
 from protocols.errors import PlaneError, SpecError
 from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
 from protocols.spec.model import ModelSpec
@@ -245,7 +246,8 @@ async def open_generators(
     )
     service.warm([role.threads] * role.replicas)
     held = (model.path, model.dtype, role.threads, documents, SERVED_KV_BYTES, NoPlane())
-    base = ModelSource(*held, device=device_of(role))
+    verdict = kept_verdict(model.path)
+    base = ModelSource(*held, device=device_of(role), verdict=verdict)
     args = (base, end_ids, EVERY_VERSION, generator)
     return service, service.spawn(ROLES[ENGINE_GENERATOR], args=args, role="generator", spec=role)
 
@@ -286,6 +288,7 @@ async def spawn_roles(
     if mesh.relays is not None:
         await mesh.relays.open()
     assert mesh.plane is not None
+    verdict = kept_verdict(spec.learn.model.path)  # made before the run started
     for name, role in spec.roles:
         base = ModelSource(
             path=spec.learn.model.path,
@@ -298,6 +301,7 @@ async def spawn_roles(
             host_kv_bytes=spec.learn.teacher.host_kv_bytes,
             device=device_of(role),
             kv_files=str(directory.document_kv) if _shares_kv(spec, role) else None,
+            verdict=verdict,
         )
         mesh.service.spawn(
             ROLES[actor_of(name, spec.learn)],

@@ -15,7 +15,7 @@ from benchmarks.gpu.rows import Check, Outcome
 from benchmarks.gpu.scene import NAME, CheckScene
 from learning.decoding.decode_batch import generate
 from learning.losses.doc_kl import doc_kl
-from learning.model.attention import attend, layout_of
+from learning.model.attention import AttentionOptions, attend, layout_of
 from learning.model.decoder import Decoder
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.packing import context_of, pack, response_logits, token_logprobs
@@ -86,7 +86,7 @@ def attention_errors(device: torch.device, spread: int) -> tuple[float, float]:
     exact = of_torch(torch.float64)
     kv = torch.stack([k[:prefix].transpose(0, 1), v[:prefix].transpose(0, 1)])
     layout = layout_of([own], [1], torch.arange(prefix, prefix + own, device=device))
-    found = attend(q, k[prefix:], v[prefix:], layout, [kv], size**-0.5)
+    found = attend(q, k[prefix:], v[prefix:], layout, [kv], AttentionOptions(size**-0.5))
     ours, theirs = ((x.double() - exact).norm().item() for x in (found, of_torch(torch.bfloat16)))
     return ours, theirs
 

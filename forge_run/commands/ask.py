@@ -24,6 +24,7 @@ from typing import Any
 
 from documents.retrieval import Bm25Router, Choice
 from forge_run.commands import note
+from forge_run.model_check import check
 from forge_run.run_documents import document_of
 from protocols.errors import DataError, RunError, SpecError
 from protocols.home import model_names, models_folder
@@ -120,6 +121,9 @@ def command(
     else:
         here = _of_library(mesh, sets, cartridge, question or "")
         with here if run is None else _of_run(run, cartridge, question or "") as asked:
+            if asked.generator.backend == "torch":
+                for line in check(asked.model.path)[1]:
+                    note(line)
             if question is None or beside:
                 return _sides(asked, question, beside, sampling, seed, as_json)
             found = _in_process(asked, question, sampling, seed)

@@ -20,6 +20,7 @@ from documents.reading import ReadResult, read_documents
 from forge_run.arguments import GRACE_SECONDS
 from forge_run.child import in_child
 from forge_run.commands import note
+from forge_run.model_check import check
 from protocols.errors import DataError
 from protocols.spec.loading import load_serve, load_spec
 from registry.names import AUTO, is_name
@@ -48,6 +49,8 @@ def command(
     data = f"data.path=[{', '.join(map(_quoted, folders))}]"
     basis = [data, f"model.path={_quoted(model)}", "model.dtype=auto"]
     loaded = load_spec(MESH, sets=[*basis, *sets])
+    for line in check(loaded.spec.learn.model.path)[1]:
+        note(line)
     written = [*basis, *sets]
     chosen = in_child(_plan, loaded.spec.learn, found, tokens, ratio, minutes, written)
     if dry_run:

@@ -1,13 +1,17 @@
-"""Keep base models by name: `forge models add|list|show`."""
+"""Keep base models by name: `forge models add|check|list|show`."""
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 from forge_run.commands import note
-from forge_run.formatting import TableSection, facts
+from forge_run.formatting import TableSection, facts, render
+from forge_run.model_check import check_again
+from learning.model.verdicts import WAYS, ModelVerdict
+from protocols.errors import DataError
 from protocols.home import model_names, models_folder
 from protocols.spec.model import ModelSpec, model_shape
 from registry.base_models.kept import Dtype, add_model, kept_model, kept_models
@@ -25,6 +29,42 @@ def add(*, source: str, name: str | None, dtype: Dtype, if_missing: bool) -> int
     print(f"{kept.name}: {kept.bytes:,} bytes of weights, {kept.licence}, {kept.sha256[:12]}")
     print(f"name it anywhere as model.path: {kept.name}")
     return 0
+
+
+def check(*, name: str) -> list[TableSection]:
+    """Check a model now, keep the verdict and return it, way by way. Raises DataError for a model
+    that is not computed right, once its differences are printed."""
+    kept = name in model_names() and not Path(name).is_dir()
+    path = str(models_folder() / name) if kept else name
+    verdict = check_again(path)
+    if not verdict.refusal:
+        return _told(verdict)
+    if verdict.nats:
+        sys.stdout.write(render(_told(verdict), terminal=sys.stdout.isatty()))
+    raise DataError(verdict.refusal)
+
+
+def _told(verdict: ModelVerdict) -> list[TableSection]:
+    rows = [
+        (
+            WAYS[way],
+            f"{d:.1e}",
+            f"{verdict.bound:.1g}",
+            "right" if d <= verdict.bound else "wrong",
+        )
+        for way, d in verdict.nats.items()
+    ]
+    moved = verdict.unmoved or "keys can be moved"
+    return [
+        TableSection(
+            f"{verdict.model}: log-probabilities against its own forward pass",
+            ("a short text", "nats off", "rounding", ""), tuple(rows),
+        ),
+        facts("check", [
+            ("family", verdict.family), ("layers", f"{verdict.layers} of {verdict.of_layers}"),
+            ("composed cartridges", moved), ("took", f"{verdict.seconds:.2f} s"),
+        ]),
+    ]  # fmt: skip
 
 
 def list_models() -> list[TableSection]:

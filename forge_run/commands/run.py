@@ -53,8 +53,9 @@ def run(
     if of_users(loaded.spec.learn):
         in_child(require_dataset, loaded.spec.learn)
     from forge_run.launch import run as go
+    from forge_run.model_check import check_for_run
 
-    for line in (*notes, *slow_products(loaded.spec)):
+    for line in (*notes, *slow_products(loaded.spec), *check_for_run(loaded.spec)):
         print(line, file=sys.stderr)
     return go(loaded.spec, run_dir=run_dir, resume=resume, grace_s=grace, sized=roles_sized(loaded))
 
@@ -84,6 +85,7 @@ def plan(
     """Return a mesh's plan, or print it as JSON; a plan that cannot run here is printed, and the
     code is CANNOT_RUN. Options of a run are ignored. Raises SpecError for a bad spec."""
     from forge_run import formatting
+    from forge_run.model_check import refusal
     from forge_run.plan import calibration
     from forge_run.plan import plan as of
     from forge_run.preflight import unmet
@@ -92,11 +94,13 @@ def plan(
     spec = loaded.spec
     if sizing:
         found = of.size_plan(spec)
+        refused = ""
     else:
         here = calibration.computes_here(spec) and of.step_workload(spec)
         host = calibration.host_peaks() if here else None
-        found = of.plan(spec, loaded.place, notes, host)
-    code = CANNOT_RUN if not sizing and unmet(spec, loaded.place) else 0
+        refused = refusal(spec)
+        found = of.plan(spec, loaded.place, notes, host, refused)
+    code = CANNOT_RUN if not sizing and (unmet(spec, loaded.place) or refused) else 0
     if not as_json and not code:
         return found
     told = (

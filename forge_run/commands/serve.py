@@ -20,9 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_run.commands import note
 from forge_run.formatting import TableSection, facts, lines
 from forge_run.launch import kill_mesh, monarch_environment
 from forge_run.listening import listen
+from forge_run.model_check import check
 from forge_run.preflight import EMBEDDED, ON_VLLM, Fault, located, vllm_faults
 from protocols.secrets import secret_text
 from protocols.spec.errors import SpecProblem, combined
@@ -52,6 +54,9 @@ def serve(loaded: LoadedServeSpec) -> int:
     if faults:
         raise combined(faults)
     spec = loaded.spec
+    if spec.generator.backend == "torch":  # vLLM computes models by itself
+        for line in check(spec.model.path)[1]:
+            note(line)
     listening = listen(spec.http.listen, "http.listen")
     # A terminal's Ctrl-C reaches the whole process group. Generators inherit that SIGINT is
     # ignored. Here it is also blocked in every thread, and one thread waits for it: block it

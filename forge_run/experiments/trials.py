@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forge_run.commands import note
 from forge_run.console import duration, shown_path
 from forge_run.experiments.child_run import ChildRun
+from forge_run.model_check import check_for_run
 from forge_run.preflight import require_runnable
 from forge_run.resuming import differences
 from protocols.errors import RunError
@@ -98,12 +100,15 @@ def runs_of(
 
 
 def require_all(plan: Sequence[Trial]) -> None:
-    """Raise SpecError for a trial that cannot run here, before any begins."""
+    """Raise SpecError for a trial that cannot run here, and DataError for a model that is not
+    computed right, before any begins."""
     from services.telemetry.hub import require_sinks
 
     for trial in plan:
         require_runnable(trial.spec)
         require_sinks(trial.spec)
+        for line in check_for_run(trial.spec):
+            note(line)
 
 
 def unfit(directory: RunDirectory, trial: Trial) -> str | None:

@@ -53,10 +53,12 @@ def plan(
     place: Callable[[str], SourceLocation] = resolved_place,
     start: Sequence[str] = (),
     host: DevicePeaks | None = None,
+    refused: str = "",
 ) -> tuple[TableSection, ...]:
     """Return every section of the plan, in reading order; `start` says where trained cartridges
     come from. With `host`, the ceilings of the machine that computes, the times are its own, else
-    those of two GPUs. Raises SpecError for a damaged config.json."""
+    those of two GPUs. `refused` says why the model is not computed. Raises SpecError for a damaged
+    config.json."""
     size = known_size(spec.learn.model)
     learn, on_rows = datasets.sections(spec.learn)
     learn, on_documents = documents.studied(learn)
@@ -80,8 +82,8 @@ def plan(
         sections += [] if warning is None else [lines("warning", [warning])]
     if slow := slow_products(spec):
         sections.append(lines("warning", slow))
-    if faults := unmet(spec, place):
-        sections.append(lines("cannot run here yet", (fault.text for fault in faults)))
+    if faults := [*(fault.text for fault in unmet(spec, place)), *([refused] if refused else [])]:
+        sections.append(lines("cannot run here yet", faults))
     return tuple(sections)
 
 

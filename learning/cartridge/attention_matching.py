@@ -101,6 +101,8 @@ def reference_rows(model: LanguageModel, ids: Sequence[int], kv: Tensor) -> list
     starts = row_starts(len(ids))
     own = model.own_heads(kv)
 
+    scales: dict[int, float] = {}
+
     def read(first: int) -> list[list[Tensor]]:
         some = starts[first : first + AT_ONCE]
         flat = torch.tensor([t for s in some for t in ids[s : s + row]], device=model.device)
@@ -113,15 +115,15 @@ def reference_rows(model: LanguageModel, ids: Sequence[int], kv: Tensor) -> list
 
         reading = FlatAttention([row] * len(some), [len(some)], positions, [own], observer=keep)
         model(flat, positions, reading)
+        scales.update(reading.scales)
         return of_layers
 
     passes = passes_beside(model, row * len(starts))
     found = zip(*beside(read, range(0, len(starts), AT_ONCE), passes), strict=True)
-    tensor, scale = model.tensor, own.shape[4] ** -0.5
     layers = []
-    for parts in found:
-        q, k, v, out = (tensor.whole(torch.cat(of), 1) for of in zip(*parts, strict=True))
-        layers.append(ReferenceRows(q * scale, torch.stack([k, v], dim=1), out))
+    for layer, parts in enumerate(found):
+        q, k, v, out = (model.tensor.whole(torch.cat(of), 1) for of in zip(*parts, strict=True))
+        layers.append(ReferenceRows(q * scales[layer], torch.stack([k, v], dim=1), out))
     return layers
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank
 from learning.model.decoder import LanguageModel
+from learning.model.key_frequencies import KeyFrequencies
 from protocols.types import SEPARATOR, Sample
 
 
@@ -71,16 +72,9 @@ def composed(model: LanguageModel, prefixes: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts, dim=3)
 
 
-def shifted(kv: Tensor, by: int, frequencies: Tensor) -> Tensor:
-    """Return keys and values [..., 2, H_kv, P, D] with the keys moved by `by` positions. Pairs are
-    (i, i + n) for n frequencies, as in Llama's family; numbers after the first 2n are not
-    rotated."""
+def shifted(kv: Tensor, by: int, frequencies: KeyFrequencies) -> Tensor:
+    """Return keys and values [L, 2, H_kv, P, D] with the keys moved by `by` positions."""
     if by == 0:
         return kv
-    angle = (frequencies * by).to(kv.device)
-    cos, sin = angle.cos(), angle.sin()
-    keys, values = kv.double().unbind(-4)
-    half = len(frequencies)
-    first, second, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
-    turned = [first * cos - second * sin, second * cos + first * sin, rest]
-    return torch.stack([torch.cat(turned, dim=-1), values], dim=-4).to(kv.dtype)
+    keys, values = kv.double().unbind(1)
+    return torch.stack([frequencies.turned(keys, by), values], dim=1).to(kv.dtype)

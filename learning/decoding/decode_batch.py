@@ -342,8 +342,10 @@ class DecodeBatch:
             row.prompt_top = tuple(top)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        head = self._model.lm_head
-        return linear(hidden, head.weight, head.bias, self._model.packed_head).float()
+        model, head = self._model, self._model.lm_head
+        return model.head(
+            hidden, lambda x: linear(x, head.weight, head.bias, model.packed_head).float()
+        )
 
     def _draw(self, hidden: Tensor) -> Tensor:
         """Draw the next token [B] of every live row from hidden states [B, width], and add it."""

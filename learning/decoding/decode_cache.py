@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learning.model.attention import over_prefixes, window_mask
+from learning.model.attention import AttentionOptions, over_prefixes, window_mask
 from learning.model.decoder import LanguageModel
 from learning.model.kernels import UNSEEN, kernel_for
 
@@ -90,44 +90,47 @@ class DecodeAttention:
         self._apart = any(layers[0].shape[2] for layers in prefixes)
         self._columns = torch.arange(cache.used + 1, device=pad.device)
         self._padding = self._columns < pad[:, None]
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     ) -> Tensor:
         """Write keys and values [B, H_kv, D] into the cache, whose user advances `used` after the
         last layer; return the attention [B, H_q, D] of queries [B, H_q, D]."""
         at = self._cache.used
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[:, :, at], values[:, :, at] = k, v
-        kernel, mask = kernel_for(q), self._mask(window, keys.dtype)
+        kernel, mask = kernel_for(q), self._mask(options, keys.dtype)
         keys, values = keys[:, :, : at + 1], values[:, :, : at + 1]
         # The heads that read one key stand as queries of one head: fewer, larger products.
         asked = q.view(q.shape[0], keys.shape[1], -1, q.shape[2])
         out, sums = kernel.forward(
-            asked, keys, values, mask.expand(-1, -1, asked.shape[2], -1), False, scale
-        )
+            asked, keys, values, mask.expand(-1, -1, asked.shape[2], -1), False, options.scale,
+            options.cap,
+        )  # fmt: skip
         out = out.reshape(q.shape)
-        if not self._apart:
+        if not self._apart and options.sinks is None:
             return out.to(q.dtype)
 
         def hidden(c: int, kv: Tensor) -> Tensor | None:
-            if window is None:
+            if options.limit is None:
                 return None
             first, stop = self._spans[c]
-            return window_mask(self._positions[first:stop], kv.shape[2], window, q.dtype)
+            return window_mask(self._positions[first:stop], kv.shape[2], options, q.dtype)
 
         read = [layers[layer] for layers in self._prefixes]
         return over_prefixes(
-            kernel, q, out, sums.reshape(q.shape[:2]), self._spans, read, scale, hidden
+            kernel, q, out, sums.reshape(q.shape[:2]), self._spans, read, options, hidden
         )[0]
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _mask(self, options: AttentionOptions, dtype: torch.dtype) -> Tensor:
         """Return what is added to the scores of the rows' own tokens, [B, 1, 1, S]."""
-        if window not in self._masks:
+        kind = options.window, options.chunk
+        if kind not in self._masks:
             hidden = self._padding
-            if window is not None:
-                hidden = hidden | (self._cache.used - self._columns >= window)
+            if options.limit is not None:
+                behind = self._cache.used - self._columns
+                hidden = hidden | options.unseen(behind, self._positions[:, None])
             added = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[window] = added.masked_fill(hidden, UNSEEN)[:, None, None]
-        return self._masks[window]
+            self._masks[kind] = added.masked_fill(hidden, UNSEEN)[:, None, None]
+        return self._masks[kind]

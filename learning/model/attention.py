@@ -28,6 +28,33 @@ Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
+class AttentionOptions:
+    """Describe how one layer attends. `scale` multiplies the scores; with a `cap` c a score s is
+    c tanh(s / c). A query sees the `window` last positions up to its own, or those of its own block
+    of `chunk` positions; with neither, all. `sinks` [H_q] are the scores of one more key of each
+    head, whose value is zero."""
+
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Return below how many positions a query sees all that is before it; None: always."""
+        return self.window or self.chunk
+
+    def unseen(self, behind: Tensor, positions: Tensor) -> Tensor:
+        """Return which keys, so many positions `behind` their queries at `positions`, lie further
+        back than those see."""
+        if self.window:
+            return behind >= self.window
+        assert self.chunk
+        return behind > positions % self.chunk
+
+
+@dataclass(frozen=True)
 class Block:
     """Hold B sequences padded to T keys and Q queries. `keys` [B*T] are tokens and `queries`
     [B*Q] are queries; padding repeats the last. `sources` is `queries` with M for padding.
@@ -116,43 +143,47 @@ def _alike(lengths: Sequence[int], asked: Sequence[int]) -> list[list[int]]:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, prefixes: Sequence[Tensor], scale: float,
-    window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, prefixes: Sequence[Tensor],
+    options: AttentionOptions,
 ) -> Tensor:  # fmt: skip
     """Return the attention [M, H_q, D] of queries q [M, H_q, D] over the prefixes, each
-    [2, H_kv, P_c, D] or of length 0, and over keys and values [N, H_kv, D]. A query sees the
-    `window` last positions up to its own; None: all."""
+    [2, H_kv, P_c, D] or of length 0, and over keys and values [N, H_kv, D]."""
     if not q.shape[0]:
         return q
-    out: Tensor = _PartedAttention.apply(q, k, v, layout, scale, window, *prefixes)  # type: ignore[no-untyped-call]  # torch's
+    out: Tensor = _PartedAttention.apply(q, k, v, layout, options, *prefixes)  # type: ignore[no-untyped-call]  # torch's
     return out
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, prefixes: Sequence[Tensor], scale: float,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, prefixes: Sequence[Tensor],
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention [M, H_q, D], and the log of its sums of exponentials [M, H_q]."""
     kernel, parts = kernel_for(q), []
     for block in layout.blocks:
         asked, keys, values = _padded(block, q, k, v)
-        mask, causal = _own_mask(layout, block, window, q.dtype)
-        found = kernel.forward(asked, keys, values, mask, causal, scale)
+        mask, causal = _own_mask(layout, block, options, q.dtype)
+        found = kernel.forward(asked, keys, values, mask, causal, options.scale, options.cap)
         parts.append([x.transpose(1, 2).flatten(0, 1) for x in found])
     out, sums = (_joined(x, layout.places) for x in zip(*parts, strict=True))
 
     def mask_of(c: int, kv: Tensor) -> Tensor | None:
-        return _prefix_mask(layout, c, kv, window, q.dtype)
+        return _prefix_mask(layout, c, kv, options, q.dtype)
 
-    return over_prefixes(kernel, q, out, sums, layout.spans, prefixes, scale, mask_of)
+    return over_prefixes(kernel, q, out, sums, layout.spans, prefixes, options, mask_of)
 
 
 def over_prefixes(
     kernel: Kernel, q: Tensor, out: Tensor, sums: Tensor, spans: Sequence[tuple[int, int]],
-    prefixes: Sequence[Tensor], scale: float, mask: Callable[[int, Tensor], Tensor | None],
+    prefixes: Sequence[Tensor], options: AttentionOptions,
+    mask: Callable[[int, Tensor], Tensor | None],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Join attention `out` [M, H_q, D], with the log of its sums of exponentials [M, H_q], with
-    that of the queries over their prefixes; `mask` gives what is added to a prefix's scores."""
+    the sinks and with that of the queries over their prefixes; `mask` gives what is added to a
+    prefix's scores."""
+    if options.sinks is not None:
+        both = torch.logaddexp(sums, options.sinks.to(sums))
+        out, sums = wide(out) * (sums - both).exp()[..., None], both
     if not any(kv.shape[2] for kv in prefixes):
         return out.to(q.dtype), sums
     parts, asked = [], q.transpose(0, 1)[None]
@@ -161,7 +192,9 @@ def over_prefixes(
             parts.append((out[first:stop], torch.full_like(sums[first:stop], UNSEEN)))
             continue
         keys, values = kv[:, None].unbind()
-        read, of = kernel.forward(asked[:, :, first:stop], keys, values, mask(c, kv), False, scale)
+        read, of = kernel.forward(
+            asked[:, :, first:stop], keys, values, mask(c, kv), False, options.scale, options.cap
+        )
         parts.append((read[0].transpose(0, 1), of[0].transpose(0, 1)))
     read, read_sums = (torch.cat(x) for x in zip(*parts, strict=True))
     both = torch.logaddexp(sums, read_sums)
@@ -190,42 +223,49 @@ def _joined(parts: Sequence[Tensor], places: Tensor) -> Tensor:
 
 
 def _own_mask(
-    layout: Layout, block: Block, window: int | None, dtype: torch.dtype
+    layout: Layout, block: Block, options: AttentionOptions, dtype: torch.dtype
 ) -> tuple[Tensor | None, bool]:
     """Return what is added to a block's own scores, and whether they are causal instead."""
     rows, most, longest = block.size
-    if layout.every and (window is None or longest <= window):
+    window, chunk = options.window, options.chunk
+    if layout.every and not chunk and (window is None or longest <= window):
         return None, True
-    kind = (id(block), window)
+    kind = (id(block), window, chunk)
     if kind not in layout.masks:
         asked = layout.tokens[block.queries].view(rows, most, 1)
         behind = asked - (block.begins + torch.arange(longest, device=asked.device))
-        hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+        hidden = behind < 0
+        if options.limit:
+            at = layout.positions[block.queries].view(rows, most, 1)
+            hidden |= options.unseen(behind, at)
         layout.masks[kind] = _added(hidden, dtype)[:, None]
     return layout.masks[kind], False
 
 
 def _prefix_mask(
-    layout: Layout, c: int, kv: Tensor, window: int | None, dtype: torch.dtype
+    layout: Layout, c: int, kv: Tensor, options: AttentionOptions, dtype: torch.dtype
 ) -> Tensor | None:
     """Return what is added to the scores of prefix c's queries, None where they see all of it."""
-    if window is None:
+    if options.limit is None:
         return None
-    if (c, window) not in layout.masks:
+    kind = (c, options.window, options.chunk)
+    if kind not in layout.masks:
         first, stop = layout.spans[c]
-        layout.masks[c, window] = window_mask(
-            layout.positions[first:stop], kv.shape[2], window, dtype
+        layout.masks[kind] = window_mask(
+            layout.positions[first:stop], kv.shape[2], options, dtype
         )
-    return layout.masks[c, window]
+    return layout.masks[kind]
 
 
-def window_mask(positions: Tensor, seen: int, window: int, dtype: torch.dtype) -> Tensor | None:
-    """Return what a window adds to the scores of queries at `positions` [n] over keys 0 to `seen`,
-    [1, 1, n, seen]; None where it hides none."""
-    if int(positions.max()) < window:
+def window_mask(
+    positions: Tensor, seen: int, options: AttentionOptions, dtype: torch.dtype
+) -> Tensor | None:
+    """Return what a window or chunk adds to the scores of queries at `positions` [n] over keys 0 to
+    `seen`, [1, 1, n, seen]; None where it hides none."""
+    if options.limit is None or int(positions.max()) < options.limit:
         return None
     behind = positions[:, None] - torch.arange(seen, device=positions.device)
-    return _added(behind >= window, dtype)[None, None]
+    return _added(options.unseen(behind, positions[:, None]), dtype)[None, None]
 
 
 def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -238,44 +278,45 @@ class _PartedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float,
-        window: int | None, *prefixes: Tensor,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: AttentionOptions,
+        *prefixes: Tensor,
     ) -> Tensor:  # fmt: skip
-        out, sums = _attend(q, k, v, layout, prefixes, scale, window)
+        out, sums = _attend(q, k, v, layout, prefixes, options)
         ctx.save_for_backward(q, k, v, out, sums, *prefixes)
-        ctx.given = layout, scale, window
+        ctx.given = layout, options
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums, *prefixes = ctx.saved_tensors
-        layout, scale, window = ctx.given
+        layout, options = ctx.given
         grads: list[Tensor | None] = [None, None, None]
         if any(ctx.needs_input_grad[:3]):
-            grads = [*_own_gradients(grad, q, k, v, out, sums, layout, scale, window)]
+            grads = [*_own_gradients(grad, q, k, v, out, sums, layout, options)]
         of_prefixes: list[Tensor | None] = []
         for c, ((first, stop), kv) in enumerate(zip(layout.spans, prefixes, strict=True)):
             if first == stop or not kv.shape[2]:
-                of_prefixes.append(torch.zeros_like(kv) if ctx.needs_input_grad[6 + c] else None)
+                of_prefixes.append(torch.zeros_like(kv) if ctx.needs_input_grad[5 + c] else None)
                 continue
-            if grads[0] is None and not ctx.needs_input_grad[6 + c]:
+            if grads[0] is None and not ctx.needs_input_grad[5 + c]:
                 of_prefixes.append(None)
                 continue
             of = slice(first, stop)
             asked, there, read, total = (x[of].transpose(0, 1)[None] for x in (q, grad, out, sums))
-            mask = _prefix_mask(layout, c, kv, window, q.dtype)
+            mask = _prefix_mask(layout, c, kv, options, q.dtype)
             by_query, by_key, by_value = kernel_for(q).backward(
-                there, asked, kv[None, 0], kv[None, 1], read, total, mask, False, scale
-            )
+                there, asked, kv[None, 0], kv[None, 1], read, total, mask, False, options.scale,
+                options.cap,
+            )  # fmt: skip
             if grads[0] is not None:
                 grads[0][of] += by_query[0].transpose(0, 1)
             of_prefixes.append(torch.cat([by_key, by_value]))
-        return (*grads, None, None, None, *of_prefixes)
+        return (*grads, None, None, *of_prefixes)
 
 
 def _own_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, layout: Layout,
-    scale: float, window: int | None,
+    options: AttentionOptions,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients by queries [M, H_q, D], keys and values [N, H_kv, D] of what the
     queries read of their own sequences."""
@@ -286,9 +327,11 @@ def _own_gradients(
         there = _taken(held, block.sources, rows, most)
         read = _taken(out, block.queries, rows, most)
         total = _taken(sums, block.queries, rows, most)
-        mask, causal = _own_mask(layout, block, window, q.dtype)
+        mask, causal = _own_mask(layout, block, options, q.dtype)
         asked, keys, values = _padded(block, q, k, v)
-        found = kernel_for(q).backward(there, asked, keys, values, read, total, mask, causal, scale)
+        found = kernel_for(q).backward(
+            there, asked, keys, values, read, total, mask, causal, options.scale, options.cap
+        )
         parts.append([x.transpose(1, 2).flatten(0, 1) for x in found])
     by_query, by_key, by_value = zip(*parts, strict=True)
     nothing = torch.zeros_like(k[:1])
@@ -318,14 +361,16 @@ class FlatAttention:
         self._read = self._all if read is None else layout_of(lengths, counts, positions, read)
         self._layers = [kv.unbind(0) for kv in prefixes]
         self._observer = observer
+        self.scales: dict[int, float] = {}
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     ) -> Tensor:
         """Return the attention of queries [M, H_q, D] over their prefix, and keys and values
-        [N, H_kv, D]."""
+        [N, H_kv, D]; note the layer's scale in `scales`."""
+        self.scales[layer] = options.scale
         layout = self._all if q.shape[0] == self._all.tokens.shape[0] else self._read
-        out = attend(q, k, v, layout, [kv[layer] for kv in self._layers], scale, window)
+        out = attend(q, k, v, layout, [kv[layer] for kv in self._layers], options)
         if self._observer is not None:
             self._observer(layer, q, k, v, out)
         return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from learning.model.attention import AttentionOptions
 from learning.model.decoder_config import DecoderConfig
+from learning.model.key_frequencies import KeyFrequencies, half_split
 from learning.model.linear import linear, packed
 from learning.model.tensor_parallel import TensorRanks, embedded
 from protocols.errors import DataError
@@ -37,10 +39,10 @@ class Attention(Protocol):
     """Attend for the layers of one forward pass."""
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     ) -> Tensor:
         """Return [M, H_q, D] for queries [M, H_q, D], keys and values [N, H_kv, D] of the pass's
-        tokens; `window` is the most positions that a query sees back, itself included."""
+        tokens."""
         ...
 
 
@@ -49,7 +51,8 @@ class LanguageModel(nn.Module):
     `kv_shape` is (layers L, key/value heads H_kv, head size D), `vocabulary` the logits' width V,
     of which the tokenizer names the first `tokens`, None: all; `longest` the most positions that it
     was made for, None where its config has none; `tensor` the ranks that divide it
-    (`learning.model.tensor_parallel`)."""
+    (`learning.model.tensor_parallel`); `unmoved` why its keys cannot be moved to other positions,
+    "" where they can (`learning.model.parity`)."""
 
     tensor: TensorRanks = TensorRanks()
     base_model: Any
@@ -59,6 +62,7 @@ class LanguageModel(nn.Module):
     tokens: int | None = None
     longest: int | None
     packed_head: Tensor | None = None
+    unmoved: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -71,8 +75,18 @@ class LanguageModel(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Return the token embeddings [V, width]."""
-        weight: Tensor = self.base_model.embed_tokens.weight
+        weight: Tensor = self.embeddings.weight
         return weight
+
+    @property
+    def layers(self) -> Any:
+        """Return the list of layers."""
+        return self.base_model.layers
+
+    @property
+    def embeddings(self) -> Any:
+        """Return the module of the token embeddings."""
+        return self.base_model.embed_tokens
 
     def forward(
         self, ids: Tensor, positions: Tensor, attention: Attention, read: Tensor | None = None
@@ -80,6 +94,11 @@ class LanguageModel(nn.Module):
         """Return final hidden states [M, width] of the tokens `read` [M], ascending, of ids and
         positions [N]; None: of all."""
         raise NotImplementedError
+
+    def head(self, hidden: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the logits [n, V] of hidden states [n, width], where `project` multiplies by the
+        weight of `lm_head`: a model may scale or cap around it."""
+        return project(hidden)
 
     def own_heads(self, kv: Tensor) -> Tensor:
         """Return a prefix [L, 2, H_kv, P, D] by the heads that this rank computes; one that has
@@ -94,9 +113,14 @@ class LanguageModel(nn.Module):
         for a model that decodes. Where that does not help, or takes more than PACKED_BYTES, nothing
         is kept."""
 
-    def frequencies(self) -> Tensor:
-        """Return the radians per position of each rotated pair, [<= D/2] float64. Raises DataError
-        for a model whose frequencies depend on the length of the text."""
+    def frequencies(self) -> KeyFrequencies:
+        """Return how keys turn with their position. Raises DataError for a model whose keys do more
+        than turn, or turn otherwise in longer texts."""
+        if self.unmoved:
+            raise DataError(self.unmoved)
+        return self._rotation()
+
+    def _rotation(self) -> KeyFrequencies:
         raise NotImplementedError
 
     def weights(self) -> Iterator[tuple[str, Tensor, slice]]:
@@ -109,14 +133,14 @@ def recomputing(model: LanguageModel) -> Iterator[None]:
     """Checkpoint each layer in forward passes run inside: a layer keeps only its input and runs
     again in the backward pass. Activations take the memory of one layer, at the cost of one more
     forward."""
-    for layer in model.base_model.layers:
+    for layer in model.layers:
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
         )
     try:
         yield
     finally:
-        for layer in model.base_model.layers:
+        for layer in model.layers:
             del layer.forward  # restores the class's method
 
 
@@ -127,6 +151,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.config, self._index = config, index
+        self._options = AttentionOptions(config.head_dim**-0.5, config.windows[index])
         self.tensor = TensorRanks()  # whose parts these are
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
         inner = config.heads * config.head_dim
@@ -181,7 +206,7 @@ class DecoderLayer(nn.Module):
             k = rotated(self._normed(k, self.k_norm), cos, sin)
             x = x[read]
         count(k.shape[0])
-        seen = attention.attend(self._index, q, k, v, size**-0.5, config.windows[self._index])
+        seen = attention.attend(self._index, q, k, v, self._options)
         x = x + self._summed("out", seen.flatten(1), self.out_bias)
         normed = F.rms_norm(x, (config.hidden,), self.post_norm, config.eps)
         gate, up = self._product("gate_up", self.tensor.enter(normed)).chunk(2, dim=-1)
@@ -315,9 +340,9 @@ class Decoder(LanguageModel):
             layer.pack()
         self.packed_head = packed(self.lm_head.weight)
 
-    def frequencies(self) -> Tensor:
+    def _rotation(self) -> KeyFrequencies:
         config = self.base_model.config
-        return rope_frequencies(config.rope, config.head_dim).double()
+        return half_split(rope_frequencies(config.rope, config.head_dim), config.head_dim)
 
     def weights(self) -> Iterator[tuple[str, Tensor, slice]]:
         yield "model.embed_tokens.weight", self.weight, slice(None)

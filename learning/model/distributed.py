@@ -301,9 +301,9 @@ def shard_base(model: LanguageModel, ranks: ProcessGroup) -> None:
     else:
         mesh = ranks.mesh["data"]
     base, head = model.base_model, model.lm_head
-    embedding = base.embed_tokens
+    embedding = model.embeddings
     tied = head.weight is embedding.weight
-    for layer in base.layers:
+    for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(embedding, mesh=mesh)
     fully_shard(base, mesh=mesh)
@@ -325,7 +325,11 @@ def vocabulary(model: LanguageModel) -> Callable[[Tensor], Tensor]:
     sharded base is gathered now (all ranks must call this), and freed with the result."""
     head = model.lm_head
     weight = whole(head.weight) if is_sharded(model) else head.weight
-    return lambda hidden: projected(hidden, weight, head.bias, model.vocabulary, model.tensor)
+
+    def project(hidden: Tensor) -> Tensor:
+        return projected(hidden, weight, head.bias, model.vocabulary, model.tensor)
+
+    return lambda hidden: model.head(hidden, project)
 
 
 def whole(tensor: Tensor) -> Tensor:

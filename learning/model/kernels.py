@@ -29,23 +29,25 @@ CUDA_SIZE = 256  # of a head, at most, and a multiple of 8
 
 
 class Kernel(Protocol):
-    """Compute attention of queries [B, H_q, Q, D] over keys and values [B, H_kv, T, D]. `mask`
-    [B or 1, 1, Q, T] is added to the scores; `causal` hides later keys where Q is T."""
+    """Compute attention of queries [B, H_q, Q, D] over keys and values [B, H_kv, T, D]. With a
+    `cap` c a score s is c tanh(s / c). `mask` [B or 1, 1, Q, T] is added to the scores, 0 or
+    UNSEEN; `causal` hides later keys where Q is T."""
 
     def kept(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type in which keys and values of `dtype` are kept that are read many times."""
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
+        cap: float | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return the outputs [B, H_q, Q, D], and the log of the sums of exponentials
         [B, H_q, Q]."""
         ...
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-        mask: Tensor | None, causal: bool, scale: float,
+        mask: Tensor | None, causal: bool, scale: float, cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the gradients by q, k and v, given that by the outputs of all parts together, and
         those outputs and sums."""
@@ -60,16 +62,21 @@ class _Flash:
         return torch.promote_types(dtype, torch.float32)  # converted once and not in each call
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
+        cap: float | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if cap is not None:
+            return CHUNKED.forward(q, k, v, mask, causal, scale, cap)
         mask = None if mask is None else wide(mask)
         out, sums = _FLASH(wide(q), wide(k), wide(v), 0.0, causal, attn_mask=mask, scale=scale)
         return out, sums
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-        mask: Tensor | None, causal: bool, scale: float,
+        mask: Tensor | None, causal: bool, scale: float, cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        if cap is not None:
+            return CHUNKED.backward(grad, q, k, v, out, sums, mask, causal, scale, cap)
         mask = None if mask is None else wide(mask)
         by_query, by_key, by_value = _FLASH_BACKWARD(
             wide(grad), wide(q), wide(k), wide(v), wide(out), sums.contiguous(), 0.0, causal,
@@ -85,11 +92,12 @@ class _Chunked:
         return dtype
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
+        cap: float | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         outs, all_sums = [], []
         for of in _chunks(q, k):
-            scores = _scores(q, k, mask, causal, scale, of)
+            scores = _scores(q, k, mask, causal, scale, cap, of)
             sums = scores.logsumexp(-1)
             weights = (scores - sums[..., None]).exp_().to(v.dtype)
             outs.append(_as_heads(_product(_grouped(weights, k), v), q[:, :, of]))
@@ -98,16 +106,20 @@ class _Chunked:
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-        mask: Tensor | None, causal: bool, scale: float,
+        mask: Tensor | None, causal: bool, scale: float, cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         by_query = []
         by_key, by_value = (torch.zeros_like(x, dtype=sums.dtype) for x in (k, v))
         for of in _chunks(q, k):
             there, asked = grad[:, :, of], q[:, :, of]
-            weights = (_scores(q, k, mask, causal, scale, of) - sums[:, :, of, None]).exp_()
+            scores = _scores(q, k, mask, causal, scale, cap, of)
+            weights = (scores - sums[:, :, of, None]).exp_()
             mean = (there.to(sums.dtype) * out[:, :, of]).sum(-1, keepdim=True)
             by_weight = _as_heads(_product(_grouped(there, k), v.mT), asked)
-            by_score = _grouped((weights * (by_weight - mean) * scale).to(q.dtype), k)
+            by_score = weights * (by_weight - mean) * scale
+            if cap is not None:  # the slope of the cap; hidden scores lie beyond it
+                by_score *= 1 - (scores / cap).clamp_(-1, 1).square_()
+            by_score = _grouped(by_score.to(q.dtype), k)
             by_query.append(_as_heads(_product(by_score, k), asked).to(q.dtype))
             by_key += _product(by_score.mT, _grouped(asked, k))
             by_value += _product(_grouped(weights.to(v.dtype), k).mT, _grouped(there, k))
@@ -115,26 +127,27 @@ class _Chunked:
 
 
 class _CudaFlash:
-    """Rounds each part's outputs to the numbers' type before parts are joined. It has no masks, so
-    a window, and the last layer's own part, are CHUNKED's."""
+    """Rounds each part's outputs to the numbers' type before parts are joined. It has no masks and
+    no cap, so a window, and the last layer's own part, are CHUNKED's."""
 
     def kept(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        if not _is_for_cuda(q, mask):
-            return CHUNKED.forward(q, k, v, mask, causal, scale)
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
+        cap: float | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if not _is_for_cuda(q, mask, cap):
+            return CHUNKED.forward(q, k, v, mask, causal, scale, cap)
         out, sums, *_ = _CUDA(q, k, v, 0.0, causal, False, scale=scale)
         return out, sums
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-        mask: Tensor | None, causal: bool, scale: float,
+        mask: Tensor | None, causal: bool, scale: float, cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        if not _is_for_cuda(q, mask):
-            return CHUNKED.backward(grad, q, k, v, out, sums, mask, causal, scale)
+        if not _is_for_cuda(q, mask, cap):
+            return CHUNKED.backward(grad, q, k, v, out, sums, mask, causal, scale, cap)
         drawn = q.new_empty(0, dtype=torch.long)  # nothing: there is no dropout
         with _deterministic():  # its sums over keys are atomic otherwise, in any order
             by_query, by_key, by_value = _CUDA_BACKWARD(
@@ -144,9 +157,9 @@ class _CudaFlash:
         return by_query, by_key, by_value
 
 
-def _is_for_cuda(q: Tensor, mask: Tensor | None) -> bool:
+def _is_for_cuda(q: Tensor, mask: Tensor | None, cap: float | None) -> bool:
     size = q.shape[3]
-    return mask is None and q.dtype in NARROW and size <= CUDA_SIZE and size % 8 == 0
+    return mask is None and cap is None and q.dtype in NARROW and size <= CUDA_SIZE and size % 8 == 0
 
 
 @contextmanager
@@ -182,11 +195,14 @@ def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
 
 
 def _scores(
-    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, of: slice
-) -> Tensor:
+    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, cap: float | None,
+    of: slice,
+) -> Tensor:  # fmt: skip
     """Return the scores [B, H_q, n, T] of the queries `of`, in float32 or wider."""
     asked = q[:, :, of]
     scores = _as_heads(_product(_grouped(asked, k), k.mT), asked).mul_(scale)
+    if cap is not None:
+        scores.div_(cap).tanh_().mul_(cap)
     if causal:
         rows, columns = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
         scores.masked_fill_(columns > rows[of, None], UNSEEN)

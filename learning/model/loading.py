@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from learning.model.control_tokens import special_tokens, token_count
 from learning.model.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder, rope_frequencies
 from learning.model.decoder_config import DecoderConfig, decoder_config
 from learning.model.distributed import whole
+from learning.model.key_frequencies import KeyFrequencies, half_split
 from learning.model.tensor_parallel import whole_weight
+from learning.model.verdicts import ModelVerdict, keep_verdict, kept_verdict
 from protocols.errors import DataError, SpecError
 
 if TYPE_CHECKING:  # importing it takes seconds, which only code that renders text should pay
@@ -27,27 +29,57 @@ _AHEAD: dict[tuple[str, str], LanguageModel] = {}  # by path and dtype: what `re
 
 
 def load_model(
-    path: str, dtype: str = "float32", device: torch.device | str = "cpu"
+    path: str,
+    dtype: str = "float32",
+    device: torch.device | str = "cpu",
+    verdict: ModelVerdict | None = None,
 ) -> LanguageModel:
     """Load a causal LM from a directory (or a hub id if the hub is reachable), frozen, in eval
-    mode, on `device`: in our decoder if it knows the model, else through transformers. Raises
-    DataError when there is no model at `path`."""
+    mode, on `device`: in our decoder if it knows the model, else through transformers. `verdict`
+    is that of the check that a caller has had made (`checked_model`); None: it is made now, unless
+    it is kept. Raises DataError when there is no model at `path`, and for one that is not computed
+    right."""
     ahead = _AHEAD.pop((path, dtype), None)
     if ahead is not None:
         return ahead.to(device)
-    model = _loaded(path, getattr(torch, dtype)).to(device)
-    model.tokens = token_count(path)
-    return model
-
-
-def _loaded(path: str, dtype: torch.dtype) -> LanguageModel:
+    verdict = verdict or checked_model(path)
     config = known_config(path)
-    if config is not None:
-        return load_decoder(Path(path), config, dtype)
-    from learning.model.adapter import load_by_transformers
+    with _model_at(path):
+        if config is not None:
+            model: LanguageModel = load_decoder(Path(path), config, getattr(torch, dtype))
+        else:
+            from learning.model.adapter import load_by_transformers
 
+            model = load_by_transformers(path, getattr(torch, dtype))
+    model.tokens = token_count(path)
+    model.unmoved = verdict.unmoved
+    return model.to(device)
+
+
+def checked_model(path: str) -> ModelVerdict:
+    """Return the verdict on the model at `path`, which is made now unless it is kept. Raises
+    DataError when there is no model at `path`, and for one that is not computed right."""
+    verdict = kept_verdict(path) or checked_again(path)
+    if verdict.refusal:
+        raise DataError(verdict.refusal)
+    return verdict
+
+
+def checked_again(path: str) -> ModelVerdict:
+    """Return the verdict on the model at `path`, made now and kept, a refusal too. Raises DataError
+    when there is no model at `path`."""
+    from learning.model.parity import check_model  # imports transformers
+
+    with _model_at(path):
+        verdict = check_model(path)
+    keep_verdict(path, verdict)
+    return verdict
+
+
+@contextmanager
+def _model_at(path: str) -> Iterator[None]:
     try:
-        return load_by_transformers(path, dtype)
+        yield
     except OSError as error:
         raise DataError(
             f"no model at {path!r}: {str(error).splitlines()[0]}; set model.path to a directory "
@@ -57,10 +89,11 @@ def _loaded(path: str, dtype: torch.dtype) -> LanguageModel:
 
 def read_ahead(path: str, dtype: str) -> None:
     """Load a model that our decoder knows on the host, for the next `load_model` of it here and in
-    each process that is forked from this one: they share its memory. Other models are left to it.
-    Raises DataError as that does."""
+    each process that is forked from this one: they share its memory. Other models are left to it,
+    and the check to who started this process. Raises DataError as that does."""
     if known_config(path) is not None:
-        _AHEAD[path, dtype] = load_model(path, dtype)
+        verdict = kept_verdict(path) or ModelVerdict(path)
+        _AHEAD[path, dtype] = load_model(path, dtype, verdict=verdict)
 
 
 def known_config(path: str) -> DecoderConfig | None:
@@ -74,17 +107,26 @@ def known_config(path: str) -> DecoderConfig | None:
 
 
 @cache
-def frequencies_of(path: str) -> Tensor:
+def frequencies_of(path: str) -> KeyFrequencies:
     """Return `LanguageModel.frequencies` of the model in this directory (or of this hub id) from
     its config alone, for processes without the model. Raises DataError as that does, and for an
     unknown model."""
+    verdict = kept_verdict(path)
+    if verdict is not None and verdict.unmoved:
+        raise DataError(verdict.unmoved)
     file = Path(path) / "config.json"
     config = decoder_config(json.loads(file.read_bytes())) if file.is_file() else None
     if config is not None:
-        return rope_frequencies(config.rope, config.head_dim).double()
+        return half_split(rope_frequencies(config.rope, config.head_dim), config.head_dim)
     from learning.model.adapter import frequencies_by_transformers
 
-    return frequencies_by_transformers(path)
+    try:
+        return frequencies_by_transformers(path)
+    except AttributeError as error:  # of a rotary embedding that is made in another way
+        raise DataError(
+            f"keys of the model {path!r} cannot be moved to other positions: its rotary embedding "
+            f"is not known ({error}); use one cartridge before a prompt"
+        ) from error
 
 
 def flush_denormals() -> None:

@@ -8,19 +8,18 @@ A model comes from a package of the index (`PACKAGED`), a GGUF file, a directory
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
+from learning.model.verdicts import weight_files, weights_hash
 from protocols.errors import DataError
 from protocols.files import replacing, sha256_of, utc_text
 from protocols.home import model_names, models_folder
@@ -73,7 +72,7 @@ def add_model(source: str, name: str | None = None, dtype: Dtype = "float32") ->
     """Keep the model that `source` names: one of `PACKAGED`, a GGUF file, a directory, or a hub id.
 
     `dtype` is that of weights read from GGUF. A model of that name is replaced. Raises DataError,
-    with rule and remedy.
+    with rule and remedy, for a model that is not computed right too.
     """
     here = Path(source).expanduser()
     if here.is_dir():
@@ -104,9 +103,19 @@ def add_model(source: str, name: str | None = None, dtype: Dtype = "float32") ->
             licence = from_gguf(here, fresh, dtype)
         else:
             licence = _download(source, fresh)
-        kept = KeptModel(called, source, licence, *_hash(fresh), utc_text())
+        _require_computed(fresh, source)
+        size = sum(file.stat().st_size for file in weight_files(fresh))
+        kept = KeptModel(called, source, licence, weights_hash(fresh), size, utc_text())
         (fresh / FACTS).write_text(json.dumps(asdict(kept), indent=1) + "\n")
     return kept
+
+
+def _require_computed(folder: Path, source: str) -> None:
+    from learning.model.loading import checked_again  # imports torch
+
+    verdict = checked_again(str(folder))
+    if verdict.refusal:
+        raise DataError(verdict.refusal.replace(repr(str(folder)), repr(source)))
 
 
 def kept_models() -> list[KeptModel]:
@@ -230,18 +239,3 @@ def _stated_licence(folder: Path) -> str:
     text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     found = re.match(r"---\n.*?^license: *(\S+)", text, re.DOTALL | re.MULTILINE)
     return found[1] if found else UNKNOWN
-
-
-def _hash(folder: Path) -> tuple[str, int]:
-    digest, size = hashlib.sha256(), 0
-    for block in _blocks(folder):
-        digest.update(block)
-        size += len(block)
-    return digest.hexdigest(), size
-
-
-def _blocks(folder: Path) -> Iterator[bytes]:
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            while block := opened.read(1 << 20):
-                yield block

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from learning.model import attention, kernels
 from learning.model.adapter import load_by_transformers
-from learning.model.attention import FlatAttention, attend, layout_of
+from learning.model.attention import AttentionOptions, FlatAttention, attend, layout_of
 from learning.packing import pack, response_logits
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def compared(counts: list[int], window: int | None, some: bool, draws: random.Ra
         [s + t for s, n in zip(start_of, lengths, strict=True) for t in range(n)]
     )
     layout = layout_of(lengths, counts, positions, torch.tensor(read) if some else None)
-    found = attend(q, k, v, layout, prefixes, SCALE, window)
+    found = attend(q, k, v, layout, prefixes, AttentionOptions(SCALE, window))
     expected = written_out(q, k, v, lengths, counts, prefixes, read, window)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
     weight = torch.sin(torch.arange(found.numel(), dtype=found.dtype)).view(found.shape)
@@ -195,7 +195,7 @@ def largest_tensor() -> tuple[int, int]:
     k, v = normal(draws, 96, KV_HEADS, SIZE), normal(draws, 96, KV_HEADS, SIZE)
     layout = layout_of([48, 48], [2], torch.arange(96))
     with Largest() as seen:
-        attend(q, k, v, layout, [kv], SCALE).sum().backward()  # type: ignore[no-untyped-call]
+        attend(q, k, v, layout, [kv], AttentionOptions(SCALE)).sum().backward()  # type: ignore[no-untyped-call]
     return seen.bytes, kv.nbytes
 
 
@@ -255,7 +255,7 @@ def test_in_bfloat16_it_is_as_exact_as_torch(spread: int) -> None:
     exact = of_torch(torch.float64)
     kv = torch.stack([keys[0, :, :prefix], values[0, :, :prefix]])
     layout = layout_of([own], [1], torch.arange(prefix, prefix + own))
-    found = attend(q, k[prefix:], v[prefix:], layout, [kv], scale)
+    found = attend(q, k[prefix:], v[prefix:], layout, [kv], AttentionOptions(scale))
     assert found.dtype == torch.bfloat16
     error, theirs = (float((x.double() - exact).norm()) for x in (found, of_torch(torch.bfloat16)))
     assert error <= 1.5 * theirs
