@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from environments.clinic.prompts import said_answer
+from environments.clinic.prompts import plain_signs, said_answer
 from protocols.errors import DataError
 from strategies.answers.equivalence import need_judge, same_math
 
@@ -121,4 +121,4 @@ def _of_clinic(text: str) -> str | None:
 
 
 def _folded(text: str) -> str:
-    return " ".join(text.casefold().split()).strip(" .\"'")
+    return " ".join(plain_signs(text).casefold().split()).strip(" .\"'")
