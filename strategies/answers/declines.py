@@ -21,6 +21,7 @@ from typing import Literal
 
 from environments.clinic.prompts import plain_signs
 
+MOST_WORDS = 60  # of a clause that may decline
 Kind = Literal["declining", "beside it", "other"]
 
 # Words without their endings by the letter of their class; the first class that has a word counts.
@@ -37,9 +38,9 @@ _CLASSES = {
          "untold tbd tba",
     "H": "impossible hard difficult",
     "L": "lack absent absence missing omit silent mute vague withhold withheld skip",
-    # verbs: of texts, of readers (said of answers alone, and of things too), of giving
-    "V": "say said state mention specify tell told disclose indicate reveal discuss address explain "
-         "clarify elaborate stipulate refer divulge cite allude convey",
+    # verbs of texts (V, T), of readers (K) and of givers (G), and those said of things too
+    "V": "say said state mention specify tell told disclose indicate reveal discuss address "
+         "explain clarify elaborate stipulate refer divulge cite allude convey",
     "K": "know known knowable determine determinable answer answerable infer inferable inferrable "
          "sure certain aware ascertain ascertainable deduce deducible derive derivable discern "
          "discernible glean conclude possible speculate guess respond",
@@ -47,7 +48,8 @@ _CLASSES = {
     "G": "give given gave provide offer make made supply",
     "T": "contain include cover define detail",
     "W": "list listed described show shown recorded reported noted documented clear explicit "
-         "apparent evident obvious written published named spelled quantified announced logged printed",
+         "apparent evident obvious written published named spelled quantified announced logged "
+         "printed",
     "A": "present available applicable covered included contained relevant",
     "C": "context content material information info data",  # what is told, and what tells it
     "B": "details reference indication discussion description explanation",
@@ -56,8 +58,8 @@ _CLASSES = {
     "S": "document text passage article chart paragraph report record file note source author "
          "writer story letter contract page excerpt section book chapter summary transcript "
          "snippet paper study manual guide handbook email memo agreement policy narrator narrative "
-         "extract abstract website writing table line sentence speaker entry leaflet brochure lease "
-         "form post poem novel interview deed certificate catalogue catalog timetable schedule "
+         "extract abstract website writing table line sentence speaker entry leaflet brochure "
+         "lease form post poem novel interview deed certificate catalogue timetable schedule "
          "itinerary invoice notice bulletin newsletter profile biography obituary review essay "
          "thesis diary journal dossier script speech lecture clause caption log quote quotation "
          "prompt input biographer reporter filing brief overview plan recipe wiki",
@@ -66,8 +68,8 @@ _CLASSES = {
     "w": "which what who whom whose when where why how whether if",
     "b": "about regarding concerning",
     "c": "on of to",
-    "p": "in from within by inside throughout using per anywhere elsewhere out outside beyond among "
-         "part into",
+    "p": "in from within by inside throughout using per anywhere elsewhere out outside beyond "
+         "among part into",
     "o": "only just merely solely",
     "e": "be been being",
     "y": "date number name reason time year place location cause amount identity title kind type "
@@ -90,7 +92,8 @@ _CLASSES = {
          "sadly well hmm please thanks some certainty relation regard respect ok okay",
 }  # fmt: skip
 _LETTERS = {w: letter for letter in reversed(_CLASSES) for w in _CLASSES[letter].split()}
-# Parts of the patterns below.
+
+# Clauses, as letters.
 _VERB, _TEXT, _FACT = "[VKFGTWA]", "[SC]", "[BC]"
 _REST = "[^XDNnRMZUHL]*"  # words that bring no news
 _FEW, _MORE = ".{0,3}?", ".{1,8}?"  # any words
@@ -108,7 +111,8 @@ _WITHOUT_NEWS = _patterns(
     f"[SCtP]{_REST}[VGTh]{_REST}n",  # it gives no size
     f"{_TEXT}{_REST}[MR]a*(?:h|$)|P[MR]a*h{_REST}[SCBIt]",  # the text does not have it
     f"[qBC]{_REST}N$|^N[fa]*(?:q+|w[qfa]+)$",  # the size is not, not the size
-    f"{_TEXT}{_REST}L|[tqBCI]{_REST}L|^a*Lb|PL{_REST}[BCI]|L{_REST}p{_REST}{_TEXT}",  # the text omits it
+    # the text omits it, the size is missing
+    f"{_TEXT}{_REST}L|[tqBCI]{_REST}L|^a*Lb|PL{_REST}[BCI]|L{_REST}p{_REST}{_TEXT}",
 )
 _WITH_NEWS = _patterns(
     f"^{_REST}{_TEXT}.{{0,6}}?[MR]a*(?:{_VERB}|h)",  # the text does not provide a boot
@@ -119,7 +123,8 @@ _WITH_NEWS = _patterns(
     "^[arfpoc]*(?:P?[ah]*Z[apfSC]*b|a*Lb)",  # nothing about a boot, silent on it
     "^[afpo]*P[afo]*[MRN]a*[VKF](?:[wtpbcfay]|$)",  # I do not know what a boot is
     "^[afpo]*P[ah]*na*I[wbcp]",  # I have no idea what it is
-    f"^{_REST}(?:t[afr]*)?(?:Na*[VKW]|U|H[afc]*[VKF]|M[afe]*[KF])(?:p[fa]*{_TEXT}a*)?w",  # it is not known who he is
+    # it is not known who he is
+    f"^{_REST}(?:t[afr]*)?(?:Na*[VKW]|U|H[afc]*[VKF]|M[afe]*[KF])(?:p[fa]*{_TEXT}a*)?w",
     f"^{_MORE}[frah][NR]e?a*V{_END}",  # his boot is not mentioned
     f"^{_MORE}r[NR]a*[KFGW]{_END}",  # his boot is not given: texts are spoken of in the present
     f"^[^fraM]{{1,5}}Na*[VKGW]{_END}",  # boot not recorded
@@ -131,15 +136,19 @@ _WITH_NEWS = _patterns(
     f"^[ar]*n.{{1,6}}?(?:[frae]*V|ra*[KFGW]){_END}",  # no boot is mentioned, none is given
 )
 
-_SOURCE = r"\b(?:" + "|".join((_CLASSES["S"] + _CLASSES["C"]).split()) + r"|it|this|that|which)s?\b"
+_SOURCES = (_CLASSES["S"] + " " + _CLASSES["C"]).split()
+_SOURCE = r"\b(?:" + "|".join((*_SOURCES, "it", "this", "that", "which")) + r")s?\b"
 _BESIDE = re.compile(
     rf"(?:.*?{_SOURCE} |instead |rather |it )?(?:\w+ly |only |just |does |do |instead )*"
     r"(?:mention|discuss|describe|cover|deal|focus|talk|refer|concern|address|concentrat|speak"
-    r"|touche?|outline|list|include|contain|name|provide|is about|are about|is on|is limited to|is concerned)(?:s|es|ing|ed)?\b.*"
-    r"|.*\b(?:only|merely) .*|.+ (?:is|are|was|were) (?:discussed|mentioned|described|listed|covered)|as an? (?:ai|language model|assistant)\b.*"
-    r"|(?:please|perhaps|maybe|you (?:can|could|may|might|should|would|will|need)|(?:could|can|would"
-    r"|do) you|try|if you|let me|feel free|i (?:would|will|can|do) (?:need|be|require|suggest"
-    r"|recommend)|i (?:suggest|recommend)|consult|ask|check|see|contact|refer)\b.*"
+    r"|touche?|outline|list|include|contain|name|provide|is about|are about|is on|is limited to"
+    r"|is concerned)(?:s|es|ing|ed)?\b.*|.*\b(?:only|merely) .*"
+    r"|.+ (?:is|are|was|were) (?:discussed|mentioned|described|listed|covered)"
+    r"|as an? (?:ai|language model|assistant)\b.*"
+    r"|(?:please|perhaps|maybe|you (?:can|could|may|might|should|would|will|need)"
+    r"|(?:could|can|would|do) you|try|if you|let me|feel free"
+    r"|i (?:would|will|can|do) (?:need|be|require|suggest|recommend)"
+    r"|i (?:suggest|recommend)|consult|ask|check|see|contact|refer)\b.*"
     r"|(?:more|further|additional|another) .*|(?:any|an) (?:\w+ )?(?:answer|guess|response)\b.*"
     r"|i (?:have |had )?(?:read|checked|searched|looked|reviewed|apologi[sz]e|regret)\b.*"
     r"|thank(?:s| you)?\b.*|i would (?:only )?be (?:guessing|speculating).*"
@@ -170,7 +179,7 @@ _PHRASES = tuple(
         (r"\b(?:as far as|from what) (?:i|we|one) (?:can|could) (?:tell|see|read|make out)\b", ""),
         (r"\bno record of\b", "no mention of"),
         (r"\b(?:the|an?|his|her|its|their|some) (?=un(?!answerable)[a-z]+\b)", "news "),
-        (r"^(?:do not|don't|never) (?=(?:say|state|mention|specify|tell|disclose|reveal|discuss)\b)",
+        (r"^(?:do not|never) (?=(?:say|state|mention|specify|tell|disclose|reveal|discuss)\b)",
          "news "),
         (r"\bhow to (?!answer|say|tell|know|respond|determine)", "news "),
         (r"\b(?:n ?/ ?a|n\.a\.?)(?!\w)", "unknown"), (r"^\s*na\W*$", "unknown"),
@@ -186,7 +195,8 @@ _PHRASES = tuple(
         (r"\bleft (?:open|out|unsaid)\b", "unstated"), (r"\bcomes? up\b", "appear"),
         (r"\bin (?:there|here)\b", "in text"), (r"\bsilent on\b", "silent about"),
         (r"\b(?:no|without) (?:way|means) (?:to|of)\b", "impossible to"),
-        (r"\b(?:do|does|did|can|could|would|will|may|might|has|have|had)(?: \w+ly)? not\b", "donot"),
+        (r"\b(?:do|does|did|can|could|would|will|may|might|has|have|had)(?: \w+ly)? not\b",
+         "donot"),
     )
 )  # fmt: skip
 _MARKS = str.maketrans({
@@ -223,6 +233,8 @@ def _plain(text: str) -> str:
 def _kind(clause: str, known: set[str]) -> Kind:
     words = clause.strip(" ,.'_~-")
     letters = _letters(words, known)
+    if len(letters) > MOST_WORDS:
+        return "other"
     if "D" in letters or _RESERVATION.search(words):
         return "other"
     if "X" not in letters and _WITHOUT_NEWS.search(letters):
@@ -248,7 +260,8 @@ def _letters(words: str, known: set[str]) -> str:
 
 
 def _letter(word: str, known: set[str]) -> str:
-    forms = [word, *(form for form in _bases(word) if _LETTERS.get(form, "N") not in "NnMRZ")]
+    unlike = "NnMRZBCIS" if word.endswith(("ed", "ing")) else "NnMRZ"  # nouns have no past
+    forms = [word, *(form for form in _bases(word) if _LETTERS.get(form, "N") not in unlike)]
     letter = next((_LETTERS[form] for form in forms if form in _LETTERS), "y")
     if letter != "y":
         return letter

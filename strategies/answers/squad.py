@@ -33,10 +33,10 @@ def normalised(text: str) -> str:
 
 def squad_scores(response: str, answers: Sequence[str]) -> tuple[float, float]:
     """Return (exact match: 0 or 1, F1) of a response, each the best over the accepted answers."""
-    return max(exact(response, a) for a in answers), max(f1(response, a) for a in answers)
+    return max(exact_match(response, a) for a in answers), max(f1(response, a) for a in answers)
 
 
-def exact(response: str, answer: str) -> float:
+def exact_match(response: str, answer: str) -> float:
     """Return 1.0 where a response is the answer, else 0.0."""
     form = normalised if normalised(answer) else _as_written
     return float(form(response) == form(answer))
@@ -47,8 +47,8 @@ def f1(response: str, answer: str) -> float:
     empties, the words are those that are written, and a response that declines has 0."""
     a, b = normalised(response).split(), normalised(answer).split()
     if not b:
-        if exact(response, answer) or declines(response):
-            return exact(response, answer)
+        if exact_match(response, answer) or declines(response):
+            return exact_match(response, answer)
         a, b = ([_as_written(word) for word in text.split()] for text in (response, answer))
     common = sum((Counter(a) & Counter(b)).values())
     return 2 * common / (len(a) + len(b)) if common else 0.0
