@@ -21,6 +21,12 @@ from protocols.errors import DataError
 
 LETTERS = "abcde"
 FETCH_TIMEOUT_S = 60.0
+_BEFORE, _AFTER = r"(?<!\w)", r"(?!\w)"
+# Thai, Lao, Burmese, Khmer, kana, Han, Hangul, whose endings follow without a space.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+    "\U00020000-\U0003ffff]"
+)
 NoteSpan = tuple[int, int, int]  # a note's index, and the characters [start, stop) of it
 
 
@@ -79,8 +85,27 @@ class Patient:
         """Return the passages that answer a question; where its file does not tell, the notes that
         hold the right option's words, or all of them."""
         whole = [(i, 0, len(text)) for i, text in enumerate(self.texts)]
-        holding = [span for span in whole if question.correct in self.texts[span[0]]]
+        holding = [s for s in whole if contains_words(self.texts[s[0]], question.correct)]
         return question.places or tuple(holding or whole)
+
+
+def contains_words(text: str, words: str, fold: bool = False) -> bool:
+    """Return whether a text has these words in a row, whole ("5 mg" is not in "25 mg", nor in
+    "2.5 mg"), whatever the spaces between them and, with `fold`, the case. Scripts without spaces
+    have no words to be whole."""
+    if fold:
+        text, words = text.casefold(), words.casefold()
+    parts = words.split()
+    if not parts or not all(part in text for part in parts):
+        return False
+    first, last = parts[0][0], parts[-1][-1]
+    before = _BEFORE * _in_words(first) + r"(?<!\d[.,])" * first.isdigit()
+    after = _AFTER * _in_words(last) + r"(?![.,]\d)" * last.isdigit()
+    return re.search(before + r"\s+".join(map(re.escape, parts)) + after, text) is not None
+
+
+def _in_words(sign: str) -> bool:
+    return re.match(r"\w", sign) is not None and not _UNSPACED.match(sign)
 
 
 def load_patients(source: str) -> list[Patient]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -19,7 +20,8 @@ from environments.clinic.vocabulary import FIELDS
 from protocols.errors import DataError
 
 _ANSWER = re.compile(
-    r"(?:(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is:?|:)[*_`]*|<answer>)"
+    r"(?:(?:(?<!\bno )answer|(?:correct|right|best) (?:option|choice))[*_`]*"
+    r"(?: is(?!\w|['\u2019]):?|:)[*_`]*|<answer>)"
     r"\s*(?=\S)(?!</answer>)",
     re.IGNORECASE,
 )
@@ -34,6 +36,13 @@ _SEVERAL = re.compile(
     re.IGNORECASE,
 )
 _AROUND = " .\"'*_`"
+_SIGNS = str.maketrans(
+    {
+        **dict.fromkeys("\u2018\u2019\u201b\u02bc`\u00b4\u2032", "'"),
+        **dict.fromkeys("\u201c\u201d\u201e\u201f\u00ab\u00bb\u2033", '"'),
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212", "-"),
+    }
+)
 _NUMBER = re.compile(r"\d+")
 _WORD = re.compile(r"\w")
 _FIELD_QUESTION = re.compile(r"what is the (.+)\?")
@@ -253,8 +262,13 @@ def said_answer(response: str) -> str | None:
     return _END.split(response[found[-1].end() :])[0] if found else None
 
 
+def plain_signs(text: str) -> str:
+    """Return text in Unicode's form NFKC, with ASCII's quotes and hyphens for all others."""
+    return text if text.isascii() else unicodedata.normalize("NFKC", text.translate(_SIGNS))
+
+
 def _fold(text: str) -> str:
-    return " ".join(text.lower().split()).strip(_AROUND)
+    return " ".join(plain_signs(text).lower().split()).strip(_AROUND)
 
 
 def claims(field: str, value: str) -> str:

@@ -108,7 +108,7 @@ def evaluate(
     out.mkdir(parents=True, exist_ok=True)
     contamination = _contamination(finished, paper, spec, out)
     entry = enter(finished, paper, kinds or KINDS, tokenizer)
-    notes = [line for run in finished for line in run.notes]
+    notes = [*(line for run in finished for line in run.notes), *paper.notes]
     for line in notes:
         show(f"note: {line}")
     sat = asyncio.run(_measure(first, paper, entry, spec, lambda row: show("  ".join(cells(row)))))

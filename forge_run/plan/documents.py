@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -31,6 +32,8 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     """Return the spec with the documents' number and mean tokens, and the plan's sections on them.
     Raises DataError as `read_material` does."""
     if learn.self_study is None:
+        if learn.data.source in ("clinic", "longhealth") and learn.data.path is not None:
+            _require_charts(learn, learn.data.path)
         return learn, []
     if learn.data.path is None:
         known = learn.data.source == "longhealth"  # its charts are as many as data.patients
@@ -75,6 +78,19 @@ def require_sources(learn: LearnSpec) -> None:
     """Refuse a missing or empty folder before the tokenizer is read, which takes seconds."""
     if learn.data.source == "documents" and learn.data.path is not None:
         require_files(learn.data.path.split(os.pathsep))
+
+
+def _require_charts(learn: LearnSpec, path: str) -> None:
+    """Refuse a LongHealth file on this machine, or charts and questions of it, that a run would
+    refuse; with the model's tokenizer its lengths too."""
+    from training.recipes.longhealth_prompts import open_prompts, read_patients
+
+    if not Path(path).is_file():
+        return
+    read_patients(learn.data)
+    tokenizer = tokenizer_at(learn.model.path) if Path(learn.model.path).is_dir() else None
+    if tokenizer is not None:
+        _ = open_prompts(learn, tokenizer).exams
 
 
 def _warnings(parts: Corpus, learn: LearnSpec) -> list[str]:

@@ -1,12 +1,17 @@
-r"""Compare mathematical answers: 0.5, \frac{1}{2} and 1/2 are equal.
+r"""Compare mathematical answers: 0.5, \frac{1}{2}, 1/2, 50\% and 5\times10^{-1} are equal.
 
-    same text, but for spacing      -> equal
-    both plain numbers              -> by exact fractions
-    else                            -> math-verify, in a separate process  (`math_judge`)
+    same text, but for spacing and $   -> equal
+    both numbers, or lists of numbers  -> by value, rounded; expressions are evaluated by the judge
+    else                               -> math-verify, in a separate process  (`math_judge`)
 
-The first two rules settle most pairs; only the judge's process imports sympy. A pair that the judge
-cannot settle in time is not equal. An answer that it cannot even compare with 1 (a power tower)
-equals none and is tried once.
+Values are rounded to DIGITS decimals, smaller ones to as many significant digits, so that equality
+of numbers is an equivalence: \sqrt2 and 1.414214 are equal, and 6.67e-11 and 1.38e-23 are not. A
+percentage is its value: 50\% is 0.5 and not 50. (1, 2), [1, 2] and \{1, 2\} differ; braces hold a
+set. An equation x = 3 is its value 3.
+
+Plain numbers need no judge; only its process imports sympy. A pair that the judge cannot settle in
+time is not equal. An answer that it cannot even evaluate (a power tower) equals none and is tried
+once.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -31,10 +37,20 @@ SECONDS = (
 LONGEST_S = 60.0  # wall time, for a stalled machine or a failed timer in the judge
 START_S = 120.0
 LONGEST = 300  # characters; longer answers are not compared by value
+DIGITS = 6
 
-_NUMBER = re.compile(r"([+-]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(?:\.(\d*))?)")
+_NUMBER = re.compile(
+    r"([+-]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(?:\.(\d*))?)"
+    r"(?:e([+-]?\d{1,3})|(?:\\times|\\cdot|\*|x)10\^\{?([+-]?\d{1,3})\}?)?(%?)",
+    re.IGNORECASE,
+)
+_POWER = re.compile(r"([+-]?)10\^\{?([+-]?\d{1,3})\}?")
 _FRACTION = re.compile(r"([+-]?)(?:\\frac\{(\d+)\}\{(\d+)\}|\\frac(\d)(\d)|(\d+)/(\d+))")
-_SPACING = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\s+|\$")
+_MIXED = re.compile(r"([+-]?)(\d+)\\frac(?:\{(\d+)\}\{(\d+)\}|(\d)(\d))")
+_SPACING = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\s+|\\?\$")
+_LIST = re.compile(r"(\(|\[|\\?\{)(.*?)(\)|\]|\\?\})", re.DOTALL)
+_SIGNS = str.maketrans({"\u2212": "-", "\u00d7": r"\times", "\u00b7": r"\cdot", "\u22c5": r"\cdot"})
+Value = Fraction | tuple["Value | str", ...]
 
 
 def same_math(a: str, b: str) -> bool:
@@ -45,10 +61,10 @@ def same_math(a: str, b: str) -> bool:
         return True
     if max(len(a), len(b)) > LONGEST or not a or not b:
         return False
-    left, right = _number(a), _number(b)
+    left, right = _value(a), _value(b)
     if left is not None and right is not None:
         return left == right
-    return _comparable(a) and _comparable(b) and _judged(*sorted((a, b)))
+    return _evaluated(a) is not None and _evaluated(b) is not None and _judged(*sorted((a, b)))
 
 
 def need_judge(answers: Iterable[str]) -> bool:
@@ -58,31 +74,83 @@ def need_judge(answers: Iterable[str]) -> bool:
 
 
 def _plain(answer: str) -> str:
-    text = re.sub(r"\\[dt]frac", r"\\frac", answer)
-    return _SPACING.sub("", text).rstrip(".")
+    text = re.sub(r"\\[dt]frac", r"\\frac", answer.translate(_SIGNS))
+    text = re.sub(r"(?<![\d.,])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text)
+    text = _SPACING.sub("", text).replace(r"\%", "%").replace("{,}", ",")
+    return text.rstrip(".")
+
+
+def _value(text: str) -> Value | None:
+    """Return what an answer is equal by: a rounded number, or of a list its brackets and values, of
+    a set in order; None for another."""
+    if (number := _number(text)) is not None:
+        return _rounded(number)
+    if (listed := _LIST.fullmatch(text)) and "," in listed[2]:
+        values = [_value(part) for part in _parts(listed[2])]
+        known = [v for v in values if v is not None]
+        if len(known) == len(values):
+            braces = listed[1].endswith("{")
+            kept = sorted(set(known), key=repr) if braces else known
+            return (listed[1][-1], *kept, listed[3][-1])
+        return None
+    found = _evaluated(text)
+    return _rounded(Fraction(found)) if found else None
+
+
+def _parts(text: str) -> list[str]:
+    """Return the items of a list, whose commas inside of brackets part none."""
+    found, depth = [""], 0
+    for sign in text:
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += sign
+    return found
 
 
 def _number(text: str) -> Fraction | None:
-    """Return the exact number, or None. Exponents are not read: 1e999999999 has too many digits."""
+    """Return the exact number, or None. An exponent has at most three digits: 1e999999999 has too
+    many to write."""
     if found := _FRACTION.fullmatch(text):
         sign, *parts = found.groups()
         top, bottom = (int(p) for p in parts if p is not None)
         return (-1 if sign == "-" else 1) * Fraction(top, bottom) if bottom else None
+    if found := _MIXED.fullmatch(text):  # 2 1/3
+        sign, whole, *parts = found.groups()
+        top, bottom = (int(p) for p in parts if p is not None)
+        return (-1 if sign == "-" else 1) * (int(whole) + Fraction(top, bottom)) if bottom else None
+    if found := _POWER.fullmatch(text):
+        return (-1 if found[1] == "-" else 1) * Fraction(10) ** int(found[2])
     found = _NUMBER.fullmatch(text)
     if not found or not (found[2] or found[3]):
         return None
     whole, rest = (found[2] or "0").replace(",", ""), found[3] or ""
-    return (-1 if found[1] == "-" else 1) * Fraction(int(whole + rest), 10 ** len(rest))
+    number = Fraction(int(whole + rest), 10 ** len(rest)) * Fraction(10) ** int(
+        found[4] or found[5] or 0
+    )
+    return (-1 if found[1] == "-" else 1) * number / (100 if found[6] else 1)
+
+
+def _rounded(number: Fraction) -> Fraction:
+    """Return a number rounded to DIGITS decimals, or to as many significant digits where that is
+    finer."""
+    if number == 0:
+        return number
+    exponent = (Decimal(number.numerator) / Decimal(number.denominator)).adjusted()
+    return round(number, max(DIGITS, DIGITS - 1 - exponent))
 
 
 @lru_cache(maxsize=4096)
-def _comparable(answer: str) -> bool:
-    return _number(answer) is not None or _judge.ask(answer, "1") is not None
+def _evaluated(answer: str) -> str | None:
+    """Return the number that an answer is, as `Fraction` reads it, "" where it is none; None where
+    that took the judge too much."""
+    return _judge.ask(answer)
 
 
 @lru_cache(maxsize=4096)
 def _judged(a: str, b: str) -> bool:
-    return bool(_judge.ask(a, b))
+    return _judge.ask(a, b) == "1"
 
 
 class MathJudge:
@@ -92,8 +160,9 @@ class MathJudge:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, a: str, b: str) -> bool | None:
-        """Return whether the answers are equal; None if that took too much time or memory."""
+    def ask(self, a: str, b: str | None = None) -> str | None:
+        """Return "1" where the answers are equal, else "0"; of one answer the number that it is, ""
+        for none. None if that took too much time or memory."""
         with self._lock:
             process = self._process or self._start()
             assert process.stdin is not None
@@ -108,7 +177,7 @@ class MathJudge:
             if not said:
                 self.end()
                 return None
-            return said == b"1"
+            return said.decode().removeprefix("=")
 
     def _start(self) -> subprocess.Popen[bytes]:
         # -I: files of this folder must not shadow other modules.

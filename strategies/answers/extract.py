@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from environments.clinic.prompts import said_answer
+from environments.clinic.prompts import plain_signs, said_answer
 from protocols.errors import DataError
 from strategies.answers.equivalence import need_judge, same_math
 
@@ -51,8 +51,9 @@ def extract(text: str, form: Form) -> str | None:
 
 
 def same(a: str, b: str, form: Form) -> bool:
-    """Return whether two extracted answers are equal. The relation is an equivalence, except for
-    rounding in `math`, where the call may block for seconds (`same_math`)."""
+    """Return whether two extracted answers are equal. Of `math` the call may block for seconds
+    (`same_math`), and expressions that are no numbers may be equal to a third and not to each
+    other; `clusters` joins them."""
     if form == "math":
         return same_math(a, b)
     if form in ("clinic", "general"):
@@ -63,21 +64,16 @@ def same(a: str, b: str, form: Form) -> bool:
 def clusters(answers: Sequence[str | None], form: Form) -> list[list[int]]:
     """Return the indices of equal answers, clusters and members in order of appearance.
 
-    `clusters(["1/2", None, "3", "0.5"], "math")` is [[0, 3], [2]]. An answer joins the first
-    cluster whose first member it equals.
+    `clusters(["1/2", None, "3", "0.5"], "math")` is [[0, 3], [2]]. An answer joins all clusters
+    with a member that it equals into one, so that the order of the answers decides nothing.
     """
     found: list[list[int]] = []
-    first: list[str] = []
     for i, answer in enumerate(answers):
         if answer is None:
             continue
-        for members, representative in zip(found, first, strict=True):
-            if same(representative, answer, form):
-                members.append(i)
-                break
-        else:
-            found.append([i])
-            first.append(answer)
+        joined = [c for c in found if any(same(str(answers[j]), answer, form) for j in c)]
+        merged = [*sorted(j for c in joined for j in c), i]
+        found = sorted([*(c for c in found if c not in joined), merged])
     return found
 
 
@@ -121,4 +117,4 @@ def _of_clinic(text: str) -> str | None:
 
 
 def _folded(text: str) -> str:
-    return " ".join(text.casefold().split()).strip(" .\"'")
+    return " ".join(plain_signs(text).casefold().split()).strip(" .\"'")

@@ -42,7 +42,7 @@ from protocols.types import SEPARATOR
 from services.run_directory import RunDirectory
 from training.recipes.agreement import split
 from training.recipes.longhealth_prompts import open_prompts, read_patients
-from training.recipes.question_files import UserQuestion, read_questions
+from training.recipes.question_files import UserQuestion, read_question_file, read_questions
 from training.recipes.study_material import require_questions
 from training.recipes.study_prompts import in_turns, of_contexts, titled, titled_messages
 from training.recipes.study_rows import context_titles, of_parts, studied_of
@@ -93,7 +93,8 @@ class EvalSubjects:
 @dataclass(frozen=True)
 class EvalSuite:
     """Hold all questions, passages and probes, and what they are about. `heads` are the contexts'
-    token ids by name. `user_file` tells whether the questions come from a user's file."""
+    token ids by name. `user_file` tells whether the questions come from a user's file, `notes` how
+    many of it are left out."""
 
     source: str
     user_file: bool
@@ -103,6 +104,7 @@ class EvalSuite:
     items: tuple[EvalQuestion, ...]
     passages: tuple[QuestionReading, ...]
     probes: tuple[EvalQuestion, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def abouts(self) -> dict[str, str]:
@@ -140,14 +142,15 @@ def set_paper(
             f"{learn.data.source}); forge eval is for clinic, longhealth and documents"
         )
     source, file = "held-out questions", asked or learn.data.questions
+    notes: tuple[str, ...] = ()
     known = own is None or bool(own and (own[0][0].answers or own[0][0].choice))
     if file is not None:
         owners, words = about.layout.documents, learn.data.instruction
-        found = read_questions(file, about.texts, words, owners, unanswerable=True)
-        require_questions(found, file, tokenizer)
-        by_context = [[q for q in found if q.document == name] for name in about.texts]
+        read = read_question_file(file, about.texts, words, owners, unanswerable=True)
+        require_questions(read.questions, file, tokenizer)
+        by_context = [[q for q in read.questions if q.document == name] for name in about.texts]
         own = [(replace(q, document=owners[q.document]), q.document) for q in in_turns(by_context)]
-        source, known = Path(file).name, True
+        source, known, notes = Path(file).name, True, read.notes
     if not own:
         raise DataError(
             f"run {directory.id} has no held-out question: raise data.held_out, or give a file "
@@ -166,6 +169,7 @@ def set_paper(
         items=tuple(_item(q, of, about, known) for q, of in own[: spec.questions]),
         passages=tuple(_passages(spec, learn, about, tokenizer)),
         probes=tuple(_probes(spec, learn, about)),
+        notes=notes,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from documents.corpus import Corpus, corpus_of, read_parts
-from documents.reading import ReadResult, UserDocument
+from documents.reading import ReadResult, SkippedFile, UserDocument
 from documents.rows.reading import RowSet
 from environments.clinic.longhealth import PatientQuestion, is_held_out
 from environments.clinic.prompts import option_prompt
@@ -17,7 +17,7 @@ from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 from protocols.types import SEPARATOR
 from training.recipes.longhealth_prompts import LongHealthPrompts, open_prompts
-from training.recipes.question_files import UserQuestion, read_questions
+from training.recipes.question_files import UserQuestion, read_question_file
 from training.recipes.study_prompts import in_turns
 
 
@@ -34,11 +34,13 @@ def read_material(spec: LearnSpec, tokenizer: Any) -> tuple[Corpus, list[UserQue
     corpus = read_parts(spec, tokenizer)
     if spec.data.questions is None:
         return corpus, []
-    found = read_questions(
-        spec.data.questions, corpus.texts, spec.data.instruction, corpus.layout.documents
-    )
-    require_questions(found, spec.data.questions, tokenizer)
-    return corpus, in_turns([[q for q in found if q.document == name] for name in corpus.parts])
+    file = spec.data.questions
+    read = read_question_file(file, corpus.texts, spec.data.instruction, corpus.layout.documents)
+    require_questions(read.questions, file, tokenizer)
+    notes = (SkippedFile(file, note) for note in read.notes)
+    corpus = replace(corpus, notes=(*corpus.notes, *notes))
+    asked = [[q for q in read.questions if q.document == name] for name in corpus.parts]
+    return corpus, in_turns(asked)
 
 
 def require_questions(asked: Sequence[UserQuestion], file: str, tokenizer: Any) -> None:

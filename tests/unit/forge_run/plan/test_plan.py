@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -275,6 +276,74 @@ def test_what_is_odd_of_documents_is_said_before_a_run_starts(tmp_path: Path) ->
     asked = load_spec(mesh, sets=[f"data.path={tmp_path}", "data.questions=none.json"]).spec.learn
     with pytest.raises(DataError, match=r"cannot read .*none.json: No such file"):
         require_documents(asked)
+
+
+def test_questions_about_other_texts_are_said_before_a_run_starts(tmp_path: Path) -> None:
+    text = (ARTICLES / "salt.txt").read_text()
+    (tmp_path / "salt.txt").write_text(text)
+    paragraphs = [
+        {
+            "context": " ".join(text.split()[:20]),
+            "qas": [{"question": "1?", "answers": [{"text": "x"}]}],
+        }
+    ]
+    other = {
+        "title": "zebra",
+        "paragraphs": [{**paragraphs[0], "context": "Zebras live in herds."}],
+    }
+    file = tmp_path / "q.json"
+    file.write_text(json.dumps({"data": [{"title": "Salt", "paragraphs": paragraphs}, other]}))
+    sets = (f"data.path={tmp_path / 'salt.txt'}", f"data.questions={file}")
+    told = (
+        f"note: {file} 1 of 2 questions are left out: their context stands in no document, and "
+        "their title names none (zebra)"
+    )
+    spec = load_spec(str(REPOSITORY / "meshes/documents.yaml"), sets=list(sets)).spec.learn
+    assert require_documents(spec) == [told]
+    assert (told,) in next(
+        section.rows
+        for section in planned("documents.yaml", *sets)
+        if section.title.startswith("left out")
+    )
+
+
+def longhealth(correct: str) -> dict[str, Any]:
+    """Return two patients whose questions have such a right option."""
+    options = {f"answer_{c}": f"{i} mg/dl" for i, c in enumerate("abcde")}
+    asked = [
+        {"No": k, "question": f"Creatinine on day {k}?", **options, "correct": correct}
+        for k in range(4)
+    ]
+    chart = {"text_0": "Creatinine 2 mg/dl on day 0. " * 40}
+    one = {"name": "Ida", "birthday": "1961", "diagnosis": "x", "texts": chart, "questions": asked}
+    return {"patient_01": one, "patient_02": one}
+
+
+@pytest.mark.parametrize(
+    ("content", "patients", "message"),
+    [
+        (longhealth("C"), 2, "patient_01: question 0: correct is 'C', which is none of its five"),
+        (longhealth("2 mg/dl"), 3, "data.patients is 3 and .* holds 2"),
+        ([], 2, "expected an object of patients, got list"),
+        ({"patient_01": {}}, 1, "patient_01 has no 'texts'"),
+        (None, 1, "is not JSON"),
+    ],
+)
+def test_a_longhealth_file_is_read_by_the_plan(
+    tmp_path: Path, content: Any, patients: int, message: str
+) -> None:
+    file = tmp_path / "file.json"
+    file.write_text("{" if content is None else json.dumps(content))
+    with pytest.raises(DataError, match=message):
+        planned("longhealth.yaml", f"data.path={file}", f"data.patients={patients}")
+
+
+def test_a_sound_longhealth_file_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text(json.dumps(longhealth("2 mg/dl")))
+    assert planned("longhealth.yaml", f"data.path={tmp_path / 'file.json'}", "data.patients=2")
+    sets = (f"data.path={tmp_path / 'file.json'}", "data.patients=2", "data.held_out=0.000001")
+    with pytest.raises(DataError, match="no held-out question: raise"):
+        planned("longhealth.yaml", *sets)
 
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:

@@ -61,6 +61,29 @@ def test_an_unknown_form_is_named() -> None:
         ("math", "0.333", r"\frac{1}{3}", False),
         ("math", "1,00", "100", False),
         ("math", r"\left( 1, 2 \right)", "(1,2)", True),
+        ("math", r"\$18", "18", True),
+        ("math", "$18$", r"\$ 18.00", True),
+        ("math", "6.674e-11", r"6.674\times10^{-11}", True),
+        ("math", "6.674E-11", r"6.674 \cdot 10^{-11}", True),
+        ("math", "6.674e-11", "1.381e-23", False),
+        ("math", r"1.381\times 10^{-23}", r"6.626 \times 10^{-34}", False),
+        ("math", "6.674e-11", "6.675e-11", False),
+        ("math", "1.3806490e-23", "1.3806491e-23", True),  # six significant digits
+        ("math", "10^{-3}", "0.001", True),
+        ("math", "1e-40", "0", False),
+        ("math", "1e3", "1000", True),
+        ("math", "0.333333", r"\frac{1}{3}", True),
+        ("math", "12345678901", "12345678902", False),
+        ("math", "12345678.5", "12345678.6", False),
+        ("math", r"50\%", "0.5", True),
+        ("math", "50%", "50", False),
+        ("math", "1{,}000", "1000", True),
+        ("math", "\u22125", "-5", True),
+        ("math", "2 1/3", r"2\frac{1}{3}", True),
+        ("math", "2 1/3", "7", False),
+        ("math", r"\{1, 0.5\}", r"\{\frac12, 1\}", True),
+        ("math", "(1, 0.5)", r"(\frac12, 1)", False),
+        ("math", "(1e-11, 2)", "(2e-11, 2)", False),
         ("math", "12", "21", False),
         ("rg", "A b", "a b", False),
         ("supergpqa", "A", "A", True),
@@ -120,6 +143,40 @@ def test_clusters_part_the_answers(answers: list[str | None]) -> None:
         assert members == sorted(members)
         assert len({Fraction(answers[i] or 0) for i in members}) == 1
     assert len(found) == len({Fraction(a) for a in answers if a is not None})
+
+
+NUMBERS = [
+    "0.5",
+    r"50\%",
+    "50",
+    "1/2",
+    r"\$50",
+    "5e1",
+    "5e-11",
+    r"5\times10^{-11}",
+    "7e-23",
+    "0",
+    "2",
+]
+
+
+@given(st.permutations([*NUMBERS, *NUMBERS[:3]]))
+def test_clusters_do_not_depend_on_the_order(answers: list[str]) -> None:
+    found = {frozenset(answers[i] for i in members) for members in clusters(answers, "math")}
+    assert found == {
+        frozenset(group)
+        for group in (
+            ["0.5", r"50\%", "1/2"], ["50", r"\$50", "5e1"], ["5e-11", r"5\times10^{-11}"],
+            ["7e-23"], ["0"], ["2"],
+        )
+    }  # fmt: skip
+
+
+@given(*(st.sampled_from(NUMBERS) for _ in range(3)))
+def test_equality_of_numbers_is_an_equivalence(a: str, b: str, c: str) -> None:
+    assert same(a, a, "math")
+    assert same(a, b, "math") == same(b, a, "math")
+    assert same(a, c, "math") or not (same(a, b, "math") and same(b, c, "math"))
 
 
 def test_clusters_in_order_of_appearance() -> None:
