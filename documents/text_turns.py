@@ -177,8 +177,8 @@ def content_words(sentence: str) -> list[str]:
     least the mean length, or up to LEFT_OUT characters where words have no spaces between them."""
     found: list[tuple[int, str]] = []
     runs = [match.span() for match in _RUN.finditer(sentence)]
-    if not runs and len(words := sentence.split()) == 1:  # as in a hash
-        runs = [(0, len(words[0]))]
+    if not runs and len(sentence.split()) == 1:  # as in a hash
+        runs = [(0, len(sentence))]
     for start, stop in runs:
         ends = [m.end() for m in regex.finditer(r"\X", sentence, pos=start, endpos=stop)]
         step = max(1, min(LEFT_OUT, len(ends) - 1) // 2 * 2)
@@ -186,9 +186,9 @@ def content_words(sentence: str) -> list[str]:
         for i in range(0, len(ends), step):
             found.append((starts[i], sentence[starts[i] : ends[min(i + step, len(ends)) - 1]]))
     if not runs:
-        words = [(m.start(), m.group()) for m in _LETTERS.finditer(sentence)]
-        mean = sum(len(word) for _, word in words) / max(1, len(words))
-        found = [(start, word) for start, word in words if len(word) >= mean]
+        spans = [match.span() for match in _LETTERS.finditer(sentence)]
+        mean = sum(stop - start for start, stop in spans) / max(1, len(spans))
+        found = [(start, sentence[start:stop]) for start, stop in spans if stop - start >= mean]
     # The blank takes the first place of the words.
     parts = dict.fromkeys(word for start, word in found if sentence.find(word) == start)
     return [part for part in parts if part != sentence]
