@@ -1,8 +1,7 @@
 """Read zipped documents: Word, PowerPoint, Excel, OpenDocument and EPUB.
 
-    .docx    by mammoth as HTML, which keeps tables, lists, notes and insertions
-    .xlsx    by openpyxl, sheet by sheet
-    .pptx, .odt, .odp, .ods, .epub    the paragraphs and tables of their XML, in reading order
+    .xlsx                                    by openpyxl, sheet by sheet
+    .docx, .pptx, .odt, .odp, .ods, .epub    their XML in reading order, as HTML
 
 Tables are read as those of HTML: a row a line, cells apart by " | ". An archive is refused where it
 unpacks to more than UNPACKED bytes, or where its XML defines entities.
@@ -29,13 +28,16 @@ MEMBERS = 20_000
 OLD_OFFICE = b"\xd0\xcf\x11\xe0"  # Office before 2007, and a newer document with a password
 ENTITY = re.compile(rb"<\s*!\s*ENTITY", re.IGNORECASE)
 CELL = " | "
-NOTE_LINK = re.compile(r'<a href="#[^"]*note-ref-[^"]*">\u2191</a>')  # back to its place
 SPACES = re.compile(r"[ \t\r\n]+")
 
 
 # The HTML element for each element of a format, by local names; "" for one that is not shown.
+WORD = {
+    "p": "p", "br": "br", "cr": "br", "tbl": "table", "tr": "tr", "tc": "td", "del": "",
+    "moveFrom": "", "Fallback": "",
+}  # fmt: skip
 PRESENTATION = {
-    "p": "p", "br": "br", "tbl": "table", "tr": "tr", "tc": "td", "Fallback": "", "fld": "",
+    "p": "p", "br": "br", "tbl": "table", "tr": "tr", "tc": "td", "fld": "", "Fallback": "",
 }  # fmt: skip
 OPEN_DOCUMENT = {
     "p": "p", "h": "h2", "line-break": "br", "list": "ul", "list-item": "li", "table": "table",
@@ -44,25 +46,25 @@ OPEN_DOCUMENT = {
         ("annotation", "note-citation", "tracked-changes", "forms", "title", "desc", "shapes"), ""
     ),
 }  # fmt: skip
-BLANKS = frozenset({"s", "tab"})
+SIGNS = {"s": " ", "tab": " ", "noBreakHyphen": "-"}
 
 
 def docx_text(data: bytes) -> str:
-    """Return the text of a Word document. Raises DataError as `archive_of` does."""
-    archive_of(data, "word/document.xml")
-    import mammoth  # for those alone who read one
-
-    page = mammoth.convert_to_html(
-        io.BytesIO(data), convert_image=mammoth.images.img_element(lambda image: {}),
-        id_prefix="", style_map="br[type='page'] => hr",
-    ).value  # fmt: skip
-    return html_text(NOTE_LINK.sub("", page), flat_cells=True)
+    """Return the text of a Word document as it reads with all changes accepted, its notes at its
+    end. Raises DataError as `archive_of` does."""
+    archive = archive_of(data)
+    path = _main(archive, "document")
+    told = [_shown(_xml(archive, path), WORD)]
+    for kind, notes in _related(archive, path).values():
+        if kind.endswith(("/footnotes", "/endnotes")):
+            told.append(_shown(_xml(archive, notes), WORD))
+    return "\n\n".join(filter(None, told))
 
 
 def xlsx_text(data: bytes) -> str:
     """Return the visible sheets of a workbook, each under its name; a formula is its last value.
     Raises DataError as `archive_of` does."""
-    archive_of(data, "xl/workbook.xml")
+    _main(archive_of(data), "workbook")
     import openpyxl  # for those alone who read one
 
     book = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)
@@ -79,9 +81,9 @@ def xlsx_text(data: bytes) -> str:
 def pptx_text(data: bytes) -> str:
     """Return the slides of a presentation in order, each with its notes. Raises DataError as
     `archive_of` does."""
-    archive = archive_of(data, "ppt/presentation.xml")
-    shown = _xml(archive, "ppt/presentation.xml")
-    slides = _related(archive, "ppt/presentation.xml")
+    archive = archive_of(data)
+    path = _main(archive, "presentation")
+    shown, slides = _xml(archive, path), _related(archive, path)
     found = []
     for slide in (e for e in shown.iter() if _name(e) == "sldId"):
         path = next((slides[v][1] for k, v in slide.attrib.items() if v in slides and "}" in k), "")
@@ -98,18 +100,18 @@ def pptx_text(data: bytes) -> str:
 def open_document_text(data: bytes) -> str:
     """Return the text of an OpenDocument text, presentation or spreadsheet. Raises DataError as
     `archive_of` does."""
-    archive = archive_of(data, "content.xml")
+    archive = archive_of(data)
     if b"encryption-data" in _member(archive, "META-INF/manifest.xml", absent=b""):
         raise DataError("asks for a password; save it without one")
     content = _xml(archive, "content.xml")
     body = next((e for e in content if _name(e) == "body"), content)
-    return _shown(body, OPEN_DOCUMENT)
+    return _shown(body, OPEN_DOCUMENT, None)
 
 
 def epub_text(data: bytes, decoded: Callable[[bytes], str]) -> str:
     """Return the chapters of a book in the order of its spine; `decoded` returns a page's text.
     Raises DataError as `archive_of` does, and for a protected book."""
-    archive = archive_of(data, "META-INF/container.xml")
+    archive = archive_of(data)
     roots = _xml(archive, "META-INF/container.xml").iter()
     package = next((e.get("full-path", "") for e in roots if _name(e) == "rootfile"), "")
     book = _xml(archive, package)
@@ -127,9 +129,9 @@ def epub_text(data: bytes, decoded: Callable[[bytes], str]) -> str:
     return "\n\n".join(filter(None, pages))
 
 
-def archive_of(data: bytes, needed: str) -> zipfile.ZipFile:
-    """Return an archive that has the member `needed`. Raises DataError for another file, one that
-    is damaged, encrypted or unpacks to too much, and for XML that defines entities."""
+def archive_of(data: bytes) -> zipfile.ZipFile:
+    """Return the archive of a file's bytes. Raises DataError for another file, one that is damaged,
+    encrypted or unpacks to too much, and for XML that defines entities."""
     if data.startswith(OLD_OFFICE):
         raise DataError(
             "asks for a password, or is of Office before 2007; save it without one, in the new form"
@@ -145,8 +147,6 @@ def archive_of(data: bytes, needed: str) -> zipfile.ZipFile:
             f"unpacks to {total:,} bytes in {len(members):,} files, over {UNPACKED:,} and "
             f"{MEMBERS:,}; save its text alone"
         )
-    if needed not in archive.NameToInfo:
-        raise DataError(f"is not of the kind that its name says: it has no {needed}; rename it")
     for member in members:
         if member.filename.endswith((".xml", ".rels", ".opf", ".xhtml")) and ENTITY.search(
             _member(archive, member.filename)
@@ -194,10 +194,19 @@ def _xml(archive: zipfile.ZipFile, name: str) -> Element:
         raise DataError(f"is damaged: {name} is no plain XML ({error}); save it anew") from None
 
 
+def _main(archive: zipfile.ZipFile, root: str) -> str:
+    """Return the path of an Office file's main part. Raises DataError unless it is of the kind that
+    its root element says."""
+    for kind, path in _related(archive, "").values():
+        if kind.endswith("/officeDocument") and (_name(_xml(archive, path)) == root):
+            return path
+    raise DataError(f"is not of the kind that its name says, it holds no {root}; rename it")
+
+
 def _related(archive: zipfile.ZipFile, path: str) -> dict[str, tuple[str, str]]:
     """Return {id: (kind, path)} of what a part of an Office file refers to."""
     folder, name = posixpath.split(path)
-    file = f"{folder}/_rels/{name}.rels"
+    file = posixpath.join(folder, "_rels", f"{name}.rels")
     if file not in archive.NameToInfo:
         return {}
     return {
@@ -225,22 +234,30 @@ def _locked(archive: zipfile.ZipFile) -> set[str]:
     return {unquote(path) for path in told}
 
 
-def _shown(root: Element, tags: Mapping[str, str]) -> str:
-    """Return the text of an element, by HTML's elements for its own."""
+def _shown(root: Element, tags: Mapping[str, str], texts: str | None = "t") -> str:
+    """Return the text of an element, by HTML's elements for its own: that inside of `texts`, None:
+    all."""
     parts: list[str] = []
-    _as_html(root, tags, parts)
+    _as_html(root, tags, texts, parts)
     return html_text("".join(parts), flat_cells=True)
 
 
-def _as_html(element: Element, tags: Mapping[str, str], parts: list[str]) -> None:
+def _as_html(
+    element: Element, tags: Mapping[str, str], texts: str | None, parts: list[str]
+) -> None:
     tag = tags.get(name := _name(element))
+    if tag == "p" and any(_name(e) == "numPr" for e in element.iterfind("*/*")):
+        tag = "li"  # Word's lists are paragraphs
     if tag != "":
-        parts += [f"<{tag}>"] if tag else [" "] if name in BLANKS else []
-        parts.append(escape(element.text or ""))
+        parts.append(f"<{tag}>" if tag else SIGNS.get(name, ""))
+        if texts in (None, name):
+            parts.append(escape(element.text or ""))
         for child in element:
-            _as_html(child, tags, parts)
-        parts += [f"</{tag}>"] if tag and tag != "br" else []
-    parts.append(escape(element.tail or ""))
+            _as_html(child, tags, texts, parts)
+        if tag and tag != "br":
+            parts.append(f"</{tag}>")
+    if texts is None:
+        parts.append(escape(element.tail or ""))
 
 
 def _name(element: Element) -> str:

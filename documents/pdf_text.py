@@ -5,7 +5,7 @@ Whether a hyphen at the end of a line is the word's own cannot be seen, so the d
     exam-/ple       example          "example" stands elsewhere, or "exam" and "ple" are no words
     well-/known     well-known       "well-known" stands elsewhere, or "well" and "known" do and
                                      "wellknown" does not
-    Jean-/Paul      Jean-Paul        before a capital or a digit a hyphen stays
+    Jean-/Paul      Jean-Paul        before a capital or a digit, and in a compound, it stays
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ BROKEN = regex.compile(
     r"([\p{L}\p{M}\p{N}]+)"
 )
 SOFT_BREAK = regex.compile(r"\xad[ \t]*\n[ \t]*|\xad")
+SUSPENDED = frozenset({"and", "or", "und", "oder"})  # short- and long-term
 WORD = regex.compile(r"[\p{L}\p{M}\p{N}]+(?:[-\u2010][\p{L}\p{M}\p{N}]+)*")
 
 
@@ -64,11 +65,14 @@ def joined_words(text: str) -> str:
 
 
 def _joined(first: str, second: str, known: Set[str]) -> str:
-    *_, last = first.split("-")
-    whole, apart = (first + second).lower(), f"{first}-{second}".lower()
-    if not second[0].islower() or last.isdigit():
-        return f"{first}-{second}"
-    if whole in known or (last + second).lower() in known:
+    """Return the word of two parts that a hyphen and the end of a line divide."""
+    *compound, last = first.split("-")
+    apart = f"{first}-{second}"
+    if not second[0].islower() or last.isdigit() or min(len(last), len(second)) == 1:
+        return apart  # words are not divided behind or before one letter
+    if {(first + second).lower(), (last + second).lower()} & known:
         return first + second
+    if second in SUSPENDED:
+        return f"{first}- {second}"
     parts = {last.lower(), second.lower()} <= known
-    return f"{first}-{second}" if apart in known or parts else first + second
+    return apart if compound or parts or apart.lower() in known else first + second
