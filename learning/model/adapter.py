@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from learning.model.decoder import Attention, LanguageModel
+from learning.model.hub import model_files
 from protocols.errors import DataError
 from protocols.work import count
 
@@ -102,7 +103,7 @@ def frequencies_by_transformers(path: str) -> Tensor:
     """Return the frequencies of the model in this directory from its config alone. Raises DataError
     for a model that transformers does not know."""
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model_files(path))
         with torch.device("meta"):  # allocates no memory
             shell = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:

@@ -15,6 +15,7 @@ from torch import Tensor
 from learning.model.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder, rope_frequencies
 from learning.model.decoder_config import DecoderConfig, decoder_config
 from learning.model.distributed import whole
+from learning.model.hub import model_files
 from learning.model.tensor_parallel import whole_weight
 from protocols.errors import DataError, SpecError
 
@@ -40,7 +41,7 @@ def load_model(
     from learning.model.adapter import load_by_transformers
 
     try:
-        return load_by_transformers(path, getattr(torch, dtype)).to(device)
+        return load_by_transformers(model_files(path), getattr(torch, dtype)).to(device)
     except OSError as error:
         raise DataError(
             f"no model at {path!r}: {str(error).splitlines()[0]}; set model.path to a directory "
@@ -116,7 +117,7 @@ def tokenizer_of(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(model_files(path))
     except (OSError, ValueError) as error:
         gone = Path(path).is_absolute() and not Path(path).exists()
         why = "the folder is gone" if gone else str(error).splitlines()[0]
