@@ -10,17 +10,20 @@ concatenate to the text.
 from __future__ import annotations
 
 import random
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import regex
+
+from documents.words import CLOSING, PARAGRAPH_END, STRONG_END
+
 # Ends of paragraphs, sentences, lines and words, best first.
 BREAKS = (
-    re.compile(r"\n[^\S\n]*\n\s*"),
-    re.compile("[.!?\u2026][\"'\u201d\u2019)\\]]*\\s+|[\u3002\uff01\uff1f]\\s*"),
-    re.compile(r"\n"),
-    re.compile(r"\s+"),
+    PARAGRAPH_END,
+    regex.compile(rf"[.!?\u2026]{CLOSING}*\s+|{STRONG_END}\s*", regex.V1),
+    regex.compile(r"\n"),
+    regex.compile(r"\s+"),
 )
 SENTENCES = 2  # the kinds that a chunk may begin at: paragraphs and sentences
 NEAR = 4  # a chunk that ends within 1/NEAR of its size before the document's end is extended to it

@@ -21,6 +21,7 @@ from documents.formats import ReadOptions
 from documents.reading import ReadLimits, ReadResult, SkippedFile, UserDocument, read_documents
 from environments.renderer import ChatRenderer
 from learning.model.control_tokens import special_in
+from learning.model.hub import model_files
 from protocols.errors import DataError
 from protocols.layout import CartridgeLayout, layout_of
 from protocols.records.answers import hash_of
@@ -96,7 +97,7 @@ def context_tokens(path: str) -> int | None:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(model_files(path))
     except (OSError, ValueError) as error:
         raise DataError(
             f"no model at {path!r}: {str(error).splitlines()[0]}; set model to a directory with "

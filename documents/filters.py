@@ -6,13 +6,13 @@ Every function is deterministic: the result depends only on the texts and their 
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-WORD = re.compile(r"\w+")
+from documents.words import unspaced, words
+
 ECHO_WORDS = 12  # a text with so many words in a row from the prompt is an echo
 REPEATED = 4  # how often a group of REPEAT_WORDS words may occur in a text
 REPEAT_WORDS = 4
@@ -31,48 +31,46 @@ class TextBounds:
 def fault(text: str, prompt: str, ended: bool, bounds: TextBounds) -> str | None:
     """Return why a text is rejected, None if it is kept: "empty", "too_short", "too_long", "no_end"
     (cut off before its end), "echo" (of `prompt`, which its writer read) or "repetition"."""
-    words = WORD.findall(text.lower())
-    if not words:
+    said = words(text.lower())
+    if not said:
         return "empty"
-    if len(words) < bounds.least_words:
+    each = 2 if 2 * unspaced(text) > len(said) else 1  # characters for a word
+    if len(said) < bounds.least_words:
         return "too_short"
-    if len(words) > bounds.most_words:
+    if len(said) > bounds.most_words * each:
         return "too_long"
     if not ended:
         return "no_end"
-    if _repeats(words):
+    if _repeats(said, REPEAT_WORDS * each):
         return "repetition"
-    if echoes(words, WORD.findall(prompt.lower())):
+    if echoes(said, words(prompt.lower()), ECHO_WORDS * each):
         return "echo"
     return None
 
 
-def echoes(words: Sequence[str], prompt: Sequence[str]) -> bool:
-    """Return whether ECHO_WORDS words in a row, or a shorter text as a whole, occur in the
-    prompt."""
-    length = min(ECHO_WORDS, len(words))
+def echoes(said: Sequence[str], prompt: Sequence[str], most: int = ECHO_WORDS) -> bool:
+    """Return whether `most` words in a row, or a shorter text as a whole, occur in the prompt."""
+    length = min(most, len(said))
     there = {tuple(prompt[i : i + length]) for i in range(len(prompt) - length + 1)}
-    return any(tuple(words[i : i + length]) in there for i in range(len(words) - length + 1))
+    return any(tuple(said[i : i + length]) in there for i in range(len(said) - length + 1))
 
 
-def _repeats(words: Sequence[str]) -> bool:
-    groups = Counter(
-        tuple(words[i : i + REPEAT_WORDS]) for i in range(len(words) - REPEAT_WORDS + 1)
-    )
+def _repeats(said: Sequence[str], length: int) -> bool:
+    groups = Counter(tuple(said[i : i + length]) for i in range(len(said) - length + 1))
     return bool(groups) and max(groups.values()) > REPEATED
 
 
 def normalised(text: str) -> str:
     """Return the words in lower case: texts that differ only in case, punctuation and spaces are
     equal."""
-    return " ".join(WORD.findall(text.lower()))
+    return " ".join(words(text.lower()))
 
 
 def shingles(text: str) -> frozenset[int]:
     """Return hashes of a text's groups of SHINGLE words; of a shorter text, of all its words
     together."""
-    words = WORD.findall(text.lower())
-    groups = [words[i : i + SHINGLE] for i in range(max(1, len(words) - SHINGLE + 1))]
+    said = words(text.lower())
+    groups = [said[i : i + SHINGLE] for i in range(max(1, len(said) - SHINGLE + 1))]
     return frozenset(_hash(" ".join(group)) for group in groups)
 
 

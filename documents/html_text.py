@@ -19,11 +19,13 @@ HIDDEN = frozenset({
 CELLS = frozenset({"td", "th"})
 SPACE = " \t\n\r\f"  # what HTML takes together; a no-break space stays
 SPACES = re.compile(f"[{SPACE}]+")
+SOFT_HYPHEN = "\xad"  # shows only where a line breaks there
 
 
 class _Page(HTMLParser):
-    def __init__(self) -> None:
+    def __init__(self, flat_cells: bool) -> None:
         super().__init__(convert_charrefs=True)
+        self._flat, self._cells = flat_cells, 0  # how many cells are open
         self.parts: list[str] = []
         self.title: list[str] = []
         self.has_heading = False
@@ -38,6 +40,7 @@ class _Page(HTMLParser):
         self.has_heading |= tag == "h1" and not self._hidden
         if tag in CELLS and not self._hidden and "\n" not in self._gap:
             self._gap = " | "
+        self._cells += tag in CELLS
         self._break(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -45,6 +48,8 @@ class _Page(HTMLParser):
             self._hidden -= 1
         if tag == "pre" and self._pre:
             self._pre -= 1
+        if tag in CELLS and self._cells:
+            self._cells -= 1
         self._in_title = False
         self._break(tag)
 
@@ -71,18 +76,24 @@ class _Page(HTMLParser):
         self._gap = ""
 
     def _break(self, tag: str) -> None:
-        if tag in BLOCKS and not self._hidden:
+        if self._flat and self._cells:
+            self._gap = self._gap or " " * (tag in LINES or tag in BLOCKS)
+        elif tag in BLOCKS and not self._hidden:
             self._gap = "\n\n"
         elif tag in LINES and not self._hidden and "\n" not in self._gap:
             self._gap = "\n"
 
 
-def html_text(page: str) -> str:
+def html_text(page: str, *, titled: bool = True, flat_cells: bool = False) -> str:
     """Return the text of a page, "" for none: blocks apart by an empty line, list items and rows on
-    lines of their own, cells apart by " | ". A page without a first heading begins with its title.
+    lines of their own, cells apart by " | ", soft hyphens left out. A page without a first heading
+    begins with its title where `titled`; with `flat_cells` the paragraphs of a cell are one line.
     """
-    reader = _Page()
+    reader = _Page(flat_cells)
     reader.feed(page)
     reader.close()
-    title = "" if reader.has_heading else SPACES.sub(" ", "".join(reader.title)).strip(" ")
-    return "\n\n".join(part for part in (title, "".join(reader.parts).strip(SPACE)) if part)
+    title = SPACES.sub(" ", "".join(reader.title)).strip(" ")
+    if reader.has_heading or not titled:
+        title = ""
+    body = "".join(reader.parts).strip(SPACE)
+    return "\n\n".join(part for part in (title, body) if part).replace(SOFT_HYPHEN, "")

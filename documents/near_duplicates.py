@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from documents.filters import WORD, jaccard, normalised, rarest, shingles
+from documents.filters import jaccard, normalised, rarest, shingles
+from documents.words import words
 from protocols.errors import DataError
 from protocols.files import json_lines, write_atomically
 
@@ -63,9 +64,9 @@ def overlaps(
     """
     seen: dict[tuple[str, str], LocatedText] = {}
     for text in training:
-        if WORD.search(text.text):
+        if words(text.text):
             seen.setdefault((text.document, normalised(text.text)), text)
-    asked = [(q, normalised(q.text), shingles(q.text)) for q in questions if WORD.search(q.text)]
+    asked = [(q, normalised(q.text), shingles(q.text)) for q in questions if words(q.text)]
     often = Counter(shingle for _, _, groups in asked for shingle in groups)
     exact: dict[tuple[str, str], list[int]] = {}
     rare: dict[tuple[str, int], list[int]] = {}

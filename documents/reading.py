@@ -23,10 +23,12 @@ from pathlib import Path
 from documents.formats import READERS, UNICODE, FileText, ReadOptions
 from protocols.errors import DataError
 from protocols.limited_process import LimitedProcess, ProcessLimits
+from registry.names import romanised
 
 MOST_FILES = 10_000
 NAME_LENGTH = 48  # a cartridge's name has at most 64: leaves room for the number of a part or copy
 RESERVED = "none"  # means no document
+MOST_FAULTS = 10  # of a file, told one by one
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,9 @@ def _read_all(
                 raise DataError(f"{shown} {error}") from error
             gathered.left_out.append(SkippedFile(shown, str(error)))
             continue
-        if found and found[0].encoding == how.encoding not in UNICODE:
+        if how.encoding not in UNICODE and any(text.encoding == how.encoding for text in found):
             gathered.notes.append(SkippedFile(shown, f"is not UTF-8: read as {how.encoding}"))
-        faults = [why for text in found if (why := gathered.take(shown, text))]
+        faults = gathered.take_all(shown, found)
         if len(faults) == len(found) and not sought:
             why = faults[-1] if faults else "holds no text"
             raise DataError(f"{shown} {why}; name a file with text in it")
@@ -142,12 +144,25 @@ class Collection:
         self._names: set[str] = set()
         self._texts: dict[str, str] = {}  # by hash: the source that has it
 
-    def take(self, shown: str, text: FileText) -> str | None:
-        """Add a text of a file; return why it is left out, None where it is not."""
-        source = f"{shown}#{text.record}" if text.record else shown
-        why = self._fault(text.text)
+    def take_all(self, shown: str, texts: Sequence[FileText]) -> list[str]:
+        """Add the texts of a file; return why some are left out. Of records beyond MOST_FAULTS only
+        the number is noted."""
+        faults = []
+        for text in texts:
+            source = f"{shown}#{text.record}" if text.record else shown
+            if (why := self._take(shown, source, text)) is not None:
+                faults.append(why)
+                if len(faults) <= MOST_FAULTS:
+                    self.left_out.append(SkippedFile(source, why))
+        if (more := len(faults) - MOST_FAULTS) > 0:
+            why = f"has {more:,} more that cannot be used, of {len(texts):,} records"
+            self.left_out.append(SkippedFile(shown, why))
+        return faults
+
+    def _take(self, shown: str, source: str, text: FileText) -> str | None:
+        """Add a text; return why it is left out, None where it is not."""
+        why = text.fault or self._fault(text.text)
         if why is not None:
-            self.left_out.append(SkippedFile(source, why))
             return why
         digest = hashlib.sha256(text.text.encode()).hexdigest()
         self._texts[digest] = source
@@ -252,7 +267,7 @@ def _require_known(file: Path) -> None:
 
 def _free(stem: str, names: set[str]) -> str:
     """Return a name that is valid for a cartridge and not taken: letters, digits, `_ . -`."""
-    slug = re.sub(r"[^A-Za-z0-9_.-]+", "_", stem.replace(os.sep, "."))
+    slug = re.sub(r"[^A-Za-z0-9_.-]+", "_", romanised(stem.replace(os.sep, ".")))
     slug = slug.strip("_.-")[:NAME_LENGTH].rstrip("_.-") or "document"
     name, count = slug, 1
     while name in names or name == RESERVED:

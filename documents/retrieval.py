@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -20,16 +19,15 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
 
+from documents.words import words
 from protocols.errors import DataError
 from registry.terms import Passages
-
-TERM = re.compile(r"\w+")
 
 
 def terms_of(text: str) -> list[str]:
     """Return a text's words in order, case folded. There is no stemming and no list of words left
     out: BM25 gives little weight to a word that most documents have."""
-    return TERM.findall(text.casefold())
+    return words(text.casefold())
 
 
 def count_terms(text: str) -> dict[str, int]:

@@ -12,8 +12,11 @@ Where A writes nothing usable, `plain_turn` and `plain_next_turn` make a turn wi
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Mapping, Sequence
+
+import regex
+
+from documents.words import STRONG_END, word_spans
 
 WRITE = (
     "Write that message and nothing else. It must be understood by someone who does not see the "
@@ -90,7 +93,7 @@ PLAIN_NEXT = (
     'Say more about "{cue}".',
 )
 CUE_WORDS = (3, 9)
-SENTENCE = re.compile(r"(?:(?<=[.!?])\s+|\n+)")
+SENTENCE = regex.compile(rf"(?<=[.!?])\s+|\n+|{STRONG_END}\s*", regex.V1)
 
 
 def asking(passage: str, kind: str, rng: random.Random) -> str:
@@ -118,6 +121,6 @@ def plain_next_turn(answer: str, rng: random.Random) -> str:
 
 
 def _cue(text: str, rng: random.Random) -> str:
-    sentences = [s.split() for s in SENTENCE.split(text) if s.split()]
-    words = rng.choice(sentences or [["the", "text"]])
-    return " ".join(words[: rng.randint(*CUE_WORDS)]).strip(" ,;:\"'")
+    sentence = rng.choice([s for s in SENTENCE.split(text) if s.strip()] or ["the text"])
+    *_, last = word_spans(sentence)[: rng.randint(*CUE_WORDS)]
+    return " ".join(sentence[: last[1]].split()).strip(" ,;:\"'")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +52,20 @@ class Doubles:
 
     def found(self, kind: str, text: str) -> str | None:
         return (self._of_text if kind in TURNS else self._written).found(text)
+
+
+def planned_turns(
+    parts: Sequence[CorpusDocument], plan: SynthesisPlan
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (document, kind, reason why it is not used, or "") of every turn that no model writes,
+    and of those of quiz, for which A may find no words."""
+    doubles = Doubles(plan.study.alike)
+    for item in items(parts, plan.study):
+        if item.kind not in SEED_KINDS:
+            row = draft_of(item, plan).row
+            if item.kind in TURNS:
+                row = _given(row, doubles)
+            yield item.part.name, item.kind, row.refused
 
 
 def read_rows(path: Path) -> list[StudyRow]:

@@ -128,6 +128,21 @@ def counts(rows: Iterable[StudyRow]) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
+def few_turns(turns: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Return a line for each document and kind of which less than half of the turns are used, given
+    as (document, kind, reason of a turn that is not used or "")."""
+    reasons: dict[tuple[str, str], Counter[str]] = {}
+    for document, kind, why in turns:
+        reasons.setdefault((document, kind), Counter())[why] += 1
+    found = []
+    for (document, kind), counts in reasons.items():
+        used, total = counts[""], counts.total()
+        if 2 * used < total:
+            told = ", ".join(f"{why} {n}" for why, n in sorted(counts.items()) if why)
+            found.append(f"{document}: {used or 'none'} of {total} turns of {kind} ({told})")
+    return found
+
+
 def write_parquet(rows: Sequence[StudyRow], path: Path) -> None:
     """Write the rows as one Parquet file, nested lists as lists, samplings as JSON texts. Raises
     DataError where pyarrow is not installed."""

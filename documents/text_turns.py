@@ -11,11 +11,24 @@
 
 from __future__ import annotations
 
+import math
 import random
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import regex
+
+from documents.words import (
+    CLAUSE_END,
+    LINE_END,
+    SENTENCE_END,
+    UNSPACED,
+    character_spans,
+    is_question,
+    unspaced,
+    word_spans,
+)
 from protocols.teacher_replay import AgentMessage
 
 TURNS: Mapping[str, tuple[str, ...]] = {
@@ -73,22 +86,24 @@ SENTENCE_WORDS = (5, 60)  # shorter ones are headings, longer ones tables
 LONGEST_ANSWER = 14  # words of a part of a sentence
 LONGEST_WORD = 24  # characters on average: above, the text has no spaces between words
 DRAWS = 20  # of a sentence, until one has words to leave out
+SENTENCES_SHARE = 0.5  # of the words: below, lines and clauses are asked about too
+ENGLISH_SHARE = 0.08  # of the words: above, a text with so many of _ENGLISH is English
+LEFT_OUT = 4  # most characters of a script without spaces
 
-_WORD, _CHARACTER = re.compile(r"\S+"), re.compile(r"\S")
-_ENDS = re.compile(
-    "(?<=[.!?\u2026])[\"'\u201d\u2019)\\]]*\\s+(?=[^a-z\\s])|\\n[^\\S\\n]*\\n\\s*"
-    "|(?<=[\u3002\uff01\uff1f])"
-)
-_NAMED = re.compile(
+_NAMED = regex.compile(
     "[~\u223c]?"
     r"[<>]?\d[\d,.]*\d?%?"
     r"(?:\s(?!(?:the|an?|and|or|in|on|at|to|by|for|with|as|is|are|was|were)\b)[a-z]+){0,3}"
-    r"|[A-Z][\w-]+(?:[ -][A-Z][\w-]+)+|`[^`]+`|[A-Z]{2,}[\w-]*"
+    r"|\p{Lu}[\w-]+(?:[ -]\p{Lu}[\w-]+)+|`[^`]+`|\p{Lu}{2,}[\w-]*"
 )
-_BEFORE = re.compile(
+_BEFORE = regex.compile(
     r"\b(?:is|are|was|were|has|have|by|because|due to|with|to|of|that|which|from|in|for|as|and)\s"
 )
-_AFTER = re.compile(r"[.,;:)]\s|[.]$|\s(?:and|which|that)\s")
+_AFTER = regex.compile(r"[.,;:)]\s|[.]$|\s(?:and|which|that)\s")
+_ENGLISH = frozenset({"the", "of", "and", "to", "in", "is", "was", "are", "that", "for"})
+_SAYS = regex.compile(r"[\p{L}\p{N}]")
+_LETTERS = regex.compile(r"[\p{L}\p{M}\p{N}][\p{L}\p{M}\p{N}'\u2019-]*")
+_RUN = regex.compile(rf"\p{{Han}}+|[\p{{Katakana}}\u30fc]+|(?:(?={UNSPACED})\X)+")
 
 
 @dataclass(frozen=True)
@@ -117,11 +132,16 @@ def text_turn(kind: str, text: str, rng: random.Random) -> TextTurn | None:
 def quizzed(text: str, rng: random.Random) -> TextTurn | None:
     """Return a sentence as the turn and words of it as the answer; None where no sentence drawn
     has any."""
-    spans = _sentences(text)
-    for _ in range(DRAWS if spans else 0):
+    spans, english = _sentences(text), _is_english(text)
+    for last in range(DRAWS - 1, -1, -1) if spans else ():
         start, stop = rng.choice(spans)
-        if parts := answers_in(text[start:stop]):
-            return TextTurn(text[start:stop], rng.choice(parts), (start, stop))
+        sentence = text[start:stop]
+        parts = answers_in(sentence)
+        # Only of English is it known which words ask for something.
+        if not english or not (parts or last):
+            parts = [*dict.fromkeys((*parts, *content_words(sentence)))]
+        if parts:
+            return TextTurn(sentence, rng.choice(parts), (start, stop))
     return None
 
 
@@ -136,7 +156,7 @@ def question_prompt(sentence: str, answer: str) -> tuple[AgentMessage, ...]:
 
 def question_fault(question: str, answer: str) -> str | None:
     """Return why A's text is no question for the answer, None if it is one."""
-    if not question.endswith("?") or "\n" in question:
+    if not is_question(question) or "\n" in question:
         return "no_question"
     return "answer_inside" if answer.lower() in question.lower() else None
 
@@ -152,6 +172,28 @@ def answers_in(sentence: str) -> list[str]:
     return [part for part in dict.fromkeys(found) if len(part) > 1]
 
 
+def content_words(sentence: str) -> list[str]:
+    """Return the longer words of a sentence in any script, each once and in order: those of at
+    least the mean length, or up to LEFT_OUT characters where words have no spaces between them."""
+    found: list[tuple[int, str]] = []
+    runs = [match.span() for match in _RUN.finditer(sentence)]
+    if not runs and len(sentence.split()) == 1:  # as in a hash
+        runs = [(0, len(sentence))]
+    for start, stop in runs:
+        ends = [m.end() for m in regex.finditer(r"\X", sentence, pos=start, endpos=stop)]
+        step = max(1, min(LEFT_OUT, len(ends) - 1) // 2 * 2)
+        starts = [start, *ends[:-1]]
+        for i in range(0, len(ends), step):
+            found.append((starts[i], sentence[starts[i] : ends[min(i + step, len(ends)) - 1]]))
+    if not runs:
+        spans = [match.span() for match in _LETTERS.finditer(sentence)]
+        mean = sum(stop - start for start, stop in spans) / max(1, len(spans))
+        found = [(start, sentence[start:stop]) for start, stop in spans if stop - start >= mean]
+    # The blank takes the first place of the words.
+    parts = dict.fromkeys(word for start, word in found if sentence.find(word) == start)
+    return [part for part in parts if part != sentence]
+
+
 def _asked(text: str, answer: str) -> str:
     return f"Text: {' '.join(text.split())}\nAnswer: {' '.join(answer.split())}\n{ASK}"
 
@@ -159,9 +201,13 @@ def _asked(text: str, answer: str) -> str:
 def _recited(kind: str, text: str, rng: random.Random) -> TextTurn | None:
     words = _words(text)
     cue, length = rng.randint(*CUE), rng.randint(*RECITED)
-    if len(words) < cue + RECITED[0]:
-        return None
-    first = rng.randrange(len(words) - cue - RECITED[0] + 1)
+    least = RECITED[0]
+    if len(words) < cue + least:  # a short text, of which a third is the cue
+        if len(words) < SENTENCE_WORDS[0]:
+            return None
+        cue = max(2, len(words) // 3)
+        least = len(words) - cue
+    first = rng.randrange(len(words) - cue - least + 1)
     behind = first + cue
     last = min(len(words), behind + length)
     quoted = text[words[first][0] : words[behind - 1][1]]
@@ -182,24 +228,103 @@ def _continued(text: str, rng: random.Random) -> TextTurn | None:
     return TextTurn(turn, text[start + words[shown][0] : stop], (start, stop))
 
 
-def _sentences(text: str) -> list[tuple[int, int]]:
+Span = tuple[int, int]
+
+
+@lru_cache(maxsize=4096)  # documents, which take turns, and their sentences
+def _words(text: str) -> tuple[Span, ...]:
+    """Return the characters of each word; of each character where there are no spaces at all, as
+    in a hash."""
+    spans = word_spans(text)
+    if spans and sum(stop - start for start, stop in spans) > LONGEST_WORD * len(spans):
+        spans = character_spans(text)
+    return tuple(spans)
+
+
+@lru_cache(maxsize=256)
+def _is_english(text: str) -> bool:
+    words = [word.lower() for word in text.split()]
+    return sum(word in _ENGLISH for word in words) >= ENGLISH_SHARE * len(words)
+
+
+@lru_cache(maxsize=256)
+def _sentences(text: str) -> tuple[Span, ...]:
     """Return the characters of each sentence of SENTENCE_WORDS words, without white space around
-    it."""
-    ends = [(m.start(), m.end()) for m in _ENDS.finditer(text)]
-    starts = [0, *(after for _, after in ends)]
-    stops = [*(before for before, _ in ends), len(text)]
-    found = []
-    for start, stop in zip(starts, stops, strict=True):
-        words = _words(text[start:stop])
-        if SENTENCE_WORDS[0] <= len(words) <= SENTENCE_WORDS[1]:
-            found.append((start + words[0][0], start + words[-1][1]))
+    it. Where sentences are less than SENTENCES_SHARE of the text, as in lists, tables, poems and
+    code, what is longer is divided into lines and clauses, and what is shorter is joined."""
+    least, most = SENTENCE_WORDS
+    parts = _divided(_Part.of(text, 0, len(text)), text, SENTENCE_END)
+    fit = [part for part in parts if len(part.words) >= least and part.size <= most]
+    if sum(part.size for part in fit) < SENTENCES_SHARE * sum(part.size for part in parts):
+        for ends in (LINE_END, CLAUSE_END):
+            parts = [
+                piece
+                for part in parts
+                for piece in ([part] if part.size <= most else _divided(part, text, ends))
+            ]
+        fit = _joined([piece for part in parts for piece in part.windows(most)], text)
+    return tuple((part.start, part.stop) for part in fit)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Hold a stretch of a text by the spans of its words. Its `size` is in words, of which two
+    characters of a script without spaces make one."""
+
+    words: tuple[Span, ...]
+    size: float
+
+    @classmethod
+    def of(cls, text: str, start: int, stop: int) -> _Part:
+        part = text[start:stop]
+        words = tuple((start + a, start + b) for a, b in _words(part))
+        return cls(words, len(words) - unspaced(part) / 2)
+
+    @property
+    def start(self) -> int:
+        return self.words[0][0]
+
+    @property
+    def stop(self) -> int:
+        return self.words[-1][1]
+
+    def windows(self, most: int) -> list[_Part]:
+        """Return the part cut into equal ones of at most `most` words."""
+        cuts = math.ceil(self.size / most)
+        step = math.ceil(len(self.words) / cuts)
+        return [
+            _Part(self.words[i : i + step], self.size / cuts)
+            for i in range(0, len(self.words), step)
+        ]
+
+
+def _divided(part: _Part, text: str, ends: regex.Pattern[str]) -> list[_Part]:
+    """Return what lies between the ends in a part, without what has no word."""
+    if not part.words:
+        return []
+    found, start = [], part.start
+    for match in ends.finditer(text, part.start, part.stop):
+        found.append((start, match.start()))
+        start = match.end()
+    pieces = (_Part.of(text, *span) for span in (*found, (start, part.stop)))
+    return [piece for piece in pieces if piece.words]
+
+
+def _joined(parts: Sequence[_Part], text: str) -> list[_Part]:
+    """Return parts of SENTENCE_WORDS words: a shorter one with those after it, or before the end
+    of the text with the one before it; what has no letter or digit, as a table's rule, is left."""
+    least, most = SENTENCE_WORDS
+    found: list[_Part] = []
+    words: tuple[Span, ...] = ()
+    size = 0.0
+    for part in parts:
+        if not _SAYS.search(text, part.start, part.stop):
+            continue
+        apart = size + part.size > most
+        words, size = (part.words, part.size) if apart else (words + part.words, size + part.size)
+        if len(words) >= least:
+            found.append(_Part(words, size))
+            words, size = (), 0.0
+    if words and found and found[-1].size + size <= most:
+        found[-1] = _Part(found[-1].words + words, found[-1].size + size)
     return found
-
-
-def _words(text: str) -> list[tuple[int, int]]:
-    """Return the characters of each word; of each character where words have no spaces between
-    them."""
-    words = [match.span() for match in _WORD.finditer(text)]
-    if words and sum(stop - start for start, stop in words) > LONGEST_WORD * len(words):
-        return [match.span() for match in _CHARACTER.finditer(text)]
-    return words

@@ -17,7 +17,10 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
+
+from anyascii import anyascii
 
 from protocols.errors import DataError
 
@@ -83,6 +86,11 @@ def parse_cartridge(text: str) -> CartridgeName:
     if which in (None, LATEST):
         return CartridgeName(name)
     return CartridgeName(name, int(which)) if which.isdecimal() else CartridgeName(name, tag=which)
+
+
+def romanised(text: str) -> str:
+    """Return a text of any script in ASCII, by its sound: `日本` is `RiBen`."""
+    return text if text.isascii() else anyascii(unicodedata.normalize("NFC", text))
 
 
 def is_name(text: str) -> bool:

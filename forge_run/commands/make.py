@@ -23,7 +23,7 @@ from forge_run.commands import note
 from forge_run.model_check import check
 from protocols.errors import DataError
 from protocols.spec.loading import load_serve, load_spec
-from registry.names import AUTO, is_name
+from registry.names import AUTO, is_name, romanised
 
 MESH = "documents"  # the shipped one
 MODEL_ROLES = ("generator", "doc_teacher", "trainer")
@@ -162,7 +162,8 @@ def _told_when_usable(home: Path) -> Iterator[None]:
 
 def _name_of(folder: str) -> str:
     """Return a cartridge's name made of a folder's or file's own."""
-    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(os.path.abspath(folder)).stem).strip("-_")
+    stem = romanised(Path(os.path.abspath(folder)).stem)
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")
     return plain[:NAME_LETTERS] or "documents"
 
 

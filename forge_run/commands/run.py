@@ -48,10 +48,10 @@ def run(
 
         for line in in_child(require_documents, loaded.spec.learn):
             print(line, file=sys.stderr)
-    from forge_run.plan.datasets import of_users, require_dataset
+    from forge_run.plan.datasets import of_users, row_notes
 
     if of_users(loaded.spec.learn):
-        in_child(require_dataset, loaded.spec.learn)
+        notes += in_child(row_notes, loaded.spec.learn)
     from forge_run.launch import run as go
     from forge_run.model_check import check_for_run
 

@@ -7,6 +7,7 @@ from collections import Counter
 from documents.rows.reading import RowSet, read_row_set
 from forge_run.formatting import TableSection, facts
 from forge_run.plan.documents import tokenizer_at
+from forge_run.plan.inputs import row_lengths
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.users.rewards import RewardSpec
@@ -43,6 +44,13 @@ def require_dataset(learn: LearnSpec) -> RowSet | None:
     return rows
 
 
+def row_notes(learn: LearnSpec) -> list[str]:
+    """Return notes to print before a run on rows starts. Raises DataError as `require_dataset` and
+    `row_lengths` do."""
+    rows = require_dataset(learn)
+    return [] if rows is None else row_lengths(learn, rows)
+
+
 def _require(where: str, reward: RewardSpec, columns: list[str] | None) -> None:
     worker = RewardWorker(reward)
     try:
@@ -55,15 +63,17 @@ def _require(where: str, reward: RewardSpec, columns: list[str] | None) -> None:
 
 def sections(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     """Return the spec with the number of documents, and the plan's sections on rows and rewards.
-    Raises DataError as `require_dataset` does."""
+    Raises DataError as `row_notes` does."""
     if not of_users(learn):
         return learn, []
     rows = require_dataset(learn)
     found = []
     if rows is not None:
+        notes = row_lengths(learn, rows)
         count = max(1, len(rows.texts))
         learn = learn.model_copy(update={"data": learn.data.model_copy(update={"patients": count})})
         found.append(facts(f"rows of {rows.source}", _rows_told(learn, rows)))
+        found += [lines("rows that are too long", notes)] if notes else []
     if learn.reward:
         table = tuple((r.title, f"{r.weight:g}", _by(r), _limits(r)) for r in learn.reward)
         found.append(TableSection("rewards of an episode, summed by weight", HEADS, table))

@@ -13,10 +13,13 @@ from statistics import fmean
 from typing import Any
 
 from documents.corpus import Corpus, CorpusDocument
-from documents.drafts import passage_of
+from documents.drafts import SynthesisPlan, passage_of
 from documents.formats import ReadOptions
 from documents.reading import ReadLimits, SkippedFile, read_documents, require_files
+from documents.synthesis import planned_turns
+from documents.synthesis_rows import few_turns
 from forge_run.formatting import TableSection, facts, lines
+from forge_run.plan.inputs import at_hand, tokenizer_at
 from protocols.errors import DataError
 from protocols.layout import length_warning
 from protocols.spec.learn import LearnSpec
@@ -35,7 +38,7 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
         if learn.data.source in ("clinic", "longhealth") and learn.data.path is not None:
             _require_charts(learn, learn.data.path)
         return learn, []
-    if learn.data.path is None:
+    if learn.data.path is None or (learn.data.source == "longhealth" and not at_hand(learn)):
         known = learn.data.source == "longhealth"  # its charts are as many as data.patients
         told = [facts("self-study", study_rows(learn, learn.data.patients, ()))]
         return learn, told if known else []
@@ -75,9 +78,14 @@ def require_documents(learn: LearnSpec) -> list[str]:
 
 
 def require_sources(learn: LearnSpec) -> None:
-    """Refuse a missing or empty folder before the tokenizer is read, which takes seconds."""
+    """Refuse a missing or empty folder, and missing questions or rows, before the tokenizer is
+    read, which takes seconds and may ask the hub."""
     if learn.data.source == "documents" and learn.data.path is not None:
         require_files(learn.data.path.split(os.pathsep))
+    rows = learn.self_study.rows if learn.self_study else None
+    for key, path in (("data.questions", learn.data.questions), ("self_study.rows", rows)):
+        if path is not None and not Path(path).is_file():
+            raise DataError(f"there is no file {path}; check {key}")
 
 
 def _require_charts(learn: LearnSpec, path: str) -> None:
@@ -97,7 +105,15 @@ def _warnings(parts: Corpus, learn: LearnSpec) -> list[str]:
     sizes = {name: len(part.tokens) for name, part in parts.parts.items()}
     texts = {c: sum(sizes[name] for name in of) for c, of in parts.layout.contexts.items()}
     warning = length_warning(learn.cartridge.tokens, texts)
-    return [] if warning is None else [f"warning: {warning}"]
+    found = [] if warning is None else [warning]
+    study = learn.self_study
+    if study is not None and study.rows is None:
+        plan = SynthesisPlan(study, learn.model.path, learn.train.seed, answers=False)
+        few = few_turns(planned_turns([*parts.parts.values()], plan))
+        found += few[:MOST_ROWS]
+        if (more := len(few) - MOST_ROWS) > 0:
+            found.append(f"{more} more kinds of turns with less than half of them")
+    return [f"warning: {text}" for text in found]
 
 
 def remarks(parts: Corpus) -> list[str]:
@@ -193,6 +209,11 @@ def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
             ReadLimits(read.max_file_bytes, read.max_total_bytes),
         )
         texts, left_out = [d.text for d in found.documents], found.left_out
+        if learn.data.questions is not None:
+            from training.recipes.question_files import read_questions
+
+            named = {d.name: d.text for d in found.documents}
+            read_questions(learn.data.questions, named, learn.data.instruction)
     counts = [len(text) // CHARS_PER_TOKEN for text in texts]
     rows = [
         ("tokens", f"about {sum(counts):,}: the model's tokenizer is not at hand, so "
@@ -211,16 +232,11 @@ def _sized(learn: LearnSpec, documents: int, tokens: int) -> LearnSpec:
 
 def _material(learn: LearnSpec, tokenizer: Any) -> Corpus:
     # Imported here, because plans of other data are to need no torch.
+    from documents.synthesis import read_rows
     from training.recipes.study_material import read_material
+    from training.recipes.study_rows import of_parts
 
-    return read_material(learn, tokenizer)[0]
-
-
-def tokenizer_at(path: str) -> Any:
-    """Return None for an absent model. Raises DataError for one without a chat template."""
-    from learning.model.loading import NoTokenizer, load_tokenizer
-
-    try:
-        return load_tokenizer(path)
-    except NoTokenizer:
-        return None
+    corpus, _ = read_material(learn, tokenizer)
+    if learn.self_study is not None and (rows := learn.self_study.rows) is not None:
+        of_parts(read_rows(Path(rows)), corpus, rows)
+    return corpus

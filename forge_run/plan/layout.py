@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from deploy.manifests.sizing import ModelSize
 from forge_run.formatting import TableSection, bytes_text
-from forge_run.plan.documents import tokenizer_at
+from forge_run.plan.inputs import at_hand, tokenizer_at
 from protocols.layout import CartridgeLayout
 from protocols.spec.learn import LearnSpec
 
@@ -42,9 +42,11 @@ def layout_sections(learn: LearnSpec, size: ModelSize | None) -> list[TableSecti
 
 def _contexts(learn: LearnSpec) -> tuple[CartridgeLayout, Mapping[str, int]] | None:
     """Return the layout and the tokens of every context, as the teacher reads it."""
-    tokenizer = tokenizer_at(learn.model.path)
     data = learn.data
-    if tokenizer is None or (data.source in ("longhealth", "documents") and data.path is None):
+    if data.source == "longhealth" and not at_hand(learn):
+        return None
+    tokenizer = tokenizer_at(learn.model.path)
+    if tokenizer is None or (data.source == "documents" and data.path is None):
         return None
     if learn.self_study is not None:
         from training.recipes.study_material import read_material

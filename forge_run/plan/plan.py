@@ -25,7 +25,7 @@ from deploy.manifests.sizing import (
     trainable_numbers,
 )
 from forge_run.formatting import TableSection, bytes_text, count_text, facts, lines, seconds_text
-from forge_run.plan import channels, datasets, documents, roofline, sizing
+from forge_run.plan import channels, datasets, documents, inputs, roofline, sizing
 from forge_run.plan.layout import layout_sections
 from forge_run.plan.roofline import (
     A100,
@@ -58,7 +58,7 @@ def plan(
     """Return every section of the plan, in reading order; `start` says where trained cartridges
     come from. With `host`, the ceilings of the machine that computes, the times are its own, else
     those of two GPUs. `refused` says why the model is not computed. Raises SpecError for a damaged
-    config.json."""
+    config.json, and DataError for data that the run would refuse."""
     size = known_size(spec.learn.model)
     learn, on_rows = datasets.sections(spec.learn)
     learn, on_documents = documents.studied(learn)
@@ -67,6 +67,7 @@ def plan(
         _run_section(spec),
         *on_rows,
         *on_documents,
+        *inputs.sections(learn),
         *layout_sections(learn, size),
         *([lines("start", start)] if start else []),
         _roles_section(spec),

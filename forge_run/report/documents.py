@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from documents.synthesis_rows import few_turns
 from forge_run.console import number, percent
 from forge_run.formatting import Rows, TableSection
 from forge_run.report.template import Block, Row, shortened
@@ -45,6 +46,8 @@ def documents(file: Path, arms: Row, rows: Iterable[Row]) -> list[Block]:
     written = list(rows)
     if asked := _questions(written):
         blocks.append(("table", TableSection("Questions", ASKED_HEADS, asked)))
+        if few := few_turns((row["document"], row["kind"], row["refused"]) for row in written):
+            blocks.append(("list", few))
         blocks.append(("folded", ("Examples of every kind", _examples(written))))
     return blocks
 

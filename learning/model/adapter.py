@@ -33,6 +33,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from learning.model.attention import AttentionOptions
 from learning.model.decoder import Attention, LanguageModel
+from learning.model.hub import model_files
 from learning.model.key_frequencies import KeyFrequencies, fitted, stacked
 from protocols.errors import DataError
 from protocols.work import count
@@ -339,6 +340,7 @@ def load_by_transformers(
     DataError for one that is not computed here."""
     family = "its family"
     try:
+        path = model_files(path)
         config = config or AutoConfig.from_pretrained(path)
         family = f"{config.model_type!r}"
         _dequantize(config)
@@ -358,7 +360,7 @@ def frequencies_by_transformers(path: str) -> KeyFrequencies:
     """Return the frequencies of the model in this directory from its config alone. Raises DataError
     for a model that transformers does not know, or whose keys cannot be moved."""
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(model_files(path))
     except (OSError, ValueError) as error:
         raise DataError(
             f"keys of the model {path!r} cannot be moved to other positions, for transformers does "

@@ -16,6 +16,7 @@ from learning.model.control_tokens import special_tokens, token_count
 from learning.model.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder, rope_frequencies
 from learning.model.decoder_config import DecoderConfig, decoder_config
 from learning.model.distributed import whole
+from learning.model.hub import model_files
 from learning.model.key_frequencies import KeyFrequencies, half_split
 from learning.model.tensor_parallel import whole_weight
 from learning.model.verdicts import ModelVerdict, keep_verdict, kept_verdict
@@ -71,7 +72,7 @@ def checked_again(path: str) -> ModelVerdict:
     from learning.model.parity import check_model  # imports transformers
 
     with _model_at(path):
-        verdict = check_model(path)
+        verdict = check_model(model_files(path))
     keep_verdict(path, verdict)
     return verdict
 
@@ -165,7 +166,7 @@ def tokenizer_of(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(model_files(path))
     except (OSError, ValueError) as error:
         gone = Path(path).is_absolute() and not Path(path).exists()
         why = "the folder is gone" if gone else str(error).splitlines()[0]
