@@ -64,7 +64,7 @@ def gguf_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, Any], dict[str,
         "tokenizer_class": "TokenizersBackend",
         "chat_template": template,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(file.required("llama.context_length")),
+        "model_max_length": int(file.fact("context_length")),
         **{key.removesuffix("_id"): tokens[i] for key, i in ids.items()},
     }
     return made, config, ids

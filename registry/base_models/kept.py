@@ -17,6 +17,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -139,7 +140,10 @@ def from_gguf(path: Path, folder: Path, dtype: Dtype) -> str:
 
     file = GgufFile(path)
     tokenizer, tokenizer_config, special = gguf_tokenizer(file)
-    config = {**file.config(tokenizer.get_vocab_size(), special), "dtype": dtype}
+    # Without a version transformers takes the tokenizer for one of Mistral's faulty ones, and warns.
+    config = {
+        **file.config(special), "dtype": dtype, "transformers_version": version("transformers"),
+    }  # fmt: skip
     target = getattr(torch, dtype)
     weights = {name: torch.tensor(array, dtype=target) for name, array in file.weights()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
