@@ -140,7 +140,7 @@ def from_gguf(path: Path, folder: Path, dtype: Dtype) -> str:
 
     file = GgufFile(path)
     tokenizer, tokenizer_config, special = gguf_tokenizer(file)
-    # Without a version transformers takes the tokenizer for one of Mistral's faulty ones, and warns.
+    # Without a version transformers warns that the tokenizer may be one of Mistral's faulty ones.
     config = {
         **file.config(special), "dtype": dtype, "transformers_version": version("transformers"),
     }  # fmt: skip
