@@ -157,11 +157,13 @@ CARTRIDGES = {
 MODELS = {
     "add": Command("keep a model under a name, for model.path", "models:add", (
         _option("source", "MODEL",
-                "smollm2-135m, a file ending in .gguf, a directory, or OWNER/NAME of the hub"),
+                "smollm2-135m, gemma3-270m, a file ending in .gguf, a directory, or OWNER/NAME of "
+                "the hub"),
         _option("--name", "NAME", "what it is called here (default: its own name)"),
         _option("--dtype", None, "of weights read from GGUF (default: float32)",
                 choices=DTYPES[:2], default="float32"),
         _flag("--if-missing", "do nothing where a model of that name is kept"),
+        _flag("--accept-license", "you accept the model's terms, which are printed without this"),
     )),
     "list": Command("the models that are kept", "models:list_models"),
     "check": Command("whether a model is computed right here, against its own forward pass",

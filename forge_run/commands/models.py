@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from documents.html_text import html_text
 from forge_run.commands import note
 from forge_run.formatting import TableSection, facts, render
 from forge_run.model_check import check_again
@@ -14,18 +15,24 @@ from learning.model.verdicts import WAYS, ModelVerdict
 from protocols.errors import DataError
 from protocols.home import model_names, models_folder
 from protocols.spec.model import ModelSpec, model_shape
-from registry.base_models.kept import Dtype, add_model, kept_model, kept_models
+from registry.base_models.kept import Dtype, add_model, kept_model, kept_models, terms_page
 
 POLL_SECONDS = 2.0  # between two looks for a model that another process adds
 
 
-def add(*, source: str, name: str | None, dtype: Dtype, if_missing: bool) -> int:
-    """Keep a model and say how to name it. Raises DataError."""
+def add(
+    *, source: str, name: str | None, dtype: Dtype, if_missing: bool, accept_license: bool
+) -> int:
+    """Keep a model and say how to name it; print the terms that are to be accepted first. Raises
+    DataError."""
     if if_missing and name is not None and name in model_names():
         print(f"{name} is kept already: {models_folder() / name}")
         return 0
-    note(f"adding {source}: read, converted and hashed, a minute or two")
-    kept = add_model(source, name, dtype)
+    if not accept_license and (page := terms_page(source)) is not None:
+        print(html_text(page))
+    else:
+        note(f"adding {source}: read, converted and hashed, a minute or two")
+    kept = add_model(source, name, dtype, accept_license)
     print(f"{kept.name}: {kept.bytes:,} bytes of weights, {kept.licence}, {kept.sha256[:12]}")
     print(f"name it anywhere as model.path: {kept.name}")
     return 0

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from learning.model.hub import model_files
 from protocols.errors import DataError
 
 GENERATION, CONFIG = "generation_config.json", "config.json"
@@ -47,7 +48,7 @@ def _generation_ends(path: str) -> tuple[int | None, ...]:
     from transformers import GenerationConfig
 
     try:
-        return _ids(GenerationConfig.from_pretrained(path).eos_token_id)
+        return _ids(GenerationConfig.from_pretrained(model_files(path)).eos_token_id)
     except OSError:  # a model without this file
         return ()
 

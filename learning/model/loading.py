@@ -145,10 +145,15 @@ class NoTokenizer(DataError):
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer beside a model. Raises DataError for one without a chat template."""
+    """Return the tokenizer beside a model. Raises DataError for one without a chat template, as
+    base models are."""
     tokenizer = tokenizer_of(path)
     if not tokenizer.chat_template:
-        raise DataError(f"the tokenizer at {path!r} has no chat template; add one to its files")
+        raise DataError(
+            f"the model {Path(path).name} has no chat template ({path}): it is a base model, and "
+            "runs, servers and questions need one that chats; take an instruct model, or add "
+            "chat_template.jinja to its files"
+        )
     return tokenizer
 
 

