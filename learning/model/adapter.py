@@ -50,17 +50,19 @@ NO_EFFECT = frozenset(
 )  # fmt: skip
 # Frequencies that change with the length of the text: the angle depends on more than the position.
 BY_LENGTH = ("dynamic", "longrope")
+KV_HEADS = "num_key_value_heads"
 LEAST_POSITIONS = 512  # of a model with such frequencies: below, no document fits
 DEQUANTIZED = ("mxfp4", "fp8")  # methods whose weights transformers makes whole on any device
 
 
 class LayerMask(Tensor):
     """Bring the attention of a pass over tokens at `positions` [N] to the layers of one kind.
-    `options` tells how far back they see; `kv_shape` is the model's, None in the survey."""
+    `options` tells how far back they see, None for what is not computed; `kv_shape` is the
+    model's, None in the survey."""
 
     flat: Attention
     positions: Tensor
-    options: AttentionOptions
+    options: AttentionOptions | None
     kv_shape: tuple[int, int, int] | None
 
 
@@ -71,8 +73,8 @@ def layer_mask(
     *, mask_function: Callable[..., Tensor], device: torch.device, local_size: int | None = None,
     **_: Any,
 ) -> LayerMask:  # fmt: skip
-    """Return the mask of one kind of layer, as transformers asks an implementation for it. Raises
-    DataError for one that is neither causal, nor a sliding window, nor in chunks."""
+    """Return the mask of one kind of layer, as transformers asks an implementation for it, though
+    the model may have no layer of that kind."""
     kinds = [AttentionOptions(1.0)]
     if local_size:
         kinds = [AttentionOptions(1.0, local_size), AttentionOptions(1.0, None, local_size)]
@@ -80,18 +82,17 @@ def layer_mask(
     at = torch.tensor(sorted({0, 1, near - 1, near, near + 1, 2 * near}), device=device)
     queries, keys = (x.flatten() for x in torch.meshgrid(at, at, indexing="ij"))
     seen = torch.as_tensor(mask_function(0, 0, queries, keys))
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device).as_subclass(LayerMask)
+    mask.flat, mask.positions, mask.kv_shape = _PASS.get()
+    mask.options = None
     for options in kinds:
         expected = keys <= queries
         if options.limit:
             expected &= ~options.unseen(queries - keys, queries)
         if torch.equal(seen, expected):
-            mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device).as_subclass(LayerMask)
-            mask.flat, mask.positions, mask.kv_shape = _PASS.get()
             mask.options = options
-            return mask
-    raise DataError(
-        "a layer's attention mask is neither causal, nor a sliding window, nor in chunks"
-    )
+            break
+    return mask
 
 
 def flat_attention(
@@ -114,6 +115,9 @@ def flat_attention(
         raise DataError(f"its attention takes {names}, which is not computed here")
     if not isinstance(attention_mask, LayerMask) or not hasattr(attention_mask, "flat"):
         raise DataError("its layers change the attention mask, or take none")
+    asked = attention_mask.options
+    if asked is None:
+        raise DataError("an attention mask is neither causal, nor a sliding window, nor in chunks")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     count(len(k))
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int, typed as Tensor | Module
@@ -127,7 +131,6 @@ def flat_attention(
         q, k, v = _widened(q, shared * most, size), _widened(k, most, size), _widened(v, most, size)
         if s_aux is not None:
             s_aux = F.pad(s_aux, (0, shared * most - heads))
-    asked = attention_mask.options
     options = AttentionOptions(scale, asked.window, asked.chunk, softcap, s_aux)
     out = attention_mask.flat.attend(layer, q, k, v, options)
     return out[None, :, :heads, : value.shape[-1]], None
@@ -149,7 +152,8 @@ def _tempered(module: Any, q: Tensor, positions: Tensor) -> Tensor:
         return torch.log1p(torch.floor((at + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
 
     places = torch.arange(len(q), device=q.device)
-    return q * (scale(positions) / scale(places))[:, None, None].to(q.dtype)
+    more: Tensor = scale(positions) / scale(places)
+    return q * more[:, None, None].to(q.dtype)
 
 
 class Head(nn.Module):
@@ -158,12 +162,12 @@ class Head(nn.Module):
 
     def __init__(self, model: PreTrainedModel, base: nn.Module) -> None:
         super().__init__()
-        head: Any = model.get_output_embeddings()
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         owner = next(m for m in model.modules() if head in m.children())
-        names = {id(child): name for name, child in owner.named_children()}
-        holder = next(c for c in owner.children() if base in c.modules())
+        path = next(name for name, module in owner.named_modules() if module is base)
         self.weight, self.bias = head.weight, getattr(head, "bias", None)
-        self._base, self._head = names[id(holder)], names[id(head)]
+        self._base, *self._within = path.split(".")
+        self._head = next(name for name, child in owner.named_children() if child is head)
         self._owner = [owner]  # in a list: no module of this one
         owner.register_module(self._head, self)
 
@@ -176,24 +180,28 @@ class Head(nn.Module):
         (owner,) = self._owner
         shell = copy.copy(owner)
         # The model without its layers: they "return" the hidden states.
-        parts = {self._base: _Returning(hidden[None]), self._head: _Projecting(project)}
+        layers = _Returning(hidden[None], self._within)
+        parts = {self._base: layers, self._head: _Projecting(project)}
         shell._modules = {**owner._modules, **parts}
         logits: Tensor = shell(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
 
-class _HiddenStates(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers'
+class _HiddenStates(BaseModelOutputWithPast):
     def __getattr__(self, _: str) -> None:
         """Return None for what only other outputs have."""
 
 
 class _Returning(nn.Module):
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, within: Sequence[str]) -> None:
         super().__init__()
         self._hidden = hidden
+        for name in within:  # a model may call what lies in its base
+            object.__setattr__(self, name, self)
 
     def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
-        return _HiddenStates(last_hidden_state=self._hidden)
+        hidden: Any = self._hidden  # typed as a FloatTensor there
+        return _HiddenStates(last_hidden_state=hidden)
 
 
 class _Projecting(nn.Module):
@@ -229,9 +237,8 @@ class TransformersModel(LanguageModel):
         """Survey the model, whose attention is `IMPLEMENTATION`. Raises DataError for one that
         cannot be computed over prefixes and packed sequences."""
         super().__init__()
-        model.requires_grad_(False).eval()
         self._model = model
-        self.base_model = model.get_decoder()
+        self.base_model = _base_of(model)
         self.lm_head = Head(model, self.base_model)
         self.vocabulary = self.lm_head.weight.shape[0]
         self.requires_grad_(False)
@@ -302,7 +309,9 @@ class TransformersModel(LanguageModel):
         if survey.calls != list(range(declared)):
             twice = sorted({i for i in survey.calls if survey.calls.count(i) > 1})
             gone = sorted(set(range(declared)) - set(survey.calls))
-            what = f"attend more than once: {twice}" if twice else f"have no attention: {gone}"
+            what = (
+                f"attend more than once: {twice}" if twice else f"hand nothing to attention: {gone}"
+            )
             raise DataError(f"layers {what}; a cartridge is one key and value of each layer")
         if (hidden[3] - hidden[7]).abs().amax() > 1e-3 * hidden.abs().amax():
             raise DataError(
@@ -312,6 +321,14 @@ class TransformersModel(LanguageModel):
         if not self.head(hidden[:1], lambda x: F.linear(x, self.lm_head.weight)).isfinite().all():
             raise DataError("its logits are not finite")
         return survey
+
+
+def _base_of(model: PreTrainedModel) -> nn.Module:
+    """Return the module that computes the hidden states of text."""
+    base: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    if base is model:  # not where its family's name says
+        base = next(one for one in model.children() if isinstance(one, PreTrainedModel))
+    return base
 
 
 def fixed_positions(config: PreTrainedConfig) -> int | None:
@@ -385,6 +402,9 @@ def measured_frequencies(config: PreTrainedConfig) -> KeyFrequencies:
             shell = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 _small(config), dtype=torch.float32, attn_implementation=IMPLEMENTATION
             )
+            for parameter in shell.parameters():
+                if parameter.dim() == 1:  # ones and zeros hide what norms and biases do
+                    nn.init.uniform_(parameter, 0.5, 1.5)
         model, ids = TransformersModel(shell), torch.arange(1, 9)
         keys: list[list[Tensor]] = []
         for position in (0, 1):
@@ -409,18 +429,19 @@ def measured_frequencies(config: PreTrainedConfig) -> KeyFrequencies:
 
 def _small(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a config with the same layers and the same size of a head, and little else."""
-    small = copy.deepcopy(config)
-    told = config.to_dict()
-    size = told.get("head_dim") or config.hidden_size // config.num_attention_heads
-    small.hidden_size = 2 * size
-    small.vocab_size = 16
-    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
-    for name, value in told.items():
-        if isinstance(value, int) and not isinstance(value, bool):
-            if name.endswith("_heads"):
-                setattr(small, name, 2)
-            elif name.endswith("intermediate_size"):
-                setattr(small, name, 16)
+    small, told = copy.deepcopy(config), config.to_dict()
+    numbers = {name: x for name, x in told.items() if type(x) is int}
+    if {n for n in numbers if n.endswith("_heads")} <= {"num_attention_heads", KV_HEADS}:
+        size = told.get("head_dim") or config.hidden_size // config.num_attention_heads
+        small.hidden_size, small.num_attention_heads = 2 * size, 2
+        if KV_HEADS in numbers:
+            setattr(small, KV_HEADS, 2)
+    else:  # layers with other numbers of heads, whose size has its own name
+        small.hidden_size = 4 * config.num_attention_heads
+    for name in numbers:
+        if name.endswith("intermediate_size") or name.startswith("vocab_size"):
+            setattr(small, name, 16)
+    small.pad_token_id = small.bos_token_id = small.eos_token_id = 0
     return small
 
 
@@ -457,7 +478,7 @@ def _refusal(path: str, family: str, error: Exception) -> DataError:
         why = str(error)
     else:
         first = (str(error).splitlines() or [""])[0]
-        why = f"transformers' code of it does not run over cartridges ({type(error).__name__}: {first})"
+        why = f"its code does not run over cartridges ({type(error).__name__}: {first})"
     return DataError(f"the model {path!r} of family {family} is not supported: {why}; {REMEDY}")
 
 

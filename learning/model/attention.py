@@ -251,9 +251,7 @@ def _prefix_mask(
     kind = (c, options.window, options.chunk)
     if kind not in layout.masks:
         first, stop = layout.spans[c]
-        layout.masks[kind] = window_mask(
-            layout.positions[first:stop], kv.shape[2], options, dtype
-        )
+        layout.masks[kind] = window_mask(layout.positions[first:stop], kv.shape[2], options, dtype)
     return layout.masks[kind]
 
 

@@ -159,7 +159,9 @@ class _CudaFlash:
 
 def _is_for_cuda(q: Tensor, mask: Tensor | None, cap: float | None) -> bool:
     size = q.shape[3]
-    return mask is None and cap is None and q.dtype in NARROW and size <= CUDA_SIZE and size % 8 == 0
+    return (
+        mask is None and cap is None and q.dtype in NARROW and size <= CUDA_SIZE and size % 8 == 0
+    )
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -60,9 +61,8 @@ def _candidates(known: Sequence[Tensor], size: int) -> Iterator[KeyFrequencies]:
     for frequencies in known:
         rest = size - 2 * len(frequencies)
         if rest >= 0:
-            for begin in {0, rest}:
-                for interleaved in (False, True):
-                    yield _pairs(frequencies, size, begin, interleaved)
+            for begin, interleaved, way in product({0, rest}, (False, True), (1, -1)):
+                yield _pairs(way * frequencies, size, begin, interleaved)
 
 
 def _pairs(frequencies: Tensor, size: int, begin: int, interleaved: bool) -> KeyFrequencies:

@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learning.cartridge.composition import composed, shifted
-from learning.model.adapter import rotary_frequencies
 from learning.model.attention import FlatAttention
+from learning.model.key_frequencies import half_split
 from learning.model.loading import frequencies_of
 from protocols.errors import DataError
 
@@ -53,11 +53,11 @@ def test_moved_keys_are_those_read_at_the_other_positions(twin: Twin, by: int) -
 
 def test_a_quarter_turn_by_hand() -> None:
     """One pair of frequency pi/2, and a number that is not rotated."""
-    kv = torch.tensor([[1.0, 2.0, 5.0], [7.0, 8.0, 9.0]]).view(2, 1, 1, 3)
-    moved = shifted(kv, 1, torch.tensor([math.pi / 2]).double())
-    assert torch.allclose(moved[0].flatten(), torch.tensor([-2.0, 1.0, 5.0]), atol=1e-6)
-    assert torch.equal(moved[1], kv[1])
-    assert shifted(kv, 0, torch.tensor([1.0]).double()) is kv
+    kv = torch.tensor([[1.0, 2.0, 5.0], [7.0, 8.0, 9.0]]).view(1, 2, 1, 1, 3)
+    moved = shifted(kv, 1, half_split(torch.tensor([math.pi / 2]), 3))
+    assert torch.allclose(moved[0, 0].flatten(), torch.tensor([-2.0, 1.0, 5.0]), atol=1e-6)
+    assert torch.equal(moved[:, 1], kv[:, 1])
+    assert shifted(kv, 0, half_split(torch.tensor([1.0]), 3)) is kv
 
 
 def config_with(**rope: object) -> LlamaConfig:
@@ -80,15 +80,13 @@ def test_frequencies_of_a_path_are_those_of_the_model(
     """From the config alone: there are no weights beside it."""
     config = config_with(**rope)
     config.save_pretrained(tmp_path)
-    found = frequencies_of(str(tmp_path))
-    assert torch.equal(found, rotary_frequencies(LlamaForCausalLM(config).model.rotary_emb))
-    assert (found.dtype, len(found)) == (torch.float64, 16)
+    found = frequencies_of(str(tmp_path)).values
+    expected = LlamaForCausalLM(config).model.rotary_emb.inv_freq.double()
+    assert torch.equal(found, torch.cat([-expected, expected])[None])
 
 
 def test_frequencies_that_depend_on_the_length_are_refused(tmp_path: Path) -> None:
     config = config_with(rope_type="dynamic", factor=2.0)
-    with pytest.raises(DataError, match="rotary embedding is dynamic, which is not the same at"):
-        rotary_frequencies(LlamaForCausalLM(config).model.rotary_emb)
     config.save_pretrained(tmp_path)
     with pytest.raises(DataError, match="rotary embedding is dynamic, which is not the same at"):
         frequencies_of(str(tmp_path))
