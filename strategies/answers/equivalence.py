@@ -24,12 +24,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from protocols.errors import RunError
+from protocols.limited_process import START_SECONDS, STARTS
 
 SECONDS = (
     2.0  # of the processor; a comparison takes milliseconds, the first ones tenths of a second
 )
 LONGEST_S = 60.0  # wall time, for a stalled machine or a failed timer in the judge
-START_S = 120.0
 LONGEST = 300  # characters; longer answers are not compared by value
 
 _NUMBER = re.compile(r"([+-]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(?:\.(\d*))?)")
@@ -95,7 +95,7 @@ class MathJudge:
     def ask(self, a: str, b: str) -> bool | None:
         """Return whether the answers are equal; None if that took too much time or memory."""
         with self._lock:
-            process = self._process or self._start()
+            process = self._process or self._started()
             assert process.stdin is not None
             line = json.dumps({"a": a, "b": b, "seconds": SECONDS}) + "\n"
             try:
@@ -110,6 +110,15 @@ class MathJudge:
                 return None
             return said == b"1"
 
+    def _started(self) -> subprocess.Popen[bytes]:
+        for _ in range(STARTS):
+            process = self._start()
+            if _line(process, START_SECONDS) == b"ready":
+                return process
+            self.end()
+        raise RunError("math-verify does not start, and answers cannot be compared without; "
+                       "is it installed? run `make install`")  # fmt: skip
+
     def _start(self) -> subprocess.Popen[bytes]:
         # -I: files of this folder must not shadow other modules.
         program = [sys.executable, "-I", str(Path(__file__).with_name("math_judge.py"))]
@@ -117,10 +126,6 @@ class MathJudge:
             program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         atexit.register(self.end)
-        if _line(self._process, START_S) != b"ready":
-            self.end()
-            raise RunError("math-verify does not start, and answers cannot be compared without; "
-                           "is it installed? run `make install`")  # fmt: skip
         return self._process
 
     def end(self) -> None:
