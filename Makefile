@@ -41,7 +41,7 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm run run-real run-vllm serve test test-fast test-all bench-against \
+.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm run run-real run-vllm serve test test-fast test-isa test-all bench-against \
         lint format proto proto-release constraints sbom image k8s k8s-check k8s-apiserver k8s-control-plane bench bench-vllm bench-hosts gpu-check chaos clean \
         install-docs docs reference reference-models
 
@@ -195,19 +195,31 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
 SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 FORGE_REQUIRE_DOCS=1 FORGE_REQUIRE_HELM=1 FORGE_REQUIRE_MOTO=1 \
   FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
   $(PYTEST) --no-loadscope-reorder
+FOR_TESTS := install-vllm install-verifiers install-prometheus install-helm install-moto install-docs
+# What follows runs to its end whatever fails before it, and the worst exit code is the target's.
+EACH = @trap 'exit 130' INT; worst=0; each() { echo "$$*"; env "$$@" || { \
+  code=$$?; echo "ended with $$code: $$*"; test $$code -le $$worst || worst=$$code; }; }
+ISA = $(BIN)/python tests/nightly/processor_sets.py
+TIERS = each $(PYTEST) tests/unit; each $(SLOW_PYTEST) tests/mesh
 
 test-fast: install ## tests/unit: no mesh of processes, about a minute
 	$(PYTEST) tests/unit
 
-test: install-vllm install-verifiers install-prometheus install-helm install-moto install-docs ## tests/unit and tests/mesh: the test suite
-	$(PYTEST) tests/unit
-	$(SLOW_PYTEST) tests/mesh
+test: $(FOR_TESTS) ## tests/unit and tests/mesh: the test suite
+	$(EACH); $(TIERS); exit $$worst
 
-test-all: test install-browser install-slurm install-trl install-verl ## and tests/nightly: kills at any phase, hosts, recipes, long runs
-	HYPOTHESIS_PROFILE=night $(PYTEST) -m hypothesis tests/unit tests/mesh
-	FORGE_SEQUENCES=200 $(PYTEST) tests/mesh/services/test_run_model.py
-	FORGE_RUN_SEQUENCES=200 FORGE_REQUIRE_BROWSER=$(if $(and $(shell command -v chromium),$(shell command -v npm)),1) \
-	  $(SLOW_PYTEST) tests/nightly
+# One machine shows what several would: fewer instructions than the processor has, and more threads.
+test-isa: install ## tests/unit as processors with AVX2, AVX-512 and its bfloat16 would run them
+	$(ISA)
+
+test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl ## all tests: these, test-isa, and tests/nightly: kills at any phase, hosts, recipes, long runs
+	$(EACH); $(TIERS); \
+	each $(ISA); \
+	each HYPOTHESIS_PROFILE=night $(PYTEST) -m hypothesis tests/unit tests/mesh; \
+	each FORGE_SEQUENCES=200 $(PYTEST) tests/mesh/services/test_run_model.py; \
+	each FORGE_RUN_SEQUENCES=200 FORGE_REQUIRE_BROWSER=$(if $(and $(shell command -v chromium),$(shell command -v npm)),1) \
+	  $(SLOW_PYTEST) tests/nightly; \
+	exit $$worst
 
 bench-against: install ## speed of the main job in this tree against that of BASE (9fc9f6f)
 	tests/nightly/against.sh $(BASE)

@@ -26,6 +26,7 @@ from environments.verifiers.chat_endpoint import BadChatRequest
 from environments.verifiers.worker_process import VerifiersWorker
 from protocols.episodes import Task
 from protocols.errors import DataError, RunError
+from protocols.limited_process import START_SECONDS, STARTS
 from protocols.rsa import JudgedCandidate, RSAProblem
 from protocols.spec.rsa import OF_DOCUMENTS, ProblemsSpec
 from protocols.teacher_replay import TeacherUsage
@@ -35,7 +36,6 @@ from protocols.wire.openai_replies import ChatReply
 Extract = Callable[[str], str | None]  # returns the answer in a text, or None
 
 GYM_WORKER = Path(__file__).with_name("gym_worker.py")
-START_S = 120.0  # its imports take 2 s on an idle core
 GRACE_S = 10.0  # the worker's own alarm ends it earlier unless the machine stalls
 AT_ONCE = 16  # episodes of verifiers
 
@@ -143,7 +143,7 @@ class GymProblems:
             "seconds": spec.timeout_s, **more,
         }  # fmt: skip
         async with self._asking:
-            process = self._process or await self._start()
+            process = self._process or await self._started()
             assert process.stdin is not None
             try:
                 process.stdin.write(f"{json.dumps(line)}\n".encode())
@@ -159,16 +159,23 @@ class GymProblems:
                 await self.close()
             return reply
 
-    async def _start(self) -> Process:
-        # -I: files of this folder must not shadow other modules.
-        process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", str(GYM_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
-            limit=1 << 24,
-        )  # fmt: skip
-        if await _line(process, START_S) is None:
-            await self.close()
-            raise RunError("the worker of reasoning_gym does not start; run `make install`")
-        return process
+    async def _started(self) -> Process:
+        """Return the worker, ready for requests."""
+        for _ in range(STARTS):
+            # -I: files of this folder must not shadow other modules.
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", str(GYM_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
+                limit=1 << 24,
+            )  # fmt: skip
+            self._process, ready = process, False
+            try:
+                ready = await _line(process, START_SECONDS) is not None
+            finally:
+                if not ready:  # after a cancellation too: the next request would read its `ready`
+                    await self.close()
+            if ready:
+                return process
+        raise RunError("the worker of reasoning_gym does not start; run `make install`")
 
 
 async def _line(process: Process, seconds: float) -> dict[str, Any] | None:

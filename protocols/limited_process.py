@@ -32,7 +32,11 @@ from protocols.errors import DataError, RunError
 from protocols.files import REPOSITORY
 from protocols.secrets import confined
 
-START_SECONDS = 120.0  # torch takes 3 s to import on an idle core
+# Of a start: a hundred times what it takes on an idle core. An end is seen at once, so the limit is
+# for a process that hangs. A start that failed is tried once more, since the machine may have been
+# out of memory, or starved by others.
+START_SECONDS, STARTS = 300.0, 2
+END_SECONDS = 30.0  # from the end of a process's socket to its own
 SHARE = 6  # a file's numbers are held as read, as joined and as copied, each perhaps in float32
 READY, REPLY = b"ready", 64 * 1024**2
 
@@ -71,6 +75,7 @@ class LimitedProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection | None = None
+        self._killed = False  # by `kill`, while it started
 
     def __enter__(self) -> LimitedProcess:
         return self
@@ -96,7 +101,7 @@ class LimitedProcess:
         limits = self._limits
         patience = wall_s or limits.wall_s
         with self._lock:
-            channel = self._channel or self._start()
+            channel = self._channel or self._started()
             try:
                 channel.send_bytes(json.dumps([request, size]).encode())
                 channel.send_bytes(data)
@@ -115,7 +120,8 @@ class LimitedProcess:
                     f"takes more than {limits.cpu_s:g} s of processor time or {limits.memory:,} "
                     f"bytes of memory {self._what}, or holds too much; {self._remedy}"
                 )
-                broken.status = self._ended()
+                over = isinstance(error, EOFError | ConnectionError)
+                broken.status = self._status() if over else None
                 self.end()
                 raise broken from error
         if "error" in reply:
@@ -124,7 +130,7 @@ class LimitedProcess:
 
     def kill(self) -> None:
         """Kill the process, if it runs; a call in another thread then raises BrokenLimitError."""
-        process = self._process
+        self._killed, process = True, self._process
         if process is not None:
             with contextlib.suppress(ProcessLookupError):  # of its own session, with its children
                 os.killpg(process.pid, signal.SIGKILL)
@@ -140,13 +146,29 @@ class LimitedProcess:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _ended(self) -> int | None:
-        """Return the exit status of the process, None where it runs."""
+    def _status(self) -> int | None:
+        """Return the exit status of a process that has closed its end, None where it runs on."""
         if self._process is None:
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(1.0)
+            return self._process.wait(END_SECONDS)
         return None
+
+    def _started(self) -> Connection:
+        self._killed, why = False, ""
+        for _ in range(STARTS):
+            channel = self._start()
+            if not channel.poll(START_SECONDS):
+                why = f"it was not ready after {START_SECONDS:g} s"
+            else:
+                with contextlib.suppress(OSError, EOFError):
+                    if channel.recv_bytes() == READY:
+                        return channel
+                why = f"it ended with {self._status()}"
+            self.end()
+            if self._killed:
+                break
+        raise RunError(f"the process for {self._function} did not start: {why}; run `make install`")
 
     def _start(self) -> Connection:
         ours, theirs = multiprocessing.Pipe()
@@ -164,12 +186,6 @@ class LimitedProcess:
                 stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self._channel = ours
-        said = b""
-        with contextlib.suppress(OSError, EOFError):
-            said = ours.recv_bytes() if ours.poll(START_SECONDS) else b""
-        if said != READY:
-            self.end()
-            raise RunError(f"the process for {self._function} did not start; run `make install`")
         return ours
 
 

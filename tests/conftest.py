@@ -29,7 +29,7 @@ os.environ.update(
             filter(None, [str(ROOT), *map(str, HELPERS), os.environ.get("PYTHONPATH")])
         ),
         # One thread a process: spinning OpenMP workers of several processes starve each other.
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": os.environ.get("FORGE_TEST_THREADS", "1"),
         # As in a run (forge_run.launch), but polled every 2 s for 5, and with shorter limits.
         "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "3s",

@@ -30,13 +30,13 @@ from environments.verifiers.chat_endpoint import ChatEndpoint
 from protocols.episodes import Task
 from protocols.errors import DataError, RunError
 from protocols.files import REPOSITORY
+from protocols.limited_process import START_SECONDS, STARTS
 from protocols.secrets import confined
 
 PYTHON = REPOSITORY / ".venv-verifiers" / "bin" / "python"
 WORKER = Path(__file__).with_name("worker_main.py")
 KEY = "FORGE_CHAT_API_KEY"
 MARK = "FORGE_VERIFIERS"  # in the environment of the worker and of its descendants
-START_TIMEOUT_S = 180.0  # its imports take 4 s on an idle core
 END_TIMEOUT_S = 10.0
 PING_S = 5.0
 GRACE_S = 15.0  # beyond a rollout's deadline, which the worker keeps itself
@@ -159,31 +159,37 @@ class VerifiersWorker:
 
     async def _started(self) -> Process:
         """Return the process, ready for requests."""
-        if self._process is None or self._reading is None or self._reading.done():
-            mark = secrets.token_hex(16)
-            self._ready.clear()
-            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            try:
-                self._process = process = await asyncio.create_subprocess_exec(
-                    self._python, "-P", WORKER, stdin=PIPE, stdout=PIPE, stderr=log,
-                    env=self._environment(mark), cwd=self._home, start_new_session=True,
-                    limit=MAX_LINE_BYTES,
-                )  # fmt: skip
-            finally:
-                os.close(log)
-            self._reading = asyncio.create_task(self._read(process, mark))
+        for _ in range(STARTS):
+            if self._process is None or self._reading is None or self._reading.done():
+                await self._start()
+            assert self._process is not None
+            assert self._reading is not None
             ready = asyncio.create_task(self._ready.wait())
             try:
                 await asyncio.wait(
-                    {ready, self._reading}, timeout=START_TIMEOUT_S,
+                    {ready, self._reading}, timeout=START_SECONDS,
                     return_when=asyncio.FIRST_COMPLETED,
                 )  # fmt: skip
             finally:
                 ready.cancel()
-            if not self._ready.is_set():
-                await self._end()
-                raise WorkerDied(f"it did not start: {self._last_words()}")
-        return self._process
+            if self._ready.is_set():
+                return self._process
+            await self._end()
+        raise WorkerDied(f"it did not start: {self._last_words()}")
+
+    async def _start(self) -> None:
+        mark = secrets.token_hex(16)
+        self._ready.clear()
+        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                self._python, "-P", WORKER, stdin=PIPE, stdout=PIPE, stderr=log,
+                env=self._environment(mark), cwd=self._home, start_new_session=True,
+                limit=MAX_LINE_BYTES,
+            )  # fmt: skip
+        finally:
+            os.close(log)
+        self._reading = asyncio.create_task(self._read(process, mark))
 
     async def _read(self, process: Process, mark: str) -> None:
         """Dispatch the worker's replies; when they end, kill all that it started."""

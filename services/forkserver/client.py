@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.base import QUIET
+from protocols.limited_process import START_SECONDS
 from protocols.secrets import confined
 
 if TYPE_CHECKING:  # Monarch reads its environment when it is imported
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 
 CHANNEL = "FORGE_FORK_SERVER"  # environment variable: the owner's id, and its end of the socket
-READY_SECONDS = 120.0  # its imports take 3 s on an idle machine
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
 
@@ -52,7 +52,7 @@ def fork_server(
         os.environ[CHANNEL] = f"{os.getpid()}:{ours.fileno()}"
 
         def ready() -> None:
-            ours.settimeout(READY_SECONDS)
+            ours.settimeout(START_SECONDS)
             try:
                 ours.recv(1)  # nothing where the server has ended
             except TimeoutError:

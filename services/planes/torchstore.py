@@ -62,7 +62,7 @@ os.environ.setdefault("TORCHSTORE_RDMA_ENABLED", "1" if is_ibverbs_available() e
 logging.getLogger("torchstore").setLevel(logging.WARNING)
 
 # The storage process imports torch before it answers: seconds, on busy cores many.
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 
 # Keys deleted between two returns of the store's free memory: what messages leave between the
 # values in its heap grew by 1% of the bytes that passed. A return takes 1-6 ms.

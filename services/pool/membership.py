@@ -33,7 +33,7 @@ from services.pool.process import ProcessHost
 from services.pool.process_manager import ProcessManager
 
 POLL_SECONDS = 1.0  # between two queries of a worker's info
-FIRST_SECONDS = 10.0  # for workers that are being started beside the run
+FIRST_SECONDS = 30.0  # for workers that are being started beside the run
 CLOSE_SECONDS = 5.0  # for a source to give back what it made
 
 Note = Callable[..., None]

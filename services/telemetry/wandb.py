@@ -21,7 +21,7 @@ from protocols.types import TraceSpan
 from services.telemetry.values import evaluated_values, row_values, step_values
 
 PROJECT = "cartridge-forge"
-START_SECONDS = 30.0
+START_SECONDS = 120.0  # of its own process, and for its server
 FINISH_SECONDS = 4.0
 
 
@@ -40,6 +40,7 @@ class WandbSink:
             disable_code=True,
             x_disable_stats=True,  # Prometheus has the machine's numbers
             init_timeout=START_SECONDS,
+            x_service_wait=START_SECONDS,
             login_timeout=1,  # never wait for a key on the terminal
             finish_timeout=FINISH_SECONDS,
         )

@@ -30,12 +30,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from protocols.errors import RunError
+from protocols.limited_process import START_SECONDS, STARTS
 
 SECONDS = (
     2.0  # of the processor; a comparison takes milliseconds, the first ones tenths of a second
 )
 LONGEST_S = 60.0  # wall time, for a stalled machine or a failed timer in the judge
-START_S = 120.0
 LONGEST = 300  # characters; longer answers are not compared by value
 DIGITS = 6
 
@@ -164,7 +164,7 @@ class MathJudge:
         """Return "1" where the answers are equal, else "0"; of one answer the number that it is, ""
         for none. None if that took too much time or memory."""
         with self._lock:
-            process = self._process or self._start()
+            process = self._process or self._started()
             assert process.stdin is not None
             line = json.dumps({"a": a, "b": b, "seconds": SECONDS}) + "\n"
             try:
@@ -179,6 +179,15 @@ class MathJudge:
                 return None
             return said.decode().removeprefix("=")
 
+    def _started(self) -> subprocess.Popen[bytes]:
+        for _ in range(STARTS):
+            process = self._start()
+            if _line(process, START_SECONDS) == b"ready":
+                return process
+            self.end()
+        raise RunError("math-verify does not start, and answers cannot be compared without; "
+                       "is it installed? run `make install`")  # fmt: skip
+
     def _start(self) -> subprocess.Popen[bytes]:
         # -I: files of this folder must not shadow other modules.
         program = [sys.executable, "-I", str(Path(__file__).with_name("math_judge.py"))]
@@ -186,10 +195,6 @@ class MathJudge:
             program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         atexit.register(self.end)
-        if _line(self._process, START_S) != b"ready":
-            self.end()
-            raise RunError("math-verify does not start, and answers cannot be compared without; "
-                           "is it installed? run `make install`")  # fmt: skip
         return self._process
 
     def end(self) -> None:

@@ -13,8 +13,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from protocols.errors import RunError
+from protocols.limited_process import START_SECONDS
 
-START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20.0
 
 
@@ -39,7 +39,7 @@ class LoopbackServer:
             target=asyncio.run, args=(serve,), name=self._name, daemon=True
         )
         self._thread.start()
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + START_SECONDS
         while not self._uvicorn.started:
             if time.monotonic() > deadline or not self._thread.is_alive():
                 raise RunError(f"the {self._name} did not start; is loopback there?")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from channel_setup import ALL, Done, bank_of, changed, do, prefixes, scene, trained
+from random_rounding import random_rounding
 from torch import Tensor
 
 from learning.decoding import decode_cache
 from learning.decoding.decode_batch import generate
 from learning.model import attention, kernels
+from learning.model.decoder import LanguageModel
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model
 from learning.packing import ChunkedLogits
@@ -254,16 +257,19 @@ def test_in_bfloat16_sampler_and_trainer_agree(
     kernel: kernels.Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shipped reader over a cartridge of 64 tokens: 256 tokens, decoded one by one and then
-    scored in one pass, by the kernel of a CPU and by that of other devices."""
+    scored in one pass, by the kernel of a CPU and by that of other devices. Neither is farther from
+    float64, nor from the other, than two passes are that round at random (0.04 nats on average,
+    and single tokens up to 4)."""
     for module in (attention, decode_cache):
         monkeypatch.setattr(module, "kernel_for", lambda _: kernel)
-    model = load_model(str(REPOSITORY / "models" / "clinic-reader"), "bfloat16")
+    path = str(REPOSITORY / "models" / "clinic-reader")
+    model = load_model(path, "bfloat16")
     draws = torch.Generator().manual_seed(1)
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(5, 1400, (count,), generator=draws).tolist())
 
-    kv = document_kv(model, ids(64))
+    kv, other = document_kv(model, ids(64)), document_kv(model, ids(64))
     drawn, ref = Sampling(max_tokens=32), PrefixRef("cartridge/p", 0)
     requests = [GenerateRequest(str(i), ids(12 + i), ref, drawn, i) for i in range(8)]
     done = generate(model, requests, lambda _: kv, frozenset())
@@ -271,9 +277,22 @@ def test_in_bfloat16_sampler_and_trainer_agree(
         Sample(r.id, "p", r.prompt_ids, one.token_ids, one.logprobs, one.versions)
         for r, one in zip(requests, done, strict=True)
     ]
-    own = response_logprobs(model, samples, {"p": kv}, 64)
-    gap = (own - torch.tensor([x for one in done for x in one.logprobs])).abs()
-    assert len(gap) == 256
     assert next(model.parameters()).dtype == torch.bfloat16
-    assert gap.mean() <= 0.01  # on some processors nothing
-    assert gap.max() <= 0.1
+
+    def scored(kv: Tensor = kv, model: LanguageModel = model) -> Tensor:
+        return response_logprobs(model, samples, {"p": kv}, 64)
+
+    passes = []
+    for seed in range(6):
+        with random_rounding(seed):
+            passes.append(scored())
+    apart = torch.stack([(a - b).abs() for a, b in combinations(passes, 2)])  # [15, 256]
+
+    sampler = torch.tensor([x for one in done for x in one.logprobs])
+    exact = scored(kv.double(), load_model(path, "bfloat16").to(torch.float64))
+    for a, b in combinations((sampler, scored(), exact), 2):
+        gap = (a - b).abs()
+        assert len(gap) == 256
+        assert gap.mean() <= apart.mean()
+        assert gap.max() <= apart.max()
+    assert (scored(other) - sampler).abs().mean() > 10 * apart.mean()

@@ -20,6 +20,7 @@ from channel_setup import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from random_rounding import random_rounding
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -395,22 +396,27 @@ def test_a_stale_batch_trains_nothing(llama: Twin, make_samples: MakeSamples) ->
 def test_a_base_in_bfloat16_trains_a_cartridge_in_float32(
     llama: Twin, make_samples: MakeSamples
 ) -> None:
-    """The step's numbers are those of a float32 base, as near as bfloat16 is (8 bits)."""
+    """The step's numbers are those of the same weights in float32, within twice what steps that
+    round at random are off."""
     samples = make_samples(*SHAPES)
     teacher = teacher_of(llama, samples)
     half = replace(llama, model=load_model(str(llama.path), "bfloat16"))
     assert half.model.dtype == torch.bfloat16
-    banks = bank_of(llama), bank_of(llama)
-    got, expected = (
-        step(twin, bank, samples, teacher=teacher)
-        for twin, bank in zip((half, llama), banks, strict=True)
-    )
-    gradient, exact = map(gradients, banks)
-    assert gradient is not None
-    assert exact is not None
-    parts = [*banks[0].trainable.values(), *banks[0].frozen.values()]
-    assert {x.dtype for x in (gradient, *parts)} == {torch.float32}
-    assert got.kl == pytest.approx(expected.kl, rel=0.05)
-    cosine = torch.nn.functional.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0)
-    assert cosine > 0.98
-    assert got.grad_norm == pytest.approx(expected.grad_norm, rel=0.1)
+    same = replace(llama, model=load_model(str(llama.path), "bfloat16").float())
+
+    def stepped(twin: Twin) -> tuple[Tensor, Tensor, Tensor]:
+        bank = bank_of(llama)
+        done, gradient = step(twin, bank, samples, teacher=teacher), gradients(bank)
+        assert gradient is not None
+        parts = (gradient, *bank.trainable.values(), *bank.frozen.values())
+        assert {x.dtype for x in parts} == {torch.float32}
+        return torch.tensor(done.kl), torch.tensor(done.grad_norm), gradient
+
+    drawn = []
+    for seed in range(4):
+        with random_rounding(seed):
+            drawn.append(stepped(half))
+    exact = stepped(same)
+    for number, found in enumerate(stepped(half)):
+        off = max((one[number] - exact[number]).norm() for one in drawn)
+        assert (found - exact[number]).norm() <= 2 * off < 0.2 * exact[number].norm()
