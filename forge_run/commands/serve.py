@@ -33,6 +33,7 @@ from services.forkserver.client import fork_server
 
 if TYPE_CHECKING:
     from serving.access.keys import ApiKey
+    from serving.metrics import ServingMetrics
 
 STOP_SECONDS = 8.0
 NO_SECRET = "is not in the environment, and the server reads it there"
@@ -168,10 +169,12 @@ class ServeProcess:
         self.cut_off = False
         self._signalled = asyncio.Event()
         self._web: Any = None
+        self._metrics: ServingMetrics | None = None
 
     async def run(self) -> None:
         """Serve until a signal. Raises ForgeError for generators that do not start or stay up."""
         from learning.model.loading import load_tokenizer
+        from registry.formats.base_model import vocabulary_of
         from services.mesh import open_generators
         from serving.tokenization import Tokenization
         from strategies.judges.opening import opened_judge
@@ -179,13 +182,14 @@ class ServeProcess:
         spec = self.spec
         with self._signals():
             tokenizer = await asyncio.to_thread(load_tokenizer, spec.model.path)
-            texts = Tokenization(tokenizer, spec.tool_calls)
+            known = vocabulary_of(Path(spec.model.path))
+            texts = Tokenization(tokenizer, spec.tool_calls, known)
             end_ids = ids_of_the_end(Path(spec.model.path), tokenizer)
             await asyncio.to_thread(self._ready)
             service, pool = await open_generators(
                 spec.model, spec.generator, spec.roles.generator, texts.documents, end_ids,
                 health=spec.health, spawn_timeout_s=spec.spawn_timeout_s,
-                call_timeout_s=spec.http.deadline_s, spares=spec.spares, note=_note,
+                call_timeout_s=spec.http.deadline_s, spares=spec.spares, note=self._note,
             )  # fmt: skip
             try:
                 if await self._first(service.ready()):
@@ -228,6 +232,7 @@ class ServeProcess:
                 hub_token=hub_token(spec.hub),
             )
         )  # fmt: skip
+        self._metrics = built.handler.metrics
         self._web = LimitedServer(
             uvicorn.Config(
                 built.app, log_config=None, access_log=False, lifespan="off", ws="none",
@@ -250,6 +255,12 @@ class ServeProcess:
                 service.failure.result()
         finally:
             await built.close()
+
+    def _note(self, event: str, **facts: Any) -> None:
+        shown = " ".join(f"{k}={v}" for k, v in facts.items())
+        print(f"{event} {shown}", file=sys.stderr, flush=True)
+        if event == "replica_lost" and self._metrics is not None:
+            self._metrics.replica_lost(facts["cause"])
 
     async def _first(self, starting: Any) -> bool:
         """Return whether it started before a signal; raises its error if it failed."""
@@ -296,8 +307,3 @@ def ids_of_the_end(model: Path, tokenizer: Any) -> frozenset[int]:
         given = json.loads((model / "generation_config.json").read_bytes()).get("eos_token_id")
         ids |= set(given if isinstance(given, list) else [given])
     return frozenset(ids - {None})
-
-
-def _note(event: str, **facts: Any) -> None:
-    shown = " ".join(f"{k}={v}" for k, v in facts.items())
-    print(f"{event} {shown}", file=sys.stderr, flush=True)
