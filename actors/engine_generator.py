@@ -161,11 +161,10 @@ class EngineGeneratorActor(Actor):
 
 
 def end_process() -> None:
-    """End this process REPLY_SECONDS from now: the pool, which replaces a process whose engine died
-    as soon as a call tells of it, else learns of it by the end of the process."""
-    timer = threading.Timer(REPLY_SECONDS, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
+    """End this process REPLY_SECONDS from now. The pool replaces it as soon as a call tells that
+    the engine died; where no call is in flight, or no memory is left to reply, its end does."""
+    time.sleep(REPLY_SECONDS)  # in the engine's own thread: there may be no memory for another
+    os._exit(1)
 
 
 class StreamBuffer:

@@ -7,7 +7,7 @@
 With `finish`, a version that is published while requests are in flight joins between two steps, and
 the requests end on the version they started with. With `drain`, it and all later calls wait until
 the requests have ended. An engine that raises in a step is dead: all pending and later calls get
-its error, so that its replica is replaced, and `on_death` is called.
+its error, so that its replica is replaced, and `on_death` is called in the engine's thread.
 """
 
 from __future__ import annotations
@@ -212,16 +212,21 @@ class EngineThread:
                 if self._running:
                     self._step()
         except BaseException as error:
-            log.exception("the engine died")
-            died = EngineDied.of(error)
-            self._fail_all(died)
-            self._on_death()
-            with contextlib.suppress(Exception):  # the engine is dead already
-                self._engine.close()
-            if self._closing is not None and not self._closing.done():
-                self._closing.set_exception(died)
+            try:
+                self._die(error)
+            finally:  # without memory anything may fail
+                self._on_death()
             return
         self._stop(self._closing)
+
+    def _die(self, error: BaseException) -> None:
+        died = EngineDied.of(error)
+        self._fail_all(died)
+        if self._closing is not None and not self._closing.done():
+            self._closing.set_exception(died)
+        with contextlib.suppress(Exception):  # the engine is dead already
+            self._engine.close()
+        log.error("the engine died", exc_info=error)
 
     def _step(self) -> None:
         came: dict[str, TokenChunk] = {}
