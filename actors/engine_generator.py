@@ -42,6 +42,7 @@ from protocols.types import (
     TokenPort,
 )
 
+REPLY_SECONDS = 2.0  # for the replies of an engine that died to reach their callers
 TELL_SECONDS = 0.02  # between two messages with later tokens of streams
 
 
@@ -66,7 +67,7 @@ class EngineGeneratorActor(Actor):
             os.environ.update(environment(base))
         self._plane = base.plane
         build = partial(build_engine, base, end_ids, spec)
-        self._engine = EngineThread(build, keep_versions, spec.in_flight)
+        self._engine = EngineThread(build, keep_versions, spec.in_flight, end_process)
         self._buffers: dict[str, StreamBuffer] = {}  # by the key of their port
 
     @concurrent_endpoint
@@ -157,6 +158,13 @@ class EngineGeneratorActor(Actor):
     async def shut_down(self) -> EngineReport:
         """Stop the engine and its processes, and return its last report."""
         return await asyncio.wrap_future(self._engine.close())
+
+
+def end_process() -> None:
+    """End this process REPLY_SECONDS from now. The pool replaces it as soon as a call tells that
+    the engine died; where no call is in flight, or no memory is left to reply, its end does."""
+    time.sleep(REPLY_SECONDS)  # in the engine's own thread: there may be no memory for another
+    os._exit(1)
 
 
 class StreamBuffer:

@@ -6,7 +6,8 @@
 
 With `finish`, a version that is published while requests are in flight joins between two steps, and
 the requests end on the version they started with. With `drain`, it and all later calls wait until
-the requests have ended. An engine that raises is dead: all pending and later calls get its error.
+the requests have ended. An engine that raises in a step is dead: all pending and later calls get
+its error, so that its replica is replaced, and `on_death` is called in the engine's thread.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -25,7 +27,8 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from learning.cartridge.versions import CartridgeId, VersionLedger
-from protocols.errors import ForgeError, PublishError
+from learning.decoding.engine import PassError
+from protocols.errors import EngineDied, ForgeError, PublishError
 from protocols.types import (
     Completion,
     EngineReport,
@@ -35,6 +38,7 @@ from protocols.types import (
     refused,
 )
 
+log = logging.getLogger("forge.engine")
 Told = Callable[[Sequence[TokenChunk]], None]  # with what a step added to requests
 
 
@@ -51,7 +55,8 @@ class Engine(Protocol):
         ...
 
     def step(self) -> Iterable[tuple[str, TokenChunk | Completion]]:
-        """Run one forward pass; return the requests that it ended and new tokens of streams."""
+        """Run one forward pass; return the requests that it ended and new tokens of streams. An
+        error is the end of the engine; PassError says which requests may be its cause."""
         ...
 
     def cancel(self, key: str) -> None:
@@ -70,10 +75,6 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class EngineDied(RuntimeError):
-    """Report that the engine failed and serves no more; its replica must be replaced."""
 
 
 @dataclass
@@ -97,15 +98,20 @@ class EngineThread:
     """Build an engine in a new thread and step it there until it is closed or dies."""
 
     def __init__(
-        self, build: Callable[[], Engine], keep: int, in_flight: Literal["finish", "drain"]
+        self,
+        build: Callable[[], Engine],
+        keep: int,
+        in_flight: Literal["finish", "drain"],
+        on_death: Callable[[], None] = lambda: None,
     ) -> None:
         self.started: Future[None] = _promise()
-        self._drain = in_flight == "drain"
+        self._drain, self._on_death = in_flight == "drain", on_death
         self._ledger = VersionLedger(keep)
         self._inbox: deque[EngineCall] = deque()
         self._running: dict[str, RequestInFlight] = {}
         self._changed = threading.Condition()  # guards the inbox, _dead and _closing
         self._dead: EngineDied | None = None
+        self._suspects: Collection[str] = ()  # the requests that the step which failed was over
         self._closing: Future[EngineReport] | None = None
         self._keys = map(str, itertools.count())
         # A daemon: a process that must exit does not wait for an engine that hangs.
@@ -195,7 +201,7 @@ class EngineThread:
         try:
             self._engine = build()
         except BaseException as error:
-            self._fail_all(error)
+            self._fail_all(EngineDied.of(error))
             self.started.set_exception(error)
             return
         self._start_seconds = time.perf_counter() - begun
@@ -206,18 +212,34 @@ class EngineThread:
                 if self._running:
                     self._step()
         except BaseException as error:
-            self._fail_all(error)
-            with contextlib.suppress(Exception):  # the engine is dead already
-                self._engine.close()
-            if self._closing is not None and not self._closing.done():
-                self._closing.set_exception(EngineDied(f"the engine died before: {error!r}"))
+            try:
+                self._die(error)
+            finally:  # without memory anything may fail
+                self._on_death()
             return
         self._stop(self._closing)
+
+    def _die(self, error: BaseException) -> None:
+        died = EngineDied.of(error)
+        self._fail_all(died)
+        if self._closing is not None and not self._closing.done():
+            self._closing.set_exception(died)
+        with contextlib.suppress(Exception):  # the engine is dead already
+            self._engine.close()
+        log.error("the engine died", exc_info=error)
 
     def _step(self) -> None:
         came: dict[str, TokenChunk] = {}
         ended: dict[str, Completion] = {}
-        for key, news in self._engine.step():
+        try:
+            stepped = [*self._engine.step()]
+        except PassError as error:
+            self._suspects = error.keys
+            raise error.__cause__ or error from None
+        except BaseException:
+            self._suspects = self._running.keys()
+            raise
+        for key, news in stepped:
             if isinstance(news, Completion):
                 ended[key] = news
             else:
@@ -245,7 +267,7 @@ class EngineThread:
             except ForgeError as error:  # the caller's mistake; the engine is well
                 job.future.set_exception(error)
             except BaseException as error:
-                job.future.set_exception(EngineDied(f"the engine failed on this: {error!r}"))
+                job.future.set_exception(EngineDied.of(error))
                 raise
 
     def _begin(
@@ -284,20 +306,23 @@ class EngineThread:
             self._engine.close()
             seconds = time.perf_counter() - begun
         except BaseException as error:
-            self._fail_all(error)
+            self._fail_all(EngineDied.of(error))
             closing.set_exception(error)
             return
-        self._fail_all(RuntimeError("it was shut down"))
+        self._fail_all(EngineDied("the engine serves no more: it was shut down", suspect=False))
         closing.set_result(dataclasses.replace(report, stop_seconds=seconds))
 
-    def _fail_all(self, error: BaseException) -> None:
-        """Fail all pending and later calls with this error."""
+    def _fail_all(self, error: EngineDied) -> None:
+        """Fail all pending and later calls with this error; those that are not `_suspects` are told
+        so."""
+        others = EngineDied(str(error), suspect=False)
         with self._changed:
-            self._dead = EngineDied(f"the engine serves no more: {type(error).__name__}: {error}")
-            self._dead.__cause__ = error
+            self._dead = others
             jobs, self._inbox = self._inbox, deque()
-        for future in [job.future for job in jobs] + [r.future for r in self._running.values()]:
-            future.set_exception(self._dead)
+        for job in jobs:
+            job.future.set_exception(others)
+        for key, running in self._running.items():
+            running.future.set_exception(error if key in self._suspects else others)
         self._running = {}
 
 

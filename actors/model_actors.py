@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
 
@@ -34,6 +36,7 @@ from learning.model.loading import (
 )
 from learning.packing import context_of
 from learning.scoring import contexts_of, score_kept
+from protocols.errors import EngineDied, ForgeError
 from protocols.ports import TensorPlane
 from protocols.train_batch import PreferencePair, ReferenceOutput
 from protocols.types import (
@@ -46,6 +49,22 @@ from protocols.types import (
     ScoreOutput,
     TensorRef,
 )
+
+log = logging.getLogger("forge.engine")
+
+
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """Raise an error of the model's passes in this block as EngineDied, so that the pool replaces
+    the process and repeats the call: after it, as when memory ran out, the model cannot be trusted.
+    A ForgeError is raised unchanged."""
+    try:
+        yield
+    except ForgeError:
+        raise
+    except Exception as error:
+        log.exception("the model's pass failed")
+        raise EngineDied.of(error) from error
 
 
 class ModelActor(Actor):
@@ -122,10 +141,11 @@ class GeneratorActor(CartridgeReaderActor):
     @endpoint
     async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
         begun = time.perf_counter()
-        done = generate(
-            self._model, requests, self._lookup, self._end_ids, self._text, self._served,
-            self._grammars,
-        )  # fmt: skip
+        with engine_errors():
+            done = generate(
+                self._model, requests, self._lookup, self._end_ids, self._text, self._served,
+                self._grammars,
+            )  # fmt: skip
         seconds = time.perf_counter() - begun
         self._freed.give_back()
         return GenerateOutput(seconds, tuple(done))
@@ -185,7 +205,7 @@ class DocTeacherActor(ModelActor):
     async def score(self, stem: str, samples: Sequence[Sample]) -> ScoreOutput:
         """Put the teacher's distributions over every response token under a key of this stem."""
         begun, before = time.perf_counter(), self._documents.counts
-        with self._ranks.abreast():
+        with engine_errors(), self._ranks.abreast():
             prefixes = contexts_of(samples, self._documents)
             tensors = score_kept(
                 self._model, samples, prefixes, self._row_tokens, self._keep_top,
@@ -233,7 +253,8 @@ class SDPOTeacherActor(CartridgeReaderActor):
         tokens."""
         begun = time.perf_counter()
         prefixes = self._prefixes(self._reads_hints, [s.cartridge for s in samples], version)
-        tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
+        with engine_errors():
+            tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
         served = {name: self._fingerprints.of(kv) for name, kv in prefixes.items()}
         seconds = time.perf_counter() - begun
         self._freed.give_back()
@@ -245,7 +266,8 @@ class SDPOTeacherActor(CartridgeReaderActor):
         """Return the pairs with reference log-probabilities of `version`."""
         begun = time.perf_counter()
         prefixes = self._prefixes(self._cartridges, [p.cartridge for p in pairs], version)
-        referred = with_references(self._model, pairs, prefixes, self._row_tokens, version, 0)
+        with engine_errors():
+            referred = with_references(self._model, pairs, prefixes, self._row_tokens, version, 0)
         return ReferenceOutput(time.perf_counter() - begun, tuple(referred))
 
     def _prefixes(

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from learning.model.attention import FlatAttention
 from learning.model.decoder import LanguageModel, recomputing
 from learning.model.distributed import vocabulary
+from learning.model.token_ids import require_ids
 from protocols.errors import DataError
 from protocols.types import SEPARATOR, Sample
 
@@ -158,6 +159,13 @@ def check_rows(samples: Iterable[Sample], row_tokens: int) -> None:
                 f"sample {s.id} has {length} tokens of prompt and response, and train.row_tokens "
                 f"allows {row_tokens}; raise train.row_tokens or lower rollout.max_tokens"
             )
+
+
+def check_ids(samples: Iterable[Sample], model: LanguageModel) -> None:
+    """Raise DataError for a sample with a token id that the model does not have."""
+    for s in samples:
+        for ids, part in ((s.prompt_ids, "prompt"), (s.response_ids, "response")):
+            require_ids(ids, model.vocabulary, f"the {part} of sample {s.id}")
 
 
 def _one_token(name: str, position: int) -> PackedTokens:

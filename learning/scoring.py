@@ -20,6 +20,7 @@ from learning.model.document_kv import DocumentKVCache
 from learning.packing import (
     ChunkedLogits,
     cartridge_of,
+    check_ids,
     context_of,
     even_parts,
     pack,
@@ -123,6 +124,7 @@ def _scored(
 ) -> ChunkedLogits:
     """Return the response tokens' logits, to be read in chunks."""
     lengths_of = {name: kv.shape[3] for name, kv in prefixes.items()}
+    check_ids(samples, model)
     packed = pack(samples, lengths_of, row_tokens, prefix)
     read = [prefixes[name] for name in packed.names]
     return response_tokens(model, packed, read, logit_bytes=logit_bytes)

@@ -57,7 +57,7 @@ from learning.losses.channel import (
 from learning.model.cores import beside, passes_beside
 from learning.model.decoder import LanguageModel
 from learning.model.distributed import ALONE, ProcessGroup, is_sharded
-from learning.packing import check_rows, pack, response_tokens, tokens_of
+from learning.packing import check_ids, check_rows, pack, response_tokens, tokens_of
 from learning.progress import CartridgeProgress
 from learning.sampler_gap import GapBounds, SamplerGap
 from protocols.errors import RunError, StaleTokenError
@@ -145,6 +145,7 @@ def train_step(
     stale = check_fresh(prepared.samples(sampled), version, staleness)
     texts = prepared.samples()
     check_rows(texts, row_tokens)
+    check_ids(texts, model)
     weights = {channel.name: channel.weight for channel in channels}
     counts = {channel.name: channel.denominators(batch) for channel in channels}
     whole = {name: sum(of.values()) for name, of in counts.items()}

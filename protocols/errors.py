@@ -11,13 +11,18 @@
     ├── ControlError     a run that cannot be reached, or refuses a request       (exit code 1)
     └── RunError         anything else that ends a run                            (exit code 1)
         ├── HostsEndedError  hosts that have ended, where no others will come
-        └── RanksLostError   one of several ranks that lost the others
+        ├── RanksLostError   one of several ranks that lost the others
+        ├── EngineDied       an engine that failed in a step: its process is replaced
+        └── EngineKilledError  a request during which two engines died in turn
 
 Every class is a ValueError or RuntimeError as well, so that callers can catch it by the standard
 name. An `assert` marks a bug of this project, never a user's mistake.
 """
 
 from __future__ import annotations
+
+import traceback
+from pathlib import Path
 
 
 class ForgeError(Exception):
@@ -77,3 +82,26 @@ class HostsEndedError(RunError):
 
 class RanksLostError(RunError):
     """Report that a rank lost the others: another rank failed, died or was silent for too long."""
+
+
+class EngineDied(RunError):
+    """Report that an engine failed in a step and serves no more: its process must be replaced.
+    `suspect` says whether the step that failed was over the request that gets this error."""
+
+    def __init__(self, reason: str, suspect: bool = True) -> None:
+        super().__init__(reason)
+        self.suspect = suspect
+
+    @classmethod
+    def of(cls, error: BaseException, suspect: bool = True) -> EngineDied:
+        """Return the report of an engine's error, with the place that raised it."""
+        raised = traceback.extract_tb(error.__traceback__)[-1:]
+        place = "".join(f" ({Path(at.filename).name}:{at.lineno})" for at in raised)
+        died = cls(f"the engine died: {type(error).__name__}: {error}{place}", suspect)
+        died.__cause__ = error
+        return died
+
+
+class EngineKilledError(RunError):
+    """Report a request that is not tried again, because two engines in turn died in a step that was
+    over it."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from monarch.actor import this_host
 
 from actors.base import ModelSource, NoPlane, warm_up
+from learning.model.token_ids import require_ids
 from learning.model.verdicts import kept_verdict
 from protocols.errors import PlaneError, SpecError
 from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
@@ -27,6 +28,7 @@ from protocols.spec.model import ModelSpec
 from protocols.spec.sections import GeneratorSpec
 from protocols.spec.services import HealthSpec
 from protocols.types import CartridgeSnapshot, TraceSpan
+from registry.formats.base_model import vocabulary_of
 from services.clients import TrainerClient, use_plane
 from services.forkserver.client import bootstrap_command
 from services.hosts.handshake import versions
@@ -262,8 +264,12 @@ async def spawn_roles(
 ) -> None:
     """Spawn the tensor plane and every role of the spec into `mesh`, and wait until each is ready.
 
-    Raises RunError that names the role and replica.
+    Raises RunError that names the role and replica, and DataError for a document with a token that
+    the model does not have.
     """
+    if (known := vocabulary_of(Path(spec.learn.model.path))) is not None:
+        for name, ids in documents.items():
+            require_ids(ids, known, f"document {name}")
     store = spec.mesh.carrier == "torchstore"
     local = spec.mesh.hosts.kind == "local"
     here = () if local else roles_here(spec)

@@ -7,7 +7,9 @@
 408, 413                    a body that arrives too slowly, or is too large
 421 invalid_request_error   a Host that is not this server's
 429 rate_limit_error        the queue is full; Retry-After has the seconds to wait
-503, 504 service_error      draining or starting; the request's deadline passed
+500 service_error           two engines in turn died of the request; it is not to be sent again
+503, 504 service_error      draining, starting, or generators lost, with Retry-After; the request's
+                            deadline passed
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class ErrorAnswer(BaseModel):
 
 class ApiError(HTTPException):
     """Signal an error that the client receives in place of a reply; a long message, which repeats
-    what was sent, is cut. `about` is the cartridge that was refused, for the audit log."""
+    what was sent, is cut. `about` is the cartridge that was refused, for the audit log. Without
+    `retry` the clients of OpenAI and Anthropic do not send the request again."""
 
     def __init__(
         self,
@@ -71,8 +74,11 @@ class ApiError(HTTPException):
         code: str | None = None,
         retry_after: int | None = None,
         about: str | None = None,
+        retry: bool = True,
     ) -> None:
         headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+        if not retry:
+            headers["x-should-retry"] = "false"
         if status == 401:
             headers["www-authenticate"] = "Bearer"
         super().__init__(status, _cut(message, MESSAGE_CHARACTERS), headers)

@@ -26,7 +26,7 @@ from starlette.types import Scope
 
 from environments.renderer import NO_DOCUMENT
 from learning.decoding.grammar import Grammars
-from protocols.errors import DataError, ForgeError, RunError
+from protocols.errors import DataError, EngineKilledError, ForgeError, RunError
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk, composed_ref
 from protocols.wire.openai_chat import (
     CartridgeInfo,
@@ -53,6 +53,7 @@ from serving.structured.call_reading import CalledTools, CallReader, with_calls
 
 Body = TypeVar("Body")
 Parse = Callable[[RequestParser, Body], ServingRequest]
+RETRY_SECONDS = 5  # a lost generator is replaced in about as many
 CARTRIDGE_HEADER = "x-forge-cartridge"
 UNCOUNTED = 10**15  # more is refused anyway; a number of thousands of digits could not be told
 BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
@@ -69,7 +70,9 @@ class RequestHandler:
         self._grammars = Grammars(lambda: config.texts.tokenizer, config.end_ids)
         self.admission = Admission(http.max_pending, http.max_pending_tokens)
         self.audit = AuditLog(http.audit, http.audit_text)
-        self.metrics = ServingMetrics(lambda: self.admission.pending, config.backend.depth)
+        self.metrics = ServingMetrics(
+            lambda: self.admission.pending, config.backend.depth, config.backend.healthy
+        )
         self.cartridges = ResidentCartridges(config.backend, config.held_cartridges)
         self.hub = HubCartridges(config.hub, config.hub_token, config.library)
         # One thread: a tokenizer is not thread-safe, and its work must not hold the event loop up.
@@ -158,11 +161,23 @@ class RequestHandler:
             yield
         except DataError as error:
             raise ApiError(400, str(error), param=param) from error
+        except EngineKilledError as error:
+            raise ApiError(500, str(error), code="engine_died", retry=False) from error
         except RunError as error:
-            raise ApiError(503, str(error), code="generators_unavailable") from error
+            raise ApiError(
+                503, str(error), code="generators_unavailable", retry_after=RETRY_SECONDS
+            ) from error
         except ForgeError as error:
             raise ApiError(503, str(error), code="cartridge_unavailable") from error
         except TimeoutError as error:
+            if not self.config.backend.healthy():
+                raise ApiError(
+                    503,
+                    f"no generator was in service within {self.config.http.deadline_s:g} s; send "
+                    "the request again",
+                    code="generators_unavailable",
+                    retry_after=RETRY_SECONDS,
+                ) from error
             late = (
                 f"no whole answer within {self.config.http.deadline_s:g} s; ask for fewer tokens, "
                 "or raise http.deadline_s where the server is configured"

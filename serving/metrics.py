@@ -11,9 +11,15 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class ServingMetrics:
-    """Keep metrics in a separate registry; each scrape calls `pending` and `decoding`."""
+    """Keep metrics in a separate registry; each scrape calls `pending`, `decoding` and
+    `replicas`."""
 
-    def __init__(self, pending: Callable[[], int], decoding: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        pending: Callable[[], int],
+        decoding: Callable[[], int],
+        replicas: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._registry = registry = CollectorRegistry()
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, registry=registry, buckets=SECONDS)
@@ -37,7 +43,13 @@ class ServingMetrics:
             "forge_serve_routed", "Requests for auto, by the cartridge chosen.", ["cartridge"]
         )
         self._calls = counter("forge_serve_tool_calls", "Calls of tools in responses.")
+        self._lost = counter(
+            "forge_serve_replicas_lost",
+            "Generators that were lost and replaced, because their engine or their process died.",
+            ["cause"],
+        )
         gauges = (
+            ("forge_serve_replicas", "Generators in service.", replicas),
             ("forge_serve_pending", "Responses that were let in and have not ended.", pending),
             ("forge_serve_queue_depth", "Calls of generators under way.", decoding),
         )
@@ -60,6 +72,10 @@ class ServingMetrics:
 
     def called(self, calls: int) -> None:
         self._calls.inc(calls)
+
+    def replica_lost(self, cause: str) -> None:
+        """Count a lost generator; `cause` is "engine" or "process"."""
+        self._lost.labels(cause).inc()
 
     def disconnected(self) -> None:
         self._disconnects.inc()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
+from learning.decoding.decode_batch import LEAST_MASS
 from learning.decoding.grammar import Grammars
 from protocols.errors import DataError
 from protocols.grammar import ResponseGrammar
@@ -38,7 +39,6 @@ from serving.tokenization import TokenizedPrompt
 DEFAULT_TOKENS = 16  # of a completion, OpenAI's default
 GENERAL = "general"  # the default form of answers
 NO_OPTIONS = ForgeOptions.model_validate({})
-LEAST_MASS = 1e-9  # top_p 0 keeps the likeliest token alone
 Entries = tuple[CartridgeVersion, ...]
 
 

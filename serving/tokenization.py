@@ -18,6 +18,7 @@ from typing import Any
 
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from learning.model.control_tokens import special_tokens
+from learning.model.token_ids import require_ids
 from protocols.errors import DataError
 from protocols.spec.serving import CallFormatName
 from protocols.teacher_replay import AgentMessage, AgentTool
@@ -54,8 +55,15 @@ class Tokenization:
     """Wrap one model's tokenizer. Methods raise ApiError for invalid text or ids. The time to
     tokenise grows with the length of the text: call those methods in a thread."""
 
-    def __init__(self, tokenizer: Any, tool_calls: CallFormatName | None = None) -> None:
-        """Take the form of the model's calls from its chat template, or as `tool_calls` says."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        tool_calls: CallFormatName | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
+        """Take the form of the model's calls from its chat template, or as `tool_calls` says.
+        `vocabulary` is how many ids the model's embeddings have, None for those of the tokenizer.
+        Raises DataError for a tokenizer that begins every text with another id."""
         self.tokenizer = tokenizer
         self._dated: OrderedDict[datetime, ChatRenderer] = OrderedDict()
         self._special = frozenset(special_tokens(tokenizer).values())
@@ -68,8 +76,11 @@ class Tokenization:
         self._longest = max(map(len, known))  # characters of a token
         self._byte_of = _bytes_of_characters() if byte_level else {}
         self._pieces: dict[int, tuple[str, list[int]]] = {}
-        self.vocabulary = len(tokenizer)
+        self.vocabulary = max(known.values()) + 1
+        if vocabulary is not None:
+            self.vocabulary = min(self.vocabulary, vocabulary)
         self.first = today.head(None)
+        require_ids(self.first, self.vocabulary, "the beginning of every chat")
         own = format_of(tokenizer)
         self.calls = FORMATS[tool_calls] if tool_calls else own or HERMES
         # Whether the template tells tools, in the form that calls are read in, by `cartridge`.
@@ -123,7 +134,35 @@ class Tokenization:
         with refusing(400, "messages"):
             renderer = self._conversation(date)
             ids = renderer.opening(STAND_IN if cartridge else None, messages, tools)
+        if self._unknown(ids):
+            texts = [(f"messages[{i}].content", m.content) for i, m in enumerate(messages)]
+            texts += [
+                (f"tools[{i}].function", json.dumps([tool.description, dict(tool.parameters)]))
+                for i, tool in enumerate(tools)
+            ]
+            for place, text in texts:
+                self._require_known(self._ids(text), place)
+            self._require_known(ids, "messages")
         return self._prompt(ids, cartridge, "messages")
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text by itself."""
+        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _unknown(self, ids: Sequence[int]) -> list[int]:
+        """Return the ids that the model's embeddings do not have."""
+        return [i for i in ids if not 0 <= i < self.vocabulary]
+
+    def _require_known(self, ids: Sequence[int], place: str) -> None:
+        """Raise ApiError for the ids of a text that the model's embeddings do not have."""
+        if unknown := self._unknown(ids):
+            raise bad_request(
+                f"{place} becomes the token id {unknown[0]} ({self.token(unknown[0])[0]!r}), and "
+                f"this model has ids from 0 to {self.vocabulary - 1}: its tokenizer has tokens "
+                "that its weights have not; leave that text out",
+                place,
+                "unknown_token",
+            )
 
     def _template_tells(self, cartridge: bool) -> bool:
         """Return whether the chat template tells tools, behind the head of a cartridge."""
@@ -142,12 +181,12 @@ class Tokenization:
         if isinstance(prompt, str):
             _check_text(prompt, param)
             ids = tuple(self.tokenizer(prompt, add_special_tokens=not cartridge).input_ids)
+            self._require_known(ids, param)
         else:
             ids = tuple(prompt)
-            wrong = next((i for i in ids if not 0 <= i < self.vocabulary), None)
-            if wrong is not None:
+            if unknown := self._unknown(ids):
                 raise bad_request(
-                    f"{param} holds the token id {wrong}, and this model has ids from 0 to "
+                    f"{param} holds the token id {unknown[0]}, and this model has ids from 0 to "
                     f"{self.vocabulary - 1}; tokenise with its own tokenizer",
                     param,
                 )

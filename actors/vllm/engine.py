@@ -35,7 +35,8 @@ from learning.decoding.grammar import Grammars
 from learning.decoding.stopping import Decode
 from learning.model.document_kv import context_ids
 from learning.model.loading import frequencies_of
-from protocols.errors import DataError, RunError
+from learning.model.token_ids import require_ids
+from protocols.errors import DataError, PublishError, RunError
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import (
     CARTRIDGE,
@@ -86,6 +87,7 @@ class VllmEngine:
             ) from error
         model = self._engine.model_config
         self._max_tokens = model.max_model_len
+        self._vocabulary = model.get_vocab_size()
         self._shape = (
             model.get_num_layers(self._engine.vllm_config.parallel_config),
             model.get_total_num_kv_heads(),
@@ -95,7 +97,7 @@ class VllmEngine:
     def add(
         self, key: str, request: GenerateRequest, prefix: PrefixRef, stream: bool = False
     ) -> None:
-        row = new_row(request, self._text, grammars=self._grammars)
+        row = new_row(request, self._vocabulary, self._text, grammars=self._grammars)
         if row.top_wanted > MAX_LOGPROBS:
             raise DataError(
                 f"request {request.id} asks for {row.top_wanted} log-probabilities at a place, and "
@@ -115,6 +117,7 @@ class VllmEngine:
         else:
             name = prefix.name.partition("/")[2]
             before = context_ids(self._documents, name)
+            require_ids(before, self._vocabulary, f"document {name}")
         ids = [*before, *request.prompt_ids]
         if len(ids) + request.sampling.max_tokens > self._max_tokens:
             raise DataError(
@@ -151,7 +154,10 @@ class VllmEngine:
             else RequestOutputKind.CUMULATIVE,
             extra_args=extra or None,
         )
-        self._engine.add_request(key, tokens_input(ids, cache_salt=salt), parameters)
+        try:
+            self._engine.add_request(key, tokens_input(ids, cache_salt=salt), parameters)
+        except (ValueError, TypeError) as error:  # of arguments; the engine does not have it
+            raise DataError(f"request {request.id} is refused by vLLM: {error}") from error
         self._running[key] = request
         self._prefixes[key] = prefix
         if followed:
@@ -241,7 +247,7 @@ class VllmEngine:
                 self._engine.abort_request([key])
                 request = self._running[key]
                 row = self._followed.setdefault(
-                    key, new_row(request, self._text, grammars=self._grammars)
+                    key, new_row(request, self._vocabulary, self._text, grammars=self._grammars)
                 )
                 row.reason = "cancelled"
                 yield key, self._ended(key)
@@ -254,6 +260,14 @@ class VllmEngine:
     def hold(self, cartridges: Mapping[CartridgeId, Tensor]) -> None:
         for (name, _), kv in cartridges.items():
             check_shape(name, kv.shape, *self._shape)
+        try:
+            self._hold(cartridges)
+        except (MemoryError, RuntimeError) as error:  # torch's word for no memory
+            names = ", ".join(name for name, _ in cartridges)
+            raise PublishError(f"cartridge {names} could not be loaded: {error}") from error
+        self._tokens |= {key: kv.shape[3] for key, kv in cartridges.items()}
+
+    def _hold(self, cartridges: Mapping[CartridgeId, Tensor]) -> None:
         ids = list(cartridges)
         tensors = {str(i): kv for i, kv in enumerate(cartridges.values())}
         if self._tensor_parallel == 1:
@@ -264,7 +278,6 @@ class VllmEngine:
                 path = os.path.join(made, "cartridges.safetensors")
                 save_file({name: kv.contiguous() for name, kv in tensors.items()}, path)
                 self._engine.collective_rpc("hold_cartridges", args=(ids, path))
-        self._tokens |= {key: kv.shape[3] for key, kv in cartridges.items()}
 
     def let_go(self, cartridges: Sequence[CartridgeId]) -> None:
         self._engine.collective_rpc("drop_cartridges", args=(cartridges,))

@@ -34,6 +34,7 @@ from services.forkserver.client import fork_server
 
 if TYPE_CHECKING:
     from serving.access.keys import ApiKey
+    from serving.metrics import ServingMetrics
 
 STOP_SECONDS = 8.0
 NO_SECRET = "is not in the environment, and the server reads it there"
@@ -172,10 +173,12 @@ class ServeProcess:
         self.cut_off = False
         self._signalled = asyncio.Event()
         self._web: Any = None
+        self._metrics: ServingMetrics | None = None
 
     async def run(self) -> None:
         """Serve until a signal. Raises ForgeError for generators that do not start or stay up."""
         from learning.model.loading import load_tokenizer
+        from registry.formats.base_model import vocabulary_of
         from services.mesh import open_generators
         from serving.tokenization import Tokenization
         from strategies.judges.opening import opened_judge
@@ -183,13 +186,14 @@ class ServeProcess:
         spec = self.spec
         with self._signals():
             tokenizer = await asyncio.to_thread(load_tokenizer, spec.model.path)
-            texts = Tokenization(tokenizer, spec.tool_calls)
+            known = vocabulary_of(Path(spec.model.path))
+            texts = Tokenization(tokenizer, spec.tool_calls, known)
             end_ids = texts.end_ids
             await asyncio.to_thread(self._ready)
             service, pool = await open_generators(
                 spec.model, spec.generator, spec.roles.generator, texts.documents, end_ids,
                 health=spec.health, spawn_timeout_s=spec.spawn_timeout_s,
-                call_timeout_s=spec.http.deadline_s, spares=spec.spares, note=_note,
+                call_timeout_s=spec.http.deadline_s, spares=spec.spares, note=self._note,
             )  # fmt: skip
             try:
                 if await self._first(service.ready()):
@@ -232,6 +236,7 @@ class ServeProcess:
                 hub_token=hub_token(spec.hub),
             )
         )  # fmt: skip
+        self._metrics = built.handler.metrics
         self._web = LimitedServer(
             uvicorn.Config(
                 built.app, log_config=None, access_log=False, lifespan="off", ws="none",
@@ -254,6 +259,12 @@ class ServeProcess:
                 service.failure.result()
         finally:
             await built.close()
+
+    def _note(self, event: str, **facts: Any) -> None:
+        shown = " ".join(f"{k}={v}" for k, v in facts.items())
+        print(f"{event} {shown}", file=sys.stderr, flush=True)
+        if event == "replica_lost" and self._metrics is not None:
+            self._metrics.replica_lost(facts["cause"])
 
     async def _first(self, starting: Any) -> bool:
         """Return whether it started before a signal; raises its error if it failed."""
@@ -291,8 +302,3 @@ class ServeProcess:
             yield
         finally:
             loop.remove_signal_handler(signal.SIGTERM)
-
-
-def _note(event: str, **facts: Any) -> None:
-    shown = " ".join(f"{k}={v}" for k, v in facts.items())
-    print(f"{event} {shown}", file=sys.stderr, flush=True)

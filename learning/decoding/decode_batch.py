@@ -26,9 +26,13 @@ from learning.decoding.stopping import Decode, StopChecker
 from learning.model.attention import FlatAttention
 from learning.model.decoder import LanguageModel
 from learning.model.linear import linear
+from learning.model.token_ids import require_ids
 from protocols.errors import DataError, PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TokenChunk, refused
 
+MOST_TOKENS = 2**24  # of any number of tokens in a request
+MOST_TEMPERATURE = 1e6  # every token is as likely long before
+LEAST_MASS = 1e-9  # of top_p: the likeliest token alone
 PROMPT_LOGITS = 2**26  # of a prompt's positions that exist at a time: 256 MiB
 Lookup = Callable[[PrefixRef], Tensor]
 Served = Callable[[PrefixRef, Tensor], tuple[str, ...]]
@@ -55,9 +59,9 @@ def generate(
     at their positions. If it raises PublishError, only the requests over that prefix are refused.
     `decode` returns the text of ids, for requests with `until`; `served` the fingerprints of a
     prefix from the keys and values that are decoded over; `grammars` compiles those of requests
-    that have one. Raises DataError for an empty prompt.
+    that have one. Raises DataError as `new_row` does.
     """
-    rows = [new_row(r, decode, grammars=grammars) for r in requests]
+    rows = [new_row(r, model.vocabulary, decode, grammars=grammars) for r in requests]
     groups: dict[PrefixRef, list[DecodeState]] = {}
     for row in rows:
         groups.setdefault(row.request.prefix, []).append(row)
@@ -166,17 +170,43 @@ class DecodeState:
         )
 
 
+def check_request(request: GenerateRequest, vocabulary: int) -> None:
+    """Raise DataError for a request that no forward pass could serve, on any engine: a prompt that
+    is empty or has an id that a model of `vocabulary` embeddings does not have, or a number out of
+    its range."""
+    if not request.prompt_ids:
+        raise DataError(f"request {request.id} has an empty prompt; give it a token")
+    require_ids(request.prompt_ids, vocabulary, f"the prompt of request {request.id}")
+    sampling, until = request.sampling, request.until
+    for name, value, least, most in (
+        ("sampling.max_tokens", sampling.max_tokens, 1, MOST_TOKENS),
+        ("sampling.temperature", sampling.temperature, 0, MOST_TEMPERATURE),
+        ("sampling.top_p", sampling.top_p, LEAST_MASS, 1),
+        ("sampling.top_k", sampling.top_k, 0, MOST_TOKENS),
+        ("seed", request.seed, -(2**63), 2**64 - 1),
+        ("top_logprobs", request.top_logprobs, 0, MOST_TOKENS),
+        ("first_draw", request.first_draw, 0, MOST_TOKENS),
+        ("until.after", until.after if until else 0, 0, MOST_TOKENS),
+        ("until.window", until.window if until else 0, 0, MOST_TOKENS),
+        ("until.top", until.top if until else 0, 1 if until and until.window else 0, MOST_TOKENS),
+    ):
+        if not least <= value <= most:  # false for a number that is none, too
+            raise DataError(
+                f"request {request.id} has {name} {value}; give it a number from {least} to {most}"
+            )
+
+
 def new_row(
     request: GenerateRequest,
+    vocabulary: int,
     decode: Decode | None,
     prefix: PrefixRef | None = None,
     grammars: Grammars | None = None,
 ) -> DecodeState:
-    """Return the decode state of a request, over its own prefix or the equal one `prefix`. Raises
-    DataError for an empty prompt, for `until` and `grammar` without a tokenizer to read the text
-    by, and for a grammar that cannot be followed."""
-    if not request.prompt_ids:
-        raise DataError(f"request {request.id} has an empty prompt; give it a token")
+    """Return the decode state of a request to a model of `vocabulary` embeddings, over its own
+    prefix or the equal one `prefix`. Raises DataError as `check_request` does, for `until` and
+    `grammar` without a tokenizer to read the text by, and for a grammar that cannot be followed."""
+    check_request(request, vocabulary)
     stopper = None
     if request.until is not None:
         if decode is None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -27,6 +28,15 @@ from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 
 Document = Callable[[str], Tensor]
+
+
+class PassError(Exception):
+    """Report that a forward pass failed, by its cause. `keys` are those of the requests that it was
+    over: one of them may have made it fail."""
+
+    def __init__(self, keys: Collection[str]) -> None:
+        super().__init__(f"a pass over {len(keys)} requests failed")
+        self.keys = keys
 
 
 class TorchEngine:
@@ -60,13 +70,14 @@ class TorchEngine:
         """Queue a request under `key`. `prefix` is its prefix, with the versions that the
         cartridges are held under. Raises DataError for an unknown document or an invalid
         request."""
+        row = new_row(request, self._model.vocabulary, self._decode, prefix, self._grammars)
         for part in prefix.parts:
             kind, _, name = part.name.partition("/")
             if kind == "document":
                 self._document(name)  # raises for an unknown document
         if prefix.then:
             self._model.frequencies()  # raises for a model whose keys cannot be moved
-        self._rows[key] = new_row(request, self._decode, prefix, self._grammars)
+        self._rows[key] = row
         self._waiting.append(key)
         if stream:
             self._told[key] = 0
@@ -81,9 +92,11 @@ class TorchEngine:
 
     @torch.no_grad()
     def step(self) -> Iterator[tuple[str, TokenChunk | Completion]]:
-        """Draw one token of every row; yield new tokens of streamed requests, and completions."""
+        """Draw one token of every row; yield new tokens of streamed requests, and completions.
+        Raises PassError where a forward pass fails."""
         if self._batch is not None and self._batch.live:
-            self._batch.step()
+            with self._pass_over(self._batch.rows):
+                self._batch.step()
         self._admit()
         if self.first_token_seconds is None and self._first_request is not None:
             self.first_token_seconds = time.perf_counter() - self._first_request
@@ -93,7 +106,7 @@ class TorchEngine:
 
     def hold(self, cartridges: Mapping[CartridgeId, Tensor]) -> None:
         """Load cartridges [L, 2, H_kv, P, D]. Raises PublishError, and loads none, for a shape that
-        does not fit the model."""
+        does not fit the model, or where there is no memory for them."""
         layers, heads, size = self._model.kv_shape
         for (name, _), kv in cartridges.items():
             expected = (layers, 2, heads, kv.shape[3] if kv.ndim == 5 else -1, size)
@@ -103,7 +116,11 @@ class TorchEngine:
                     f"takes [{layers}, 2, {heads}, P, {size}]; was it trained for another base?"
                 )
         device, dtype = self._model.device, self._model.dtype
-        self._held |= {key: kv.to(device, dtype) for key, kv in cartridges.items()}
+        try:
+            self._held |= {key: kv.to(device, dtype) for key, kv in cartridges.items()}
+        except (MemoryError, RuntimeError) as error:  # torch's word for no memory
+            names = ", ".join(name for name, _ in cartridges)
+            raise PublishError(f"cartridge {names} could not be loaded: {error}") from error
 
     def let_go(self, cartridges: Sequence[CartridgeId]) -> None:
         """Release cartridges."""
@@ -127,14 +144,26 @@ class TorchEngine:
                 new.append(row)
         if not new:
             return
-        prefixes = {ref: self._prefix(ref) for ref in {row.prefix: None for row in new}}
-        for row in new:
-            row.served = self._fingerprints.served(row.prefix, prefixes[row.prefix], self._single)
-        batch = DecodeBatch(self._model, new, prefixes, self._end_ids)
-        if self._batch is None or not self._batch.live:
-            self._batch = batch
-        else:
-            self._batch.merge(batch)
+        with self._pass_over(new):
+            prefixes = {ref: self._prefix(ref) for ref in {row.prefix: None for row in new}}
+            for row in new:
+                kv = prefixes[row.prefix]
+                row.served = self._fingerprints.served(row.prefix, kv, self._single)
+            batch = DecodeBatch(self._model, new, prefixes, self._end_ids)
+            if self._batch is None or not self._batch.live:
+                self._batch = batch
+            else:
+                self._batch.merge(batch)
+
+    @contextmanager
+    def _pass_over(self, rows: Sequence[DecodeState]) -> Iterator[None]:
+        """Raise errors of a pass over these rows as PassError."""
+        try:
+            yield
+        except Exception as error:
+            over = {id(row) for row in rows}
+            keys = frozenset(key for key, row in self._rows.items() if id(row) in over)
+            raise PassError(keys) from error
 
     def _prefix(self, ref: PrefixRef) -> Tensor:
         return composed(self._model, [self._single(part) for part in ref.parts])

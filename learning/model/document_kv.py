@@ -17,6 +17,7 @@ from torch import Tensor
 from learning.model.attention import FlatAttention
 from learning.model.decoder import LanguageModel
 from learning.model.kv_files import KVFiles
+from learning.model.token_ids import require_ids
 from protocols.errors import DataError
 from protocols.types import SEPARATOR, CacheStats
 
@@ -26,7 +27,8 @@ PREFILL_CHUNK = 512  # tokens: bounds the activations while a long document is r
 def document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]) -> Tensor:
     """Return keys (post-RoPE) and values of a token sequence read from position 0:
     [L, 2, H_kv, T, D]. It is read in chunks, each attending to the chunks before it as a prefix.
-    The heads of a divided base are gathered: all its ranks must call this."""
+    The heads of a divided base are gathered: all its ranks must call this. Raises DataError for an
+    id that the model does not have."""
     return model.tensor.whole(own_document_kv(model, token_ids), 2)
 
 
@@ -34,6 +36,7 @@ def document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]) ->
 def own_document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]) -> Tensor:
     """Return `document_kv` by the heads alone that this rank of a divided base computes,
     [L, 2, own H_kv, T, D]."""
+    require_ids(token_ids, model.vocabulary, "a document")
     ids = torch.tensor(list(token_ids), device=model.device)
     positions = torch.arange(len(ids), device=model.device)
     layers, heads, size = model.kv_shape
@@ -137,7 +140,7 @@ class DocumentKVCache:
         """Return the KV of a document, or of several contexts (`context_ids`) read as one text, on
         the device; read it now if it is not cached. The least recently used make room for it. KV
         larger than the device's bound is returned but not kept there. Raises DataError for an
-        unknown name."""
+        unknown name, and for a token that the model does not have."""
         if name in self._held:
             self.hits += 1
             self._held.move_to_end(name)
@@ -149,7 +152,10 @@ class DocumentKVCache:
             kv = self._spill.back(there)
         else:
             self.misses += 1
-            kv = self._read_once(ids)
+            try:
+                kv = self._read_once(ids)
+            except DataError as error:
+                raise DataError(f"document {name}: {error}") from error
         if kv.nbytes > self._max_bytes:
             if there is None:
                 self._put_out(name, kv)

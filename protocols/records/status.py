@@ -43,7 +43,8 @@ class PoolStatus:
 
     `target` is how many replicas it should have, `waiting` the requests that no replica has yet,
     `requests` those that succeeded, `failures` those that failed, `retries` the attempts after a
-    request's first, `restarts` the replicas that died and were restarted.
+    request's first, `restarts` the replicas that died and were restarted, `engine_deaths` those of
+    them whose engine died in a step.
     """
 
     role: str
@@ -54,6 +55,7 @@ class PoolStatus:
     failures: int
     retries: int
     restarts: int
+    engine_deaths: int = 0
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class RunStatus(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., arm: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., kl: _Optional[float] = ..., accuracy: _Optional[float] = ..., version: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., phase: _Optional[str] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ..., seconds_left: _Optional[float] = ..., message: _Optional[str] = ..., paused: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., done: _Optional[bool] = ..., error: _Optional[str] = ..., reward: _Optional[float] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("role", "target", "waiting", "replicas", "requests", "failures", "retries", "restarts")
+    __slots__ = ("role", "target", "waiting", "replicas", "requests", "failures", "retries", "restarts", "engine_deaths")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,7 @@ class PoolStatus(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     RETRIES_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_DEATHS_FIELD_NUMBER: _ClassVar[int]
     role: str
     target: int
     waiting: int
@@ -162,7 +163,8 @@ class PoolStatus(_message.Message):
     failures: int
     retries: int
     restarts: int
-    def __init__(self, role: _Optional[str] = ..., target: _Optional[int] = ..., waiting: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., requests: _Optional[int] = ..., failures: _Optional[int] = ..., retries: _Optional[int] = ..., restarts: _Optional[int] = ...) -> None: ...
+    engine_deaths: int
+    def __init__(self, role: _Optional[str] = ..., target: _Optional[int] = ..., waiting: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., requests: _Optional[int] = ..., failures: _Optional[int] = ..., retries: _Optional[int] = ..., restarts: _Optional[int] = ..., engine_deaths: _Optional[int] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
     __slots__ = ("name", "state", "host", "pid", "ongoing", "version", "memory_bytes")

@@ -1,7 +1,8 @@
 """Start replicas, replace lost ones, drain surplus ones and move them between hosts.
 
 start   process -> actor -> `prepare` -> missed updates -> service
-lost    calls end, the process is ended, a successor starts while the restart budget lasts
+lost    calls end, the process is ended, a successor starts while the restart budget lasts; an
+        engine's death is no loss of this budget, because a request fails after its second one
 drain   takes no new requests; ended once it has none
 move    drained when its host is left or crowded; its successor starts on another host
 """
@@ -199,20 +200,23 @@ class ReplicaLifecycle:
         if not served:  # the task that starts or drains it sees `ended`
             return
         self._lost_at[pool.role, replica.slot] = time.monotonic()
-        self._note("replica_lost", role=pool.role, replica=replica.name, reason=reason)
+        cause = "engine" if replica.engine_died else "process"
+        self._note("replica_lost", role=pool.role, replica=replica.name, cause=cause, reason=reason)
         self.begin(self._bury(pool, replica))
 
     async def _bury(self, pool: Pool, replica: Replica, failures: int = 0) -> None:
         """End what is left of a dead replica, and replace it within the role's restart budget, the
         later the more starts in a row failed."""
         if replica.process is not None:
-            self._processes.lost(replica.process)
-            self.begin(self._processes.discard(replica.process))
+            if not replica.engine_died:
+                self._processes.lost(replica.process)
+            self.begin(self._discard(replica, replica.process))
         pool.forget(replica)
         if self._stopping or len(_staying(pool)) >= pool.target:  # scaled down meanwhile
             return
         pool.restarts += 1
-        if pool.restarts > pool.spec.restarts:
+        pool.engine_deaths += replica.engine_died
+        if pool.restarts - pool.engine_deaths > pool.spec.restarts:
             return self._fail(
                 RunError(
                     f"{replica.name} died, and roles.{pool.role}.restarts ({pool.spec.restarts}) "
@@ -224,6 +228,15 @@ class ReplicaLifecycle:
             doubled = RETRY_SECONDS * 2.0 ** max(failures - 2, 0)
             await asyncio.sleep(min(doubled, LONGEST_PAUSE_SECONDS))
         self.begin(self._live(pool, successor, failures))  # awaited, failures would nest for ever
+
+    async def _discard(self, replica: Replica, process: ReplicaProcess) -> None:
+        """End a dead replica's process, once its last replies have come, or could have."""
+        until = time.monotonic() + TOLD_SECONDS
+        while replica.calls:
+            if time.monotonic() > until:
+                replica.calls.end()
+            await asyncio.sleep(0.02)
+        await self._processes.discard(process)
 
     async def _drain(self, pool: Pool, replica: Replica) -> None:
         """End a replica once its requests have ended."""

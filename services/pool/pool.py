@@ -6,8 +6,12 @@
                            that one serves
     scale(n)               starts more replicas, or drains some, while requests continue
 
-An exception that an actor raises is raised to the caller. Only a death, which a heartbeat or
-Monarch's supervision reports, counts against the replica.
+An exception that an actor raises is raised to the caller. Only a death, which a heartbeat,
+Monarch's supervision or an engine that died (EngineDied) reports, counts against the replica.
+
+A request may be the cause of an engine's death, and would end one engine after another. So one that
+the failed step was over is a suspect: it is tried again beside no other suspect, and only where
+another replica serves on; when that engine dies too, the request fails.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from protocols.clock import steady_time
-from protocols.errors import ForgeError, RunError
+from protocols.errors import EngineKilledError, ForgeError, RunError
 from protocols.records.status import PoolStatus, ReplicaState
 from protocols.spec.mesh import RoleSpec
 from protocols.types import TimedReply, TraceSpan
@@ -30,6 +34,7 @@ from services.pool.work_time import SPANS, Span
 
 T = TypeVar("T")
 
+SUSPECT_DEATHS = 2  # of engines, after which a request is their cause
 DOUBT_SECONDS = 0.25  # between two checks whether an update waits for a silent replica
 
 
@@ -77,7 +82,7 @@ class Pool:
         self.served = False  # whether any replica was ever in service
         self.closed = ""  # why no further replica starts
         self.failed: ForgeError | None = None  # why lost or missing replicas are not replaced
-        self.requests = self.failures = self.retries = self.restarts = 0
+        self.requests = self.failures = self.retries = self.restarts = self.engine_deaths = 0
         self.worked: deque[Span] = deque(maxlen=SPANS)  # when its actors worked, by end
         self.resize: Callable[[Pool], None] = lambda pool: None
         self.report_death: Callable[[Replica, str], None] = lambda replica, why: None
@@ -100,8 +105,8 @@ class Pool:
         included. With the router `session`, requests of one `session` go to the same replica while
         it serves and has room.
 
-        Raises the actor's exception, or RunError when no reply arrives in time or `attempts`
-        replicas died during the request.
+        Raises the actor's exception, RunError when no reply arrives in time or `attempts` replicas
+        died during the request, and EngineKilledError when SUSPECT_DEATHS engines died of it.
         """
         return (await self.route_named(method, *args, session=session, timeout_s=timeout_s))[1]
 
@@ -264,7 +269,7 @@ class Pool:
         replicas = tuple(r.status() for r in self.replicas)
         return PoolStatus(
             self.role, self.target, waiting, replicas, self.requests, self.failures,
-            self.retries, self.restarts,
+            self.retries, self.restarts, self.engine_deaths,
         )  # fmt: skip
 
     # -- one request ----------------------------------------------------------------------------
@@ -277,17 +282,19 @@ class Pool:
         deadline: float,
         limit: float,
     ) -> Any:
-        why = ""
+        why, deaths = "", 0
         for attempt in range(1, self.spec.attempts + 1):
             request.attempt, request.replica = attempt, ""
+            suspect = deaths > 0
             asked = begun = steady_time()
-            replica = self._free(session)
+            replica = self._free(session, suspect)
             if replica is None:
-                replica = await self._seat(session, deadline, request, limit)
+                replica = await self._seat(session, deadline, request, limit, suspect)
                 begun = steady_time()
             request.replica = replica.name
             outcome = "failed"
             replica.ongoing += 1
+            replica.suspects += suspect
             try:
                 answer = await ask(replica, request.method, args, deadline)
                 self._note(answer)
@@ -296,13 +303,21 @@ class Pool:
             except ReplicaLost as loss:
                 why, outcome = loss.reason, "lost"
                 self.report_death(replica, why)
+                deaths += loss.suspect
+                if deaths == SUSPECT_DEATHS:
+                    raise EngineKilledError(
+                        f"{self.role}.{request.method} is not tried again: {deaths} engines in "
+                        f"turn died in a step that was over it, last: {why}; send something "
+                        "shorter or simpler, or look for the cause in the log of the replicas"
+                    ) from loss
                 self.retries += attempt < self.spec.attempts
             except ReplicaTimeout as error:
                 outcome = "timeout"
                 raise RunError(self._silence(request, limit, "did not answer")) from error
             finally:
                 replica.ongoing -= 1
-                if not replica.ongoing or self._seekers:
+                replica.suspects -= suspect
+                if suspect or not replica.ongoing or self._seekers:
                     self.changed()
                 facts: dict[str, str | int | float] = {
                     "request": request.id, "attempt": attempt, "outcome": outcome,
@@ -316,11 +331,17 @@ class Pool:
         )
 
     async def _seat(
-        self, session: str | None, deadline: float, request: RequestStatus, limit: float
+        self,
+        session: str | None,
+        deadline: float,
+        request: RequestStatus,
+        limit: float,
+        suspect: bool,
     ) -> Replica:
         """Return a replica that may take a request, waiting for one until the deadline."""
-        while (replica := self._free(session)) is None:
-            given_up = self.failed is not None and all(r.life.over for r in self.replicas)
+        while (replica := self._free(session, suspect)) is None:
+            over = suspect or all(r.life.over for r in self.replicas)
+            given_up = self.failed is not None and over
             if why := self.closed or (str(self.failed) if given_up else ""):
                 raise RunError(f"{request.method} found no {self.role}: {why}")
             self._seekers += 1
@@ -333,10 +354,19 @@ class Pool:
                 self._seekers -= 1
         return replica
 
-    def _free(self, session: str | None) -> Replica | None:
-        """Return a replica that may take a request now; None where all have their most."""
+    def _free(self, session: str | None, suspect: bool = False) -> Replica | None:
+        """Return a replica that may take a request now; None where all have their most. A suspect
+        gets one without another, while a further one serves without any; others keep away from
+        suspects where they can."""
         most = self.spec.max_ongoing
-        free = [r for r in self.replicas if r.ongoing < most and r.life.takes_requests]
+        serving = [r for r in self.replicas if r.life.takes_requests]
+        clear = [r for r in serving if not r.suspects]
+        free = [r for r in clear if r.ongoing < most]
+        if suspect:
+            if len(clear) < min(2, self.target):
+                return None
+        elif not free:
+            free = [r for r in serving if r.ongoing < most]
         return self._router.choose(free, session) if free else None
 
     async def _catch_up(self, replica: Replica) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from protocols.errors import RanksLostError
+from protocols.errors import EngineDied, RanksLostError
 from protocols.records.status import ReplicaState, ReplicaStatus
 from protocols.spec.services import RouterName
 from services.pool.health import HealthState, lost
@@ -29,11 +29,16 @@ from services.pool.process import ReplicaProcess
 
 
 class ReplicaLost(Exception):
-    """Report that the replica of a call is lost."""
+    """Report that the replica of a call is lost. `suspect` is set where its engine died in a step
+    that was over this call, which may be the cause."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, suspect: bool = False) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.suspect = reason, suspect
+
+
+class EngineLost(ReplicaLost):
+    """Report that the replica is lost because its engine died. Its process still replies."""
 
 
 class ReplicaTimeout(Exception):
@@ -49,7 +54,8 @@ class Replica:
     missed updates. `begun` is the start, and `beaten` the last heartbeat or reply to a call
     (monotonic seconds).
     `calls` are the time limits of the calls in flight; when it dies, `ended` is set and they are
-    over at once.
+    over at once. Where its engine died alone (`engine_died`), they still get the replies of its
+    process, which say whether a call may be the cause.
     """
 
     role: str
@@ -61,6 +67,7 @@ class Replica:
     others: Sequence[Any] = ()
     actor_name: str = ""
     ongoing: int = 0
+    suspects: int = 0  # of the ongoing requests, those during which an engine died before
     memory_bytes: int = 0
     begun: float = field(default_factory=time.monotonic)
     beaten: float = field(default_factory=time.monotonic)
@@ -68,6 +75,7 @@ class Replica:
     catching_up: asyncio.Task[None] | None = None
     calls: CallLimits = field(default_factory=lambda: CallLimits())
     ended: str = ""
+    engine_died: bool = False
 
     @property
     def name(self) -> str:
@@ -83,10 +91,12 @@ class Replica:
         return self.told.get("cartridge", -1)
 
     def end(self, reason: str) -> None:
-        """Mark the replica dead and fail every call in flight with ReplicaLost."""
+        """Mark the replica dead and fail every call in flight with ReplicaLost, unless its process
+        still replies to them."""
         self.ended = self.ended or reason
         self.life = lost(self.life)
-        self.calls.end()
+        if not self.engine_died:
+            self.calls.end()
 
     def status(self) -> ReplicaStatus:
         process = self.process
@@ -155,6 +165,9 @@ async def ask(replica: Replica, method: str, args: tuple[Any, ...], deadline: fl
                 return reply
             finally:
                 replica.calls.discard(limit)
+    except EngineLost:
+        replica.engine_died = True
+        raise
     except TimeoutError as error:
         if not limit.expired():  # the actor's own
             raise
@@ -215,6 +228,8 @@ async def _call_rank(name: str, handle: Any, method: str, args: tuple[Any, ...])
         cause = getattr(error, "exception", None)
         if not isinstance(cause, Exception):
             raise
+        if isinstance(cause, EngineDied):
+            raise EngineLost(str(cause), cause.suspect) from error
         cause.add_note(f"raised by {name}.{method}")
         raise cause from error
     except SupervisionError as error:  # its process or its host is gone

@@ -140,6 +140,7 @@ COPIED_COUNTERS = {
     "forge_requests": ("role outcome", "Requests that ended, by outcome."),
     "forge_request_retries": ("role", "Attempts after a request's first."),
     "forge_replica_restarts": ("role", "Replicas that died and were replaced."),
+    "forge_engine_deaths": ("role", "Of these, replicas whose engine died in a step."),
     "forge_teacher_calls": ("teacher outcome", "Attempts to ask a teacher that ended, by outcome."),
     "forge_teacher_spent_dollars": ("teacher", "Dollars that a teacher's calls cost."),
 }
@@ -338,6 +339,7 @@ def _status_samples(status: RunStatus) -> Iterator[MetricSample]:
         yield "forge_requests", [role, "error"], pool.failures
         yield "forge_request_retries", [role], pool.retries
         yield "forge_replica_restarts", [role], pool.restarts
+        yield "forge_engine_deaths", [role], pool.engine_deaths
         for replica in pool.replicas:
             at = [role, replica.name]
             yield "forge_replica_ongoing_requests", at, replica.ongoing

@@ -44,7 +44,7 @@ Body = TypeVar("Body", bound=SamplingFields | ResponsesRequest | MessagesRequest
 # Of the reply's head, the text and bytes of tokens, and the request's top_logprobs.
 Wire = Callable[[dict[str, Any], Callable[[int], tuple[str, list[int]]], int | None], Replies]
 GRACE_SECONDS = 5.0  # beyond the deadline, for clients that read slowly
-STATUSES = (400, 401, 403, 404, 408, 413, 421, 429, 503, 504)
+STATUSES = (400, 401, 403, 404, 408, 413, 421, 429, 500, 503, 504)
 REFUSALS: dict[int | str, dict[str, Any]] = {s: {"model": ErrorAnswer} for s in STATUSES}
 STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 

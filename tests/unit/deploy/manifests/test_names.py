@@ -1,4 +1,4 @@
-"""Texts that become names in a cluster: the values, the chart's schema and the check agree on each."""
+"""Texts that become names in a cluster: values, chart and check agree on each."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ REPOSITORIES = (
 )  # fmt: skip
 GOOD_REPOSITORIES = (
     "cartridge-forge", "registry.example.com/team/forge", "reg.example.com:5000/team/forge",
-    "localhost/forge", "localhost:5000/forge", "MyHost:5000/a", "10.0.0.7:30500/a/b", "[::1]:5000/a",
-    "team/my_forge", "team/my__forge", "team/my--forge", "ghcr.io/a.b/c-d",
+    "localhost/forge", "localhost:5000/forge", "MyHost:5000/a", "10.0.0.7:30500/a/b",
+    "[::1]:5000/a", "team/my_forge", "team/my__forge", "team/my--forge", "ghcr.io/a.b/c-d",
 )  # fmt: skip
 
 
