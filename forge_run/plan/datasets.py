@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from documents.rows.reading import RowSet, read_row_set
-from forge_run.formatting import TableSection, facts
+from forge_run.formatting import TableSection, facts, lines
 from forge_run.plan.documents import tokenizer_at
 from forge_run.plan.inputs import row_lengths
 from protocols.errors import DataError
