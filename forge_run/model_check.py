@@ -22,7 +22,7 @@ def check_for_run(spec: RunSpec) -> list[str]:
     path, local = spec.learn.model.path, spec.mesh.hosts.kind == "local"
     folder = model_folder(path)
     if not local if folder is None else not weight_files(folder):
-        return [f"the weights of {path!r} are not on this host: who loads them checks them"]
+        return []
     verdict, lines = check(path)
     if verdict.unmoved and (needs := _moving_key(spec.learn)):
         raise DataError(f"{needs}: {verdict.unmoved}")
