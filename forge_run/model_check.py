@@ -16,12 +16,13 @@ MOVING_INITS = ("attention_matching",)  # make cartridges of keys that are moved
 
 
 def check_for_run(spec: RunSpec) -> list[str]:
-    """Return what to tell of the check of a run's model. A model that only other hosts have is
-    checked there, as it is loaded. Raises DataError for one that is not computed right, or whose
-    keys cannot be moved as the run needs it."""
-    path = spec.learn.model.path
-    if spec.mesh.hosts.kind != "local" and model_folder(path) is None:
-        return [f"the model {path!r} is not on this host: the hosts that load it check it"]
+    """Return what to tell of the check of a run's model. A model whose weights are on other hosts
+    alone is checked there, as it is loaded. Raises DataError for one that is not computed right, or
+    whose keys cannot be moved as the run needs it."""
+    path, local = spec.learn.model.path, spec.mesh.hosts.kind == "local"
+    folder = model_folder(path)
+    if not local if folder is None else not weight_files(folder):
+        return []
     verdict, lines = check(path)
     if verdict.unmoved and (needs := _moving_key(spec.learn)):
         raise DataError(f"{needs}: {verdict.unmoved}")
@@ -30,8 +31,7 @@ def check_for_run(spec: RunSpec) -> list[str]:
 
 def refusal(spec: RunSpec) -> str:
     """Return why a run's model is refused, "" for one that is not, or that is not on this host."""
-    folder = model_folder(spec.learn.model.path)
-    if folder is None or not weight_files(folder):
+    if model_folder(spec.learn.model.path) is None:
         return ""
     try:
         check_for_run(spec)
@@ -43,8 +43,9 @@ def refusal(spec: RunSpec) -> str:
 def check(path: str) -> tuple[ModelVerdict, list[str]]:
     """Return the verdict on a model, and what to tell of it: nothing where it was kept. Raises
     DataError where there is no model, or one that is not computed right."""
-    kept = kept_verdict(path)
-    if kept is not None and not kept.refusal:
+    if (kept := kept_verdict(path)) is not None:
+        if kept.refusal:
+            raise DataError(kept.refusal)
         return kept, []
     verdict = in_child(_checked, path)
     return verdict, [told(verdict)]
