@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from learning.decoding.decode_batch import generate
 from learning.model.attention import FlatAttention
@@ -161,11 +161,12 @@ class FamilyPair:
             best = max(best, float((want.amax(-1) - of_tokens).max()))
         return told, best
 
-    def slopes(self) -> tuple[float, float]:
-        """Return the slope of a weighted sum of log-probabilities behind the prefix along a random
-        direction of it: by the backward pass, and by two forward passes."""
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients into the prefix of a weighted sum of log-probabilities behind it:
+        ours, and that of transformers over its own cache. Where that holds no keys and values as
+        attention takes them (latents, or none of layers that share others' ones), return the slopes
+        along a random direction: by our backward pass, and by two forward passes."""
         weights = torch.sin(torch.arange((TOKENS - PREFIX) * 97.0)).view(-1, 97)
-        way = torch.randn(self.kv.shape, generator=torch.Generator().manual_seed(5))
 
         def value(kv: Tensor) -> Tensor:
             found = self.found(self.ids[PREFIX:], [TOKENS - PREFIX], PREFIX, kv)
@@ -174,9 +175,39 @@ class FamilyPair:
         leaf = self.kv.clone().requires_grad_()
         value(leaf).backward()  # type: ignore[no-untyped-call]  # torch's
         assert leaf.grad is not None
+        there = self.kv.clone().requires_grad_()
+        if (cache := self._cache_of(there)) is None:
+            way = torch.randn(self.kv.shape, generator=torch.Generator().manual_seed(5))
+            with torch.no_grad():
+                apart = value(self.kv + 3e-3 * way) - value(self.kv - 3e-3 * way)
+            return (leaf.grad * way).sum(), (apart / 6e-3).float()
+        positions = torch.arange(PREFIX, TOKENS)[None]
+        out = self.plain(self.ids[None, PREFIX:], position_ids=positions, past_key_values=cache)
+        (out.logits[0].log_softmax(-1) * weights).sum().backward()
+        assert there.grad is not None
+        return leaf.grad, there.grad
+
+    def _cache_of(self, kv: Tensor) -> DynamicCache | None:
+        """Return a cache of transformers that holds the document's `kv`, None where its own cache
+        of the document has other contents."""
+        own, made = DynamicCache(), DynamicCache()
         with torch.no_grad():
-            apart = value(self.kv + 3e-3 * way) - value(self.kv - 3e-3 * way)
-        return float((leaf.grad * way).sum()), float(apart) / 6e-3
+            self.plain(self.ids[None, :PREFIX], past_key_values=own, use_cache=True)
+        for layer, read in enumerate(kv):
+            if layer >= len(own.layers):
+                return None
+            wanted = own.layers[layer].keys, own.layers[layer].values
+            cut = []
+            for x, there in zip(read, wanted, strict=True):
+                _, heads, _, size = there.shape
+                part, rest = x[None, :heads, :, :size], (x[heads:], x[..., size:])
+                if part.shape != there.shape or any(one.any() for one in rest):
+                    return None
+                if not torch.allclose(part, there, atol=1e-4):
+                    return None
+                cut.append(part)
+            made.update(*cut, layer)
+        return made
 
     def keys(self, begin: int) -> Tensor:
         """Return keys and values [L, 2, H_kv, 6, D] of six tokens read from this position on."""

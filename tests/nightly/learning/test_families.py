@@ -16,9 +16,10 @@ from model_families import (
     family_pair,
 )
 
-SMOOTH = {"hidden_act": "gelu"}  # for the slope by two passes: a kink has none
-SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 97,
-          "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
+SHARED = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 97,
+    "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 ALTERNATING = {"hidden_size_per_layer_input": 8, "laurel_rank": 4,
                "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [96] * 4}  # fmt: skip
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -35,9 +36,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {}),
     "phi3": ("phi3", {"sliding_window": 8}),
     "phimoe": ("phimoe", EXPERTS),
-    "nemotron": ("nemotron", SMOOTH),
+    "nemotron": ("nemotron", {}),
     "gpt2": ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128}),
-    "gpt_bigcode": ("gpt_bigcode", {"n_embd": 64, "n_head": 4, "n_layer": 2}),
     "biogpt": ("biogpt", {}),
     "cohere": ("cohere", {"logit_scale": 0.2, "use_qk_norm": True}),
     "olmo": ("olmo", {}),
@@ -68,19 +68,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1,
     }),
     "helium": ("helium", {}),
-    "bitnet": ("bitnet", SMOOTH),
-    "arcee": ("arcee", SMOOTH),
+    "bitnet": ("bitnet", {}),
+    "arcee": ("arcee", {}),
     "seed_oss": ("seed_oss", {}),
-    "apertus": ("apertus", SMOOTH),
-    "persimmon": ("persimmon", SMOOTH),
+    "apertus": ("apertus", {}),
+    "persimmon": ("persimmon", {}),
     "jetmoe": ("jetmoe", {**EXPERTS, "kv_channels": 16}),
     "cwm": ("cwm", TWO_KINDS),
     "afmoe": ("afmoe", {**EXPERTS, "sliding_window": 8}),
     "minimax_m2": ("minimax_m2", EXPERTS),
     "mimo_v2_flash": ("mimo_v2_flash", {**EXPERTS, "sliding_window": 8}),
-    "nanochat": ("nanochat", SMOOTH),
+    "nanochat": ("nanochat", {}),
     "solar_open": ("solar_open", ROUTED),
-    "jais2": ("jais2", SMOOTH),
+    "jais2": ("jais2", {}),
 }  # fmt: skip
 
 
@@ -89,5 +89,6 @@ def test_a_family_is_computed_as_its_own_forward_pass(name: str, tmp_path: Path)
     pair = family_pair(tmp_path, *FAMILIES[name])
     assert max(pair.differences().values()) < 1e-4
     assert max(pair.drawn()) < 1e-4
-    by_backward, by_forward = pair.slopes()
-    assert by_backward == pytest.approx(by_forward, rel=1e-2, abs=0.05)
+    ours, theirs = pair.gradients()
+    bound = 1e-2 if ours.dim() == 0 else 1e-4
+    assert float((ours - theirs).abs().max()) < bound * float(theirs.abs().max())

@@ -42,10 +42,11 @@ def test_drawn_tokens_are_the_likeliest(
     assert best < NATS
 
 
-def test_the_gradient_into_the_prefix_is_the_slope(pair: FamilyPair) -> None:
-    by_backward, by_forward = pair.slopes()
-    assert by_backward == pytest.approx(by_forward, rel=5e-3, abs=0.02)
-    assert abs(by_backward) > 0.1
+def test_the_gradient_into_the_prefix_is_that_of_transformers(pair: FamilyPair) -> None:
+    ours, theirs = pair.gradients()
+    bound = 5e-3 if ours.dim() == 0 else 1e-4  # a slope by two passes is a gradient up to its steps
+    assert float((ours - theirs).abs().max()) < bound * float(theirs.abs().max())
+    assert float(theirs.abs().max()) > 0.01
 
 
 def test_moved_keys_are_those_read_there(pair: FamilyPair) -> None:
