@@ -355,22 +355,25 @@ def load_by_transformers(
     """Load a causal LM from a directory, or a hub id if the hub is reachable, on the host; with
     another config than the one there, if one is given. Raises OSError where there is none, and
     DataError for one that is not computed here."""
-    family = "its family"
+    path = model_files(path)
     try:
-        path = model_files(path)
         config = config or AutoConfig.from_pretrained(path)
-        family = f"{config.model_type!r}"
-        _dequantize(config)
-        _refuse_short(config)
-        return TransformersModel(
-            AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
-            )
+    except ValueError as error:
+        raise _refusal(path, "unknown to transformers", error) from error
+    quantised = _dequantize(path, config)
+    _refuse_short(path, config)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
         )
+        if quantised:  # some methods leave bfloat16, whose numbers the others hold exactly
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
+        return TransformersModel(model)
     except OSError:
         raise
     except Exception as error:  # whatever the code of some family raises
-        raise _refusal(path, family, error) from error
+        raise _refusal(path, repr(config.model_type), error) from error
 
 
 def frequencies_by_transformers(path: str) -> KeyFrequencies:
@@ -445,31 +448,34 @@ def _small(config: PreTrainedConfig) -> PreTrainedConfig:
     return small
 
 
-def _dequantize(config: PreTrainedConfig) -> None:
-    """Let transformers make quantised weights whole at load. Raises DataError where it cannot."""
+def _dequantize(path: str, config: PreTrainedConfig) -> bool:
+    """Return whether a model's weights are quantised, and let transformers make them whole at load.
+    Raises DataError where it cannot."""
     of = getattr(config, "quantization_config", None)
     if of is None:
-        return
+        return False
     told = of if isinstance(of, dict) else of.to_dict()
     method = str(told.get("quant_method", "unknown"))
     if method not in DEQUANTIZED:
         raise DataError(
-            f"its weights are quantised ({method}), and are not computed with here; dequantise "
-            "them (transformers: model.dequantize(), then save_pretrained), or use the model's "
-            "unquantised files"
+            f"the weights of the model {path!r} are quantised ({method}), which is not computed "
+            f"with here, but for {' and '.join(DEQUANTIZED)}; set model.path to the model's whole "
+            "weights, or make them: transformers' model.dequantize(), then save_pretrained"
         )
     config.quantization_config = {**told, "dequantize": True}
+    return True
 
 
-def _refuse_short(config: PreTrainedConfig) -> None:
+def _refuse_short(path: str, config: PreTrainedConfig) -> None:
     """Raise DataError for a model whose rotary embedding changes within a usual text."""
     text = config.get_text_config()
     fixed = fixed_positions(text)
     if fixed is not None and fixed < LEAST_POSITIONS:
         kinds = sorted({str(rope.get("rope_type")) for rope in _ropes(text)} & {*BY_LENGTH})
         raise DataError(
-            f"its rotary embedding ({', '.join(kinds)}) changes for the whole text beyond {fixed} "
-            "positions, which is not computed here"
+            f"the rotary embedding ({', '.join(kinds)}) of the model {path!r} changes for the "
+            f"whole text beyond {fixed} positions, which is not computed here; use a model whose "
+            "rope_type in config.json is another, or that allows for more positions before"
         )
 
 
