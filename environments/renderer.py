@@ -144,9 +144,9 @@ class ChatRenderer:
         if not self._documents or self._place.by_system:
             return ""
         return (
-            "the chat template keeps no system's text before every conversation: documents stand at "
-            "the head of the first user's message; the arm document tells how well the model reads "
-            "them there"
+            "the chat template keeps no system's text before every conversation: documents stand "
+            "at the head of the first user's message; the arm document tells how well the model "
+            "reads them there"
         )
 
     def over(self, documents: Mapping[str, str]) -> ChatRenderer:
