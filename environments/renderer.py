@@ -137,6 +137,18 @@ class ChatRenderer:
         texts = (_ROLE_LINE.sub("", self.decode(run).strip()).strip() for run in runs)
         return [text for text in texts if text]
 
+    @property
+    def note(self) -> str:
+        """Return what a user should know of the documents' place; "" where they are the system's
+        text. Raises DataError where the template holds none."""
+        if not self._documents or self._place.by_system:
+            return ""
+        return (
+            "the chat template keeps no system's text before every conversation: documents stand "
+            "at the head of the first user's message; the arm document tells how well the model "
+            "reads them there"
+        )
+
     def over(self, documents: Mapping[str, str]) -> ChatRenderer:
         """Return a renderer of other documents, with the same date."""
         return ChatRenderer(self._tokenizer, documents, self.date, self._marks_of_calls)

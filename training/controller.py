@@ -247,6 +247,8 @@ class ControllerActor(Actor):
         self._show(stage="starting the mesh")
         # Long documents take seconds to read, in which the client and the health check ask.
         course = await asyncio.to_thread(open_course, spec, mesh, self._directory)
+        if course.note:
+            self._warn(course.note)
         documents, contexts = course.documents, course.layout.contexts
         sizes = {c: sum(len(documents[name]) for name in of) for c, of in contexts.items()}
         if warning := length_warning(spec.learn.cartridge.tokens, sizes):

@@ -48,13 +48,14 @@ def drawn_steps(names: Sequence[str], each: int, steps: int) -> dict[str, int]:
 class Recipe(Protocol):
     """Choose prompts, make train batches and measure arms. `documents` maps the name of each
     context to its token ids from position 0, `layout` tells which cartridge learns from which, and
-    `texts` maps each cartridge to the contexts' texts; `end_ids` end a response. Methods that are
-    not abstract do nothing."""
+    `texts` maps each cartridge to the contexts' texts; `end_ids` end a response; `note` is told
+    when a run starts, "" for nothing. Methods that are not abstract do nothing."""
 
     documents: Mapping[str, tuple[int, ...]]
     layout: CartridgeLayout
     texts: Mapping[str, Sequence[str]]
     end_ids: frozenset[int]
+    note: str = ""
 
     def prepare(self, step: int) -> None:
         """Make the prompts of `step` beforehand, while the models work."""

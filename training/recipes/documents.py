@@ -93,7 +93,7 @@ class DocumentsRecipe(Recipe):
         }
         self.texts = texts_of(parts.layout, parts.texts)
         self._choose = context_choice(spec, parts.layout, parts.texts, self.documents)
-        self.end_ids = self._conversation.end_ids
+        self.end_ids, self.note = self._conversation.end_ids, self._conversation.note
         self._rows = rows
         self._exam = StudyExam(spec, parts, self._conversation, self._titles, asked)
         self._getting_ready = asyncio.Lock()

@@ -37,7 +37,7 @@ class LongHealthRecipe(Recipe):
         self.documents: Mapping[str, tuple[int, ...]] = tasks.documents
         self.layout = tasks.layout
         self.texts = texts_of(tasks.layout, tasks.texts)
-        self.end_ids = tasks.end_ids
+        self.end_ids, self.note = tasks.end_ids, tasks.conversation.note
 
     def prepare(self, step: int) -> None:
         self._tasks.prepare(step)

@@ -90,7 +90,7 @@ class RSARecipe(Recipe):
         self._sampling = Sampling(max_tokens=spec.rollout.max_tokens)
         self._newest: Callable[[], int] | None = None  # set where rollouts run ahead
         self._ahead: GroupsAhead[list[PlayedRun]] | None = None
-        self.end_ids = self._conversation.end_ids
+        self.end_ids, self.note = self._conversation.end_ids, self._conversation.note
 
     # -- runs -----------------------------------------------------------------------------------
 

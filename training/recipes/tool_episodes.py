@@ -106,7 +106,7 @@ class ToolEpisodesRecipe(Recipe):
             NO_DOCUMENT: self._conversation.head(None),
         }
         self.texts = {name: (text,) for name, text in self._texts.items()}
-        self.end_ids = self._conversation.end_ids
+        self.end_ids, self.note = self._conversation.end_ids, self._conversation.note
 
     # -- episodes -------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ DOCUMENTS = {
     "lines": "- one\n- two\n",
 }
 QUESTIONS = ("what is the sodium?", "12 beds?", "(three) who?", "Why?", "é?")
-IN_FIRST, BY_USER = ("gemma3", "llama2"), ("gemma2", "mistral", "phi3")
+BY_USER = ("gemma2", "mistral", "phi3")
 
 
 def renderer(name: str, date: datetime = DAY) -> ChatRenderer:
@@ -106,6 +106,13 @@ TURN_ENDS = {
     "mistral": "</s>", "phi3": "<|end|>", "phi35": "<|end|>", "glm4": "<|user|>",
     "asks": "<|im_end|>",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_note_tells_where_documents_are_no_text_of_the_system(name: str) -> None:
+    told = "documents stand at the head of the first user's message"
+    assert (told in renderer(name).note) == (name in BY_USER)
+    assert ChatRenderer(tokenizer(name), {}).note == ""
 
 
 @pytest.mark.parametrize("name", SHAPES)
