@@ -7,8 +7,9 @@
     stdout   {"score": 0.01}                                  or {"error": "ValueError: ..."}
 
 Some tasks evaluate an answer in C code, where Python exceptions do not arrive. Each line therefore
-sets an alarm of `seconds`; when it expires, the kernel ends this process and the parent starts
-another. The process also ends when stdin ends.
+sets an alarm of `seconds` of processor time, so that a busy machine changes no score; when it
+expires, the kernel ends this process and the parent starts another. The process also ends when
+stdin ends.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # a task may print; that must not reach the reply pipe
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C closes stdin
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     replies.write('{"ready": true}\n')
     for line in sys.stdin:
         asked = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, asked["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
         try:
             reply = _answer(asked)
         except Exception as error:  # a task may raise anything
             reply = {"error": f"{type(error).__name__}: {error}"}
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps(reply) + "\n")
 
 

@@ -36,7 +36,7 @@ from protocols.wire.openai_replies import ChatReply
 Extract = Callable[[str], str | None]  # returns the answer in a text, or None
 
 GYM_WORKER = Path(__file__).with_name("gym_worker.py")
-GRACE_S = 10.0  # the worker's own alarm ends it earlier unless the machine stalls
+GRACE_S = 60.0  # the worker's own alarm ends it earlier unless it waits, or the machine stalls
 AT_ONCE = 16  # episodes of verifiers
 
 

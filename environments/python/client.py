@@ -45,6 +45,7 @@ class PythonEnvironment(ReplayedSessions[Handle]):
         ]
         self._places = [asyncio.Lock() for _ in self._processes]
         self._loaded: list[bool] = [False] * spec.processes
+        self._loads: list[asyncio.Future[Mapping[str, Any]] | None] = [None] * spec.processes
         self._serial = itertools.count(1)
 
     async def start(self) -> None:
@@ -60,6 +61,10 @@ class PythonEnvironment(ReplayedSessions[Handle]):
 
     async def close(self) -> None:
         self._waiting.clear()
+        loads = [loading for loading in self._loads if loading is not None]
+        for loading in loads:
+            loading.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
         for process in self._processes:
             await asyncio.to_thread(process.end)
 
@@ -110,11 +115,16 @@ class PythonEnvironment(ReplayedSessions[Handle]):
         return reply
 
     async def _load(self, number: int) -> None:
-        spec = self._spec
-        await self._call(number, {
-            "ask": "load", "factory": spec.factory, "folder": spec.folder,
-            "arguments": spec.arguments,
-        })  # fmt: skip
+        """Start the process and load the class. A move whose time is over ends neither: on a busy
+        machine a start takes longer than a move may, and the next move waits for it."""
+        spec, loading = self._spec, self._loads[number]
+        if loading is None or loading.done():
+            loading = self._loads[number] = asyncio.ensure_future(self._call(number, {
+                "ask": "load", "factory": spec.factory, "folder": spec.folder,
+                "arguments": spec.arguments,
+            }))  # fmt: skip
+        await asyncio.wait({loading})
+        loading.result()
         self._loaded[number] = True
 
     async def _call(self, number: int, request: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -34,7 +34,8 @@ def lacking(onednn: str, aten: str, flags: frozenset[str]) -> list[str]:
 
 def flags_of(cpuinfo: str) -> frozenset[str]:
     """Return the flags of the first processor in the text of /proc/cpuinfo."""
-    return frozenset(next((x for x in cpuinfo.splitlines() if x.startswith("flags")), "").split())
+    line = next((x for x in cpuinfo.splitlines() if x.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
 
 
 def main(arguments: list[str]) -> int:
