@@ -43,48 +43,55 @@ def user(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", user(TEXT), "messages[0].content"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": TEXT},
+                      {"role": "user", "content": "b"}]},
+        "messages[1].content",
+    ),
+    ("/v1/chat/completions", {**user("a"), "tools": [TOOL]}, "tools[0].function"),
+    (
+        "/v1/chat/completions",
+        {**user(TEXT), "forge": {"strategy": "self_consistency"}},
+        "messages[0].content",
+    ),
+    ("/v1/completions", {"prompt": TEXT}, "prompt"),
+    ("/v1/completions", {"prompt": ["a", TEXT]}, "prompt"),
+    ("/v1/completions", {"prompt": [60, FIRST_UNKNOWN]}, "prompt"),
+    ("/v1/completions", {"prompt": [[60], [FIRST_UNKNOWN]]}, "prompt"),
+    ("/v1/completions", {"prompt": [60, 2**31 - 1]}, "prompt"),
+    ("/v1/responses", {"input": TEXT}, "input"),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": TEXT}], "instructions": "a"},
+        "input[0].content",
+    ),
+    ("/v1/responses", {"input": "a", "instructions": TEXT}, "instructions"),
+    ("/v1/messages", {**user(TEXT), "max_tokens": 5}, "messages[0].content"),
+    ("/v1/messages", {**user("a"), "system": TEXT, "max_tokens": 5}, "system"),
+    ("/custom/cartridge/chat/completions", user(TEXT), "messages[0].content"),
+    ("/custom/cartridge/completions", {"prompt": [FIRST_UNKNOWN]}, "prompt"),
+    ("/custom/cartridge/completions", {"prompt": TEXT}, "prompt"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [
-        ("/v1/chat/completions", user(TEXT), "messages[0].content"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": TEXT},
-                          {"role": "user", "content": "b"}]},
-            "messages[1].content",
+        *CASES,
+        *(
+            (route, {**body, "stream": True}, param)
+            for route, body, param in CASES
+            if not route.startswith("/custom")  # these do not stream
         ),
-        ("/v1/chat/completions", {**user("a"), "tools": [TOOL]}, "tools[0].function"),
-        (
-            "/v1/chat/completions",
-            {**user(TEXT), "forge": {"strategy": "self_consistency"}},
-            "messages[0].content",
-        ),
-        ("/v1/completions", {"prompt": TEXT}, "prompt"),
-        ("/v1/completions", {"prompt": ["a", TEXT]}, "prompt"),
-        ("/v1/completions", {"prompt": [60, FIRST_UNKNOWN]}, "prompt"),
-        ("/v1/completions", {"prompt": [[60], [FIRST_UNKNOWN]]}, "prompt"),
-        ("/v1/completions", {"prompt": [60, 2**31 - 1]}, "prompt"),
-        ("/v1/responses", {"input": TEXT}, "input"),
-        (
-            "/v1/responses",
-            {"input": [{"role": "user", "content": TEXT}], "instructions": "a"},
-            "input[0].content",
-        ),
-        ("/v1/responses", {"input": "a", "instructions": TEXT}, "instructions"),
-        ("/v1/messages", {**user(TEXT), "max_tokens": 5}, "messages[0].content"),
-        ("/v1/messages", {**user("a"), "system": TEXT, "max_tokens": 5}, "system"),
-        ("/custom/cartridge/chat/completions", user(TEXT), "messages[0].content"),
-        ("/custom/cartridge/completions", {"prompt": [FIRST_UNKNOWN]}, "prompt"),
-        ("/custom/cartridge/completions", {"prompt": TEXT}, "prompt"),
     ],
-)  # fmt: skip
+)
 def test_what_the_model_has_no_embedding_for_is_refused(
-    url: str, route: str, body: dict[str, Any], param: str, stream: bool
+    url: str, route: str, body: dict[str, Any], param: str
 ) -> None:
-    if stream and route.startswith("/custom"):
-        pytest.skip("these routes do not stream")
-    reply = ask(url, route, {**body, **({"stream": True} if stream else {})})
+    reply = ask(url, route, body)
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error["message"].startswith(param)
