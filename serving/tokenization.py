@@ -126,22 +126,21 @@ class Tokenization:
         for i, tool in enumerate(tools):
             said = json.dumps([tool.description, dict(tool.parameters)], ensure_ascii=False)
             _check_text(said, f"tools[{i}].function")
+        read, told_by_template = messages, tools
         if tools and not self._tells[cartridge]:
             if told := self.calls.tell(tools):
                 first = replace(messages[0], content=f"{told}\n\n{messages[0].content}")
-                messages = (first, *messages[1:])
-            tools = ()
+                read = (first, *messages[1:])
+            told_by_template = ()
         with refusing(400, "messages"):
-            renderer = self._conversation(date)
-            ids = renderer.opening(STAND_IN if cartridge else None, messages, tools)
+            document = STAND_IN if cartridge else None
+            ids = self._conversation(date).opening(document, read, told_by_template)
         if self._unknown(ids):
-            texts = [(f"messages[{i}].content", m.content) for i, m in enumerate(messages)]
-            texts += [
-                (f"tools[{i}].function", json.dumps([tool.description, dict(tool.parameters)]))
-                for i, tool in enumerate(tools)
-            ]
-            for place, text in texts:
-                self._require_known(self._ids(text), place)
+            for i, message in enumerate(messages):
+                self._require_known(self._ids(message.content), f"messages[{i}].content")
+            for i, tool in enumerate(tools):
+                said = json.dumps([tool.description, dict(tool.parameters)], ensure_ascii=False)
+                self._require_known(self._ids(said), f"tools[{i}].function")
             self._require_known(ids, "messages")
         return self._prompt(ids, cartridge, "messages")
 

@@ -45,7 +45,10 @@ class RoleSpec(SpecSection):
         default=8, ge=1, description="requests that one replica has at a time; others wait"
     )
     restarts: int = Field(
-        default=10, ge=0, description="replicas of the role that may die before the run fails"
+        default=10,
+        ge=0,
+        description="replicas of the role that may die before the run fails; one whose engine died "
+        "of a request is not counted",
     )
     autoscale: AutoscaleSpec | None = Field(
         default=None, description="let the pool's size follow its load; null for a fixed size"

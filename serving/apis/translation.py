@@ -26,6 +26,8 @@ class ChatFields:
 
     def add(self, role: str, content: str | None, place: str, **more: Any) -> None:
         self.places[f"messages[{len(self.messages)}]"] = place
+        if "[" not in place:  # a field of text
+            self.places[f"messages[{len(self.messages)}].content"] = place
         if "tool_call_id" in more:
             named = "tool_use_id" if "content[" in place else "call_id"
             self.places[f"messages[{len(self.messages)}].tool_call_id"] = f"{place}.{named}"

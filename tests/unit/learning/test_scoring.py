@@ -12,8 +12,10 @@ from channel_setup import bank_of, prefixes, scene
 from learning.losses.dpo import with_references
 from learning.model import cores
 from learning.model.cores import beside
+from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.packing import token_logprobs
 from learning.scoring import contexts_of, response_logprobs, score, score_kept, score_over, top_k
+from protocols.errors import DataError
 from protocols.train_batch import hinted
 
 if TYPE_CHECKING:
@@ -131,3 +133,17 @@ def test_references_are_recomputed_where_stale(twin: Twin) -> None:
         assert reference == pytest.approx(expected, abs=1e-4)
     assert with_references(twin.model, [stale], kv, 32, version=5, max_age=None) == [stale]
     assert with_references(twin.model, [], kv, 32, version=5, max_age=0) == []
+
+
+def test_tokens_that_the_model_has_not_are_refused_before_a_pass(
+    twin: Twin, make_samples: MakeSamples
+) -> None:
+    (sample,) = make_samples(("a", 4, 5))
+    for part in ("prompt", "response"):
+        ids = (*getattr(sample, f"{part}_ids")[:-1], twin.model.vocabulary)
+        wrong = replace(sample, **{f"{part}_ids": ids})
+        with pytest.raises(DataError, match=f"the {part} of sample {sample.id} has the token id"):
+            score(twin.model, [wrong], twin.cached(), 20)
+    cache = DocumentKVCache(lambda ids: document_kv(twin.model, ids), {"d": (6, 9_999)}, 1 << 20)
+    with pytest.raises(DataError, match=r"document d: .* has the token id 9999 at 1"):
+        cache.get("d")

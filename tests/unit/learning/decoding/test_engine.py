@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from rooms.learning.decoding_setup import ASKED, END, alone, decode, engine, req
 from learning.cartridge.composition import composed
 from learning.cartridge.fingerprint import fingerprint
 from learning.decoding.decode_batch import generate
-from learning.decoding.engine import TorchEngine
+from learning.decoding.engine import PassError, TorchEngine
 from protocols.errors import DataError, PublishError
 from protocols.types import (
     Completion,
@@ -182,3 +183,57 @@ def test_a_composition_with_a_document_that_there_is_not_is_refused(llama: Twin)
     ref = PrefixRef("document/a", 0, (PrefixRef("document/z", 0),))
     with pytest.raises(DataError, match="no document 'z'"):
         add(engine(llama), GenerateRequest("x", (9,), ref, Sampling(), 0))
+
+
+def test_a_pass_that_fails_tells_what_it_was_over(twin: Twin) -> None:
+    """The pass that reads prompts is over the new requests alone, the next over those that go
+    on."""
+    fails = False
+
+    def failing(module: torch.nn.Module, args: tuple[object, ...]) -> None:
+        if fails:
+            raise MemoryError("no memory")
+
+    handle = twin.model.register_forward_pre_hook(failing)
+    try:
+        for late, over in ((True, {"a", "b"}), (False, {"d"})):
+            served, fails = engine(twin), False
+            if late:
+                add(served, ASKED[0])
+                add(served, ASKED[1])
+                list(served.step())
+                fails = True
+            add(served, ASKED[3])
+            fails = True
+            with pytest.raises(PassError) as failed:
+                list(served.step())
+            assert failed.value.keys == over
+            assert isinstance(failed.value.__cause__, MemoryError)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"prompt_ids": (6, 10**6)}, "the prompt of request x has the token id 1000000 at 1"),
+        ({"prompt_ids": (-1,)}, "has the token id -1 at 0"),
+        ({"sampling": Sampling(max_tokens=0)}, "sampling.max_tokens 0"),
+        ({"sampling": Sampling(float("nan"))}, "sampling.temperature nan"),
+        ({"sampling": Sampling(top_p=0.0)}, "sampling.top_p 0.0"),
+        ({"seed": 2**64}, "seed 18446744073709551616"),
+        ({"first_draw": -1}, "first_draw -1"),
+        ({"until": StopCondition(window=2, top=0)}, "until.top 0"),
+    ],
+)
+def test_what_no_pass_could_serve_is_refused_before_one(
+    twin: Twin, fault: dict[str, object], said: str
+) -> None:
+    served, wrong = engine(twin), replace(request("x", "a", 3, 4), **fault)  # type: ignore[arg-type]  # one fault each
+    add(served, ASKED[0])
+    with pytest.raises(DataError, match=said):
+        add(served, wrong)
+    with pytest.raises(DataError, match=said):
+        generate(twin.model, [wrong], lambda ref: twin.kv[ref.name[-1]], END, decode)
+    (done,) = [what for _ in range(20) for _, what in served.step()]
+    assert done.token_ids == alone(twin, ASKED[0]).token_ids

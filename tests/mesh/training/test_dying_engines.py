@@ -1,0 +1,50 @@
+"""Runs whose generators and teachers fail in a forward pass: repeated as after a kill, or ended."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from dying_engines import DeadlyRolloutGenerator, DyingDocTeacher, DyingRolloutGenerator
+from loop_setup import run_with, small_spec
+from small_run import rows
+
+from protocols.errors import EngineKilledError
+from services import roles
+from services.run_directory import RunDirectory
+
+STEPS = 3
+
+
+def trained(path: Path, run_id: str) -> tuple[Path, list[str]]:
+    """The directory of a run of a few steps, and the roles that lost a replica to its engine."""
+    spec = small_spec(train__steps=STEPS, roles__generator__restarts=0)
+    directory = RunDirectory.create(path, spec.mesh.name, run_id)
+    asyncio.run(run_with(spec, directory))
+    events = rows(directory.events)
+    return directory.path, [
+        e["role"] for e in events if e["event"] == "replica_lost" and e["cause"] == "engine"
+    ]
+
+
+def test_a_run_goes_on_as_if_no_engine_had_died(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole, none = trained(tmp_path / "whole", "a")
+    assert none == []
+    monkeypatch.setitem(roles.ROLES, "generator", DyingRolloutGenerator)
+    monkeypatch.setitem(roles.ROLES, "doc_teacher", DyingDocTeacher)
+    dying, lost = trained(tmp_path / "dying", "a")
+    assert sorted(lost) == ["doc_teacher", "generator"]
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (dying / name).read_bytes() == (whole / name).read_bytes(), name
+    assert len(rows(whole / "metrics.jsonl")) == STEPS
+
+
+def test_a_rollout_that_kills_every_generator_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(roles.ROLES, "generator", DeadlyRolloutGenerator)
+    with pytest.raises(EngineKilledError, match=r"2 engines in turn died.*no memory for this pass"):
+        trained(tmp_path, "a")
