@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import groupby
@@ -40,7 +40,7 @@ _ROLE_LINE = re.compile(rf"^(?:{'|'.join(get_args(Role))})(?:\n|$)")
 # Parts a special token that stands in a message, and is not tokenized: a noncharacter of Unicode.
 _PART = "\ufdd0"
 _STAND_INS = ("x", "y")  # for a document and for a question, to see where a template puts them
-_APART = "\n\n"  # between a document and a question in one message
+_EMPTY_LINE = "\n\n"
 _NO_PLACE = (
     "a cartridge cannot stand for a document in this chat template: neither the system's text nor "
     "the head of the first user's message is a prefix of every conversation; use a template that "
@@ -74,13 +74,15 @@ def messages_read(opening: Observation, turns: Sequence[Turn]) -> tuple[AgentMes
 @dataclass(frozen=True)
 class DocumentPlace:
     """Tell where a template holds a document. `by_system` tells whether it is a message of the
-    system's, else it begins the first user's. `block` tells whether the system's text alone is its
-    head. If not, `head` is the text of a stand-in for the document, up to the special token before
-    the question, or where there is none up to the question."""
+    system's, else it begins the first user's, with `apart` before the user's own text. `block`
+    tells whether the system's text alone is its head. If not, `head` is the text of a stand-in for
+    the document, up to the special token before the question, or where there is none up to the
+    question."""
 
     by_system: bool
-    block: bool
+    block: bool = False
     head: str = ""
+    apart: str = ""
 
 
 class ChatRenderer:
@@ -169,39 +171,59 @@ class ChatRenderer:
     @cached_property
     def _place(self) -> DocumentPlace:
         """Return where the template holds a document. Raises DataError where it holds none."""
-        for by_system in (True, False):
-            found = self._placed(by_system)
-            if found is not None:
-                return found
-        raise DataError(_NO_PLACE)
+        found = self._placed(DocumentPlace(by_system=True)) or self._placed(
+            DocumentPlace(by_system=False, apart=self._apart())
+        )
+        if found is None:
+            raise DataError(_NO_PLACE)
+        return found
 
-    def _placed(self, by_system: bool) -> DocumentPlace | None:
-        """Return the place of a document in a system's message or at the head of the first user's,
-        None where it is not a prefix of every conversation there."""
-        place = DocumentPlace(by_system, block=False)
-        (text, other), (user, asked) = _STAND_INS, (AgentMessage("user", q) for q in _STAND_INS)
+    def _placed(self, place: DocumentPlace) -> DocumentPlace | None:
+        """Return the place with its head, None where a document there is not a prefix of every
+        conversation."""
+        (text, _), (user, asked) = _STAND_INS, (AgentMessage("user", q) for q in _STAND_INS)
         try:
-            one = self._render(self._beside(text, (user,), place))
-            another = self._render(self._beside(text, (asked,), place))
+            head, between, _ = self._around(place)
             later = self._render(
                 self._beside(text, (user, AgentMessage("assistant", "x"), asked), place)
             )
-            moved = self._render(self._beside(other, (user,), place))
         except DataError:
             return None
-        head = _shared(one, another)
-        question = one[len(head) :]
-        depends = moved.startswith(head) or not moved.endswith(question)
-        if depends or not later.startswith(head):
+        if not later.startswith(head):
             return None
-        if by_system and self._is_block(head):
-            return DocumentPlace(by_system, block=True)
-        before = moved.removesuffix(question)
-        between = _shared(head[::-1], before[::-1])[::-1]  # the document and the question
+        if place.by_system and self._is_block(head):
+            return replace(place, block=True)
         if marks := [*self._specials.finditer(between)]:
             head = head[: len(head) - len(between) + marks[-1].start()]
         # A blank joins the word after it in most tokenizers.
-        return DocumentPlace(by_system, False, head.rstrip(" "))
+        return replace(place, head=head.rstrip(" "))
+
+    def _around(self, place: DocumentPlace) -> tuple[str, str, str]:
+        """Return a stand-in's text up to the question, what it has between document and question,
+        and the text from the question on. Raises DataError where the document is not before it."""
+        (text, other), (user, asked) = _STAND_INS, (AgentMessage("user", q) for q in _STAND_INS)
+        one, another, moved = (
+            self._render(self._beside(document, (question,), place))
+            for document, question in ((text, user), (text, asked), (other, user))
+        )
+        head = _shared(one, another)
+        question = one[len(head) :]
+        if moved.startswith(head) or not moved.endswith(question):
+            raise DataError(_NO_PLACE)
+        before = moved.removesuffix(question)
+        return head, _shared(head[::-1], before[::-1])[::-1], question
+
+    def _apart(self) -> str:
+        """Return what stands between a document and a question in one message: what the template
+        writes between the system's text and the user's where these are one turn, else an empty
+        line."""
+        text = _STAND_INS[0]
+        try:
+            head, between, question = self._around(DocumentPlace(by_system=True))
+            joined = self._render([AgentMessage("user", f"{text}{between}{text}")])
+        except DataError:
+            return _EMPTY_LINE
+        return between if joined == head + question else _EMPTY_LINE
 
     def _is_block(self, head: str) -> bool:
         """Return whether the system's text alone is rendered as it stands before a question."""
@@ -226,7 +248,7 @@ class ChatRenderer:
                 "the first message, which must be the user's; put what is before it into that one"
             )
         first, *rest = messages
-        return (AgentMessage("user", f"{text}{_APART}{first.content}"), *rest)
+        return (AgentMessage("user", f"{text}{place.apart}{first.content}"), *rest)
 
     def _head_text(self, document: str) -> str:
         """Return a document's text up to the question, in a template without a system block."""

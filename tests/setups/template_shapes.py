@@ -93,6 +93,15 @@ SHAPES = {
         "{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}",
         ("<s>", "</s>", "[INST]", "[/INST]"), "</s>", ("</s>",),
     ),
+    # As Mistral's, with a blank after the system's text.
+    "last": Shape(
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{% set before = messages[0].content + "
+        "' ' %}{% set messages = messages[1:] %}{% else %}{% set before = '' %}{% endif %}" + LOOP
+        + "{{ '<|' + m.role + '|>' }}{% if loop.last and m.role == 'user' %}{{ before }}{% endif %}"
+        "{{ m.content + '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
+        ("<|bos|>", "<|user|>", "<|assistant|>", "<|end|>"), "<|end|>",
+    ),
     # Phi-3 as it was first published: the system's text is left out.
     "phi3": Shape(
         "{{ bos_token }}" + LOOP + "{% if m.role != 'system' %}{{ '<|' + m.role + '|>\n' + "

@@ -22,7 +22,7 @@ DOCUMENTS = {
     "lines": "- one\n- two\n",
 }
 QUESTIONS = ("what is the sodium?", "12 beds?", "(three) who?", "Why?", "é?")
-BY_USER = ("gemma2", "mistral", "phi3")
+BY_USER = {"gemma2": "\n\n", "mistral": "\n\n", "phi3": "\n\n", "last": " "}
 
 
 def renderer(name: str, date: datetime = DAY) -> ChatRenderer:
@@ -34,7 +34,7 @@ def whole(name: str, document: str, *turns: str) -> str:
     roles = ("user", "assistant") * len(turns)
     chat = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
     if name in BY_USER:
-        chat[0]["content"] = f"{DOCUMENTS[document]}\n\n{chat[0]['content']}"
+        chat[0]["content"] = f"{DOCUMENTS[document]}{BY_USER[name]}{chat[0]['content']}"
     else:
         chat = [{"role": "system", "content": DOCUMENTS[document]}, *chat]
     text: str = tokenizer(name).apply_chat_template(
@@ -72,6 +72,16 @@ def test_an_odd_beginning_changes_no_word(name: str, question: str) -> None:
     assert text == whole(name, "plain", question)
 
 
+@pytest.mark.parametrize("name", ["mistral", "last"])
+def test_a_first_question_is_as_the_template_puts_it_behind_the_systems_text(name: str) -> None:
+    chat = [
+        {"role": "system", "content": DOCUMENTS["plain"]},
+        {"role": "user", "content": "what is the sodium?"},
+    ]
+    text = tokenizer(name).apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == whole(name, "plain", "what is the sodium?")
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_an_opening_is_the_same_behind_every_document(name: str) -> None:
     talk = renderer(name)
@@ -96,6 +106,7 @@ ENDS = {
     "gemma2": {"<eos>", "<end_of_turn>"},
     "llama2": {"</s>"},
     "mistral": {"</s>"},
+    "last": {"<|end|>"},
     "phi3": {"<|endoftext|>", "<|end|>"},
     "phi35": {"<|endoftext|>", "<|end|>"},  # the template alone tells the second
     "glm4": {"<|endoftext|>", "<|user|>", "<|observation|>"},
@@ -103,7 +114,7 @@ ENDS = {
 }
 TURN_ENDS = {
     "llama3": "<|eot_id|>", "gemma3": "<end_of_turn>", "gemma2": "<end_of_turn>", "llama2": "</s>",
-    "mistral": "</s>", "phi3": "<|end|>", "phi35": "<|end|>", "glm4": "<|user|>",
+    "mistral": "</s>", "last": "<|end|>", "phi3": "<|end|>", "phi35": "<|end|>", "glm4": "<|user|>",
     "asks": "<|im_end|>",
 }  # fmt: skip
 
