@@ -68,7 +68,8 @@ def _charts(learn: LearnSpec) -> TableSection:
 
 def row_lengths(learn: LearnSpec, rows: RowSet) -> list[str]:
     """Return notes on rows whose prompt is too long to be answered: of an episode, over
-    `episodes.max_context`; else over what `train.row_tokens` leaves. Without a tokenizer they say so.
+    `episodes.max_context`; else over what `train.row_tokens` leaves. Without a tokenizer the
+    note is that they are unknown.
 
     Raises DataError where none is left to train on, and for documents that no cartridge can stand
     for.
