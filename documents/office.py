@@ -252,8 +252,9 @@ def _as_html(
         parts.append(f"<{tag}>" if tag else SIGNS.get(name, ""))
         if texts in (None, name):
             parts.append(escape(element.text or ""))
+        within = {**tags, "p": "dd"} if name == "list-item" else tags  # a line each
         for child in element:
-            _as_html(child, tags, texts, parts)
+            _as_html(child, within, texts, parts)
         if tag and tag != "br":
             parts.append(f"</{tag}>")
     if texts is None:

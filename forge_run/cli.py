@@ -274,7 +274,7 @@ COMMANDS = {
     )),
     "make": Command("cartridges of a folder of text, within so many minutes", "make:command", (
         _option("folders", "FOLDER",
-                "folders, files or patterns: .txt, .md, .html, .pdf, .json, .jsonl", nargs="+"),
+                "folders, files or patterns: text, .html, .pdf, .docx and others", nargs="+"),
         _option("--model", "NAME", "a name of `forge models list`, a directory or a hub id "
                 "(default: smollm2-135m)", default="smollm2-135m"),
         _option("--tokens", "P", "tokens of each cartridge (default: by --ratio 10, 32 to 512)",

@@ -6,8 +6,7 @@ from collections import Counter
 
 from documents.rows.reading import RowSet, read_row_set
 from forge_run.formatting import TableSection, facts, lines
-from forge_run.plan.documents import tokenizer_at
-from forge_run.plan.inputs import row_lengths
+from forge_run.plan.inputs import row_lengths, tokenizer_at
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.users.rewards import RewardSpec
@@ -73,7 +72,7 @@ def sections(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
         count = max(1, len(rows.texts))
         learn = learn.model_copy(update={"data": learn.data.model_copy(update={"patients": count})})
         found.append(facts(f"rows of {rows.source}", _rows_told(learn, rows)))
-        found += [lines("rows that are too long", notes)] if notes else []
+        found += [lines("prompts of rows", notes)] if notes else []
     if learn.reward:
         table = tuple((r.title, f"{r.weight:g}", _by(r), _limits(r)) for r in learn.reward)
         found.append(TableSection("rewards of an episode, summed by weight", HEADS, table))

@@ -35,8 +35,6 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     """Return the spec with the documents' number and mean tokens, and the plan's sections on them.
     Raises DataError as `read_material` does."""
     if learn.self_study is None:
-        if learn.data.source in ("clinic", "longhealth") and learn.data.path is not None:
-            _require_charts(learn, learn.data.path)
         return learn, []
     if learn.data.path is None or (learn.data.source == "longhealth" and not at_hand(learn)):
         known = learn.data.source == "longhealth"  # its charts are as many as data.patients
@@ -86,19 +84,6 @@ def require_sources(learn: LearnSpec) -> None:
     for key, path in (("data.questions", learn.data.questions), ("self_study.rows", rows)):
         if path is not None and not Path(path).is_file():
             raise DataError(f"there is no file {path}; check {key}")
-
-
-def _require_charts(learn: LearnSpec, path: str) -> None:
-    """Refuse a LongHealth file on this machine, or charts and questions of it, that a run would
-    refuse; with the model's tokenizer its lengths too."""
-    from training.recipes.longhealth_prompts import open_prompts, read_patients
-
-    if not Path(path).is_file():
-        return
-    read_patients(learn.data)
-    tokenizer = tokenizer_at(learn.model.path) if Path(learn.model.path).is_dir() else None
-    if tokenizer is not None:
-        _ = open_prompts(learn, tokenizer).exams
 
 
 def _warnings(parts: Corpus, learn: LearnSpec) -> list[str]:

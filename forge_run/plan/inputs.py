@@ -68,7 +68,8 @@ def _charts(learn: LearnSpec) -> TableSection:
 
 def row_lengths(learn: LearnSpec, rows: RowSet) -> list[str]:
     """Return notes on rows whose prompt is too long to be answered: of an episode, over
-    `episodes.max_context`; else over what `train.row_tokens` leaves. None without a tokenizer.
+    `episodes.max_context`; else over what `train.row_tokens` leaves. Without a tokenizer the
+    note is that they are unknown.
 
     Raises DataError where none is left to train on, and for documents that no cartridge can stand
     for.
@@ -80,7 +81,7 @@ def row_lengths(learn: LearnSpec, rows: RowSet) -> list[str]:
 
     tokenizer = tokenizer_at(learn.model.path)
     if tokenizer is None:
-        return []
+        return ["the lengths of prompts are unknown: the model's tokenizer is not at hand"]
     texts = {**rows.texts, PRIMER: PRIMER_TEXT}
     if learn.episodes is not None:
         most, key = learn.episodes.max_context, "episodes.max_context"

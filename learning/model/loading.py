@@ -51,7 +51,7 @@ def load_model(
         else:
             from learning.model.adapter import load_by_transformers
 
-            model = load_by_transformers(path, getattr(torch, dtype))
+            model = load_by_transformers(model_files(path), getattr(torch, dtype))
     model.tokens = token_count(path)
     model.unmoved = verdict.unmoved
     return model.to(device)

@@ -61,7 +61,8 @@ def test_what_cannot_be_used_of_a_folder_is_left_out_by_name(folder: Path) -> No
         "blank.txt": "is empty",
         "empty.txt": "is empty",
         "image.png": "is no file that is read here "
-        "(.txt, .md, .markdown, .html, .htm, .pdf, .json, .jsonl)",
+        "(.txt, .md, .markdown, .rst, .adoc, .org, .html, .htm, .pdf, .json, .jsonl, .csv, .tsv, "
+        ".ipynb, .docx, .pptx, .xlsx, .odt, .odp, .ods, .epub)",
         "page.htm": "is an HTML page without text",
         "program.txt": "is binary, no text",
         "twice.txt": "has the same text as b.txt",
@@ -85,7 +86,8 @@ def test_bounds(folder: Path) -> None:
         ("a.txt", b"", "a.txt is empty"),
         ("a.txt", b" \n", "a.txt is empty; name a file with text in it"),
         ("a.txt", b"\x00\x01", "a.txt is binary"),
-        ("a.docx", b"PK", "a.docx is no file that is read here"),
+        ("a.docx", b"PK", "a.docx is damaged, no zip archive"),
+        ("a.doc", b"x", "a.doc is no file that is read here"),
         ("a.json", b"[]", "a.json holds no text"),
         ("a.json", b"{", "a.json is not JSON"),
     ],
@@ -131,7 +133,52 @@ def test_names_are_those_that_a_cartridge_may_have(tmp_path: Path) -> None:
     (tmp_path / "a" / "b.txt").write_text("one")
     (tmp_path / "a.b.md").write_text("two")
     names = [d.name for d in read_documents([str(tmp_path)]).documents]
-    assert names == ["Q3_report_final", "a.b", "a.b_2", "none_2", "x" * 48, "document"]
+    assert names == ["Q3_report_final", "a.b", "a.b_2", "none_2", "x" * 48, "RiBen"]
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("日本2.txt", "RiBen2"),
+        ("отчёт за май.txt", "otchet_za_may"),
+        ("Übersicht.txt", "Ubersicht"),
+        ("U\u0308bersicht.txt", "Ubersicht"),  # as macOS writes it
+        ("تقرير.txt", "tqryr"),
+        ("रिपोर्ट.txt", "riport"),
+        ("보고서.txt", "BoGoSeo"),
+        ("報告（最終）.txt", "BaoGao_ZuiZhong"),
+        ("\U0001f680.txt", "rocket"),
+        ("（）.txt", "document"),
+    ],
+)
+def test_a_file_of_any_script_has_a_name_in_ascii(tmp_path: Path, file: str, name: str) -> None:
+    (tmp_path / file).write_text("words")
+    assert [d.name for d in read_documents([str(tmp_path)]).documents] == [name]
+
+
+def test_names_that_sound_alike_stay_apart(tmp_path: Path) -> None:
+    for i, name in enumerate(("是.txt", "市.txt", "事.txt")):
+        (tmp_path / name).write_text(f"text {i}")
+    found = read_documents([str(tmp_path)]).documents
+    assert [d.name for d in found] == ["Shi", "Shi_2", "Shi_3"]
+
+
+def test_bad_rows_are_left_out_and_counted_and_the_others_read(tmp_path: Path) -> None:
+    rows = ['{"text": "one"}', "null", '{"text": null}', '{"text": "two"}', "{"]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    (tmp_path / "b.jsonl").write_text("null\n" * 30 + '{"text": "three"}')
+    for given in (str(tmp_path), str(tmp_path / "a.jsonl")):
+        found = read_documents([given])
+        assert [d.name for d in found.documents][:2] == ["a.1", "a.4"]
+        assert [str(x).partition(";")[0] for x in found.left_out][:3] == [
+            "a.jsonl#2 line 2 is NoneType", "a.jsonl#3 line 3: text is NoneType, no text",
+            "a.jsonl#5 line 5 is not JSON (Expecting property name enclosed in double quotes: "
+            "line 1 column 2 (char 1))",
+        ]  # fmt: skip
+    found = read_documents([str(tmp_path)])
+    assert found.documents[-1].name == "b.31"
+    assert len(found.left_out) == 3 + 10 + 1
+    assert str(found.left_out[-1]) == ("b.jsonl has 20 more that cannot be used, of 31 records")
 
 
 def test_half_a_character_of_json_is_refused(tmp_path: Path) -> None:

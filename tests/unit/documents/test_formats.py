@@ -15,7 +15,9 @@ from documents.formats import (
     read_html,
     read_json,
     read_jsonl,
+    read_notebook,
     read_pdf,
+    read_table,
     read_text,
 )
 from documents.html_text import html_text
@@ -191,9 +193,9 @@ def test_json_lines() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b'{"text": "a"}\n{"titel": "b"}\n', "line 2 has none of the fields text, content, body, "
+        (b'{"titel": "b"}\nnull\n', "line 1 has none of the fields text, content, body, "
          "but titel; name the field that holds its text by documents.text_fields"),
-        (b'{"text": "a"}\n{"tex', "line 2 is not JSON"),
+        (b'\n{"tex', "line 2 is not JSON"),
         (b'{"text": ["a"]}\n', "line 1: text is list, no text"),
         (b"17\n", "line 1 is int; expected an object with a text field"),
     ],
@@ -206,3 +208,61 @@ def test_json_lines_that_cannot_be_read(data: bytes, message: str) -> None:
 def test_json_nested_without_end_is_refused() -> None:
     with pytest.raises(DataError, match="is not JSON"):
         read_json(b"[" * 100_000, ReadOptions())
+
+
+@pytest.mark.parametrize(
+    ("values", "table"),
+    [
+        ('a,b\n1,"x, y"\n2,"two\nlines"\n', "a | b\n1 | x, y\n2 | two lines"),
+        ("a;b\n1,5;2\n3,5;4\n", "a | b\n1,5 | 2\n3,5 | 4"),
+        ("a\tb\n1\t2\n", "a | b\n1 | 2"),
+        ("a|b\n1|2\n", "a | b\n1 | 2"),
+        ("name,text\nx,\n,y\n\n,,\n", "name | text\nx\n | y"),
+        ("one\ntwo\n", "one\ntwo"),
+        ("", ""),
+    ],
+)
+def test_values_are_read_as_a_table(values: str, table: str) -> None:
+    assert [t.text for t in read_table(values.encode(), ReadOptions())] == [table]
+
+
+def test_a_long_value_is_read() -> None:
+    (found,) = read_table(f'a,"{"x" * 200_000}"'.encode(), ReadOptions())
+    assert len(found.text) == 200_004
+
+
+def test_a_notebook_is_read_with_the_text_of_its_results() -> None:
+    outputs = [
+        {"output_type": "execute_result", "data": {"text/plain": ["2\n"], "image/png": "aaaa"}},
+        {"output_type": "stream", "text": ["\x1b[31mred\x1b[0m\n"]},
+        {"output_type": "error", "traceback": ["boo"]},
+    ]
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "words"]},
+        {"cell_type": "code", "source": "1 + 1", "outputs": outputs},
+    ]
+    shown = "# Title\nwords\n\n1 + 1\n\n2\n\nred"
+    (found,) = read_notebook(json.dumps({"cells": cells, "nbformat": 4}).encode(), ReadOptions())
+    assert found.text == shown
+    old = {"worksheets": [{"cells": [{"cell_type": "code", "input": "x = 1", "outputs": []}]}]}
+    assert read_notebook(json.dumps(old).encode(), ReadOptions())[0].text == "x = 1"
+    for bad in ("[]", "{}", '{"cells": [1]}', "no"):
+        with pytest.raises(DataError, match=r"is no Jupyter notebook|is not JSON"):
+            read_notebook(bad.encode(), ReadOptions())
+
+
+def test_a_bad_record_alone_has_a_fault() -> None:
+    data = b'{"text": "a"}\nnull\n{"text": 3}\n{"tex\n"\xff"\n{"text": "\xc3\xa9"}\n\n{"text": "z"}'
+    found = read_jsonl(data, ReadOptions(encoding=None))
+    assert [(t.record, t.text) for t in found if not t.fault] == [(1, "a"), (6, "é"), (8, "z")]
+    assert [t.fault.partition(";")[0][:28] for t in found if t.fault] == [
+        "line 2 is NoneType", "line 3: text is int, no text", "line 4 is not JSON (Untermin",
+        "line 5 is not utf-8: byte 0x",
+    ]  # fmt: skip
+    assert [t.encoding for t in read_jsonl(data, ReadOptions()) if t.record in (1, 5)] == [
+        "utf-8", "cp1252",
+    ]  # fmt: skip
+    items = read_json(b'["a", null, {"text": "b"}]', ReadOptions())
+    assert [(t.record, t.text) for t in items if not t.fault] == [(1, "a"), (3, "b")]
+    marked = '{"text": "é"}\nnull'.encode("utf-16")
+    assert [t.text for t in read_jsonl(marked, ReadOptions()) if not t.fault] == ["é"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from forge_run.formatting import render
-from forge_run.plan.datasets import require_dataset, sections
+from forge_run.plan.datasets import require_dataset, row_notes, sections
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
@@ -47,3 +49,30 @@ def test_rows_without_documents_train_nothing_without_rewards() -> None:
     )  # fmt: skip
     with pytest.raises(DataError, match=r"sums.jsonl:\d+: has no document \(12 rows have none\)"):
         require_dataset(learn)
+
+
+def test_rows_longer_than_an_episodes_context_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    sets = (
+        f"data.path={file}", "data.rows.columns={prompt: question, answer: target}",
+        f"model.path={ROOT / 'models' / 'clinic-reader'}",
+    )  # fmt: skip
+
+    def notes(questions: list[str]) -> list[str]:
+        lines = (json.dumps({"question": text, "target": "1"}) for text in questions)
+        file.write_text("\n".join(lines))
+        return row_notes(spec(*sets))
+
+    asked = [f"What is {n} and 1?" for n in range(30)]
+    long = [f"{text} {'again and ' * 400}" for text in asked]
+    told = " ".join(notes([*long[:3], *asked[3:]]))
+    assert (
+        "rows have prompts over episodes.max_context (96 tokens), the longest rows.jsonl:" in told
+    )
+    assert sum(map(int, re.findall(r"(\d+) of \d+ (?:training|held-out) rows", told))) == 3
+    assert "their episodes end at once as context_full" in told
+    _, found = sections(spec(*sets))
+    assert "prompts of rows" in [one.title for one in found]
+    assert notes(asked) == []
+    with pytest.raises(DataError, match=r"none is left; raise episodes\.max_context"):
+        notes(long)

@@ -274,7 +274,7 @@ def test_what_is_odd_of_documents_is_said_before_a_run_starts(tmp_path: Path) ->
     spec = load_spec(mesh, sets=[f"data.path={tmp_path}"]).spec.learn
     assert require_documents(spec) == ["left out: empty.txt is empty"]
     asked = load_spec(mesh, sets=[f"data.path={tmp_path}", "data.questions=none.json"]).spec.learn
-    with pytest.raises(DataError, match=r"cannot read .*none.json: No such file"):
+    with pytest.raises(DataError, match=r"there is no file .*none.json; check data.questions"):
         require_documents(asked)
 
 
@@ -478,3 +478,54 @@ def test_self_study_of_longhealth_is_planned_by_kind_and_rounds(
 def numbers_in(row: tuple[str, str]) -> tuple[int, int]:
     reads, writes = re.findall(r"[\d,]+(?= tokens)|(?<=at most )[\d,]+", row[1])
     return int(reads.replace(",", "")), int(writes.replace(",", ""))
+
+
+def test_a_file_of_charts_that_a_run_refuses_is_refused_by_the_plan(tmp_path: Path) -> None:
+    def patient(correct: str) -> dict[str, object]:
+        options = {f"answer_{letter}": f"{i} mg/dl" for i, letter in enumerate("abcde")}
+        asked = [
+            {"No": k, "question": f"Creatinine on day {k}?", **options, "correct": correct}
+            for k in range(8)
+        ]
+        note = "Creatinine 2 mg/dl on day 0. " * 40
+        return {
+            "name": "Ida Quell", "birthday": "1961-04-03", "diagnosis": "x",
+            "texts": {"text_0": note}, "questions": asked,
+        }  # fmt: skip
+
+    file = tmp_path / "charts.json"
+    sets = (f"data.path={file}", "data.patients=2")
+    file.write_text(json.dumps({f"patient_0{n}": patient("2 mg/dl") for n in (1, 2)}))
+    told = rows(planned("longhealth.yaml", *sets), f"charts of {file}")
+    assert told["patients"] == ("2, 2 notes",)
+    assert told["questions"][0].startswith("16, ")
+    file.write_text(json.dumps({f"patient_0{n}": patient("C") for n in (1, 2)}))
+    with pytest.raises(DataError, match="correct is 'C', which is none of its five options"):
+        planned("longhealth.yaml", *sets)
+    file.write_text(json.dumps({f"patient_0{n}": patient("2 mg/dl") for n in (1, 2)}))
+    with pytest.raises(DataError, match=r"data.patients is 3 and .* holds 2; lower it"):
+        planned("longhealth.yaml", sets[0], "data.patients=3")
+    file.unlink()  # the plan is made, and says what is missing
+    assert any(s.title == "cannot run here yet" for s in planned("longhealth.yaml", *sets))
+
+
+def test_missing_questions_and_rows_are_said_before_the_model_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    for key in ("data.questions", "self_study.rows"):
+        with pytest.raises(DataError, match=rf"there is no file .*none.json; check {key}"):
+            planned(
+                "documents.yaml", f"data.path={tmp_path / 'a.txt'}", "model.path=no/such",
+                f"{key}=none.json",
+            )  # fmt: skip
+
+
+def test_kinds_of_self_study_that_a_document_lacks_are_said(tmp_path: Path) -> None:
+    signs = "".join(chr(0x1F300 + i) + " " for i in range(400))
+    (tmp_path / "signs.txt").write_text(signs)
+    mesh = str(REPOSITORY / "meshes/documents.yaml")
+    spec = load_spec(mesh, sets=[f"data.path={tmp_path}", "self_study.questions=6"]).spec.learn
+    told = [line for line in require_documents(spec) if "turns" in line]
+    assert told == [
+        "warning: signs: none of 2 turns of continue (no_words 2)",
+        "warning: signs: none of 2 turns of cloze (no_words 2)",
+    ]
