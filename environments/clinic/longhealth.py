@@ -21,7 +21,6 @@ from protocols.errors import DataError
 
 LETTERS = "abcde"
 FETCH_TIMEOUT_S = 60.0
-_BEFORE, _AFTER = r"(?<!\w)", r"(?!\w)"
 # Thai, Lao, Burmese, Khmer, kana, Han, Hangul, whose endings follow without a space.
 _UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
@@ -85,23 +84,38 @@ class Patient:
         """Return the passages that answer a question; where its file does not tell, the notes that
         hold the right option's words, or all of them."""
         whole = [(i, 0, len(text)) for i, text in enumerate(self.texts)]
-        holding = [s for s in whole if contains_words(self.texts[s[0]], question.correct)]
+        option = spaced(question.correct)
+        holding = [s for s in whole if contains_words(spaced(self.texts[s[0]]), option)]
         return question.places or tuple(holding or whole)
 
 
 def contains_words(text: str, words: str, fold: bool = False) -> bool:
     """Return whether a text has these words in a row, whole ("5 mg" is not in "25 mg", nor in
-    "2.5 mg"), whatever the spaces between them and, with `fold`, the case. Scripts without spaces
-    have no words to be whole."""
+    "2.5 mg"); both have single spaces (`spaced`). With `fold` the case does not count. Scripts
+    without spaces have no words to be whole."""
     if fold:
         text, words = text.casefold(), words.casefold()
-    parts = words.split()
-    if not parts or not all(part in text for part in parts):
-        return False
-    first, last = parts[0][0], parts[-1][-1]
-    before = _BEFORE * _in_words(first) + r"(?<!\d[.,])" * first.isdigit()
-    after = _AFTER * _in_words(last) + r"(?![.,]\d)" * last.isdigit()
-    return re.search(before + r"\s+".join(map(re.escape, parts)) + after, text) is not None
+    at = text.find(words) if words else -1
+    while at >= 0:
+        end = at + len(words)
+        before, after = text[max(0, at - 2) : at], text[end : end + 2][::-1]
+        if not _joined(before, words[0]) and not _joined(after, words[-1]):
+            return True
+        at = text.find(words, at + 1)
+    return False
+
+
+def _joined(beside: str, sign: str) -> bool:
+    """Return whether the two signs beside a word's first or last one, the nearer one second, belong
+    to the word or number."""
+    if sign.isdigit() and re.fullmatch(r"\d[.,]", beside):
+        return True
+    return all(re.match(r"\w", s) and not _UNSPACED.match(s) for s in (beside[-1:], sign))
+
+
+def spaced(text: str) -> str:
+    """Return text with single spaces between its words and none around it."""
+    return " ".join(text.split())
 
 
 def _in_words(sign: str) -> bool:

@@ -26,6 +26,7 @@ from environments.clinic.longhealth import (
     PatientQuestion,
     contains_words,
     parse_patients,
+    spaced,
 )
 from environments.clinic.prompts import (
     option_prompt,
@@ -250,6 +251,8 @@ class _Documents:
     def context(self, chunks: Sequence[str], passage: str, answers: Sequence[str]) -> str:
         """Return the first of a document's chunks that holds the words of a passage, else the first
         with groups of its words and an answer, else the one with most of them."""
+        if len(chunks) == 1:
+            return chunks[0]
         groups = _groups(passage)
         near = [c for c in chunks if groups & self._groups[c]]
         found = self.holding(chunks, [passage]) or self.holding(near, answers)
@@ -327,7 +330,7 @@ def _longhealth(
 
 def _spaced(text: str) -> str:
     """Return text with plain signs and single spaces."""
-    return " ".join(plain_signs(text).split())
+    return spaced(plain_signs(text))
 
 
 def _whole_words(passage: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from documents.corpus import Corpus
 from documents.rows.records import DatasetRow
 from documents.synthesis_rows import StudyRow
-from environments.clinic.longhealth import contains_words
+from environments.clinic.longhealth import contains_words, spaced
 from environments.renderer import ChatRenderer
 from environments.rollout import BARE
 from learning.model.control_tokens import require_text
@@ -78,7 +78,9 @@ def row_question(
     A row about a document of several parts is about the first that holds its answer's words."""
     own = [name for name, part in parts.parts.items() if part.document.name == row.document]
     answer = "" if row.answer is None else str(row.answer)
-    about = next((name for name in own if contains_words(parts.texts[name], answer)), own[0])
+    about = next(
+        (name for name in own if contains_words(spaced(parts.texts[name]), spaced(answer))), own[0]
+    )
     ids = conversation.opening(about, titled_messages(titles, about, row.messages))
     if len(ids) + spec.rollout.max_tokens > spec.train.row_tokens:
         return None

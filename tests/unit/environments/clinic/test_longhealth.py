@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from environments.clinic.longhealth import Patient, load_patients, parse_patients
+from environments.clinic.longhealth import Patient, contains_words, load_patients, parse_patients
 from environments.clinic.patients import generate_clinic
 from protocols.errors import DataError
 
@@ -282,3 +282,27 @@ def test_a_url_that_is_none(url: str, reason: str, monkeypatch: pytest.MonkeyPat
     assert str(caught.value) == (
         f"cannot fetch {url}: {reason}; download it once and give data.path its path"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "held"),
+    [
+        ("Aspirin 5 mg daily.", "5 mg", True),
+        ("Aspirin 25 mg daily.", "5 mg", False),
+        ("Aspirin 2.5 mg daily.", "5 mg", False),
+        ("Aspirin 1,5 mg daily.", "5 mg", False),
+        ("Aspirin 5 mg, then 25 mg.", "5 mg", True),
+        ("Aspirin 25 mg, then 5 mg.", "5 mg", True),
+        ("in November", "No", False),
+        ("Allergies: No.", "No", True),
+        ("Stage IIIa", "III", False),
+        ("1.250 ml", "1", False),
+        ("group A+ (B)", "A+", True),
+        ("group (B)", "(B)", True),
+        ("he takes it", "", False),
+        ("\u6bcf\u65e5\u963f\u53f8\u5339\u67975 mg\u670d\u7528", "5 mg", True),
+        ("\u60a3\u8005\u4f4f\u5728\u5317\u4eac\u5e02", "\u5317\u4eac", True),
+    ],
+)
+def test_words_are_whole(text: str, words: str, held: bool) -> None:
+    assert contains_words(text, words) is held
