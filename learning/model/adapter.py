@@ -149,7 +149,8 @@ def _tempered(module: Any, q: Tensor, positions: Tensor) -> Tensor:
         return q
 
     def scale(at: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((at + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        steps = torch.floor((at + 1.0) / float(module.floor_scale))
+        return torch.log1p(steps) * float(module.attn_scale) + 1.0
 
     places = torch.arange(len(q), device=q.device)
     more: Tensor = scale(positions) / scale(places)
@@ -309,10 +310,12 @@ class TransformersModel(LanguageModel):
         if survey.calls != list(range(declared)):
             twice = sorted({i for i in survey.calls if survey.calls.count(i) > 1})
             gone = sorted(set(range(declared)) - set(survey.calls))
-            what = (
-                f"attend more than once: {twice}" if twice else f"hand nothing to attention: {gone}"
+            if twice:
+                raise DataError(f"layers attend more than once: {twice}; a cartridge does so once")
+            raise DataError(
+                f"layers call no attention that can read a cartridge: {gone}; they keep a state, "
+                "or attend by code of their own"
             )
-            raise DataError(f"layers {what}; a cartridge is one key and value of each layer")
         if (hidden[3] - hidden[7]).abs().amax() > 1e-3 * hidden.abs().amax():
             raise DataError(
                 "its layers mix tokens outside of attention (a state or a convolution), which "
@@ -482,6 +485,8 @@ def _refuse_short(path: str, config: PreTrainedConfig) -> None:
 def _refusal(path: str, family: str, error: Exception) -> DataError:
     if isinstance(error, DataError):
         why = str(error)
+    elif isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
+        why = "its layers attend by code of their own, which cannot read a cartridge"
     else:
         first = (str(error).splitlines() or [""])[0]
         why = f"its code does not run over cartridges ({type(error).__name__}: {first})"

@@ -69,7 +69,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3_next": ("qwen3_next", {
         **LINEAR_STATE, **EXPERTS, "shared_expert_intermediate_size": 32,
-    }, r"layers hand nothing to attention: \[0\]"),
+    }, r"layers call no attention that can read a cartridge: \[0\]"),
     "diffllama": ("diffllama", {}, r"layers attend more than once: \[0, 1\]"),
     "rope dynamic": ("llama", {
         "max_position_embeddings": 16,
@@ -78,11 +78,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "falcon_h1": ("falcon_h1", {
         "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16,
     }, "mix tokens outside of attention"),
-    "bloom": ("bloom", {"n_head": 4, "n_layer": 2}, r"hand nothing to attention: \[0, 1\]"),
+    "bloom": ("bloom", {
+        "n_head": 4, "n_layer": 2,
+    }, r"call no attention that can read a cartridge: \[0, 1\]"),
     "doge": ("doge", {}, "change the attention mask, or take none"),
     "gpt_neo": ("gpt_neo", {
         "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
-    }, "code does not run over cartridges"),
+    }, "attend by code of their own"),
 }  # fmt: skip
 
 
@@ -173,7 +175,7 @@ class FamilyPair:
             return (found.double() * weights).sum()
 
         leaf = self.kv.clone().requires_grad_()
-        value(leaf).backward()  # type: ignore[no-untyped-call]  # torch's
+        value(leaf).backward()
         assert leaf.grad is not None
         there = self.kv.clone().requires_grad_()
         if (cache := self._cache_of(there)) is None:
@@ -196,9 +198,9 @@ class FamilyPair:
         for layer, read in enumerate(kv):
             if layer >= len(own.layers):
                 return None
-            wanted = own.layers[layer].keys, own.layers[layer].values
+            of_layer: Any = own.layers[layer]
             cut = []
-            for x, there in zip(read, wanted, strict=True):
+            for x, there in zip(read, (of_layer.keys, of_layer.values), strict=True):
                 _, heads, _, size = there.shape
                 part, rest = x[None, :heads, :, :size], (x[heads:], x[..., size:])
                 if part.shape != there.shape or any(one.any() for one in rest):

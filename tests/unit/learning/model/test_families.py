@@ -130,6 +130,6 @@ def test_weights_of_blocks_in_eight_bits_are_made_whole(tmp_path: Path) -> None:
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({**weights, **small}, tmp_path / "model.safetensors", {"format": "pt"})
-    found = dict((name, tensor[rows]) for name, tensor, rows in load_model(str(tmp_path)).weights())
-    for name, tensor, rows in whole.weights():
-        torch.testing.assert_close(found[name], tensor[rows], rtol=1e-6, atol=0)
+    found = {name: tensor for name, tensor, _ in load_model(str(tmp_path)).weights()}
+    for name, tensor, of in whole.weights():
+        torch.testing.assert_close(found[name], tensor[of], rtol=1e-6, atol=0)
