@@ -109,10 +109,7 @@ $(VERL_STAMP): constraints-verl.txt
 	$(VERL_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-verl.txt $(TORCH) $(VERL)
 	@touch $@
 
-install-reference-models: | $(BIN)/python ## check a tiny random model of each family, and write the page of what is right: a minute
-	PYTHONPATH=.:tests $(BIN)/python -m reference_pages.models
-
-docs: $(DOCS_STAMP) ## make .venv-docs, which builds the documentation site
+install-docs: $(DOCS_STAMP) ## make .venv-docs, which builds the documentation site
 
 # A Python of its own, so that nothing of the site's enters the pins of what runs.
 $(DOCS_STAMP): constraints-docs.txt
@@ -126,6 +123,9 @@ $(DOCS_STAMP): constraints-docs.txt
 # After a change of a key, a command, a metric, a record or the Python package. A test asks for it.
 reference: | $(BIN)/python ## write the reference pages and JSON Schemas that come from the code
 	PYTHONPATH=.:tests $(BIN)/python -m reference_pages.write
+
+reference-models: | $(BIN)/python ## check a tiny random model of each family, and write the page of what is right: a minute
+	PYTHONPATH=.:tests $(BIN)/python -m reference_pages.models
 
 docs: $(DOCS_STAMP) ## build the documentation site into site/; a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from protocols.errors import SpecError
-from protocols.kubernetes_names import PATTERN_RULES
+from protocols.wire.kubernetes_names import PATTERN_RULES
 from protocols.secrets import HIDDEN
 from protocols.spec.cartridge import TAG
 from protocols.spec.keys import (

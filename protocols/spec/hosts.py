@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.kubernetes_names import (
+from protocols.wire.kubernetes_names import (
     DIGEST,
     EXTENDED_RESOURCE,
     LABEL,

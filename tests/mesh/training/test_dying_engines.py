@@ -6,7 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from dying_engines import DeadlyRolloutGenerator, DyingDocTeacher, DyingRolloutGenerator
+from rooms.services.dying_engines import (
+    DeadlyRolloutGenerator,
+    DyingDocTeacher,
+    DyingRolloutGenerator,
+)
 from loop_setup import run_with, small_spec
 from small_run import rows
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_families import (
+from rooms.learning.model_families import (
     EXPERTS,
     LATENT,
     LONGROPE,

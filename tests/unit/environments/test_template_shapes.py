@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from template_shapes import SHAPES, tokenizer
+from rooms.environments.template_shapes import SHAPES, tokenizer
 
 from environments.renderer import ChatRenderer
 from protocols.errors import DataError

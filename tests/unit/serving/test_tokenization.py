@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from serving_setup import READER
-from template_shapes import tokenizer
+from rooms.environments.template_shapes import tokenizer
 
 from learning.model.loading import load_tokenizer
 from protocols.teacher_replay import AgentMessage

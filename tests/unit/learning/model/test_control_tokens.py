@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from template_shapes import SHAPES, tokenizer
+from rooms.environments.template_shapes import SHAPES, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from learning.decoding.decode_batch import generate

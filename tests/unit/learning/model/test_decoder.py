@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_rounding import random_rounding
+from rooms.learning.random_rounding import random_rounding
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from twins import SHAPE, VOCAB

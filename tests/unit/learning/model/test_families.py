@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from model_families import REFUSED, RIGHT, SHAPE, FamilyPair, family_pair, make_family
+from rooms.learning.model_families import (
+    REFUSED,
+    RIGHT,
+    SHAPE,
+    FamilyPair,
+    family_pair,
+    make_family,
+)
 from safetensors.torch import load_file, save_file
 from torch import nn
 

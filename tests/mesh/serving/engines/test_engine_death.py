@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 import uvicorn
-from dying_engines import POISON, DyingGenerator
+from rooms.services.dying_engines import POISON, DyingGenerator
 from openai import AsyncOpenAI, InternalServerError
 from serving_setup import END, MODEL, new_house
 from vllm_replica import require_vllm
@@ -28,7 +28,7 @@ from services.roles import ENGINE_GENERATOR, ROLES
 from serving.app import create_server
 from serving.pool_backend import PoolBackend
 
-SERVE = str(Path(__file__).resolve().parents[3] / "meshes/serve.yaml")
+SERVE = str(Path(__file__).resolve().parents[4] / "meshes/serve.yaml")
 PROMPT = [60, 77, 84, 226]
 LIMIT = 60.0
 VLLM_LIMIT = 400.0  # to start one on a busy machine
