@@ -15,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from protocols.errors import SpecError
-from protocols.wire.kubernetes_names import PATTERN_RULES
 from protocols.secrets import HIDDEN
 from protocols.spec.cartridge import TAG
 from protocols.spec.keys import (
@@ -31,6 +30,7 @@ from protocols.spec.keys import (
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MeshSpec
 from protocols.spec.yaml_source import Key, SourceLocation, show
+from protocols.wire.kubernetes_names import PATTERN_RULES
 
 
 @dataclass(frozen=True)

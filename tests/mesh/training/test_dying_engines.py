@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from loop_setup import run_with, small_spec
 from rooms.services.dying_engines import (
     DeadlyRolloutGenerator,
     DyingDocTeacher,
     DyingRolloutGenerator,
 )
-from loop_setup import run_with, small_spec
 from small_run import rows
 
 from protocols.errors import EngineKilledError

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving_setup import READER
 from rooms.environments.template_shapes import tokenizer
+from serving_setup import READER
 
 from learning.model.loading import load_tokenizer
 from protocols.teacher_replay import AgentMessage

@@ -14,8 +14,8 @@ from typing import Any
 import httpx2
 import pytest
 import uvicorn
-from rooms.services.dying_engines import POISON, DyingGenerator
 from openai import AsyncOpenAI, InternalServerError
+from rooms.services.dying_engines import POISON, DyingGenerator
 from serving_setup import END, MODEL, new_house
 from vllm_replica import require_vllm
 
