@@ -49,7 +49,7 @@ from learning.model.verdicts import BOUND, WAYS, ModelVerdict, model_folder
 from protocols.errors import DataError
 
 TEXT, PREFIX, BEFORE = 48, 20, 56  # tokens: the text, its part that is a prefix, the text before it
-DOUBT = 1e-2  # nats: what is beyond is not rounding
+DOUBT = 0.1  # nats: what is beyond is not rounding
 ROUNDINGS = 4  # times the rounding of the model's own pass that ours may differ from it
 PAGE = "docs/reference/models.md"
 REMEDY = f"set model.path to a model of a family that {PAGE} lists as right"

@@ -24,6 +24,9 @@ LARGE = 1 << 28  # numbers of a model's weights, beyond which some of its layers
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size")  # never borders: spares a look at each
 
+# Ids, and numbers that scale: one lowered makes the attention so sharp that rounding is all there is.
+MAGNITUDES = ("_token_id", "_token_index", "_theta", "_scalar")
+
 Edits = Mapping[tuple[str, Any], Any]  # by key and old value, anywhere in a config
 
 
@@ -94,7 +97,7 @@ def _numbers(tree: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
         if isinstance(value, Mapping):
             yield from _numbers(value)
         elif isinstance(value, int) and not isinstance(value, bool) and value > LONG:
-            named = key in SIZES or key.endswith(("_token_id", "_token_index", "_theta"))
+            named = key in SIZES or key.endswith(MAGNITUDES)
             if not named and not (fixed and key == "original_max_position_embeddings"):
                 yield key, value
 

@@ -169,6 +169,16 @@ def test_a_number_that_a_weight_has_for_its_size_is_no_border() -> None:
     assert [short.edits for short in short_configs(config)] == [{}]
 
 
+def test_a_number_that_scales_is_no_border() -> None:
+    """Gemma 3 270M scales scores by 1 / sqrt(256). At 1 / sqrt(8) its attention is so sharp that
+    float32 alone is 0.03 nats off float64, and a model that is right was refused."""
+    sizes = {"num_hidden_layers": 1, "query_pre_attn_scalar": 256, "sliding_window": 512}
+    config = AutoConfig.for_model("gemma3_text", **sizes)
+    edits = next(short_configs(config)).edits
+    assert ("sliding_window", 512) in edits
+    assert ("query_pre_attn_scalar", 256) not in edits
+
+
 def test_a_large_model_is_shortened_to_each_kind_of_its_layers() -> None:
     family, more = MODELS["gemma3_text"]
     kinds = (["sliding_attention"] * 3 + ["full_attention"]) * 4
