@@ -43,6 +43,11 @@ SHAPE = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+# How far two correct passes in float32 may be apart in a logit, a log-probability, a key or a
+# value, of sizes up to 20. Processors sum in orders of their own, and their exponentials are off by
+# a place or two: such changes in every operation moved them by up to 6e-5. A token that reads a
+# wrong place moves them by more than 1e-2.
+NEAR = 1e-4
 DOCUMENTS = {"a": 24, "b": 17, "c": 31}  # name -> tokens
 
 

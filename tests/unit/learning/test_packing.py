@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from twins import NEAR
 
 from learning.packing import PackedTokens, even_parts, pack, response_logits
 from protocols.errors import DataError
@@ -70,7 +71,7 @@ def test_packed_equals_alone_equals_transformers(
         expected = twin.response_logits(s, twin.kv[s.cartridge])
         alone = logits_of(twin, [s], row_tokens)[s.id]
         for logits in (together[s.id], reversed_order[s.id], alone):
-            torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+            torch.testing.assert_close(logits, expected, rtol=0, atol=NEAR)
 
 
 def test_gradient_reaches_only_the_prefix_that_was_read(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch import Tensor
+from twins import NEAR
 
 from learning.cartridge.attention_matching import (
     MOST_ROWS,
@@ -62,7 +63,7 @@ def test_a_request_sees_the_kept_keys_as_if_it_stood_behind_the_document(twin: T
         return twin.model(ids, positions, FlatAttention([3], [1], positions, [prefix]))
 
     moved = shifted(kv, 10 - 24, twin.model.frequencies())
-    torch.testing.assert_close(hidden(moved, 10), hidden(kv, 24), rtol=0, atol=2e-5)
+    torch.testing.assert_close(hidden(moved, 10), hidden(kv, 24), rtol=0, atol=NEAR)
     assert not torch.allclose(hidden(kv, 10), hidden(kv, 24), atol=1e-2)
 
 

@@ -324,7 +324,7 @@ def test_a_teacher_may_rule_tokens_out() -> None:
     assert loss.item() == pytest.approx(math.log(2), abs=1e-6)
     loss.backward()
     assert log_s.grad is not None
-    assert log_s.grad[0].tolist() == [-0.5, -0.5, 0.0]
+    assert log_s.grad[0].tolist() == pytest.approx([-0.5, -0.5, 0.0], abs=1e-6)
 
 
 def test_top_k_is_most_likely_first_under_the_whole_vocabulary() -> None:
@@ -424,7 +424,7 @@ def test_tokens_that_a_side_rules_out(
     total, gradient = loss_and_gradient(student, given, loss_form(direction))
     assert total == pytest.approx(expected, rel=1e-5)
     if math.isfinite(expected):
-        torch.testing.assert_close(gradient, reference.float(), rtol=0, atol=2e-6)
+        torch.testing.assert_close(gradient, reference.float(), rtol=0, atol=1e-5)
         assert torch.equal(gradient[:, own], torch.zeros(5, len(own)))
 
 

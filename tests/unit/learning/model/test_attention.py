@@ -15,6 +15,7 @@ from rooms.learning.random_rounding import rounded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from twins import NEAR
 
 from learning.model import attention, kernels
 from learning.model.adapter import load_by_transformers
@@ -137,7 +138,8 @@ def compared(counts: list[int], window: int | None, some: bool, draws: random.Ra
     layout = layout_of(lengths, counts, positions, torch.tensor(read) if some else None)
     found = attend(q, k, v, layout, prefixes, AttentionOptions(SCALE, window))
     expected = written_out(q, k, v, lengths, counts, prefixes, read, window)
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    # Sums of 8 columns and of up to 15 keys, and exponentials: 60 roundings of values up to 4.
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
     weight = torch.sin(torch.arange(found.numel(), dtype=found.dtype)).view(found.shape)
     leaves = [q, k, v, *prefixes]
     ours, theirs = (
@@ -146,7 +148,7 @@ def compared(counts: list[int], window: int | None, some: bool, draws: random.Ra
     )
     for leaf, *both in zip(leaves, ours, theirs, strict=True):
         one, other = (torch.zeros_like(leaf) if x is None else x for x in both)
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=5e-6)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=NEAR)
 
 
 def test_blocks_worked_by_hand() -> None:
@@ -216,7 +218,7 @@ def test_an_unknown_architecture_is_the_same_through_transformers(
         assert a.grad is not None
         found.append((logits.detach(), a.grad))
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=NEAR)
     assert other.kv_shape == twin.model.kv_shape
     assert other.vocabulary == twin.model.vocabulary
 

@@ -12,7 +12,7 @@ import torch
 from rooms.learning.random_rounding import random_rounding
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from twins import SHAPE, VOCAB
+from twins import NEAR, SHAPE, VOCAB
 
 from learning.decoding.decode_batch import generate
 from learning.decoding.decode_cache import COPIED
@@ -112,7 +112,7 @@ def our_logits(
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=NEAR)
 
 
 def test_logits_over_prefixes_of_unequal_lengths(pair: Pair) -> None:
@@ -211,7 +211,7 @@ def test_a_document_in_chunks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> No
     cache = DynamicCache()
     pair.plain(torch.tensor([ids]), past_key_values=cache, use_cache=True)
     expected = torch.stack([torch.cat([x.keys, x.values]) for x in cache.layers])
-    torch.testing.assert_close(kv, expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(kv, expected, rtol=0, atol=NEAR)
 
 
 def test_the_hash_is_that_of_the_files_weights_by_their_names(pair: Pair) -> None:
