@@ -102,9 +102,9 @@ class TeacherReply:
     """Record how an attempt ended: budget.ANSWERED with `raw`, or the failure.
 
     `usage` is None where unknown; then `free` means that nothing was charged. `nanodollars` is the
-    cost that the provider reported, if any (OpenRouter). `retriable`: a retry may succeed. `cut`:
-    it ended at the limit of tokens. Log-probabilities, and the likeliest tokens at each position,
-    are present where requested and returned.
+    cost that the provider reported, if any (OpenRouter, xAI). `retriable`: a retry may succeed.
+    `cut`: it ended at the limit of tokens. Log-probabilities, and the likeliest tokens at each
+    position, are present where requested and returned.
     """
 
     outcome: str

@@ -11,7 +11,8 @@ OpenAI       platform.openai.com/docs/api-reference/chat/object: `completion_tok
 Anthropic    docs.anthropic.com/en/api/messages: `output_tokens` has the thinking tokens;
              `input_tokens` has neither those read from a cache nor those written to one
 Gemini       ai.google.dev/gemini-api/docs/openai: thoughts are in `total_tokens` alone
-xAI          docs.x.ai/docs/guides/reasoning: `reasoning_tokens` beside `completion_tokens`
+xAI          docs.x.ai/docs/guides/reasoning: `reasoning_tokens` beside `completion_tokens`;
+             docs.x.ai/developers/cost-tracking: `cost_in_usd_ticks` of 1e-10 dollars
 OpenRouter   openrouter.ai/docs/use-cases/usage-accounting, .../api-reference/errors: `cost` in
              dollars; with a key of one's own it is OpenRouter's fee, and the provider's price is
              in `cost_details.upstream_inference_cost`; errors in HTTP 200, whole or in a choice
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,17 +36,22 @@ from teachers.prompts import TeacherReply
 UNREADABLE = "unreadable"
 UNFINISHED = "unfinished"  # it ended for a reason that leaves it incomplete
 ONLY_CALLS = "only_calls"  # it has calls of tools, which were not offered, in place of an answer
+_STATUS_KEYS = ("code", "status", "status_code", "statusCode", "raw_status_code", "type")
 MOST_BYTES = 32 << 20  # of a reply's body
 MOST_TOKENS = 10**9  # of one call: more is no count
 MOST_DOLLARS = 10_000.0  # of one call: more is no price
+TICKS = 10**10  # of xAI's to the dollar
 LONGEST_RETRY_AFTER_S = 120.0
 
 # How a reply ended, by the finish or stop reason. Any other reason leaves it incomplete.
-WHOLE = frozenset({"stop", "end_turn", "stop_sequence", "eos", "eos_token"})
-CUT = frozenset({"length", "max_tokens", "max_output_tokens", "model_length",
+WHOLE = frozenset({"stop", "end_turn", "stop_sequence", "eos", "eos_token", "complete"})
+CUT = frozenset({"length", "max_tokens", "max_output_tokens", "max_completion_tokens",
+                 "model_length", "error_limit", "context_window_exceeded",
                  "model_context_window_exceeded"})  # fmt: skip
 REFUSED = frozenset({"content_filter", "refusal", "safety", "recitation", "prohibited_content",
-                     "blocklist", "spii", "sensitive"})  # fmt: skip
+                     "blocklist", "spii", "sensitive", "language", "image_safety",  # Gemini's
+                     "content_filtered", "guardrail_intervened",  # Bedrock's
+                     "error_toxic"})  # fmt: skip
 CALLS = frozenset({"tool_calls", "tool_use", "function_call"})
 TRANSIENT = frozenset({"error", "insufficient_system_resource", "abort", "aborted", "cancelled",
                        "network_error"})  # fmt: skip
@@ -52,21 +59,25 @@ TRANSIENT = frozenset({"error", "insufficient_system_resource", "abort", "aborte
 # The provider did not get, or did not accept, the request: nothing to pay. A gateway's errors (502,
 # 504, 52x) are not among them: the server behind it may have answered, and charged.
 FREE_STATUS = (*range(400, 500), 500, 503, 529)
-# The status of an error that has a word in place of a number.
+# The status of an error that has a word in place of a number, in small letters and without what its
+# provider puts around it: "rate_limit_error", "RateLimitError" and "rate_limit" are one word.
 STATUS_OF_WORD = {
-    "invalid_request_error": 400, "badrequesterror": 400, "invalid_argument": 400,
-    "failed_precondition": 400, "context_length_exceeded": 400,
-    "authentication_error": 401, "invalid_api_key": 401, "unauthenticated": 401,
-    "unauthorized": 401, "billing_error": 402, "insufficient_credits": 402,
-    "payment_required": 402, "permission_error": 403, "permission_denied": 403,
-    "forbidden": 403, "not_found_error": 404, "not_found": 404, "notfounderror": 404,
-    "model_not_found": 404, "request_too_large": 413,
-    "rate_limit_error": 429, "rate_limit_exceeded": 429, "rate_limited": 429,
-    "too_many_requests": 429, "resource_exhausted": 429, "insufficient_quota": 429,
-    "api_error": 500, "server_error": 500, "internal": 500, "internal_server_error": 500,
-    "internalservererror": 500, "unavailable": 503, "unavailable_error": 503,
-    "service_unavailable": 503, "timeout_error": 504, "deadline_exceeded": 504,
-    "overloaded_error": 529, "overloaded": 529,
+    "invalidrequest": 400, "badrequest": 400, "invalidargument": 400, "failedprecondition": 400,
+    "contextlengthexceeded": 400, "contextwindowexceeded": 400, "validation": 400,
+    "contentpolicyviolation": 400,
+    "authentication": 401, "invalidapikey": 401, "unauthenticated": 401, "unauthorized": 401,
+    "unrecognizedclient": 401,
+    "billing": 402, "insufficientcredits": 402, "paymentrequired": 402, "insufficientbalance": 402,
+    "creditlimit": 402, "budgetexceeded": 402,
+    "permission": 403, "permissiondenied": 403, "forbidden": 403, "accessdenied": 403,
+    "notfound": 404, "modelnotfound": 404, "deploymentnotfound": 404, "resourcenotfound": 404,
+    "requesttoolarge": 413, "unprocessableentity": 422,
+    "ratelimit": 429, "ratelimitexceeded": 429, "ratelimited": 429, "toomanyrequests": 429,
+    "resourceexhausted": 429, "insufficientquota": 429, "throttling": 429, "modelratelimit": 429,
+    "servicequotaexceeded": 429, "servicetiercapacityexceeded": 429,
+    "api": 500, "server": 500, "internal": 500, "internalserver": 500,
+    "unavailable": 503, "serviceunavailable": 503, "timeout": 504, "deadlineexceeded": 504,
+    "overloaded": 529,
 }  # fmt: skip
 
 
@@ -97,11 +108,13 @@ def read_chat(body: Any, headers: Mapping[str, str]) -> TeacherReply:
     if failure := _error(body, headers):
         return _failed(failure, usage, paid)
     choice = _first(_of(body, "choices"))
-    message = _of(choice, "message")
-    if not isinstance(message, Mapping):
-        return TeacherReply(UNREADABLE, usage=usage, nanodollars=paid)
     if failure := _error(choice, headers):
         return _failed(failure, usage, paid)
+    message = _of(choice, "message")
+    if message is None and _of(choice, "finish_reason"):
+        message = {}  # Gemini leaves out the message of a reply without text
+    if not isinstance(message, Mapping):
+        return TeacherReply(UNREADABLE, usage=usage, nanodollars=paid)
     text, refusal = _text(message.get("content")), message.get("refusal")
     if text is None or not isinstance(refusal, str | None):
         return TeacherReply(UNREADABLE, usage=usage, nanodollars=paid)
@@ -130,7 +143,8 @@ def read_message(body: Any, headers: Mapping[str, str]) -> TeacherReply:
 
 def _ended(text: str, reason: Any, calls: bool) -> TeacherReply:
     """Return the reply of a text that ended for a reason, with or without calls of tools."""
-    word = reason.lower() if isinstance(reason, str) else ""
+    # Gemini's has its native reason behind a colon: "content_filter: RECITATION".
+    word = reason.lower().partition(":")[0] if isinstance(reason, str) else ""
     if word in REFUSED:
         return TeacherReply(ANSWERED, text, refused=True)
     if word in CUT:
@@ -158,7 +172,7 @@ def _error(body: Any, headers: Mapping[str, str]) -> TeacherReply | None:
         if body.get("object") != "error" and body.get("type") != "error":
             return None
         error = body
-    words = [body.get("code"), *(_of(error, key) for key in ("code", "status", "type"))]
+    words = [_of(of, key) for of in (body, error) for key in _STATUS_KEYS]
     status = next((s for s in map(_status, words) if s is not None), None)
     if status is None:
         return TeacherReply("error_in_reply", retriable=True)
@@ -182,8 +196,13 @@ def _wish(error: Any) -> dict[str, str]:
 
 
 def _status(word: Any) -> int | None:
-    if isinstance(word, str):
-        word = STATUS_OF_WORD.get(word.lower(), int(word) if word.isdecimal() else None)
+    if isinstance(word, str) and re.fullmatch("[0-9]{3}", word):
+        word = int(word)
+    elif isinstance(word, str):
+        plain = re.sub("[^a-z]", "", word.lower())
+        word = STATUS_OF_WORD.get(re.sub("(?:error|exception)$", "", plain))
+    elif isinstance(word, float):
+        word = _count(word)
     if isinstance(word, int) and not isinstance(word, bool) and 400 <= word <= 599:
         return word
     return None
@@ -198,9 +217,11 @@ def _chat_usage(body: Any) -> TeacherUsage | None:
     details = _of(usage, "prompt_tokens_details")
     cached = _count(_of(details, "cached_tokens")) or 0
     cached = cached or _count(_of(usage, "prompt_cache_hit_tokens")) or 0
+    total = _count(_of(usage, "total_tokens"))
+    if written is None and total is not None and _of(usage, "completion_tokens") is None:
+        written = 0  # Gemini leaves out a count of 0: all that was written is thoughts
     if read is None or written is None or read < cached:
         return None
-    total = _count(_of(usage, "total_tokens"))
     thought = _count(_of(_of(usage, "completion_tokens_details"), "reasoning_tokens")) or 0
     if total is not None:
         written = max(written, total - read)
@@ -226,8 +247,9 @@ def _chat_cost(body: Any) -> int | None:
     usage = _of(body, "usage")
     fee = _dollars(_of(usage, "cost"))
     upstream = _dollars(_of(_of(usage, "cost_details"), "upstream_inference_cost"))
+    ticks = _count(_of(usage, "cost_in_usd_ticks"), most=int(MOST_DOLLARS * TICKS))
     if fee is None:
-        return None
+        return None if ticks is None else reported(ticks / TICKS)
     if _of(usage, "is_byok") is True:
         return None if upstream is None else reported(fee + upstream)
     return reported(fee or upstream or 0.0)
@@ -241,17 +263,17 @@ def _dollars(value: Any) -> float | None:
     return float(value)
 
 
-def _count(value: Any) -> int | None:
+def _count(value: Any, most: int = MOST_TOKENS) -> int | None:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOKENS:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
         return None
     return value
 
 
 def _text(content: Any) -> str | None:
     """Return the text of a content, which may come in parts; None where a part has neither text nor
-    thoughts."""
+    thoughts nor, as Mistral's, numbers of sources."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -263,7 +285,7 @@ def _text(content: Any) -> str | None:
             texts.append(part)
         elif kind in ("text", "output_text") and isinstance(part.get("text"), str):
             texts.append(part["text"])
-        elif kind not in ("thinking", "redacted_thinking", "reasoning", *CALLS):
+        elif kind not in ("thinking", "redacted_thinking", "reasoning", "reference", *CALLS):
             return None
     return "".join(texts)
 
