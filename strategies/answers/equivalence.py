@@ -7,7 +7,8 @@ r"""Compare mathematical answers: 0.5, \frac{1}{2}, 1/2, 50\% and 5\times10^{-1}
 Values are rounded to DIGITS decimals, smaller ones to as many significant digits, so that equality
 of numbers is an equivalence: \sqrt2 and 1.414214 are equal, and 6.67e-11 and 1.38e-23 are not. A
 percentage is its value: 50\% is 0.5 and not 50. (1, 2), [1, 2] and \{1, 2\} differ; braces hold a
-set. An equation x = 3 is its value 3.
+set, and so does a list without brackets. An equation x = 3 is its value 3. Signs and words of
+currencies do not count.
 
 Plain numbers need no judge; only its process imports sympy. A pair that the judge cannot settle in
 time is not equal. An answer that it cannot even evaluate (a power tower) equals none and is tried
@@ -47,9 +48,18 @@ _NUMBER = re.compile(
 _POWER = re.compile(r"([+-]?)10\^\{?([+-]?\d{1,3})\}?")
 _FRACTION = re.compile(r"([+-]?)(?:\\frac\{(\d+)\}\{(\d+)\}|\\frac(\d)(\d)|(\d+)/(\d+))")
 _MIXED = re.compile(r"([+-]?)(\d+)\\frac(?:\{(\d+)\}\{(\d+)\}|(\d)(\d))")
-_SPACING = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\s+|\\?\$")
+_SPACING = re.compile(
+    r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\b(?:US)?\\?\$|\\?\$|[€£]"
+    r"|\s+(?![A-Za-z])|(?<![A-Za-z])\s+"  # the space in "\pi r" parts two names
+)
+_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\{([^{}]*)\}")
+_OR = re.compile(r",?\s*\\(?:text|mathrm)\{\s*(?:or|and)\s*\}")  # between solutions
+_MONEY = re.compile(r"(?<=\d)(?:US)?(?:dollars?|euros?|USD|EUR)$", re.IGNORECASE)
+_PERCENT = re.compile(r"(?<=\d)percent$", re.IGNORECASE)
+_INFINITY = re.compile(r"([+-]?)\\infty")
 _LIST = re.compile(r"(\(|\[|\\?\{)(.*?)(\)|\]|\\?\})", re.DOTALL)
-_SIGNS = str.maketrans({"\u2212": "-", "\u00d7": r"\times", "\u00b7": r"\cdot", "\u22c5": r"\cdot"})
+_SIGNS = str.maketrans({"\u2212": "-", "\u00d7": r"\times", "\u00b7": r"\cdot", "\u22c5": r"\cdot",
+                        "\u221e": r"\infty", "\u222a": r"\cup"})  # fmt: skip
 Value = Fraction | tuple["Value | str", ...]
 
 
@@ -64,6 +74,8 @@ def same_math(a: str, b: str) -> bool:
     left, right = _value(a), _value(b)
     if left is not None and right is not None:
         return left == right
+    # Equal numbers are one text to the judge, and so equal the same others.
+    a, b = (str(v) if isinstance(v, Fraction) else t for v, t in ((left, a), (right, b)))
     return _evaluated(a) is not None and _evaluated(b) is not None and _judged(*sorted((a, b)))
 
 
@@ -76,8 +88,11 @@ def need_judge(answers: Iterable[str]) -> bool:
 def _plain(answer: str) -> str:
     text = re.sub(r"\\[dt]frac", r"\\frac", answer.translate(_SIGNS))
     text = re.sub(r"(?<![\d.,])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text)
-    text = _SPACING.sub("", text).replace(r"\%", "%").replace("{,}", ",")
-    return text.rstrip(".")
+    text = _OR.sub(",", text)
+    if wrapped := _WRAPPED.fullmatch(text.strip()):
+        text = wrapped[1]
+    text = _SPACING.sub("", text).replace(r"\%", "%").replace("{,}", ",").rstrip(".")
+    return _MONEY.sub("", _PERCENT.sub("%", text))
 
 
 def _value(text: str) -> Value | None:
@@ -85,16 +100,26 @@ def _value(text: str) -> Value | None:
     a set in order; None for another."""
     if (number := _number(text)) is not None:
         return _rounded(number)
+    if infinity := _INFINITY.fullmatch(text):
+        return (infinity[1].strip("+"), "infinity")
+    if r"\cup" in text:
+        return _set([_value(part) for part in text.split(r"\cup")], "union")
+    if "," in text and len(parts := _parts(text)) > 1:  # solutions, in any order
+        return _set([_value(part) for part in parts])
     if (listed := _LIST.fullmatch(text)) and "," in listed[2]:
         values = [_value(part) for part in _parts(listed[2])]
+        if listed[1].endswith("{"):
+            return _set(values)
         known = [v for v in values if v is not None]
-        if len(known) == len(values):
-            braces = listed[1].endswith("{")
-            kept = sorted(set(known), key=repr) if braces else known
-            return (listed[1][-1], *kept, listed[3][-1])
-        return None
+        return (listed[1], *known, listed[3]) if len(known) == len(values) else None
     found = _evaluated(text)
     return _rounded(Fraction(found)) if found else None
+
+
+def _set(values: list[Value | None], kind: str = "set") -> Value | None:
+    """Return what a set is equal by: its kind and its values in order, None where one has none."""
+    known = {v for v in values if v is not None}
+    return (kind, *sorted(known, key=repr)) if None not in values else None
 
 
 def _parts(text: str) -> list[str]:
