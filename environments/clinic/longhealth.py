@@ -118,10 +118,6 @@ def spaced(text: str) -> str:
     return " ".join(text.split())
 
 
-def _in_words(sign: str) -> bool:
-    return re.match(r"\w", sign) is not None and not _UNSPACED.match(sign)
-
-
 def load_patients(source: str) -> list[Patient]:
     """Return the patients of LongHealth JSON at a path or an http(s) URL. Raises DataError that
     names the source and its fault."""

@@ -175,6 +175,10 @@ _PHRASES = tuple(
         (r"\b(?:he|she|they|we) (?:(?:did|had|could|would) not\b(?! be)|(?:said|told|gave|had|made"
          r"|found|knew|mentioned|offered|provided|answered|disclosed)\b)", "news"),
         (r"\b(?:he|she) (?:was|had been) (?:not|never)\b|\b(?:he|she|we) never\b", "news"),
+        (r"\b(?:he|she|they) (?:do|does|can) not know\b", "news"),
+        (r"^because (?!.*[,:] )", "news "),  # an answer's clause, not a sentence
+        (r"\b(?:would |had )?rather not (?:guess|speculate|say|answer)\b", "can not say"),
+        (r"\bstops? short of (?=\w+ing\b)", "does not say "),
         (r"\b(?:nobody|no[ -]one) is\b", "no name is"),
         (r"\b(?:as far as|from what) (?:i|we|one) (?:can|could) (?:tell|see|read|make out)\b", ""),
         (r"\bno record of\b", "no mention of"),

@@ -26,7 +26,8 @@ def normalised(text: str) -> str:
     """Return text in lower case without punctuation, symbols and articles, and with single
     spaces."""
     folded = _folded(text)
-    kept = (c for c in folded if unicodedata.category(c)[0] not in "PS")
+    # U+02BC is a letter to Unicode, and an apostrophe to those who write it.
+    kept = (c for c in folded if unicodedata.category(c)[0] not in "PS" and c != "\u02bc")
     plain = "".join(c for c in kept if unicodedata.category(c) != "Cf")
     return " ".join(_ARTICLES.sub(" ", plain).split())
 

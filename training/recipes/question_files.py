@@ -223,13 +223,16 @@ class _Documents:
         self._notes.setdefault(what, Counter())[title or "no title"] += count
 
     def _named(self, title: str) -> list[str]:
-        """Return the document with a title as its name, or the parts of the one that has it."""
+        """Return the document with a title as its name, or as its file's path, or the parts of the
+        one that has it."""
         if title in self._chunks:
             return [title]
-        wanted = {_name(title), _name(re.sub(r"\.\w{1,5}$", "", title))} - {""}
-        found = [d for d in self._chunks if _name(d) in wanted]
-        if len(found) == 1:
-            return found
+        bare = re.sub(r"\.\w{1,5}$", "", title)
+        wanted = {_name(title), _name(bare), _name(_file(title))} - {""}
+        for name in (_name, lambda d: _name(_file(d))):
+            found = [d for d in self._chunks if name(d) in wanted]
+            if len(found) == 1:
+                return found
         return [d for d in self._chunks if (w := _PART.sub("", d)) != d and _name(w) in wanted]
 
     def _holding(self, passages: Sequence[str]) -> list[str]:
@@ -340,6 +343,11 @@ def _whole_words(passage: str) -> str:
 
 def _name(title: str) -> str:
     return " ".join(re.findall(r"[^\W_]+", plain_signs(title).casefold()))
+
+
+def _file(path: str) -> str:
+    """Return the name of a path's file without its ending."""
+    return re.sub(r"\.\w{1,5}$", "", re.split(r"[/\\]", path)[-1])
 
 
 def _groups(text: str) -> set[str]:

@@ -23,6 +23,7 @@ def test_normalisation_by_hand() -> None:
         ("Dr Okafor", "\u00abDr Okafor\u00bb"),
         ("Dr Okafor", "Dr\u00a0Okafor"),
         ("St. John's", "St. John\u2019s"),
+        ("St. John's", "St. John\u02bcs"),
         ("1990-1995", "1990\u20131995"),
         ("1990-1995", "1990\u22121995"),
         ("1990-1995", "1990\u20111995"),

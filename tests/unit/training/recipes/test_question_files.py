@@ -187,6 +187,8 @@ def squad(*articles: tuple[str, str]) -> dict[str, Any]:
         ("b", "words of no document", "b"),
         ("B", "", "b"),
         ("b.txt", "", "b"),
+        ("notes/b.txt", "Visits: daily from two to four.", "b"),
+        (r"notes\b.txt", "Visits: daily from two to four.", "b"),
         ("", "Ward A. Visits: daily from two to four. The head is: Dr Ruhle", "a"),  # nearly
         ("a", "The head is Dr Okafor.", "a"),  # the title decides
     ],
@@ -194,8 +196,11 @@ def squad(*articles: tuple[str, str]) -> dict[str, Any]:
 def test_a_question_has_the_document_of_its_title_or_words(
     tmp_path: Path, title: str, context: str, document: str
 ) -> None:
-    (found,) = read_questions(write(tmp_path, squad((title, context))), {"a": A, "b": B}, "")
+    path = write(tmp_path, squad((title, context)))
+    (found,) = read_questions(path, {"a": A, "b": B}, "")
     assert found.document == document
+    (found,) = read_questions(path, {"notes/a.txt": A, "notes/b.txt": B}, "")
+    assert found.document == f"notes/{document}.txt"
 
 
 @pytest.mark.parametrize(
