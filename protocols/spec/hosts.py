@@ -298,7 +298,7 @@ class DeploymentSpec(SpecSection):
     )
     keda: str | None = Field(
         default=None,
-        pattern=r"^https?://",
+        pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$",
         description="address of the Prometheus by which KEDA adds servers, such as "
         "http://prometheus.monitoring:9090; null: a HorizontalPodAutoscaler does",
     )

@@ -153,3 +153,19 @@ def test_a_long_name_of_a_mesh_is_refused() -> None:
     assert load_spec(mesh, sets=[f"name={'a' * 57}"]).spec.mesh.name == "a" * 57
     with pytest.raises(SpecError, match="at most 57 characters"):
         load_spec(mesh, sets=[f"name={'a' * 58}"])
+
+
+@pytest.mark.parametrize(
+    ("address", "good"),
+    [("http://prometheus.monitoring:9090", True), ("https://10.0.0.7/prometheus", True),
+     ("http://[::1]:9090", True), ("http://", False), ("http:// a", False),
+     ("http://a b", False), ("http://a/b c", False), ("http:///a", False), ("ftp://a", False),
+     ("prometheus:9090", False)],
+)  # fmt: skip
+def test_the_address_of_keda_has_a_host_and_no_spaces(address: str, good: bool) -> None:
+    try:
+        DeploymentSpec.model_validate_json(json.dumps({"keda": address}))
+        taken = True
+    except ValidationError:
+        taken = False
+    assert taken is good
