@@ -90,7 +90,8 @@ def test_thoughts_alone_are_paid_where_the_count_of_written_tokens_is_left_out()
      (10**15, None), ("37756000", None)],
 )  # fmt: skip
 def test_the_cost_that_xai_reports_is_booked(ticks: Any, nanodollars: int | None) -> None:
-    assert read_chat(chat(**USAGE, cost_in_usd_ticks=ticks), {}).nanodollars == nanodollars
+    body = chat() | {"usage": {**USAGE, "cost_in_usd_ticks": ticks}}
+    assert read_chat(body, {}).nanodollars == nanodollars
 
 
 def test_numbers_of_sources_are_no_part_of_an_answer() -> None:
