@@ -249,8 +249,9 @@ def _is_english(text: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _sentences(text: str) -> tuple[_Part, ...]:
-    """Return each sentence of SENTENCE_WORDS words, without white space around it. Where sentences are less than SENTENCES_SHARE of the text, as in lists, tables, poems and
-    code, what is longer is divided into lines and clauses, and what is shorter is joined."""
+    """Return each sentence of SENTENCE_WORDS words, without white space around it. Where
+    sentences are less than SENTENCES_SHARE of the text, as in lists, tables, poems and code,
+    what is longer is divided into lines and clauses, and what is shorter is joined."""
     least, most = SENTENCE_WORDS
     parts = _divided(_Part.of(text, 0, len(text)), text, SENTENCE_END)
     fit = [part for part in parts if len(part.words) >= least and part.size <= most]
