@@ -44,6 +44,8 @@ WIDENED = {"ascii": "cp1252", "iso8859-1": "cp1252"}  # by HTML's standard
 CHARSET_BYTES = 1024  # in which a page names its encoding, by HTML's standard
 MOST_CONTROLS = 0.01  # of the characters: a log has escape codes, a program has more
 DELIMITERS = ",\t;|"  # of columns
+SEPARATOR = re.compile(rf"sep=([{DELIMITERS}])\n", re.IGNORECASE)
+SHOWN = ("text/markdown", "text/plain", "text")  # kinds of a notebook's output, best first
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # of colours on a terminal
 BINARY = "is binary, no text; convert it to text, Markdown or PDF"
 
@@ -176,7 +178,10 @@ def read_table(data: bytes, how: ReadOptions) -> list[FileText]:
     text, encoding = decode(data, how.encoding)
     csv.field_size_limit(len(text) + 1)
     try:
-        rows = [*csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text))]
+        named = SEPARATOR.match(text)  # Excel's first line, which is none of the table
+        sign = named[1] if named else _delimiter(text)
+        body = io.StringIO(text[named.end() if named else 0 :], newline="")
+        rows = [*csv.reader(body, delimiter=sign, skipinitialspace=True)]
     except csv.Error as error:
         raise DataError(f"is no table of values ({error}); name it .txt if it is text") from None
     return [FileText(table_text(rows), encoding)]
@@ -199,7 +204,7 @@ def read_notebook(data: bytes, how: ReadOptions) -> list[FileText]:
     text, encoding = decode(data, how.encoding)
     book = _json_of(text, "save the notebook anew")
     try:
-        sheets = book.get("worksheets") or [book]  # before version 4
+        sheets = book.get("worksheets", [book])  # before version 4
         cells = [cell for sheet in sheets for cell in sheet["cells"]]
         parts = [part for cell in cells for part in _cell_parts(cell)]
     except (AttributeError, KeyError, TypeError) as error:
@@ -212,7 +217,8 @@ def _cell_parts(cell: Mapping[str, Any]) -> Iterator[str]:
     for output in cell.get("outputs", ()):
         data = output.get("data", output)
         if output.get("output_type") != "error":
-            yield ESCAPES.sub("", _lines_of(data.get("text/plain", data.get("text", ""))))
+            shown = (data[kind] for kind in SHOWN if kind in data)
+            yield ESCAPES.sub("", _lines_of(next(shown, "")))
 
 
 def _lines_of(text: str | Sequence[str]) -> str:

@@ -17,6 +17,8 @@ HIDDEN = frozenset({
     "template", "textarea",
 })  # fmt: skip
 CELLS = frozenset({"td", "th"})
+ROWS = frozenset({"table", "tr"})
+CELL = " | "  # between cells
 SPACE = " \t\n\r\f"  # what HTML takes together; a no-break space stays
 SPACES = re.compile(f"[{SPACE}]+")
 SOFT_HYPHEN = "\xad"  # shows only where a line breaks there
@@ -26,6 +28,8 @@ class _Page(HTMLParser):
     def __init__(self, flat_cells: bool) -> None:
         super().__init__(convert_charrefs=True)
         self._flat, self._cells = flat_cells, 0  # how many cells are open
+        self._row = 0  # cells of the row so far
+        self._unfilled = self._lined = False  # whether its last has no text yet, or several lines
         self.parts: list[str] = []
         self.title: list[str] = []
         self.has_heading = False
@@ -38,8 +42,11 @@ class _Page(HTMLParser):
         self._pre += tag == "pre"
         self._in_title = tag == "title" and not self._hidden
         self.has_heading |= tag == "h1" and not self._hidden
-        if tag in CELLS and not self._hidden and "\n" not in self._gap:
-            self._gap = " | "
+        if tag in CELLS and not self._hidden:
+            self._end_cell()
+            if (self._row or "\n" not in self._gap) and not self._lined:
+                self._gap = CELL if self._gap == " " else self._gap + CELL
+            self._row, self._unfilled, self._lined = self._row + 1, True, False
         self._cells += tag in CELLS
         self._break(tag)
 
@@ -50,6 +57,7 @@ class _Page(HTMLParser):
             self._pre -= 1
         if tag in CELLS and self._cells:
             self._cells -= 1
+            self._end_cell()
         self._in_title = False
         self._break(tag)
 
@@ -69,13 +77,25 @@ class _Page(HTMLParser):
             self._put(body)
             self._gap = " " if data[-1] in SPACE else ""
 
+    def _end_cell(self) -> None:
+        """Leave out a break at the end of a cell of one line, so that its row is one."""
+        if self._row and not (self._lined or self._unfilled):
+            self._gap = ""
+
     def _put(self, text: str) -> None:
+        self._lined |= not self._unfilled and "\n" in self._gap
+        self._unfilled = False
         if self.parts and "\n" in self._gap:
             self.parts[-1] = self.parts[-1].rstrip(SPACE)
         self.parts += [self._gap if self.parts else "", text]
         self._gap = ""
 
     def _break(self, tag: str) -> None:
+        if tag in ROWS and not self._hidden:
+            self._row, self._unfilled, self._lined = 0, False, False
+            self._gap = self._gap.rstrip(CELL)
+        if self._unfilled:
+            return
         if self._flat and self._cells:
             self._gap = self._gap or " " * (tag in LINES or tag in BLOCKS)
         elif tag in BLOCKS and not self._hidden:

@@ -10,6 +10,7 @@ unpacks to more than UNPACKED bytes, or where its XML defines entities.
 from __future__ import annotations
 
 import io
+import itertools
 import posixpath
 import re
 import zipfile
@@ -25,6 +26,7 @@ from protocols.errors import DataError
 
 UNPACKED = 256 * 1024**2  # bytes of an archive's files
 MEMBERS = 20_000
+MOST_REPEATS = 10_000  # of a row or cell of OpenDocument
 OLD_OFFICE = b"\xd0\xcf\x11\xe0"  # Office before 2007, and a newer document with a password
 ENTITY = re.compile(rb"<\s*!\s*ENTITY", re.IGNORECASE)
 CELL = " | "
@@ -253,12 +255,30 @@ def _as_html(
         if texts in (None, name):
             parts.append(escape(element.text or ""))
         within = {**tags, "p": "dd"} if name == "list-item" else tags  # a line each
-        for child in element:
+        for child in _children(element):
             _as_html(child, within, texts, parts)
         if tag and tag != "br":
             parts.append(f"</{tag}>")
     if texts is None:
         parts.append(escape(element.tail or ""))
+
+
+def _children(element: Element) -> Iterator[Element]:
+    """Yield the children of an element; equal rows and cells side by side of OpenDocument, which
+    are stored once, as often as they stand. Empty ones at the end are left out."""
+    children = [*element]
+    while children and _repeats(children[-1]) > 1 and not any(children[-1].itertext()):
+        children.pop()
+    for child in children:
+        empty_row = _name(child) == "table-row" and not any(child.itertext())
+        yield from itertools.repeat(child, 1 if empty_row else _repeats(child))
+
+
+def _repeats(element: Element) -> int:
+    kind = {"table-row": "}number-rows-repeated", "table-cell": "}number-columns-repeated"}
+    end = kind.get(_name(element), "}")
+    counts = [int(value) for key, value in element.attrib.items() if key.endswith(end)]
+    return min(counts[0], MOST_REPEATS) if counts else 1
 
 
 def _name(element: Element) -> str:

@@ -115,6 +115,8 @@ def _read_all(
         if len(faults) == len(found) and not sought:
             why = faults[-1] if faults else "holds no text"
             raise DataError(f"{shown} {why}; name a file with text in it")
+        if not found:
+            gathered.left_out.append(SkippedFile(shown, "holds no text"))
     if not gathered.documents:
         raise _no_document(paths, gathered.left_out)
     return ReadResult(tuple(gathered.documents), tuple(gathered.left_out), tuple(gathered.notes))

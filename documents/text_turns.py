@@ -132,16 +132,16 @@ def text_turn(kind: str, text: str, rng: random.Random) -> TextTurn | None:
 def quizzed(text: str, rng: random.Random) -> TextTurn | None:
     """Return a sentence as the turn and words of it as the answer; None where no sentence drawn
     has any."""
-    spans, english = _sentences(text), _is_english(text)
-    for last in range(DRAWS - 1, -1, -1) if spans else ():
-        start, stop = rng.choice(spans)
-        sentence = text[start:stop]
+    sentences, english = _sentences(text), _is_english(text)
+    for last in range(DRAWS - 1, -1, -1) if sentences else ():
+        part = rng.choice(sentences)
+        sentence = text[part.start : part.stop]
         parts = answers_in(sentence)
         # Only of English is it known which words ask for something.
         if not english or not (parts or last):
             parts = [*dict.fromkeys((*parts, *content_words(sentence)))]
         if parts:
-            return TextTurn(sentence, rng.choice(parts), (start, stop))
+            return TextTurn(sentence, rng.choice(parts), (part.start, part.stop))
     return None
 
 
@@ -217,15 +217,15 @@ def _recited(kind: str, text: str, rng: random.Random) -> TextTurn | None:
 
 
 def _continued(text: str, rng: random.Random) -> TextTurn | None:
-    spans = _sentences(text)
-    if not spans:
+    sentences = _sentences(text)
+    if not sentences:
         return None
-    start, stop = rng.choice(spans)
-    words = _words(text[start:stop])
+    part = rng.choice(sentences)
+    words = part.words
     shown = rng.randint(2, max(2, min(len(words) - 2, len(words) * 2 // 3)))
-    cue = text[start : start + words[shown - 1][1]]
+    cue = text[part.start : words[shown - 1][1]]
     turn = rng.choice(TURNS["continue"]).format(cue=cue)
-    return TextTurn(turn, text[start + words[shown][0] : stop], (start, stop))
+    return TextTurn(turn, text[words[shown][0] : part.stop], (part.start, part.stop))
 
 
 Span = tuple[int, int]
@@ -248,10 +248,10 @@ def _is_english(text: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _sentences(text: str) -> tuple[Span, ...]:
-    """Return the characters of each sentence of SENTENCE_WORDS words, without white space around
-    it. Where sentences are less than SENTENCES_SHARE of the text, as in lists, tables, poems and
-    code, what is longer is divided into lines and clauses, and what is shorter is joined."""
+def _sentences(text: str) -> tuple[_Part, ...]:
+    """Return each sentence of SENTENCE_WORDS words, without white space around it. Where
+    sentences are less than SENTENCES_SHARE of the text, as in lists, tables, poems and code,
+    what is longer is divided into lines and clauses, and what is shorter is joined."""
     least, most = SENTENCE_WORDS
     parts = _divided(_Part.of(text, 0, len(text)), text, SENTENCE_END)
     fit = [part for part in parts if len(part.words) >= least and part.size <= most]
@@ -263,7 +263,7 @@ def _sentences(text: str) -> tuple[Span, ...]:
                 for piece in ([part] if part.size <= most else _divided(part, text, ends))
             ]
         fit = _joined([piece for part in parts for piece in part.windows(most)], text)
-    return tuple((part.start, part.stop) for part in fit)
+    return tuple(fit)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ _PIECE = regex.compile(
 )
 _WORD = regex.compile(rf"(?={UNSPACED})\X|(?:(?!{UNSPACED})\w)+")
 _CHARACTER = regex.compile(r"(?=\S)\X")
-_UNSPACED = regex.compile(UNSPACED)
+_UNSPACED = regex.compile(rf"(?={UNSPACED})\X")
 
 
 def words(text: str) -> list[str]:
@@ -63,7 +63,8 @@ def character_spans(text: str) -> list[tuple[int, int]]:
 
 
 def unspaced(text: str) -> int:
-    """Return the number of characters of scripts without spaces between words."""
+    """Return the number of characters, each with its marks, of scripts without spaces between
+    words."""
     return len(_UNSPACED.findall(text))
 
 

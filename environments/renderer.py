@@ -291,11 +291,13 @@ class ChatRenderer:
         if stood is not None and text.startswith(stood) and self._marked(text[len(stood) :]):
             return self._tokenise(text[len(stood) :])
         head, whole = self.head(document), self._tokenise(text)
+        start = self._text(document, (), generation=False) if document is not None else ""
         if whole[: len(head)] != head:
-            raise self._no_prefix(f" {document}", has_tools)
+            if not start or not text.startswith(start):
+                raise self._no_prefix(f" {document}", has_tools)
+            return self._tokenise(text[len(start) :])  # a token joins the document and the rest
         rest = whole[len(head) :]
         if document not in self._parts:
-            start = self._text(document, (), generation=False) if document is not None else ""
             after = text[len(start) :]
             apart = text.startswith(start) and self._marked(after) and self._tokenise(after) == rest
             self._parts[document] = start if apart else None

@@ -159,12 +159,12 @@ def _parse_patient(source: str, key: str, record: Any) -> Patient:
         order = sorted(texts, key=_natural)
         if not order:
             raise ValueError("texts is empty: a patient needs a note to be asked about")
-        notes = {t: str(texts[t]) for t in order}
+        notes = {t: _text(texts, t) for t in order}
         return Patient(
             id=key,
-            name=str(record["name"]),
-            birthday=str(record["birthday"]),
-            diagnosis=str(record["diagnosis"]),
+            name=_text(record, "name"),
+            birthday=_text(record, "birthday"),
+            diagnosis=_text(record, "diagnosis"),
             texts=tuple(notes.values()),
             questions=tuple(_parse_question(key, q, notes) for q in record["questions"]),
         )
@@ -182,20 +182,27 @@ def _parse_patient(source: str, key: str, record: Any) -> Patient:
 def _parse_question(
     patient: str, record: Mapping[str, Any], notes: Mapping[str, str]
 ) -> PatientQuestion:
-    options = tuple(str(record[f"answer_{letter}"]) for letter in LETTERS)
-    correct = str(record["correct"])
+    where = f"question {record['No']}: "
+    options = tuple(_text(record, f"answer_{letter}", where) for letter in LETTERS)
+    correct = _text(record, "correct", where)
     if correct not in options:
-        raise ValueError(
-            f"question {record['No']}: correct is {correct!r}, which is none of its five options"
-        )
+        raise ValueError(f"{where}correct is {correct!r}, which is none of its five options")
     return PatientQuestion(
         id=f"{patient}/{record['No']}",
         patient=patient,
-        text=str(record["question"]),
+        text=_text(record, "question", where),
         options=options,
         correct=correct,
         places=_places(record.get("answer_location") or {}, notes),
     )
+
+
+def _text(record: Mapping[str, Any], key: str, where: str = "") -> str:
+    """Return a text of a record, or a number as text. Raises ValueError for another or none."""
+    value = record[key]
+    if not isinstance(value, str | int | float) or not str(value).strip():
+        raise ValueError(f"{where}{key} is {value!r}, expected a text; write one, or delete it")
+    return str(value)
 
 
 def _places(located: Mapping[str, Any], notes: Mapping[str, str]) -> tuple[NoteSpan, ...]:

@@ -47,6 +47,7 @@ def test_a_page_of_a_folder(tmp_path: Path) -> None:
 
 def test_what_cannot_be_used_of_a_folder_is_left_out_by_name(folder: Path) -> None:
     (folder / "empty.txt").write_bytes(b"")
+    (folder / "none.json").write_text("[]")
     (folder / "blank.txt").write_text(" \n\t\n")
     (folder / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     (folder / "page.htm").write_text("<script>write('a text')</script>")
@@ -60,6 +61,7 @@ def test_what_cannot_be_used_of_a_folder_is_left_out_by_name(folder: Path) -> No
     assert {x.source: x.why.partition(";")[0] for x in found.left_out} == {
         "blank.txt": "is empty",
         "empty.txt": "is empty",
+        "none.json": "holds no text",
         "image.png": "is no file that is read here "
         "(.txt, .md, .markdown, .rst, .adoc, .org, .html, .htm, .pdf, .json, .jsonl, .csv, .tsv, "
         ".ipynb, .docx, .pptx, .xlsx, .odt, .odp, .ods, .epub)",

@@ -99,7 +99,7 @@ By hand\u00a0\u2014 so they say.
 Fees:
 
 boat | fee
-none
+ | none
 barge | 4 marks
 
 one
@@ -218,12 +218,29 @@ def test_json_nested_without_end_is_refused() -> None:
         ("a\tb\n1\t2\n", "a | b\n1 | 2"),
         ("a|b\n1|2\n", "a | b\n1 | 2"),
         ("name,text\nx,\n,y\n\n,,\n", "name | text\nx\n | y"),
+        ('a, b\n"x", "y, z"\n', "a | b\nx | y, z"),
+        ("sep=;\nname;price\nx;1,5\n", "name | price\nx | 1,5"),
         ("one\ntwo\n", "one\ntwo"),
         ("", ""),
     ],
 )
 def test_values_are_read_as_a_table(values: str, table: str) -> None:
     assert [t.text for t in read_table(values.encode(), ReadOptions())] == [table]
+
+
+@pytest.mark.parametrize(
+    ("rows", "shown"),
+    [
+        ("<tr><td>a</td><td></td><td>c</td></tr><tr><td>d</td></tr>", "a |  | c\nd"),
+        ("<tr><td><p>a</p></td><td><p>b</p></td></tr><tr><td>c</td></tr>", "a | b\nc"),
+        ("<tr><td><p>a</p><p>b</p></td><td>c</td></tr>", "a\n\nb\n\nc"),
+        ("<tr><td>a<td>b<tr><td>c<td>", "a | b\nc"),
+    ],
+)
+def test_rows_of_a_page_keep_their_columns(rows: str, shown: str) -> None:
+    page = f"<p>before</p><table>{rows}</table><p>after</p>"
+    (found,) = read_html(page.encode(), ReadOptions())
+    assert found.text == f"before\n\n{shown}\n\nafter"
 
 
 def test_a_long_value_is_read() -> None:
@@ -235,13 +252,17 @@ def test_a_notebook_is_read_with_the_text_of_its_results() -> None:
     outputs = [
         {"output_type": "execute_result", "data": {"text/plain": ["2\n"], "image/png": "aaaa"}},
         {"output_type": "stream", "text": ["\x1b[31mred\x1b[0m\n"]},
+        {
+            "output_type": "display_data",
+            "data": {"text/plain": ["<Markdown object>"], "text/markdown": ["**so**"]},
+        },
         {"output_type": "error", "traceback": ["boo"]},
     ]
     cells = [
         {"cell_type": "markdown", "source": ["# Title\n", "words"]},
         {"cell_type": "code", "source": "1 + 1", "outputs": outputs},
     ]
-    shown = "# Title\nwords\n\n1 + 1\n\n2\n\nred"
+    shown = "# Title\nwords\n\n1 + 1\n\n2\n\nred\n\n**so**"
     (found,) = read_notebook(json.dumps({"cells": cells, "nbformat": 4}).encode(), ReadOptions())
     assert found.text == shown
     old = {"worksheets": [{"cells": [{"cell_type": "code", "input": "x = 1", "outputs": []}]}]}

@@ -195,14 +195,25 @@ def test_open_document_is_read_without_its_comments(suffix: str) -> None:
     assert text_of(suffix, open_document(body)) == "Head\n\nOne two\nthree.\n\na\nb"
 
 
-def test_a_sheet_of_open_document_reads_repeated_cells_once() -> None:
+def test_a_sheet_of_open_document_has_its_repeated_cells_and_rows() -> None:
     cell = "<table:table-cell{}><text:p>{}</text:p></table:table-cell>".format
-    body = (
-        f"<table:table><table:table-row>{cell('', 'a')}{cell('', 'b')}"
-        "<table:table-cell table:number-columns-repeated='16382'/></table:table-row>"
-        f"<table:table-row>{cell('', '1')}{cell('', '2')}</table:table-row></table:table>"
+    twice = " table:number-columns-repeated='2'"
+    row = "<table:table-row{}>{}</table:table-row>".format
+    body = "".join(
+        (
+            "<table:table>",
+            row("", cell("", "a") + cell(twice, "b")),
+            row(" table:number-rows-repeated='9999'", ""),
+            row("", cell("", "1") + f"<table:table-cell{twice}/>" + cell("", "2")),
+            row(
+                " table:number-rows-repeated='2'",
+                cell("", "3") + "<table:table-cell table:number-columns-repeated='16382'/>",
+            ),
+            row(" table:number-rows-repeated='1048572'", "<table:table-cell/>"),
+            "</table:table>",
+        )
     )
-    assert text_of(".ods", open_document(body)) == "a | b\n1 | 2"
+    assert text_of(".ods", open_document(body)) == "a | b | b\n1 |  |  | 2\n3\n3"
 
 
 def test_a_workbook_has_its_visible_sheets_under_their_names() -> None:

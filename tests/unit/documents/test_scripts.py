@@ -21,6 +21,7 @@ TEXTS = {
     "khmer": "អភិបាលក្រុងបានសាងសង់ស្ពានថ្ម។ ទន្លេហូរកាត់ទីក្រុង។ ក្មេងៗលេងនៅមាត់ទន្លេ។",
     "burmese": "မြို့တော်ဝန်သည် ကျောက်တံတားကို တည်ဆောက်ခဲ့သည်။ မြစ်သည် မြို့ကို ဖြတ်သန်းသည်။",
     "tibetan": "རྒྱལ་པོས་ཟམ་པ་བཟོས་སོ།  མི་རྣམས་འཛོམས་སོ། ",
+    "long tibetan": "".join(f"གྲོང་ཁྱེར་གྱི་གཙོ་འཛིན་གྱིས་ {y} ལོར་ཟམ་པ་བརྒྱབ།" for y in YEARS),
     "hindi": "नगर प्रमुख ने पत्थर का पुल बनवाया। नदी शहर के बीच से बहती है। बच्चे किनारे पर खेलते हैं।",
     "bengali": "মেয়র একটি পাথরের সেতু নির্মাণ করেন। নদী শহরের মধ্য দিয়ে বয়ে যায়।",
     "tamil": "மேயர் கல் பாலத்தைக் கட்டினார். ஆறு நகரத்தின் வழியாகப் பாய்கிறது அங்கே.",
@@ -44,6 +45,7 @@ TEXTS = {
     "headings": "\n\n".join(f"# Part {y}" for y in YEARS),
     "rows of values": "\n".join(f"{y},{y % 7},{y % 11}" for y in YEARS),
     "one long sentence": "whereas the party of the first part shall deliver the goods, " * 20,
+    "values of json": "{" + ",".join(f'"k{y}":{y}' for y in YEARS) + "}",
     "no space": "abcdefghij" * 40,
     "a short text": "The ferry leaves at noon.",
 }

@@ -175,6 +175,21 @@ def test_a_template_that_holds_no_document_is_refused_with_the_reason(template: 
     assert refused.value.status_code == 400
 
 
+def test_a_document_that_a_token_joins_to_the_rest_is_read_alone() -> None:
+    """A template without a special token behind the document, and a token over its end."""
+    words = _with(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    words.add_tokens(["\nuser"])
+    talk = ChatRenderer(words, DOCUMENTS)
+    opening = talk.opening("plain", (AgentMessage("user", "why?"),))
+    head = f"system: {DOCUMENTS['plain']}\n"
+    assert list(talk.head("plain")) == words(head, add_special_tokens=False).input_ids
+    rest = "user: why?\nassistant:"
+    assert list(opening) == words(rest, add_special_tokens=False).input_ids
+
+
 def test_what_stands_before_the_first_user_leaves_no_place_for_a_document() -> None:
     talk = renderer("mistral")
     with pytest.raises(DataError, match=r"the first message, which must be the user's"):

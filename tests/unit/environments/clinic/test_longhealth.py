@@ -306,3 +306,22 @@ def test_a_url_that_is_none(url: str, reason: str, monkeypatch: pytest.MonkeyPat
 )
 def test_words_are_whole(text: str, words: str, held: bool) -> None:
     assert contains_words(text, words) is held
+
+
+@pytest.mark.parametrize("value", [None, " ", ["a"]])
+def test_a_value_that_is_no_text_is_refused_by_its_place(value: Any) -> None:
+    question = {"No": 3, "question": "q?", "correct": "a"}
+    question |= {f"answer_{letter}": letter for letter in "abcde"}
+    record = {
+        "name": "n", "birthday": "1", "diagnosis": "d", "texts": {"text_0": "x"},
+        "questions": [question],
+    }  # fmt: skip
+    assert parse_patients({"patient_01": record}, "f.json")[0].questions[0].correct == "a"
+    for broken, place in (
+        (record | {"texts": {"text_0": value}}, "text_0"),
+        (record | {"diagnosis": value}, "diagnosis"),
+        (record | {"questions": [question | {"answer_b": value}]}, "question 3: answer_b"),
+        (record | {"questions": [question | {"question": value}]}, "question 3: question"),
+    ):
+        with pytest.raises(DataError, match=rf"f.json: patient_01: {place} is .*expected a text"):
+            parse_patients({"patient_01": broken}, "f.json")
