@@ -24,7 +24,7 @@ LARGE = 1 << 28  # numbers of a model's weights, beyond which some of its layers
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size")  # never borders: spares a look at each
 
-# Ids, and numbers that scale: one lowered makes the attention so sharp that rounding is all there is.
+# Ids, and numbers that scale: lowered, one makes attention so sharp that rounding is all there is.
 MAGNITUDES = ("_token_id", "_token_index", "_theta", "_scalar")
 
 Edits = Mapping[tuple[str, Any], Any]  # by key and old value, anywhere in a config
