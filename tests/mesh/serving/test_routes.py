@@ -213,6 +213,36 @@ def test_a_cartridge_route_answers_at_both_of_its_paths(served: Served) -> None:
         assert replies[0] == replies[1]
 
 
+LOCAL = [{"id": "p1", "source": "local"}]
+CARTRIDGE_CHAT = "/v1/cartridge/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("route", "more", "status"),
+    [
+        (CARTRIDGE_CHAT, {"cartridges": LOCAL}, 200),
+        (CARTRIDGE_CHAT, {"cartridges": []}, 200),
+        (CARTRIDGE_CHAT, {"cartridges": None}, 200),
+        (CARTRIDGE_CHAT, {"cartridges": LOCAL * 2}, 200),
+        (CARTRIDGE_CHAT, {"cartridges": LOCAL, "logprobs_in_fingerprint": True}, 200),
+        (CARTRIDGE_CHAT, {"cartridges": LOCAL, "ignore_eos": False}, 200),
+        (CARTRIDGE_CHAT,
+         {"cartridges": LOCAL, "apply_chat_template_overrides": {"enable_thinking": True}}, 200),
+        ("/v1/chat/completions", {"apply_chat_template_overrides": {}}, 200),
+        ("/v1/chat/completions", {"logprobs": True, "logprobs_in_fingerprint": False}, 200),
+        ("/v1/chat/completions", {"cartridges": LOCAL}, 400),  # of the cartridge routes alone
+        ("/v1/chat/completions", {"apply_chat_template_overrides": {"other": True}}, 400),
+        (CARTRIDGE_CHAT, {"cartridges": [{"id": "absent", "source": "local"}]}, 400),
+        (CARTRIDGE_CHAT, {"cartridges": [{"id": "a/b", "source": "wandb"}]}, 400),
+    ],
+)  # fmt: skip
+def test_what_tokasaurus_clients_send(
+    served: Served, route: str, more: dict[str, Any], status: int
+) -> None:
+    chat = {"model": MODEL, "messages": CHAT, "max_tokens": 3, "temperature": 0, "seed": 1}
+    assert raw(served, route, {**chat, **more})[0] == status
+
+
 def test_openais_routes_take_the_fields_of_tokasaurus(served: Served) -> None:
     """The packed log-probabilities are those that the same request has as `logprobs`."""
     chat = {"model": MODEL, "messages": CHAT, "max_tokens": 9, "temperature": 0, "seed": 1}
