@@ -77,7 +77,7 @@ def over_documents(tmp_path_factory: pytest.TempPathFactory, odd_folder: Path) -
     root = tmp_path_factory.mktemp("calm")
     process = run_to_end(command(root, odd_folder))
     assert process.returncode == 0, process.stdout + process.stderr
-    for told in ("empty.txt is empty", "program.txt is binary", "torn.jsonl line 2 is not JSON",
+    for told in ("empty.txt is empty", "program.txt is binary", "torn.jsonl#2 line 2 is not JSON",
                  "old.txt is not UTF-8: read as cp1252", "book.md has"):  # fmt: skip
         assert told in process.stderr
     return directory(root)

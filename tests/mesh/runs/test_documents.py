@@ -20,7 +20,9 @@ def test_a_folder_is_trained_on_measured_and_reported(over_documents: Path) -> N
     assert names == [
         "book.part_01", "book.part_02", "coast.lighthouse", "kestrel", "old", "printed", "salt",
     ]  # fmt: skip
-    assert {x.split()[0] for x in read["left_out"]} == {"empty.txt", "program.txt", "torn.jsonl"}
+    # Of torn.jsonl one row is no JSON, and the other too short for a cartridge.
+    left_out = {x.split()[0] for x in read["left_out"]}
+    assert left_out == {"empty.txt", "program.txt", "torn.jsonl#1", "torn.jsonl#2"}
     results = json.loads((over_documents / "results.json").read_text())
     assert results["status"] == "finished"
     agreement = {name: arm["agreement"] for name, arm in results["arms"].items()}

@@ -23,7 +23,7 @@ def test_the_directory_is_complete_and_the_end_says_where(finished: Finished) ->
     names = {p.name for p in finished.path.iterdir()}
     files = {
         "spec.yaml", "metrics.jsonl", "rollouts.jsonl", "answers.jsonl", "events.jsonl",
-        "results.json", "terms.json", "token_scores.jsonl", ".lease",
+        "results.json", "terms.json", "token_scores.jsonl", "chat.json", ".lease",
     }  # fmt: skip
     names.discard("stacks")  # of a start that busy cores drew out
     assert files | {"checkpoints", "report.html", "trace.json"} == names
