@@ -155,7 +155,7 @@ TWO = cartridge(2, 2, 8, 4, frozen=1, facts=Provenance())
         (state(TWO, trainable_values=lists(torch.zeros(2, 2, 6, 4))),
          r"trainable_values\[0\] is \[1, 2, 6, 4\]"),
         (state(TWO, trainable_values=lists(torch.zeros(2, 2, 7, 4).bfloat16())),
-         "of torch.bfloat16, trainable_keys"),
+         "is torch.bfloat16, trainable_keys"),
         (state(TWO, trainable_keys=ParameterList([])), "trainable_keys has no layers"),
         (state(TWO, trainable_keys="kv"), "trainable_keys .*it is a str"),
         (state(TWO, fixed_keys=lists(torch.ones(2, 2, 1, 4)), fixed_values=ParameterList([])),
@@ -177,7 +177,7 @@ def test_other_shapes_are_refused(tmp_path: Path, made: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"peft_type": "LORA"}, "of type LORA, and a cartridge is CARTRIDGE"),
+        ({"peft_type": "LORA"}, "of type LORA; adapters of type CARTRIDGE and PREFIX_TUNING"),
         ({"num_layers": 3}, r"says \[16, 3 layers \* 2 \* 2\]"),
         ({"num_virtual_tokens": 15}, r"is \[16, 4\]"),
         ({"num_frozen_tokens": 2}, "does not match its checksum"),
