@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from protocols.spec.teacher_replay import PriceSpec, Provider, ReplaySpec, ReplayTeacherSpec
 from protocols.teacher_replay import AgentMessage
 from teachers.budget import worst_case
-from teachers.clients import connect
+from teachers.clients import ApiClient, connect
 from teachers.ledger import SpendLedger
 from teachers.panel import TeacherPanel, limits_of, probability_of_teacher
 from teachers.replies import decoded, read_chat, read_message
@@ -169,6 +170,10 @@ REPLIES = [
 ]  # fmt: skip
 
 
+WORDS = "nonetheless test 0 k1234567 k12345678"
+BODIES = [*(reply.body for reply in REPLIES), chat(WORDS)]
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """A server on loopback that answers the reply whose number the path begins with."""
@@ -178,7 +183,7 @@ def url() -> Iterator[str]:
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
-            body = REPLIES[int(self.path.split("/")[1])].body
+            body = BODIES[int(self.path.split("/")[1])]
             data = (body if isinstance(body, str) else json.dumps(body)).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")
@@ -227,32 +232,23 @@ def test_what_is_booked_and_taken(
     assert KEY not in (tmp_path / "ledger.jsonl").read_text()
 
 
-def test_a_short_key_is_a_word(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("none", WORDS), ("test", WORDS), ("0", WORDS),
+        ("k1234567", "nonetheless test 0 [key] [key]8"),
+    ],
+)  # fmt: skip
+def test_a_short_key_is_a_word(url: str, key: str, text: str) -> None:
     """Local servers are given none, test or 0; "[key]theless" was a teacher's word once."""
-    from pydantic import SecretStr
 
-    from teachers.clients import ApiClient
+    async def said() -> str:
+        client = ApiClient("openai", "m", f"{url}/{len(REPLIES)}", SecretStr(key), 30.0)
+        reply = await client.ask([AgentMessage("user", "?")], 8, {})
+        await client.close()
+        return reply.raw
 
-    words = "nonetheless test 0 k1234567 k12345678"
-    REPLIES.append(Reply("words", chat(words), 0.0))
-    try:
-        for key, text in (
-            ("none", words),
-            ("test", words),
-            ("0", words),
-
-            ("k1234567", "nonetheless test 0 [key] [key]8"),
-        ):  # fmt: skip
-            client = ApiClient("openai", "m", f"{url}/{len(REPLIES) - 1}", SecretStr(key), 30.0)
-
-            async def ask(client: ApiClient = client) -> str:
-                reply = await client.ask([AgentMessage("user", "?")], 8, {})
-                await client.close()
-                return reply.raw
-
-            assert asyncio.run(ask()) == text
-    finally:
-        REPLIES.pop()
+    assert asyncio.run(said()) == text
 
 
 def test_bodies_of_any_shape_are_read_without_an_error() -> None:
