@@ -107,9 +107,14 @@ class PodContainer:
             return not subprocess.run(
                 ["bash", "-c", f"exec 3<>/dev/tcp/{self._net.ip}/{port}"], timeout=PROBE_S
             ).returncode
-        with suppress(OSError, HTTPError):
-            url = f"http://{self._net.ip}:{port}{way['path']}"
-            return urllib.request.urlopen(url, timeout=probe.get("timeoutSeconds", 1)).status < 400
+        url = f"http://{self._net.ip}:{port}{way['path']}"
+        try:
+            with urllib.request.urlopen(url, timeout=probe.get("timeoutSeconds", 1)) as reply:
+                return bool(reply.status < 400)
+        except HTTPError as error:
+            error.close()
+        except OSError:
+            pass
         return False
 
     def probe(self, kind: str) -> Object | None:

@@ -297,7 +297,8 @@ def test_what_is_counted_is_what_the_engine_reads(client: OpenAI, server: StockS
     assert reply["count"] == len(reply["tokens"]) == len(reply["token_strs"])
     with pytest.raises(HTTPError) as refused:
         posted(server, "/tokenize", {**text, "model": f"{BASE}+absent"})
-    assert refused.value.code == 404
+    with refused.value as error:
+        assert error.code == 404
 
 
 def posted(server: StockServer, route: str, body: dict[str, Any]) -> dict[str, Any]:
