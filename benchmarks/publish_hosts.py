@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -310,7 +309,6 @@ if __name__ == "__main__":
             "--mib": (64, "of the published tensor, MiB"),
             "--times": 3,
             "--queue-ms": (100, "that bytes may wait at a shaped link, ms at its rate"),
-            "--out": Path("benchmarks/results/hosts/publish_hosts.json"),
         },
         quick={"hosts": [2], "gbit": [1.0], "times": 1},
     )

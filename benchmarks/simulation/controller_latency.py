@@ -247,6 +247,5 @@ if __name__ == "__main__":
         lambda asked: ({}, asyncio.run(measured(asked.most))),
         {
             "--most": {"type": int, "default": 8, "choices": (1, 2, 4, 8, 16, 32)},
-            "--out": Path("benchmarks/results/hosts/controller_latency.json"),
         },
     )

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
     "actors", "benchmarks", "cartridge_forge", "deploy", "documents", "environments", "examples",
     "forge_run", "learning", "protocols", "recipes", "registry", "services", "serving",
-    "strategies", "teachers", "training",
+    "strategies", "studies", "teachers", "training",
 )  # fmt: skip
 SOURCES = [
     path
@@ -34,7 +34,11 @@ def test_a_class_name_stands_in_one_module() -> None:
 
 
 def test_the_rooms_are_these_and_none_holds_a_seventh() -> None:
-    found = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"benchmarks", "deploy"}
+    found = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {
+        "benchmarks",
+        "deploy",
+        "studies",
+    }
     assert found == set(ROOMS)
     lines: dict[str, int] = defaultdict(int)
     for path in SOURCES:
@@ -69,7 +73,7 @@ def test_endpoint_names_stand_in_one_module() -> None:
     named = {
         str(path.relative_to(ROOT))
         for path in SOURCES
-        if path.relative_to(ROOT).parts[0] != "benchmarks"
+        if path.relative_to(ROOT).parts[0] not in {"benchmarks", "studies"}
         and re.search(r"\b(route|fanout)\b", text := path.read_text())
         and any(map(by_name, ast.walk(ast.parse(text))))
     }
