@@ -230,7 +230,7 @@ bench-against: install ## speed of the main job in this tree against that of BAS
 lint: install k8s-check ## ruff, types, the layers contract, the Dockerfile, and k8s-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy actors cartridge_forge deploy documents environments examples forge_run learning protocols recipes registry services serving strategies studies teachers training tests/manifest_checks tests/reference_pages
+	$(BIN)/mypy actors cartridge_forge deploy documents environments examples forge_run learning models protocols recipes registry services serving strategies studies teachers training tests/manifest_checks tests/reference_pages
 	$(BIN)/lint-imports
 	$(BIN)/hadolint deploy/Dockerfile
 

@@ -25,6 +25,7 @@ OUTSIDE = {
     "CODE_OF_CONDUCT.md": "code_of_conduct.md",
     "deploy/monitoring/README.md": "monitoring.md",
     "deploy/k8s/README.md": "kubernetes.md",
+    "models/pretrain/README.md": "tiny_models.md",
     "studies/README.md": "studies/index.md",
     **{
         f"studies/{page.parent.name}/README.md": f"studies/{page.parent.name}.md"

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
     "actors", "benchmarks", "cartridge_forge", "deploy", "documents", "environments", "examples",
-    "forge_run", "learning", "protocols", "recipes", "registry", "services", "serving",
+    "forge_run", "learning", "models", "protocols", "recipes", "registry", "services", "serving",
     "strategies", "studies", "teachers", "training",
 )  # fmt: skip
 SOURCES = [

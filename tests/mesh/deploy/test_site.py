@@ -66,6 +66,7 @@ def test_dead_links_and_an_unlisted_page_end_the_build(tmp_path: Path) -> None:
         "deploy",
         "docs",
         "studies",
+        "models/pretrain",
     ):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)

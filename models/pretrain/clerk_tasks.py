@@ -23,16 +23,16 @@ from dataclasses import dataclass, replace
 
 from environments.clinic import vocabulary as words
 from environments.clinic.desk import HINTS, CaseState, ClinicDesk, DeskCase, case_of, reply_to
-from environments.clinic.pretrain.reader_tasks import Row, TaughtMessage, head
+from models.pretrain.reader_tasks import Row, TaughtMessage, head
 
 MAX_TURNS = 6
 FIELDS = (6, 24)  # of a handbook, on the highest rung
-# The model learns to look up from few fields (docs/log.md), and generalises to many.
+# The model learns to look up from few fields (models/pretrain/README.md), and generalises to many.
 LADDER = ((2, 3), (2, 5), (4, 9), (6, 16), FIELDS)
 HANDBOOK_RATE = 0.5  # of the rows, below: of their episodes
 HINTED_WITH_HANDBOOK, HINTED_WITHOUT = 0.1, 0.3
 # Episodes for each handbook that are cut after the first taught call. In whole episodes looking up
-# is one token in fifty; the skill did not emerge from those alone (docs/log.md).
+# is one token in fifty; the skill did not emerge from those alone (models/pretrain/README.md).
 OPENINGS = 8
 UNNAMED_RATE = 0.1  # the handbook lacks the field (it may be cut): the clerk guesses
 STUMBLING_RATE = 0.25  # with a handbook: the first calls ignore it

@@ -22,10 +22,10 @@ from environments.clinic.findings import (
 )
 from environments.clinic.longhealth import PatientQuestion, parse_patients
 from environments.clinic.patients import generate_clinic
-from environments.clinic.pretrain.merge_tasks import draw_value
-from environments.clinic.pretrain.panel_tasks import field_of
-from environments.clinic.pretrain.reader_tasks import head
 from environments.clinic.prompts import aggregation_prompt, claims, option_prompt, parse_answer
+from models.pretrain.merge_tasks import draw_value
+from models.pretrain.panel_tasks import field_of
+from models.pretrain.reader_tasks import head
 
 MAX_TURNS = 5  # of an episode
 MAX_CALL, MAX_ANSWER, MAX_LIST = 12, 20, 32  # tokens

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from environments.clinic import vocabulary as words
 from environments.clinic.findings import said_parts, says_parts
-from environments.clinic.pretrain.panel_tasks import (
+from environments.clinic.prompts import aggregation_prompt, findings_prompt
+from models.pretrain.panel_tasks import (
     AGREE_RATE,
     CUT_WORDS,
     FAVOURITE_RATE,
@@ -25,14 +26,13 @@ from environments.clinic.pretrain.panel_tasks import (
     can_read,
     field_of,
 )
-from environments.clinic.pretrain.reader_tasks import (
+from models.pretrain.reader_tasks import (
     CorpusTurn,
     Difficulty,
     Row,
     draw_conversation,
     head,
 )
-from environments.clinic.prompts import aggregation_prompt, findings_prompt
 
 LADDER = (Difficulty((4, 12), 0.6), Difficulty((8, 26), 1.0))
 NONE_RATE, CUT_RATE = 0.5, 0.3  # of the steps; of the charts

@@ -1,12 +1,12 @@
 """Train one of the tiny models, or say how well it does:
 
-    torchrun --nproc-per-node 2 -m environments.clinic.pretrain.train reader \\
+    torchrun --nproc-per-node 2 -m models.pretrain.train reader \\
       --out models/clinic-reader
-    python -m environments.clinic.pretrain.train clerk --resume models/clinic-reader \\
+    python -m models.pretrain.train clerk --resume models/clinic-reader \\
       --out models/clinic-clerk
-    torchrun --nproc-per-node 2 -m environments.clinic.pretrain.train merge \\
+    torchrun --nproc-per-node 2 -m models.pretrain.train merge \\
       --resume models/clinic-panel --out models/clinic-merge
-    python -m environments.clinic.pretrain.train panel --resume models/clinic-panel --measure
+    python -m models.pretrain.train panel --resume models/clinic-panel --measure
 
 The reader, a standard LlamaForCausalLM, starts from random weights; clerk and panel start from the
 reader, the merger from the panel. A batch row has a head (a chart, a handbook, or the begin token)
@@ -15,7 +15,7 @@ its positions restart after the head. One forward pass over a chart thus serves 
 loss covers the taught messages only.
 
 The curriculum starts easy and climbs a rung when the share of exact messages passes a mark
-(teacher-forced; every batch is new). docs/log.md records other attempts.
+(teacher-forced; every batch is new). models/pretrain/README.md records other attempts.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from environments.clinic.pretrain import clerk_tasks, merge_tasks, panel_tasks, reader_tasks
-from environments.clinic.pretrain.induction import new_model
-from environments.clinic.pretrain.measure import measure_clerk, measure_merge, measure_panel
-from environments.clinic.pretrain.reader_tasks import Row
-from environments.clinic.pretrain.tokenizer import build_tokenizer
+from models.pretrain import clerk_tasks, merge_tasks, panel_tasks, reader_tasks
+from models.pretrain.induction import new_model
+from models.pretrain.measure import measure_clerk, measure_merge, measure_panel
+from models.pretrain.reader_tasks import Row
+from models.pretrain.tokenizer import build_tokenizer
 
 CLIMB_AT = 0.85
 WARMUP_STEPS = 50

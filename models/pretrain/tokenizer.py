@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from environments.clinic import vocabulary as words
-from environments.clinic.pretrain.reader_tasks import Difficulty, draw_conversation
+from models.pretrain.reader_tasks import Difficulty, draw_conversation
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (

@@ -1,7 +1,7 @@
 """Draw training conversations for the tiny reader: a chart, and turns about it.
 
-docs/log.md describes how reading emerged, and the order of difficulty. These conversations teach
-the *skill* (read the chart, follow the prompt); a run's patients have other seeds and never occur
+models/pretrain/README.md describes how reading emerged, and the order of difficulty. These
+conversations teach the *skill* (read the chart, follow the prompt); a run's patients have other seeds and never occur
 among them.
 """
 
@@ -150,7 +150,7 @@ def draw_conversation(
     """Return a new patient and one turn of each of `kinds`."""
     facts = rng.randint(*difficulty.facts)
     # In a mixed chart "the number in the chart" is a good guess at any measurement; in a chart of
-    # one category only the field distinguishes them (docs/log.md).
+    # one category only the field distinguishes them (models/pretrain/README.md).
     alike = [c.fields for c in CATEGORIES if len(c.fields) >= facts]
     fields = rng.choice(alike) if alike and rng.random() < difficulty.alike else FIELDS
     chart = draw_chart(rng, facts, max(1, min(4, facts // 3)), difficulty.remark_rate, fields)

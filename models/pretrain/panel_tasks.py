@@ -19,14 +19,14 @@ from collections.abc import Iterator, Sequence
 from environments.clinic import vocabulary as words
 from environments.clinic.longhealth import LETTERS, PatientQuestion
 from environments.clinic.patients import draw_options
-from environments.clinic.pretrain.reader_tasks import (
+from environments.clinic.prompts import aggregation_prompt, claims, option_prompt, parse_answer
+from models.pretrain.reader_tasks import (
     CorpusTurn,
     Difficulty,
     Row,
     draw_conversation,
     head,
 )
-from environments.clinic.prompts import aggregation_prompt, claims, option_prompt, parse_answer
 
 # The model learns to vote on small charts, where a step is cheap; this generalises to large ones.
 LADDER = (Difficulty((2, 6), 0.3), Difficulty((4, 12), 0.6), Difficulty((8, 26), 1.0))
