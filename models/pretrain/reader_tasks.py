@@ -1,8 +1,8 @@
 """Draw training conversations for the tiny reader: a chart, and turns about it.
 
 models/pretrain/README.md describes how reading emerged, and the order of difficulty. These
-conversations teach the *skill* (read the chart, follow the prompt); a run's patients have other seeds and never occur
-among them.
+conversations teach the *skill* (read the chart, follow the prompt); a run's patients have other
+seeds and never occur among them.
 """
 
 from __future__ import annotations
