@@ -27,10 +27,10 @@ from protocols.spec.keys import (
     section_at,
     spec_keys,
 )
+from protocols.spec.kubernetes_names import PATTERN_RULES
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MeshSpec
 from protocols.spec.yaml_source import Key, SourceLocation, show
-from protocols.wire.kubernetes_names import PATTERN_RULES
 
 
 @dataclass(frozen=True)

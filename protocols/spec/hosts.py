@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from protocols.spec.base import AsTuple, SpecSection, broken
-from protocols.wire.kubernetes_names import (
+from protocols.spec.kubernetes_names import (
     DIGEST,
     EXTENDED_RESOURCE,
     LABEL,

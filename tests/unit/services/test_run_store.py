@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from protocols.errors import CheckpointError, RunError
+from protocols.records.run_files import StoredPlace
 from registry.object_store import ObjectStore, StoreError
-from registry.stored_folder import TRAINER, StoredFolder, StoredPlace
+from registry.stored_folder import TRAINER, StoredFolder
 from services import run_mirror, run_store
 from services.run_directory import RunDirectory
 from services.run_mirror import RunMirror, stored_names

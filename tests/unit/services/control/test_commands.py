@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from fake_mesh import pool_of, run
 
-from protocols.errors import RunError, SpecError
+from protocols.errors import RunError, SpecError, StopRequested
 from protocols.files import read_rows
 from protocols.records.run_files import MetricRow
 from protocols.records.status import RunStatus
 from protocols.spec.services import AutoscaleSpec
 from protocols.types import TraceSpan
 from services.control import commands as helm_module
-from services.control.commands import RunCommands, StopRequested
+from services.control.commands import RunCommands
 from services.pool.pool import Pool
 from services.run_directory import RunDirectory
-from services.telemetry.recorder import RunLog
+from services.run_log import RunLog
 
 
 class NoSink:

@@ -23,6 +23,25 @@ from services.run_directory import RunDirectory
 HELD_EVENTS = 1000  # queue length of a slow follower; the oldest are dropped
 
 
+class NoSink:
+    """Implement `TelemetrySink` for a run whose records go to its files alone."""
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        pass
+
+    def metric(self, row: MetricRow) -> None:
+        pass
+
+    def span(self, span: TraceSpan) -> None:
+        pass
+
+    def status(self, status: RunStatus) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class RunLog:
     """Write the run's files and call its sinks. A slow follower loses events."""
 
