@@ -102,23 +102,27 @@ def load(plugin: Plugin, kind: Kind, name: str) -> Any:
     module, _, attribute = place.partition(":")
     what = f"{NOUNS[kind]} {name} of the plug-in {plugin.name}"
     try:
-        return getattr(import_module(module), attribute)
-    except ModuleNotFoundError as error:
+        found = import_module(module)
+    except ImportError as error:
         missing = error.name or module
+        if not isinstance(error, ModuleNotFoundError):
+            remedy = f"install a version of {plugin.name} that fits this one of Cartridge Forge"
+            raise SpecError(f"{what} at {place} does not import ({error}); {remedy}") from error
         if f"{module}.".startswith(f"{missing}."):
-            remedy = f"install the plug-in {plugin.name}, or leave {name} out"
             raise MissingPluginError(
-                f"{what} is at {place}, which is not installed: {remedy}"
+                f"{what} is at {place}, which is not installed: install the plug-in "
+                f"{plugin.name}, or leave {name} out"
             ) from error
         raise SpecError(
             f"{what} needs the package {missing}, which is not installed here; run "
             f"`pip install {missing}`, or leave {name} out"
         ) from error
-    except AttributeError as error:
+    if not hasattr(found, attribute):
         raise SpecError(
             f"{what} is at {place}, and that module has no {attribute}; install a version of "
             f"{plugin.name} that fits this one of Cartridge Forge"
-        ) from error
+        )
+    return getattr(found, attribute)
 
 
 @cache
@@ -204,6 +208,9 @@ SHIPPED = (
         hooks={
             "attention_matching": "learning.cartridge.attention_matching:attention_matched",
             "attention_padding": "learning.cartridge.attention_matching:attention_added",
+            "other_models": "learning.model.adapter:load_by_transformers",
+            "other_frequencies": "learning.model.adapter:frequencies_by_transformers",
+            "model_check": "learning.model.parity:check_model",
             "start": "registry.starting:open_start",
             "trainer_files": "actors.stored_files:TrainerFiles",
             "store_variables": "registry.object_store:VARIABLES",
