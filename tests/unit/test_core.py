@@ -35,7 +35,7 @@ PATTERNS = (
     "!services/run_store.py", "!services/run_mirror.py", "!services/run_lease.py",
     "!services/episode_clients.py", "!services/replay_client.py", "!services/rsa_client.py",
     "training/*.py", "!training/*/*", "!training/routing.py",
-    "training/recipes/__init__.py", "training/recipes/base.py",
+    "training/recipes/__init__.py", "training/recipes/base.py", "environments/renderer.py",
 )  # fmt: skip
 MOST_LOADED, MOST_LINES = 95, 15_000  # of `import training.loop`
 OPTIONAL_PACKAGES = (
