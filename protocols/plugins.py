@@ -217,11 +217,8 @@ SHIPPED = (
         },
     ),
     Plugin("vllm", hooks={"engine_share": "deploy.manifests.devices:engine_share"}),
-    Plugin(
-        "serve",
-        roles={"engine_generator": "actors.engine_generator:EngineGeneratorActor"},
-        hooks={"grammars": "learning.decoding.grammar:Grammars"},
-    ),
+    Plugin("grammar", hooks={"grammars": "learning.decoding.grammar:Grammars"}),
+    Plugin("serve", roles={"engine_generator": "actors.engine_generator:EngineGeneratorActor"}),
     Plugin(
         "cluster",
         hosts={

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from forge_run.cli import forge
 from learning.losses.objective import active_channels
 from protocols import plugins
 from protocols.errors import SpecError
@@ -88,6 +89,7 @@ CODE = """
 from dataclasses import dataclass
 from typing import ClassVar
 
+from forge_run.cli import Command
 from monarch.actor import Actor, endpoint
 from protocols.plugins import Plugin
 from learning.losses.channel import Item, LossChannel, LossTerm, counted
@@ -130,8 +132,15 @@ class Likelihood(LossChannel):
         return LossTerm(losses, len(losses), len(losses), owners=tokens.owners)
 
 
+def echo(word: str) -> int:
+    print(word * 2)
+    return 3
+
+
+ECHO = Command("say a word twice", echo, [("word", {"help": "which"})])
 PLUGIN = Plugin(
     "echo",
+    commands={"echo": "echo_plugin:ECHO"},
     roles={"echo": "echo_plugin:EchoActor"},
     channels={"likelihood": "echo_plugin:Likelihood"},
 )
@@ -165,6 +174,12 @@ def test_a_foreign_package_adds_a_role_and_a_loss_channel(site: Path) -> None:
     (doc, likelihood) = active_channels(ObjectiveSpec(channels={"likelihood": 0.5}))
     assert (doc.name, doc.weight) == ("doc_kl", 1.0)
     assert (likelihood.name, likelihood.weight) == ("likelihood", 0.5)
+
+
+def test_a_foreign_package_adds_a_command(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_package(site, "echo", CODE)
+    assert forge(["echo", "ab"]) == 3
+    assert capsys.readouterr().out == "abab\n"
 
 
 def test_a_channel_that_no_package_adds_is_refused_as_the_config_is_read() -> None:
