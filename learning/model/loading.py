@@ -123,7 +123,7 @@ def frequencies_of(path: str) -> KeyFrequencies:
         return half_split(rope_frequencies(config.rope, config.head_dim), config.head_dim)
     by_transformers = resolve("hooks", "other_frequencies")
     try:
-        frequencies: torch.Tensor = by_transformers(path)
+        frequencies: KeyFrequencies = by_transformers(path)
         return frequencies
     except AttributeError as error:  # of a rotary embedding that is made in another way
         raise DataError(
