@@ -22,7 +22,7 @@ from actors.base import FreedMemory, ModelSource, RankPlace
 from learning.cartridge.composition import composed
 from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.versions import CartridgeVersions, get_missing, since_of
-from learning.decoding.decode_batch import Grammars, generate
+from learning.decoding.decode_batch import GrammarCompiler, generate
 from learning.model.decoder import LanguageModel
 from learning.model.distributed import divide_base, join
 from learning.model.document_kv import document_kv, host_spill, own_document_kv
@@ -132,7 +132,7 @@ class GeneratorActor(CartridgeReaderActor):
         self._end_ids = end_ids
         self._text = text_of(base.path)
         read = partial(tokenizer_of, base.path)
-        self._grammars: Callable[[], Grammars] = cache(
+        self._grammars: Callable[[], GrammarCompiler] = cache(
             lambda: resolve("hooks", "grammars")(read, end_ids)
         )
         self._documents = base.document_cache(partial(document_kv, self._model))

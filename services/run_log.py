@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from protocols.clock import steady_time
-from protocols.files import read_rows, utc_text
+from protocols.files import read_rows, steady_time, utc_text
 from protocols.ports import TelemetrySink
 from protocols.records.run_files import EventName, MetricRow
 from protocols.records.status import RunStatus

@@ -39,7 +39,7 @@ Lookup = Callable[[PrefixRef], Tensor]
 Served = Callable[[PrefixRef, Tensor], tuple[str, ...]]
 
 
-class GrammarMatcher(Protocol):
+class TokenMatcher(Protocol):
     """Follow one response by its grammar. `error` says why it can be followed no further, "" while
     it can."""
 
@@ -54,10 +54,10 @@ class GrammarMatcher(Protocol):
         ...
 
 
-class Grammars(Protocol):
+class GrammarCompiler(Protocol):
     """Compile the grammars of requests (`learning.decoding.grammar`)."""
 
-    def matcher(self, grammar: ResponseGrammar) -> GrammarMatcher:
+    def matcher(self, grammar: ResponseGrammar) -> TokenMatcher:
         """Return a matcher at the beginning of a response. Raises DataError for a grammar that
         cannot be followed."""
         ...
@@ -76,7 +76,7 @@ def generate(
     end_ids: frozenset[int],
     decode: Decode | None = None,
     served: Served = unserved,
-    grammars: Grammars | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> list[Completion]:
     """Complete every request; return the completions in the order of the requests.
 
@@ -118,7 +118,7 @@ class DecodeState:
     prefix: PrefixRef
     uniforms: Sequence[float]  # [max_tokens] in [0, 1): one draw for each token
     stopper: StopChecker | None = None
-    grammar: GrammarMatcher | None = None
+    grammar: TokenMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -226,7 +226,7 @@ def new_row(
     vocabulary: int,
     decode: Decode | None,
     prefix: PrefixRef | None = None,
-    grammars: Grammars | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> DecodeState:
     """Return the decode state of a request to a model of `vocabulary` embeddings, over its own
     prefix or the equal one `prefix`. Raises DataError as `check_request` does, for `until` and

@@ -83,7 +83,7 @@ class HostSource(Protocol):
         ...
 
 
-class HostMembership(Protocol):
+class Membership(Protocol):
     """Attach the workers of a source as they come, and leave them as they go."""
 
     async def open(self) -> None:

@@ -32,7 +32,7 @@ from protocols.records.status import ReplicaState
 from protocols.spec.mesh import RoleSpec
 from protocols.spec.services import HealthSpec
 from protocols.types import TraceSpan
-from services.hosts.source import HostMembership, HostSource, HostWorker
+from services.hosts.source import HostSource, HostWorker, Membership
 from services.pool.autoscale import decide
 from services.pool.health import IN_SERVICE, HealthState, silent
 from services.pool.lifecycle import (
@@ -76,7 +76,7 @@ class Service:
         self._note, self._observe = note, observe
         self._loop = asyncio.get_running_loop()
         self._source: HostSource | None = None
-        self._membership: HostMembership | None = None
+        self._membership: Membership | None = None
         self._lifecycle.begin(self._keep_watch())
 
     @classmethod

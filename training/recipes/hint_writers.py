@@ -26,7 +26,7 @@ from protocols.spec.objective import HintSpec
 from protocols.teacher_replay import AgentMessage, ReplayState, TextAction
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 from services.pool.pool import Pool
-from services.replay_client import TeacherReplayClient
+from services.role_clients.replay import TeacherReplayClient
 from training.rollouts import GenerateCall
 
 

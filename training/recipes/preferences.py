@@ -27,7 +27,7 @@ from protocols.teacher_replay import PanelVerdict, ReplayState
 from protocols.train_batch import PreferencePair
 from services.clients import HintedTeacherClient, TrainerClient
 from services.pool.pool import Pool
-from services.replay_client import TeacherReplayClient
+from services.role_clients.replay import TeacherReplayClient
 from teachers.prompts import state_hash
 from teachers.vote_records import from_row, to_row
 from teachers.voting import pair_of, worth_asking

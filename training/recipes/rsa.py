@@ -28,13 +28,13 @@ from protocols.errors import DataError, RunError
 from protocols.layout import layout_of
 from protocols.records.answers import Answer, KeepAnswers, hash_of
 from protocols.records.intervals import mean_interval
+from protocols.records.rsa import RSAProblem
 from protocols.records.run_files import (
     AggregationGain,
     ArmResult,
     MeasuredAccuracy,
     PopulationMeans,
 )
-from protocols.rsa import RSAProblem
 from protocols.spec.learn import LearnSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import TrainBatch
@@ -42,7 +42,7 @@ from protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef,
 from services.clients import Replied
 from services.mesh import Mesh
 from services.pool.pool import gather
-from services.rsa_client import RSAAggregatorClient
+from services.role_clients.rsa import RSAAggregatorClient
 from services.run_directory import RunDirectory
 from strategies.rsa.populations import reward
 from training.recipes.ahead import (

@@ -46,8 +46,8 @@ from protocols.spec.users.rows import ROW_SOURCES
 from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import HintedTurn, PreferencePair, TrainBatch, hinted
 from protocols.types import NO_DOCUMENT, PrefixRef, Sampling
-from services.episode_clients import EnvironmentClient
 from services.mesh import Mesh
+from services.role_clients.episodes import EnvironmentClient
 from services.run_directory import RunDirectory
 from teachers.ledger import RunSpending
 from training.recipes.ahead import (

@@ -17,7 +17,7 @@ from learning.losses.advantages import group_advantages
 from learning.model.loading import load_tokenizer
 from protocols.errors import DataError
 from protocols.records.answers import Answer
-from protocols.rsa import AggregationInput, JudgedCandidate, RSAProblem
+from protocols.records.rsa import AggregationInput, JudgedCandidate, RSAProblem
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
 from protocols.types import Completion, GenerateRequest, TrainStepOutput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from protocols.rsa import AggregationInput, JudgedPopulation, RSAProblem
+from protocols.records.rsa import AggregationInput, JudgedPopulation, RSAProblem
 from services.clients import RoleClient
 
 
