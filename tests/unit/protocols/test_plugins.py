@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 import pytest
+from channel_setup import bank_of, do, scene, trained, whole_kv
 
 from forge_run.cli import forge
 from learning.losses.objective import active_channels
@@ -15,6 +18,9 @@ from protocols.errors import SpecError
 from protocols.plugins import CORE, GROUP, SHIPPED, Plugin, known, optional, resolve
 from protocols.spec.objective import ObjectiveSpec
 from services.roles import actor_class
+
+if TYPE_CHECKING:
+    from twins import Twin
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,7 @@ class Likelihood(LossChannel):
         return [(s,) for s in batch.doc]
 
     def items(self, batch):
-        return [(i, (0,)) for i in range(len(batch.doc))]
+        return [(i, range(len(s.response_ids))) for i, s in enumerate(batch.doc)]
 
     def check(self, batch, version):
         pass
@@ -174,6 +180,24 @@ def test_a_foreign_package_adds_a_role_and_a_loss_channel(site: Path) -> None:
     (doc, likelihood) = active_channels(ObjectiveSpec(channels={"likelihood": 0.5}))
     assert (doc.name, doc.weight) == ("doc_kl", 1.0)
     assert (likelihood.name, likelihood.weight) == ("likelihood", 0.5)
+
+
+def test_a_foreign_loss_channel_is_trained(site: Path, llama: Twin) -> None:
+    """Its value is the mean of -log p of every response token, as transformers has them."""
+    write_package(site, "echo", CODE)
+    bank = bank_of(llama)
+    batch = scene(llama, bank)
+    kv = dict(zip(bank.names, whole_kv(bank, trained(bank)), strict=True))
+    losses = [
+        -llama.response_logits(s, kv[s.cartridge]).log_softmax(-1)[t, token].item()
+        for s in batch.doc
+        for t, token in enumerate(s.response_ids)
+    ]
+    done = do(llama, batch, ObjectiveSpec(w_doc=1.0, channels={"likelihood": 0.5}))
+    value = done.result.terms["likelihood"]["value"]
+    assert value == pytest.approx(fmean(losses), rel=1e-5)
+    alone = do(llama, batch, ObjectiveSpec(w_doc=1.0))
+    assert "likelihood" not in alone.result.terms
 
 
 def test_a_foreign_package_adds_a_command(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
