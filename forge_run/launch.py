@@ -33,10 +33,10 @@ from protocols.errors import ForgeError, RunError
 from protocols.secrets import LOCAL_KEY
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.services import HealthSpec
-from services.control.sizes import PoolSize
 from services.forkserver.client import bootstrap_command, fork_server
 from services.hosts.source import LINK_ENVIRONMENT
 from services.planes.open import PLANE_IMPORTS
+from services.pool.sizes import PoolSize
 from services.proc_info import descendants, has_ended
 from services.run_directory import RunDirectory, storage_error
 from services.run_position import ResumePoint, newest_checkpoint, resume_point

@@ -62,9 +62,7 @@ from learning.progress import CartridgeProgress
 from learning.sampler_gap import GapBounds, SamplerGap
 from protocols.errors import RunError, StaleTokenError
 from protocols.train_batch import TrainBatch
-from protocols.types import Sample, TrainStepOutput
-
-OFFLINE_VERSION = -1  # the version of tokens that a document teacher wrote
+from protocols.types import OFFLINE_VERSION, Sample, TrainStepOutput
 
 
 def check_fresh(samples: Sequence[Sample], version: int, staleness: int) -> int:

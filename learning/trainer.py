@@ -15,13 +15,11 @@ from learning.checkpoint import Checkpoint, part_index, write_checkpoint
 from learning.last_state import LastState
 from learning.losses.balance import GradientBalance
 from learning.losses.channel import LossChannel
-from learning.losses.dpo import with_references
-from learning.losses.grpo import check_policy
 from learning.losses.objective import active_channels
 from learning.model.decoder import LanguageModel
 from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.loading import base_hash
-from learning.policy_scores import shared_logprobs
+from learning.policy_scores import check_policy, shared_logprobs, with_references
 from learning.progress import CartridgeProgress, LearningRateSchedule, tensor_rms
 from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution, score_over

@@ -178,7 +178,7 @@ class ServeProcess:
     async def run(self) -> None:
         """Serve until a signal. Raises ForgeError for generators that do not start or stay up."""
         from learning.model.loading import load_tokenizer
-        from registry.formats.base_model import vocabulary_of
+        from learning.model.token_ids import vocabulary_of
         from services.mesh import open_generators
         from serving.tokenization import Tokenization
         from strategies.judges.opening import opened_judge

@@ -16,18 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from learning.decoding.decode_cache import COPIED, DecodeAttention, DecodeCache
-from learning.decoding.grammar import GrammarMatcher, Grammars
 from learning.decoding.stopping import Decode, StopChecker
 from learning.model.attention import FlatAttention
 from learning.model.decoder import LanguageModel
 from learning.model.linear import linear
 from learning.model.token_ids import require_ids
 from protocols.errors import DataError, PublishError
+from protocols.grammar import ResponseGrammar
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TokenChunk, refused
 
 MOST_TOKENS = 2**24  # of any number of tokens in a request
@@ -36,6 +37,30 @@ LEAST_MASS = 1e-9  # of top_p: the likeliest token alone
 PROMPT_LOGITS = 2**26  # of a prompt's positions that exist at a time: 256 MiB
 Lookup = Callable[[PrefixRef], Tensor]
 Served = Callable[[PrefixRef, Tensor], tuple[str, ...]]
+
+
+class TokenMatcher(Protocol):
+    """Follow one response by its grammar. `error` says why it can be followed no further, "" while
+    it can."""
+
+    error: str
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """Return which of the tokens of `logits` [V] may come next, [V] bool."""
+        ...
+
+    def add(self, token: int) -> None:
+        """Take the next token of the response."""
+        ...
+
+
+class GrammarCompiler(Protocol):
+    """Compile the grammars of requests (`learning.decoding.grammar`)."""
+
+    def matcher(self, grammar: ResponseGrammar) -> TokenMatcher:
+        """Return a matcher at the beginning of a response. Raises DataError for a grammar that
+        cannot be followed."""
+        ...
 
 
 def unserved(ref: PrefixRef, kv: Tensor) -> tuple[str, ...]:
@@ -51,7 +76,7 @@ def generate(
     end_ids: frozenset[int],
     decode: Decode | None = None,
     served: Served = unserved,
-    grammars: Grammars | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> list[Completion]:
     """Complete every request; return the completions in the order of the requests.
 
@@ -93,7 +118,7 @@ class DecodeState:
     prefix: PrefixRef
     uniforms: Sequence[float]  # [max_tokens] in [0, 1): one draw for each token
     stopper: StopChecker | None = None
-    grammar: GrammarMatcher | None = None
+    grammar: TokenMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -201,7 +226,7 @@ def new_row(
     vocabulary: int,
     decode: Decode | None,
     prefix: PrefixRef | None = None,
-    grammars: Grammars | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> DecodeState:
     """Return the decode state of a request to a model of `vocabulary` embeddings, over its own
     prefix or the equal one `prefix`. Raises DataError as `check_request` does, for `until` and

@@ -66,7 +66,7 @@ class LossChannel(Protocol):
     Both are of the samples that train the cartridge, so what a cartridge learns does not depend on
     the others in the batch.
 
-    name     the channel's key in CHANNELS, and in metrics
+    name     the channel's name in `protocols.plugins`, and in metrics
     reads    the set of samples that it reads; channels that name the same set share its logits
     sampled  whether these samples carry the versions that sampled them: stale ones are refused
     weight   a channel of weight 0 is left out of the step

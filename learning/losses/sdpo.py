@@ -43,14 +43,9 @@ from learning.losses.channel import (
     counted,
 )
 from learning.losses.doc_kl import aligned, jensen_shannon_entries, jensen_shannon_slopes
-from learning.losses.grpo import (
-    LOG_RATIO_BOUND,
-    check_episodes,
-    check_policy,
-    episodes_of,
-    old_logprobs,
-)
+from learning.losses.grpo import LOG_RATIO_BOUND, check_episodes, episodes_of, old_logprobs
 from learning.packing import ChunkedLogits, token_logprobs
+from learning.policy_scores import check_policy
 from learning.scoring import TeacherDistribution
 from protocols.errors import SpecError
 from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from environments.clinic.prompts import sentences, structure_prompt, summarise_prompt
-from environments.renderer import NO_DOCUMENT
 from environments.rollout import BARE
 from learning.decoding.decode_batch import generate
 from protocols.seeds import stream_seed
 from protocols.spec.loading import load_spec
 from protocols.teacher_replay import AgentMessage
-from protocols.types import GenerateRequest, PrefixRef, Sampling
+from protocols.types import NO_DOCUMENT, GenerateRequest, PrefixRef, Sampling
 from studies.accuracy.study import RightCount, StudyBench, share, told
 from training.recipes.study_prompts import titled
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.losses.balance import GradientBalance
-from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
+from learning.policy_scores import with_references
 from learning.progress import CartridgeProgress, LearningRateSchedule
 from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution, response_logprobs, score, score_over

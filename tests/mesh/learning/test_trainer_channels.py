@@ -13,8 +13,8 @@ from channel_setup import ALL, bank_of, changed, prefixes, scene, trained
 
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
-from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
+from learning.policy_scores import with_references
 from learning.scoring import TeacherDistribution, score
 from learning.step import train_step
 from learning.trainer import CartridgeTrainer

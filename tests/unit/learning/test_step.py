@@ -28,14 +28,11 @@ from learning.losses.objective import active_channels
 from learning.model.loading import base_hash, load_model
 from learning.progress import CartridgeProgress, LearningRateSchedule
 from learning.scoring import TeacherDistribution, score, top_k
-from learning.step import (
-    OFFLINE_VERSION,
-    check_fresh,
-    train_step,
-)
+from learning.step import check_fresh, train_step
 from protocols.errors import RunError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
+from protocols.types import OFFLINE_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from learning.losses.advantages import group_advantages
 from learning.losses.doc_kl import doc_kl, jensen_shannon
-from learning.losses.objective import CHANNELS, active_channels
+from learning.losses.objective import active_channels
 from learning.model.decoder import Decoder
 from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, load_model, load_tokenizer
@@ -48,6 +48,8 @@ from protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
 from protocols.spec.policy_gradient import GrpoSpec
 from protocols.train_batch import HintedTurn, PolicySample, TrainBatch, hinted
 from protocols.types import Sample, Sampling
+
+CHANNELS = tuple(ObjectiveSpec().weights)
 
 if TYPE_CHECKING:
     from twins import Twin

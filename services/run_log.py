@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from protocols.clock import steady_time
-from protocols.files import read_rows, utc_text
+from protocols.files import read_rows, steady_time, utc_text
 from protocols.ports import TelemetrySink
 from protocols.records.run_files import EventName, MetricRow
 from protocols.records.status import RunStatus
@@ -21,6 +20,25 @@ from protocols.types import TraceSpan
 from services.run_directory import RunDirectory
 
 HELD_EVENTS = 1000  # queue length of a slow follower; the oldest are dropped
+
+
+class NoSink:
+    """Implement `TelemetrySink` for a run whose records go to its files alone."""
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        pass
+
+    def metric(self, row: MetricRow) -> None:
+        pass
+
+    def span(self, span: TraceSpan) -> None:
+        pass
+
+    def status(self, status: RunStatus) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class RunLog:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocols.clock import steady_time
+from protocols.files import steady_time
 
 
 def test_a_clock_that_is_set_back_ends_no_span_before_its_beginning(
@@ -24,7 +24,7 @@ def test_a_clock_that_is_set_back_ends_no_span_before_its_beginning(
 # What reads the clock that can be set, and why no wait or limit goes wrong by it.
 WALL_CLOCK = {
     "learning/model/verdicts.py": "an age of files; a clock that was set back keeps no note",
-    "protocols/clock.py": "once, when the process begins",
+    "protocols/files.py": "once, when the process begins",
     "registry/store.py": "the age of what was left behind, which must be in nobody's use as well",
     "serving/handler.py": "a field of a reply",
     "serving/routes/models.py": "a field of a reply",

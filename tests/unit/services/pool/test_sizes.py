@@ -8,7 +8,7 @@ from typing import Any
 from protocols.errors import RunError
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
-from services.control.sizes import PoolSize, opening, restore, resumed_sizes
+from services.pool.sizes import PoolSize, opening, restore, resumed_sizes
 
 AT = "2026-11-25T10:00:00.000Z"
 

@@ -25,7 +25,7 @@ from registry.stored_folder import (
     read_state,
 )
 from services.run_directory import RunDirectory
-from services.run_store import StoredRun, StoreLease, mark_seen
+from services.stored_runs.store import StoredRun, StoreLease, mark_seen
 
 LOOK_SECONDS = 0.5
 STORE_SECONDS = 30.0
