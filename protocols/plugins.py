@@ -60,6 +60,11 @@ class Plugin:
     commands: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, str] = field(default_factory=dict)
 
+    def place(self, kind: Kind, name: str) -> str:
+        """Return the place of an object, "module:attribute"."""
+        found: str = getattr(self, kind)[name]
+        return found
+
     def entries(self) -> Iterator[tuple[Kind, str, str]]:
         """Yield the kind, name and place of every object."""
         for kind in NOUNS:
@@ -70,12 +75,14 @@ class Plugin:
 def resolve(kind: Kind, name: str) -> Any:
     """Return the object of this kind and name, imported now. Raises SpecError for a name that no
     plug-in adds, and for one whose module or package is not installed."""
-    for plugin in (CORE, *SHIPPED):
-        if name in getattr(plugin, kind):
-            return load(plugin, kind, name)
-    for plugin in installed():
-        if name in getattr(plugin, kind):
-            return load(plugin, kind, name)
+    return load(_plugin_with(kind, name), kind, name)
+
+
+def _plugin_with(kind: Kind, name: str) -> Plugin:
+    shipped = next((p for p in (CORE, *SHIPPED) if name in getattr(p, kind)), None)
+    found = shipped or next((p for p in installed() if name in getattr(p, kind)), None)
+    if found is not None:
+        return found
     raise SpecError(
         f"there is no {NOUNS[kind]} {name!r}: expected one of {', '.join(known(kind))}; correct "
         f"the name, or install the package whose plug-in adds it (entry point group {GROUP})"
@@ -96,9 +103,15 @@ def known(kind: Kind) -> list[str]:
     return [name for plugin in plugins for name in getattr(plugin, kind)]
 
 
+def module_of(kind: Kind, name: str) -> str:
+    """Return the name of the module that has the object, without an import of it. Raises SpecError
+    for a name that no plug-in adds."""
+    return _plugin_with(kind, name).place(kind, name).partition(":")[0]
+
+
 def load(plugin: Plugin, kind: Kind, name: str) -> Any:
     """Import and return a plug-in's object. Raises SpecError that names what is missing."""
-    place: str = getattr(plugin, kind)[name]
+    place = plugin.place(kind, name)
     module, _, attribute = place.partition(":")
     what = f"{NOUNS[kind]} {name} of the plug-in {plugin.name}"
     try:

@@ -68,7 +68,7 @@ def serve(loaded: LoadedServeSpec) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     shared = spec.generator.backend == "torch"  # on a CPU: vLLM alone samples on GPUs
     model = (spec.model.path, spec.model.dtype) if shared else None
-    with listening, fork_server(model=model) as ready:
+    with listening, fork_server(["learning.decoding.engine"], model) as ready:
         server = ServeProcess(spec, listening, ready)
         try:
             asyncio.run(server.run())

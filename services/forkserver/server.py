@@ -39,7 +39,7 @@ PRELOAD = (
     "learning.trainer",
     "learning.scoring",
     "learning.policy_scores",
-    "learning.decoding.engine",
+    "learning.decoding.decode_batch",
     "learning.losses.objective",
     "environments.renderer",
 )
