@@ -42,7 +42,7 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm run run-real run-vllm serve test test-fast test-isa test-all bench-against \
+.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
         lint format proto proto-release constraints sbom image k8s k8s-check k8s-apiserver k8s-control-plane bench bench-vllm bench-hosts gpu-check chaos clean \
         install-docs docs reference reference-models
 
@@ -223,6 +223,12 @@ test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl ##
 	each FORGE_RUN_SEQUENCES=200 FORGE_REQUIRE_BROWSER=$(if $(and $(shell command -v chromium),$(shell command -v npm)),1) \
 	  $(SLOW_PYTEST) tests/nightly; \
 	exit $$worst
+
+# The commit whose numbers this tree computes to the byte; a change that means to change them names
+# its own.
+EQUAL_BASE ?= f0cb5268
+equal-runs: install ## six steps of longhealth and two of three_channels, here and at EQUAL_BASE: equal bytes
+	tests/nightly/equal_runs.sh $(EQUAL_BASE)
 
 bench-against: install ## speed of the main job in this tree against that of BASE (9fc9f6f)
 	tests/nightly/against.sh $(BASE)
