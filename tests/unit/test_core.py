@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -167,6 +169,39 @@ def loaded_by(module: str) -> dict[str, str]:
     )  # fmt: skip
     found: dict[str, str] = json.loads(done.stdout)
     return found
+
+
+ALONE = """
+import sys
+from importlib import import_module
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+for module in {modules}:
+    import_module(module)
+from protocols.plugins import optional, resolve
+assert optional("hooks", "observer") is None
+try:
+    resolve("roles", "environment")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_every_module_of_the_core_imports_where_nothing_else_is(tmp_path: Path) -> None:
+    modules = []
+    for path in core_files():
+        copy = tmp_path / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, copy)
+        if path != "services/forkserver/stand_in.py":  # a script
+            modules.append(path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE.format(modules=modules)],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("role environment of the plug-in episodes is at")
+    assert "which is not installed: install the plug-in episodes" in done.stdout
 
 
 def test_the_import_of_the_loop_loads_little() -> None:
