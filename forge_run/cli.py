@@ -450,13 +450,13 @@ def _run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
             if not module.startswith(("experiments.", "ui.")):
                 module = f"commands.{module}"
             handler = getattr(import_module(f"forge_run.{module}"), function)
-        found = handler(**options)
-        if isinstance(found, int):
-            return found
+        reply = handler(**options)
+        if isinstance(reply, int):
+            return reply
         from forge_run.formatting import render
         from protocols.secrets import redacted
 
-        sys.stdout.write(redacted(render(found, terminal=sys.stdout.isatty())))
+        sys.stdout.write(redacted(render(reply, terminal=sys.stdout.isatty())))
         return 0
     except ForgeError as error:
         from protocols.secrets import redacted

@@ -62,8 +62,8 @@ class Plugin:
 
     def place(self, kind: Kind, name: str) -> str:
         """Return the place of an object, "module:attribute"."""
-        found: str = getattr(self, kind)[name]
-        return found
+        place: str = getattr(self, kind)[name]
+        return place
 
     def entries(self) -> Iterator[tuple[Kind, str, str]]:
         """Yield the kind, name and place of every object."""
@@ -80,9 +80,9 @@ def resolve(kind: Kind, name: str) -> Any:
 
 def _plugin_with(kind: Kind, name: str) -> Plugin:
     shipped = next((p for p in (CORE, *SHIPPED) if name in getattr(p, kind)), None)
-    found = shipped or next((p for p in installed() if name in getattr(p, kind)), None)
-    if found is not None:
-        return found
+    plugin = shipped or next((p for p in installed() if name in getattr(p, kind)), None)
+    if plugin is not None:
+        return plugin
     raise SpecError(
         f"there is no {NOUNS[kind]} {name!r}: expected one of {', '.join(known(kind))}; correct "
         f"the name, or install the package whose plug-in adds it (entry point group {GROUP})"
@@ -115,7 +115,7 @@ def load(plugin: Plugin, kind: Kind, name: str) -> Any:
     module, _, attribute = place.partition(":")
     what = f"{NOUNS[kind]} {name} of the plug-in {plugin.name}"
     try:
-        found = import_module(module)
+        imported = import_module(module)
     except ImportError as error:
         missing = error.name or module
         if not isinstance(error, ModuleNotFoundError):
@@ -130,12 +130,12 @@ def load(plugin: Plugin, kind: Kind, name: str) -> Any:
             f"{what} needs the package {missing}, which is not installed here; run "
             f"`pip install {missing}`, or leave {name} out"
         ) from error
-    if not hasattr(found, attribute):
+    if not hasattr(imported, attribute):
         raise SpecError(
             f"{what} is at {place}, and that module has no {attribute}; install a version of "
             f"{plugin.name} that fits this one of Cartridge Forge"
         )
-    return getattr(found, attribute)
+    return getattr(imported, attribute)
 
 
 @cache

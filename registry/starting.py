@@ -62,8 +62,8 @@ def open_start(
     folder = Path(str(cached_file(learn.model.path, CONFIG_NAME))).parent
     base = read_base(folder)
     files = read_start(start, base, names)
-    known: dict[str, str] = {learn.model.dtype: base_hash(model)}
-    require_fit_of(files, learn.cartridge, base, lambda one: other_weights(one, folder, known))
+    hashes: dict[str, str] = {learn.model.dtype: base_hash(model)}
+    require_fit_of(files, learn.cartridge, base, lambda one: other_weights(one, folder, hashes))
     record = record_of(files, names, learn.cartridge) if files else {}
     return StartingCartridges({n: (one.kv, one.frozen) for n, one in files.items()}, record)
 

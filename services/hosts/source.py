@@ -126,10 +126,10 @@ def versions(*, torchstore: bool = True) -> dict[str, str]:
     TorchStore counts where it is the tensor plane. A build for CPUs ("2.13.0+cpu") equals one for
     GPUs. Imports none of the packages.
     """
-    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    versions_here = {"python": ".".join(platform.python_version_tuple()[:2])}
     for package in (*PACKAGES, *(["torchstore"] if torchstore else [])):
         try:
-            found[package] = importlib.metadata.version(package).partition("+")[0]
+            versions_here[package] = importlib.metadata.version(package).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "none"
-    return found
+            versions_here[package] = "none"
+    return versions_here

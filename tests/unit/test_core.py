@@ -80,9 +80,9 @@ def file_of(module: str) -> str | None:
     if not re.fullmatch(r"\w+(\.\w+)*", module):
         return None
     path = ROOT / module.replace(".", "/")
-    for found in (path.with_suffix(".py"), path / "__init__.py"):
-        if found.is_file():
-            return found.relative_to(ROOT).as_posix()
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return file.relative_to(ROOT).as_posix()
     return None
 
 
@@ -114,9 +114,9 @@ def optional_imports(path: str, source: str) -> list[str]:
     return [
         f"{path}:{line} {module}"
         for line, module in chain(imported(source), by_name)
-        if (found := file_of(module)) is not None
-        and not is_core(found)
-        and not found.endswith("/__init__.py")
+        if (ours := file_of(module)) is not None
+        and not is_core(ours)
+        and not ours.endswith("/__init__.py")
     ]
 
 
@@ -124,8 +124,8 @@ def test_the_core_imports_nothing_optional() -> None:
     files = core_files()
     assert "training/loop.py" in files
     assert "learning/step.py" in files
-    found = [line for f in files for line in optional_imports(f, (ROOT / f).read_text("utf-8"))]
-    assert found == []
+    lines = [line for f in files for line in optional_imports(f, (ROOT / f).read_text("utf-8"))]
+    assert lines == []
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_the_core_imports_nothing_optional() -> None:
     ],
 )
 def test_an_import_of_something_optional_is_seen(line: str) -> None:
-    (found,) = set(optional_imports("learning/step.py", line))
-    assert found.startswith("learning/step.py:")
-    assert "learning.losses.grpo" in found
+    (reported,) = set(optional_imports("learning/step.py", line))
+    assert reported.startswith("learning/step.py:")
+    assert "learning.losses.grpo" in reported
 
 
 def test_no_place_of_the_table_but_the_cores_is_of_the_core() -> None:
@@ -163,12 +163,12 @@ print(json.dumps({{n: m.__file__ for n, m in sys.modules.items() if getattr(m, "
 
 def loaded_by(module: str) -> dict[str, str]:
     """The files of all modules that a fresh process has after this import, by name."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", LOADED.format(module=module)],
         capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    loaded: dict[str, str] = json.loads(process.stdout)
+    return loaded
 
 
 ALONE = """
@@ -194,14 +194,14 @@ def test_every_module_of_the_core_imports_where_nothing_else_is(tmp_path: Path) 
         shutil.copy(ROOT / path, copy)
         if path != "services/forkserver/stand_in.py":  # a script
             modules.append(path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", ALONE.format(modules=modules)],
         capture_output=True, text=True, check=False, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("role environment of the plug-in episodes is at")
-    assert "which is not installed: install the plug-in episodes" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("role environment of the plug-in episodes is at")
+    assert "which is not installed: install the plug-in episodes" in process.stdout
 
 
 def test_the_import_of_the_loop_loads_little() -> None:
