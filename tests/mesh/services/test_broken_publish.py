@@ -14,8 +14,8 @@ from monarch.actor import endpoint
 from actors.model_actors import GeneratorActor
 from learning.cartridge.versions import since_of
 from protocols.errors import PublishError, StaleTokenError
+from protocols.plugins import CORE
 from protocols.types import CartridgeSnapshot, GenerateOutput, GenerateRequest, PrefixRef
-from services import roles
 from services.run_directory import RunDirectory
 
 
@@ -63,7 +63,7 @@ def test_a_broken_publish_is_refused(
     error: type[Exception],
     message: str,
 ) -> None:
-    monkeypatch.setitem(roles.ROLES, "generator", broken)
+    monkeypatch.setitem(CORE.roles, "generator", f"{broken.__module__}:{broken.__name__}")
     spec = small_spec()
     directory = RunDirectory.create(tmp_path, spec.mesh.name, "spec")
     with pytest.raises(error, match=message):

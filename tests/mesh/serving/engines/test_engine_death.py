@@ -20,11 +20,12 @@ from serving_setup import END, MODEL, new_house
 from vllm_replica import require_vllm
 
 from protocols.errors import DataError
+from protocols.plugins import SHIPPED
 from protocols.spec.loading import load_serve
 from protocols.types import GenerateRequest, PrefixRef, Sampling, StopCondition
 from services.mesh import open_generators
 from services.pool.pool import Pool
-from services.roles import ENGINE_GENERATOR, ROLES
+from services.roles import ENGINE_GENERATOR
 from serving.app import create_server
 from serving.pool_backend import PoolBackend
 
@@ -105,7 +106,9 @@ async def keep_asking(found: Live) -> None:
 
 @pytest.fixture(autouse=True)
 def _dying(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROLES, ENGINE_GENERATOR, DyingGenerator)
+    (roles,) = (plugin.roles for plugin in SHIPPED if ENGINE_GENERATOR in plugin.roles)
+    place = f"{DyingGenerator.__module__}:{DyingGenerator.__name__}"
+    monkeypatch.setitem(roles, ENGINE_GENERATOR, place)
 
 
 async def answered(client: AsyncOpenAI, seed: int, stream: bool) -> str:
