@@ -42,7 +42,7 @@ def keep(path: Path, root: Path, sets: Sequence[str] = ()) -> list[str]:
             )
             kept.append((run, directory.path))
     if kept:
-        archive.keep(path.parent.name, kept)
+        archive.keep(path.resolve().parent.name, kept)
     return [run.name for run, _ in kept]
 
 
@@ -51,7 +51,7 @@ def restore(path: Path, root: Path, sets: Sequence[str] = ()) -> list[str]:
     so that `forge sweep` finds them finished; return their trials. A run of another spec than the
     sweep's is left out."""
     spec, plan = _read(path, sets)
-    study, record = path.parent.name, _record(spec, root)
+    study, record = path.resolve().parent.name, _record(spec, root)
     runs = read_runs(record)
     kept = {run.name: run for run in archive.runs(study, path.stem)}
     restored = []
