@@ -14,10 +14,10 @@ Units = dict[Any, float]  # an outcome by document, desk or article
 
 def table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a Markdown table."""
-    first, *rest = [
+    first, *lines = [
         ("| " + " | ".join(row) + " |").replace("|  |", "| |") for row in (heads, *body)
     ]
-    return [first, "|---" * len(heads) + "|", *rest]
+    return [first, "|---" * len(heads) + "|", *lines]
 
 
 def spread(

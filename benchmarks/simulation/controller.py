@@ -197,7 +197,7 @@ def measured_costs(name: str) -> dict[str, Any]:
     measured = ROOT / "runs" / "bench" / f"{name}.json"
     if measured.is_file():
         return read(measured)
-    published: dict[str, Any] = archive.whole("scaling", f"{name}.json")
+    published: dict[str, Any] = archive.document("scaling", f"{name}.json")
     return published
 
 

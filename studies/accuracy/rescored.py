@@ -44,7 +44,7 @@ def main() -> None:
         counts: Counter[str] = Counter()
         for run in archive.runs(study):
             for file in FILES:
-                if archive.has(study, f"{run.name}/{file}"):
+                if archive.has_member(study, f"{run.name}/{file}"):
                     counts.update(rescore(archive.rows(study, f"{run.name}/{file}")))
         if counts["answers"]:
             studies[study] = dict(counts)

@@ -53,7 +53,8 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def shipped() -> list[Path]:
-    files = [*(ROOT / "meshes").glob("*.yaml"), *(ROOT / "configs").glob("*.yaml")]
+    folders = ("meshes", "configs", "studies/*")
+    files = [path for folder in folders for path in ROOT.glob(f"{folder}/*.yaml")]
     return sorted(path for path in files if path.name not in NOT_OF_A_KIND)
 
 

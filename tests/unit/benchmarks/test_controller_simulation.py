@@ -37,7 +37,7 @@ NOTHING = MeasuredCosts()
 
 
 def published(name: str) -> Any:
-    return archive.whole("scaling", f"{name}.json")["results"]
+    return archive.document("scaling", f"{name}.json")["results"]
 
 
 def measured_costs() -> MeasuredCosts:

@@ -42,7 +42,7 @@ def study_rows(study: str) -> list[list[str]]:
         line.split("|")[1:-1]
         for one in RECORDED
         if one.page == page
-        for line in tables.made(one.argument)[2:]
+        for line in tables.table_lines(one.argument)[2:]
     ]
 
 
@@ -77,10 +77,10 @@ def test_a_claims_mean_and_its_interval_are_of_one_row() -> None:
     together, strange = 0, []
     for block, studies in claims():
         rows = [decimals([row]) for study in studies for row in study_rows(study)]
-        for found in MEAN_INTERVAL.finditer(block):
+        for match in MEAN_INTERVAL.finditer(block):
             together += 1
-            if not any({size(n) for n in found.groups()} <= row for row in rows):
-                strange.append(found[0])
+            if not any({size(n) for n in match.groups()} <= row for row in rows):
+                strange.append(match[0])
     assert together >= 12
     assert strange == []
 
@@ -101,7 +101,7 @@ def test_the_figures_of_the_readme_are_those_of_the_main_run() -> None:
     answers = tables.greedy_rows("longhealth", "run")
     (n,) = {sum(row["arm"] == arm for row in answers) for arm in tables.ARM_NAMES}
     assert f"Accuracy on {n} held-out questions" in text
-    results = archive.whole("longhealth", "run/results.json")
+    results = archive.document("longhealth", "run/results.json")
     (charts, tokens) = (
         len({row["document"] for row in answers}),
         results["compression"]["document_tokens"],
@@ -112,7 +112,7 @@ def test_the_figures_of_the_readme_are_those_of_the_main_run() -> None:
 
 def test_accuracy_recomputed_from_answers_is_what_the_run_wrote() -> None:
     rows = list(archive.rows("longhealth", "run/answers.jsonl"))
-    for arm, result in archive.whole("longhealth", "run/results.json")["arms"].items():
+    for arm, result in archive.document("longhealth", "run/results.json")["arms"].items():
         for sampled, measured in ((False, result), (True, result["sampled"])):
             of_kind = [row for row in rows if row["sampled"] == sampled]
             right, n, unread = tables.answer_counts(of_kind, arm)
@@ -138,5 +138,7 @@ def test_the_archives_are_small_reproducible_and_name_no_machine(tmp_path: Path)
 def test_a_study_has_a_page_and_at_most_one_file_of_results() -> None:
     for path in sorted(archive.HOME.glob("*/results.zip")):
         assert (path.parent / "README.md").is_file(), path.parent.name
-    kept = [p for p in archive.HOME.rglob("*") if p.suffix in {".gz", ".zip", ".jsonl", ".json"}]
-    assert {p.name for p in kept} == {"results.zip"}
+    data_files = [
+        p for p in archive.HOME.rglob("*") if p.suffix in {".gz", ".zip", ".jsonl", ".json"}
+    ]
+    assert {p.name for p in data_files} == {"results.zip"}
