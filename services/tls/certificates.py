@@ -40,9 +40,9 @@ CLOCKS = timedelta(hours=1)  # that hosts' clocks may differ by
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9-]+)*")
 USAGES = (
-    "digital_signature content_commitment key_encipherment data_encipherment key_agreement "
-    "key_cert_sign crl_sign encipher_only decipher_only"
-).split()
+    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
+    "key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+)  # fmt: skip
 
 
 def certificates(
