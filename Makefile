@@ -278,7 +278,7 @@ k8s: install ## write the manifests under deploy/k8s anew from their mesh files
 # promtool is passed over where there is no apt to fetch it with.
 k8s-check: install install-prometheus ## manifests, alert rules and the .proto; asks no cluster
 	PYTHONPATH=tests $(BIN)/python -m manifest_checks.check
-	PATH=$(dir $(PROMTOOL)):$$PATH $(BIN)/forge k8s check deploy/k8s
+	$(BIN)/forge k8s check deploy/k8s
 	@test ! -x $(PROMTOOL) || { set -x; $(PROMTOOL) check rules deploy/monitoring/rules.yml && \
 	  $(PROMTOOL) test rules deploy/monitoring/rules_test.yml; }
 	$(BIN)/buf lint

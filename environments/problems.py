@@ -11,10 +11,7 @@ A text that cannot be scored gets score None and the reason; `judge` never raise
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -25,8 +22,8 @@ from environments.clinic.prompts import option_prompt, parse_answer
 from environments.verifiers.chat_endpoint import BadChatRequest
 from environments.verifiers.worker_process import VerifiersWorker
 from protocols.episodes import Task
-from protocols.errors import DataError, RunError
-from protocols.limited_process import START_SECONDS, STARTS
+from protocols.errors import DataError
+from protocols.limited_process import BrokenLimitError, LimitedProcess, ProcessLimits
 from protocols.records.rsa import JudgedCandidate, RSAProblem
 from protocols.spec.rsa import OF_DOCUMENTS, ProblemsSpec
 from protocols.teacher_replay import TeacherUsage
@@ -35,8 +32,8 @@ from protocols.wire.openai_replies import ChatReply
 
 Extract = Callable[[str], str | None]  # returns the answer in a text, or None
 
-GYM_WORKER = Path(__file__).with_name("gym_worker.py")
-GRACE_S = 60.0  # the worker's own alarm ends it earlier unless it waits, or the machine stalls
+GRACE_S = 60.0  # its limit of processor time ends the worker earlier, unless the machine stalls
+MOST_BYTES = 4 << 30  # of reasoning_gym's process
 AT_ONCE = 16  # episodes of verifiers
 
 
@@ -96,8 +93,11 @@ class GymProblems:
 
     def __init__(self, spec: ProblemsSpec, extract: Extract) -> None:
         self._spec, self._extract = spec, extract
-        self._process: Process | None = None
-        self._asking = asyncio.Lock()
+        limits = ProcessLimits(
+            cpu_s=spec.timeout_s, wall_s=spec.timeout_s + GRACE_S, memory=MOST_BYTES
+        )
+        self._process = LimitedProcess("environments.gym_worker:reply", limits)
+        self._turn = asyncio.Lock()  # who waits for it may be cancelled without harm to others
 
     async def draw(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
         """Return the problems of these numbers. Raises DataError where reasoning_gym lacks the task
@@ -129,63 +129,24 @@ class GymProblems:
         return found
 
     async def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            if process.returncode is None:
-                process.kill()
-            await process.communicate()
+        self._process.kill()  # a request that a cancelled task waited for, too
+        await asyncio.to_thread(self._process.end)
 
     async def _ask(self, number: int, **more: str) -> dict[str, Any] | None:
         """Return the worker's reply; None if the worker ended or exceeded its time."""
         spec = self._spec
-        line = {
-            "task": spec.name, "arguments": spec.arguments, "seed": spec.seed + number,
-            "seconds": spec.timeout_s, **more,
+        request = {
+            "task": spec.name, "arguments": spec.arguments, "seed": spec.seed + number, **more,
         }  # fmt: skip
-        async with self._asking:
-            process = self._process or await self._started()
-            assert process.stdin is not None
+        async with self._turn:
             try:
-                process.stdin.write(f"{json.dumps(line)}\n".encode())
-                await process.stdin.drain()
-                reply = await _line(process, spec.timeout_s + GRACE_S)
-            except ConnectionError:
-                reply = None
+                reply: dict[str, Any] = await asyncio.to_thread(self._process.call, request)
+            except BrokenLimitError:
+                return None
             except asyncio.CancelledError:
-                process.kill()  # else the next request would read its reply
-                self._process = None
+                self._process.kill()
                 raise
-            if reply is None:
-                await self.close()
             return reply
-
-    async def _started(self) -> Process:
-        """Return the worker, ready for requests."""
-        for _ in range(STARTS):
-            # -I: files of this folder must not shadow other modules.
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", str(GYM_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
-                limit=1 << 24,
-            )  # fmt: skip
-            self._process, ready = process, False
-            try:
-                ready = await _line(process, START_SECONDS) is not None
-            finally:
-                if not ready:  # after a cancellation too: the next request would read its `ready`
-                    await self.close()
-            if ready:
-                return process
-        raise RunError("the worker of reasoning_gym does not start; run `make install`")
-
-
-async def _line(process: Process, seconds: float) -> dict[str, Any] | None:
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(seconds):
-            said = await process.stdout.readline()
-    except TimeoutError:
-        return None
-    return json.loads(said) if said else None
 
 
 class Taskset:

@@ -26,21 +26,23 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from forge_run.console import ConsoleDisplay, print_results
-from forge_run.links import prepare_links
 from forge_run.opening import OpenRun, opened
 from forge_run.resuming import sizes_of
-from protocols.errors import ForgeError, RunError
+from protocols.errors import ForgeError, RunError, SpecError
 from protocols.plugins import module_of
 from protocols.secrets import LOCAL_KEY
+from protocols.spec.hosts import HostsSpec, is_loopback_host
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.services import HealthSpec
 from services.forkserver.client import bootstrap_command, fork_server
+from services.hosts.own_address import reached_at
 from services.hosts.source import LINK_ENVIRONMENT
 from services.planes.open import PLANE_IMPORTS
 from services.pool.sizes import PoolSize
 from services.proc_info import descendants, has_ended
 from services.run_directory import RunDirectory, storage_error
 from services.run_position import ResumePoint, newest_checkpoint, resume_point
+from services.tls.identity import read_identity
 
 POLL_SECONDS = 0.5  # between two looks at signals, and at whether the controller lives
 STATUS_SECONDS = 1.0  # between two statuses: each takes both processes 2 ms
@@ -345,3 +347,32 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError):  # a pipe that nobody reads any more
             stream.flush()
     os._exit(code)
+
+
+def prepare_links(hosts: HostsSpec, say: Callable[[str], None]) -> str | None:
+    """Return the address at which Monarch is to listen for the workers, None where all roles are on
+    this host, and set the variables by which Monarch and its processes find the certificate.
+
+    `say` gets the warning of plain TCP. Raises SpecError for a certificate that does not fit, and
+    for plain TCP beyond loopback that `hosts.insecure` does not allow.
+    """
+    if hosts.kind == "local":
+        return None
+    host = reached_at(hosts)
+    if hosts.tls is not None:
+        identity = read_identity(Path(hosts.tls), "hosts.tls")
+        identity.require_name(host, "hosts.tls")
+        os.environ.update(identity.environment())
+        return f"tls://{host}:0"
+    if not is_loopback_host(host):
+        if not hosts.insecure:
+            raise SpecError(
+                f"hosts.tls: the workers reach this host at {host} by plain TCP, and whoever else "
+                "does runs code here; set hosts.tls, or hosts.insecure on a network of the mesh's "
+                "own"
+            )
+        say(
+            f"WARNING: hosts.insecure: whoever reaches {host} or a worker on the mesh's ports runs "
+            "code there"
+        )
+    return f"tcp://{host}:0"

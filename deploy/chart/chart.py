@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from posixpath import basename
 
-from deploy.checks.kustomize import build, targets
 from deploy.manifests.devices import GB, process_bytes
 from deploy.manifests.kustomization import Tree, text
 from deploy.manifests.mesh import CONTROL_KEYS, CONTROL_SECRET, PEM_KEYS
 from deploy.manifests.model_volume import MOUNT, TOKEN
 from deploy.manifests.objects import DOMAIN, GPU, IMAGE, SECRETS, Object
+from deploy.manifests.overlays import build, targets
 from deploy.manifests.placement import GROUP, GROUP_COUNT, GROUP_ROLE, GROUP_SERVES, QUEUE
 from deploy.manifests.sizing import GIB, ModelSize, runs_bytes
 from deploy.manifests.values import KEDA_API

@@ -52,12 +52,6 @@ class OurContainer:
     def handler(self) -> str:
         return str(self.options["handler"])
 
-    def variables(self) -> set[str] | None:
-        """Return the names of its environment variables; None where some come from elsewhere."""
-        if self.container.get("envFrom"):
-            return None
-        return {str(variable.get("name")) for variable in self.container.get("env")}
-
 
 def our_containers(
     manifests: Sequence[Manifest], parse: Parse

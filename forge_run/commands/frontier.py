@@ -104,7 +104,7 @@ async def _measure(
     from registry.formats.run_checkpoint import chosen_checkpoint, read_cartridges
     from serving.pool_backend import cartridge_pool
     from strategies.judges.opening import opened_judge
-    from strategies.samplers.alternating_sampler import AlternatingSampler
+    from strategies.samplers.sampler import AlternatingSampler
     from strategies.samplers.token_sampler import TokenSampler
     from training.recipes.longhealth_prompts import open_prompts
 

@@ -44,14 +44,11 @@ def planned(
     overlays: Sequence[str] = (),
     sets: Sequence[str] = (),
     seeds: int | None = None,
-    first_seed: int | None = None,
-    evaluated: Sequence[str] | None = None,
 ) -> tuple[Trial, ...]:
     """Return every run's trial, those of a seed in sequence.
 
-    `overlays` and `sets` are the command line's. `evaluated` are the arms that every run evaluates;
-    None: those that its variant shows. Raises SpecError for a key or a value that a run would
-    refuse, and for a reference that no variant names.
+    `overlays` and `sets` are the command line's. Raises SpecError for a key or a value that a run
+    would refuse, and for a reference that no variant names.
     """
     names = [name for variant in sweep.variants for name in variant.arms.values()]
     if sweep.reference is not None and sweep.reference not in names:
@@ -62,12 +59,11 @@ def planned(
     if seeds is not None and seeds < 1:
         raise SpecError(f"--seeds must be >= 1: got {seeds}; 3 or more give an interval of use")
     found = []
-    first = sweep.first_seed if first_seed is None else first_seed
-    for seed in range(first, first + (seeds or sweep.seeds)):
+    for seed in range(sweep.first_seed, sweep.first_seed + (seeds or sweep.seeds)):
         for point in sweep.points():
             for variant in sweep.variants:
                 keys = {**sweep.set, **variant.set, **point}
-                keys["evaluate.arms"] = list(evaluated or variant.arms)
+                keys["evaluate.arms"] = list(variant.arms)
                 keys |= dict.fromkeys(sweep.seed_keys, seed)
                 texts = (*PLAIN, *sets, *(f"{k}={json.dumps(v)}" for k, v in keys.items()))
                 where = [f"{k.rpartition('.')[2]}={json.dumps(v)}" for k, v in point.items()]

@@ -10,8 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from forge_run.pages.keyed_rows import KeyedRows
-from forge_run.pages.row_index import RowFacts, RowIndex
+from forge_run.pages.row_index import KeyedRows, RowFacts, RowIndex
 from forge_run.pages.tail import FollowedRows
 from learning.decoding.stopping import TokenText
 from protocols.errors import ForgeError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from deploy.manifests.sizing import (
 )
 from forge_run.formatting import TableSection, bytes_text, count_text, facts, lines, seconds_text
 from forge_run.plan import channels, datasets, documents, inputs, roofline, sizing
-from forge_run.plan.layout import layout_sections
+from forge_run.plan.inputs import at_hand, tokenizer_at
 from forge_run.plan.roofline import (
     A100,
     H200,
@@ -38,7 +38,7 @@ from forge_run.plan.roofline import (
 )
 from forge_run.preflight import resolved_place, slow_products, unmet
 from learning.model.decoder_config import decoder_config
-from protocols.layout import length_warning
+from protocols.layout import CartridgeLayout, length_warning
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import RunSpec
 from protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
@@ -404,3 +404,48 @@ def _phase_cells(
 def _range(low: float, high: float) -> str:
     least, most = seconds_text(low), seconds_text(high)
     return least if least == most else f"{least} .. {most}"
+
+
+LAYOUT_HEADS = ("cartridge", "learns from", "contexts", "their tokens", "their KV", "ratio")
+MOST_NAMES = 6  # of a cartridge's documents
+
+
+def layout_sections(learn: LearnSpec, size: ModelSize | None) -> list[TableSection]:
+    """Return a row for each cartridge; nothing where every document has its own, uncut, or where
+    the documents or the model's tokenizer are not at hand."""
+    if learn.cartridge.per == "document" and learn.teacher.context_tokens is None:
+        return []
+    found = _contexts(learn)
+    if found is None:
+        return []
+    layout, tokens = found
+    rows = []
+    for name, parts in layout.cartridges.items():
+        contexts = [tokens[c] for c in layout.contexts[name]]
+        named = ", ".join(parts[:MOST_NAMES])
+        more = f" and {len(parts) - MOST_NAMES} more" if len(parts) > MOST_NAMES else ""
+        kv = "unknown" if size is None else bytes_text(sum(contexts) * size.kv_token)
+        sizes = f"{sum(contexts):,} ({min(contexts):,} to {max(contexts):,} each)"
+        ratio = f"{sum(contexts) / learn.cartridge.tokens:.1f}x"
+        rows.append((name, named + more, str(len(contexts)), sizes, kv, ratio))
+    title = f"{len(tokens)} contexts of the teacher, {len(rows)} cartridges"
+    return [TableSection(title, LAYOUT_HEADS, tuple(rows))]
+
+
+def _contexts(learn: LearnSpec) -> tuple[CartridgeLayout, Mapping[str, int]] | None:
+    """Return the layout and the tokens of every context, as the teacher reads it."""
+    data = learn.data
+    if data.source == "longhealth" and not at_hand(learn):
+        return None
+    tokenizer = tokenizer_at(learn.model.path)
+    if tokenizer is None or (data.source == "documents" and data.path is None):
+        return None
+    if learn.self_study is not None:
+        from training.recipes.study_material import read_material
+
+        parts, _ = read_material(learn, tokenizer)
+        return parts.layout, {name: len(part.tokens) for name, part in parts.parts.items()}
+    from training.recipes.longhealth_prompts import open_prompts
+
+    prompts = open_prompts(learn, tokenizer)
+    return prompts.layout, {name: len(prompts.documents[name]) for name in prompts.texts}

@@ -13,20 +13,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_run.console import HEADS, arm_rows, duration, number, percent, routing_text, summary
+from forge_run.console import (
+    GOLD_HEADS,
+    HEADS,
+    arm_rows,
+    duration,
+    gold_rows,
+    number,
+    percent,
+    routing_text,
+    summary,
+)
 from forge_run.formatting import TableSection
 from forge_run.report.channels import channels, rewards
 from forge_run.report.documents import documents
 from forge_run.report.episodes import MonitorCounts, episode, monitors
 from forge_run.report.evaluation import evaluation
 from forge_run.report.frontier import frontier
-from forge_run.report.gold import gold
 from forge_run.report.plots import LINES, PAINT, Curves, Plot, as_percent, by_arm, curve, share_axes
 from forge_run.report.rsa import aggregation
-from forge_run.report.start import start
 from forge_run.report.template import Block, Row, shortened
 from forge_run.report.votes import teachers
 from protocols.files import iter_rows
+from protocols.records.gold import side_by_side
 from protocols.records.run_files import ARMS, PHASES, TRAINED_ARMS, WITHIN
 from services.run_directory import RunDirectory, outcome
 
@@ -271,3 +280,49 @@ def _spec(file: Path) -> list[Block]:
     if not text:
         return [("text", "There is no spec.yaml.")]
     return [("folded", ("The resolved spec", [("verbatim", text)]))]
+
+
+GOLD_MEANING = (
+    "The mean negative log-probability of the right answer's tokens, in nats: less is better. The "
+    "gap closed is (none - arm) / (none - document), paired by question, with the middle 95% of "
+    "resamples of the documents and their questions."
+)
+
+
+def gold(results: Row | None, rows: Iterable[Any]) -> list[Block]:
+    """Return the table of the arms and the first questions with every arm's answer; nothing for
+    questions without a right answer."""
+    if not results:
+        return []
+    blocks: list[Block] = [
+        ("soft", GOLD_MEANING),
+        ("table", TableSection("Right answers", GOLD_HEADS, gold_rows(results))),
+    ]
+    arms, shown = side_by_side(rows)
+    talks: list[Block] = [
+        (
+            "talk",
+            (asked, [("right", right), *((arm, shortened(said.get(arm, ""))) for arm in arms)]),
+        )
+        for asked, right, said in shown
+    ]
+    return [*blocks, ("folded", (f"The arms' answers to {len(shown)} questions", talks))]
+
+
+def start(file: Path) -> list[Block]:
+    """Return the ways in which the cartridges of a start.json begin, and the chain of runs and
+    files behind each; nothing for a run without trained cartridges. Raises DataError for a damaged
+    file."""
+    if not file.is_file():
+        return []
+    # These import torch.
+    from registry.formats.run_checkpoint import read_start_record
+    from registry.starting import lineage, told
+
+    record = read_start_record(file)
+    chains: dict[str, list[str]] = {}
+    for name, one in record.items():
+        if "source" in one:
+            chains.setdefault(" after ".join(lineage({"start": one})), []).append(name)
+    lines = [f"{', '.join(names)} came from {chain}" for chain, names in chains.items()]
+    return [("list", [*told(record), *lines])] if record else []

@@ -1,9 +1,9 @@
 """Serve a run's metrics to Prometheus from a registry of its own.
 
-Names, base units and suffixes follow Prometheus' conventions. Times are exported as timestamps, so
-that a stopped writer never looks fresh. Counts that the pools or the teachers keep are copied from
-the newest `RunStatus` or "step" event, never counted twice. A run without episodes has no samples
-of their metrics.
+Names, base units and suffixes follow Prometheus' conventions. The numbers of a step have one gauge
+and one counter, by the names of `services.telemetry.values`: a new number needs nothing here. Times
+are exported as timestamps, so that a stopped writer never looks fresh. Counts that the pools or the
+teachers keep are copied from the newest `RunStatus` or "step" event, never counted twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from environments.monitors import FLAGS
 from protocols.errors import SpecError
 from protocols.records.run_files import TRAINED_ARMS, MetricRow
 from protocols.records.status import ReplicaState, RunStatus
@@ -32,7 +31,7 @@ from protocols.spec.mesh import RunSpec
 from protocols.types import TraceSpan
 from services.run_directory import RunDirectory
 from services.telemetry.metrics_server import MetricsServer
-from services.telemetry.values import losses, role_of
+from services.telemetry.values import role_of, row_values, step_values
 from services.tls.identity import read_identity
 
 # Seconds, from a cached response of the tiny model to a long rollout of a large one.
@@ -43,8 +42,10 @@ BUCKETS = (
 NO_PROGRESS = frozenset(
     {"stalled", "paused", "resumed", "stopping", "replica_lost", "relay_lost", "failed"}
 )
-# Outcomes of preference pairs; the other "teachers/..." of a row's episodes count states.
-PAIRS = ("trained", "given_up", "unsayable")
+# Facts of a step that are added up over the steps, by the first part of their names.
+SUMMED = (
+    "steps", "rollouts", "tokens", "episodes", "documents", "bytes", "seconds", "hidden_seconds",
+)  # fmt: skip
 
 # Name -> labels, help text.
 GAUGES = {
@@ -52,75 +53,30 @@ GAUGES = {
     "forge_staleness_limit_versions": (
         "", "Most versions a trained token may be behind; 0 is strict on policy.",
     ),
-    "forge_training_loss": (
-        "arm channel",
-        "Loss of a channel in its last step with data, over its own denominator; of doc_kl in nats "
-        "a token.",
-    ),
-    "forge_gradient_norm": ("arm", "Norm of the last step's gradient before clipping."),
-    "forge_learning_rate": ("arm", "Learning rate of the last step."),
     "forge_training_step": ("arm", "Last finished step, from 1 in each arm."),
+    "forge_step_value": (
+        "arm fact",
+        "Every number of an arm's last step, by its name in TensorBoard and W&B: loss/doc_kl (of "
+        "the last step with data), grpo/clipped, episodes/reward, optimizer/grad_norm, "
+        "sampler_gap/mean.",
+    ),
     "forge_accuracy_ratio": (
         "arm questions decoding", "Share of questions answered right when last asked.",
     ),
-    "forge_document_hit_ratio": (
-        "", "Share of the last step's look-ups of documents' KV for which none was read.",
-    ),
     "forge_last_checkpoint_timestamp_seconds": ("", "When the last checkpoint was written."),
     "forge_last_progress_timestamp_seconds": ("", "When the run last got on."),
-    "forge_channel_denominator": (
-        "arm channel",
-        "What a channel's loss was divided by in the last step, tokens or pairs; 0: no data.",
-    ),
-    "forge_channel_gradient_norm": (
-        "arm channel",
-        "Norm of a channel's own gradient, unweighted, when gradients were last compared.",
-    ),
-    "forge_channel_clipped_ratio": (
-        "arm channel",
-        "Share of a channel's tokens that its clip held back.",
-    ),
-    "forge_channel_gradient_removed_ratio": (
-        "arm channel",
-        "Share of a channel's gradient by its logits that its bound or clip took away.",
-    ),
-    "forge_sampler_gap_nats": (
-        "arm of",
-        "Distance of the sampler's log-probabilities from the trainer's in the last step, mean and "
-        "largest of a token, and its signed mean.",
-    ),
-    "forge_episode_reward": ("arm", "Mean reward of the last step's judged episodes."),
 }  # fmt: skip
 COUNTERS = {
-    "forge_trained_tokens": ("arm", "Tokens trained."),
-    "forge_stale_tokens": ("arm", "Trained tokens sampled by an older version."),
-    "forge_rollouts": ("arm", "Responses that were trained on."),
-    "forge_plane_bytes": ("tensors", "Bytes moved over the tensor plane, by what they were."),
-    "forge_document_lookups": (
-        "found",
-        "Times the document teacher needed a document's KV, by where it was: on its device, in "
-        "host memory, or nowhere, so that it was read.",
+    "forge_steps": (
+        "arm fact",
+        "Counts, bytes and seconds of an arm's steps, added up, by the same names: steps, "
+        "rollouts, tokens/trained, tokens/stale, episodes/count, documents/misses, bytes/scores, "
+        "seconds/train, hidden_seconds (of teachers, beside rollouts).",
     ),
-    "forge_document_evictions": ("", "Documents whose KV left a document teacher's device."),
-    "forge_hidden_seconds": ("arm", "Seconds that teachers computed beside rollouts."),
     "forge_checkpoints": ("", "Checkpoints written."),
     "forge_stalls": ("", "Times the watchdog found no progress."),
-    "forge_episodes": ("arm outcome", "Episodes, by whether they could be judged."),
-    "forge_episode_flags": (
-        "arm flag", "Episodes that a monitor of reward hacking flagged, by flag.",
-    ),
-    "forge_replay_states": (
-        "verdict", "States that teachers were asked about, by what they came to.",
-    ),
-    "forge_preference_pairs": (
-        "outcome", "Pairs that teachers preferred, by what became of them.",
-    ),
-}  # fmt: skip
+}
 HISTOGRAMS = {
-    "forge_step_phase_duration_seconds": (
-        "arm phase", "Wall time of one phase of a training step.",
-    ),
-    "forge_step_duration_seconds": ("arm", "Wall time of a whole training step."),
     "forge_request_duration_seconds": (
         "role method outcome", "Time a replica took over one attempt of a request.",
     ),
@@ -214,68 +170,27 @@ class PrometheusSink:
             self._progressed()
 
     def _step(self, event: Mapping[str, Any]) -> None:
-        arm = event["arm"]
-        for phase, seconds in event["seconds"].items():
-            if phase == "step":
-                self._at("forge_step_duration_seconds", arm).observe(seconds)
-            else:
-                self._at("forge_step_phase_duration_seconds", arm, phase).observe(seconds)
-        self._at("forge_training_step", arm).set(event["step"])
-        if "rollouts" in event:
-            self._at("forge_rollouts", arm).inc(event["rollouts"])
-        if "teachers" in event:
-            self._copied.teachers = event["teachers"]
-        for tensors, count in event.get("bytes", {}).items():
-            self._at("forge_plane_bytes", tensors).inc(count)
-        self._at("forge_hidden_seconds", arm).inc(event.get("hidden", 0.0))
-        if "documents" in event:
-            self._lookups(**event["documents"])
-
-    def _lookups(self, hits: int, host_hits: int, misses: int, evictions: int) -> None:
-        for found, count in (("device", hits), ("host", host_hits), ("nowhere", misses)):
-            self._at("forge_document_lookups", found).inc(count)
-        self._at("forge_document_evictions").inc(evictions)
-        if total := hits + host_hits + misses:
-            self._at("forge_document_hit_ratio").set((hits + host_hits) / total)
+        self._at("forge_training_step", event["arm"]).set(event["step"])
+        self._copied.teachers = event.get("teachers", self._copied.teachers)
+        documents = {f"documents/{name}": n for name, n in event.get("documents", {}).items()}
+        counts = {
+            "steps": 1,
+            "rollouts": event.get("rollouts", 0),
+            "hidden_seconds": event.get("hidden", 0.0),
+        }
+        self._show(event["arm"], {**step_values(event), **documents, **counts})
 
     def metric(self, row: MetricRow) -> None:
         """Update the metrics of a step. A fact that the row lacks leaves its metric unchanged."""
-        for channel, loss in losses(row).items():
-            self._at("forge_training_loss", row.arm, channel).set(loss)
-        for channel, facts in row.channels.items():
-            self._at("forge_channel_denominator", row.arm, channel).set(facts["count"])
-            if "grad_norm" in facts:
-                self._at("forge_channel_gradient_norm", row.arm, channel).set(facts["grad_norm"])
-            if "clipped" in facts:
-                self._at("forge_channel_clipped_ratio", row.arm, channel).set(facts["clipped"])
-            if "gradient_removed" in facts:
-                removed = self._at("forge_channel_gradient_removed_ratio", row.arm, channel)
-                removed.set(facts["gradient_removed"])
-        if row.episodes:
-            self._episodes(row.arm, row.episodes)
-        self._at("forge_gradient_norm", row.arm).set(row.grad_norm)
-        self._at("forge_learning_rate", row.arm).set(row.lr)
-        self._at("forge_trained_tokens", row.arm).inc(row.tokens)
-        self._at("forge_stale_tokens", row.arm).inc(row.stale_tokens)
-        for of in ("mean", "signed", "max"):
-            if of in row.sampler_gap:
-                self._at("forge_sampler_gap_nats", row.arm, of).set(row.sampler_gap[of])
+        self._show(row.arm, row_values(row))
         if row.accuracy is not None:
             self._at("forge_accuracy_ratio", row.arm, "probe", "greedy").set(row.accuracy)
 
-    def _episodes(self, arm: str, episodes: Mapping[str, float]) -> None:
-        errored = episodes["errored"]
-        self._at("forge_episodes", arm, "judged").inc(episodes["count"] - errored)
-        self._at("forge_episodes", arm, "errored").inc(errored)
-        if "reward" in episodes:
-            self._at("forge_episode_reward", arm).set(episodes["reward"])
-        for flag in FLAGS:  # all of them: a 0 shows that the monitor ran
-            self._at("forge_episode_flags", arm, flag).inc(episodes.get(f"flag/{flag}", 0))
-        for name, count in episodes.items():
-            about, _, what = name.partition("/")
-            if about == "teachers":
-                metric = "forge_preference_pairs" if what in PAIRS else "forge_replay_states"
-                self._at(metric, what).inc(count)
+    def _show(self, arm: str, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._at("forge_step_value", arm, name).set(value)
+            if name.partition("/")[0] in SUMMED and value >= 0:
+                self._at("forge_steps", arm, name).inc(value)
 
     def span(self, span: TraceSpan) -> None:
         self._progressed()

@@ -44,7 +44,8 @@ def row_values(row: MetricRow) -> dict[str, float]:
 def step_values(event: Mapping[str, Any]) -> dict[str, float]:
     """Return a step's measured `{"seconds/rollout": 0.14, "tokens_per_second": 978.3, ...}`."""
     values = {f"seconds/{phase}": seconds for phase, seconds in event["seconds"].items()}
-    values["tokens_per_second"] = event["tokens_per_second"]
+    if "tokens_per_second" in event:
+        values["tokens_per_second"] = event["tokens_per_second"]
     values |= {f"bytes/{kind}": count for kind, count in event.get("bytes", {}).items()}
     spent = event.get("teachers", {}).get("dollars", {})
     values |= {f"dollars/{teacher}": dollars for teacher, dollars in spent.items()}

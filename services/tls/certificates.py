@@ -3,7 +3,7 @@
 certificates(Path("certs"), [("10.0.0.2", "w2.lan")])
 
 certs/ca.crt, certs/ca.key          the authority; the key makes further hosts, and stays here
-certs/10.0.0.2/ca.crt, tls.crt, tls.key     what the host is given (services.tls.identity)
+certs/10.0.0.2/ca.crt, tls.crt, tls.key     the files of the host (services.tls.identity)
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ec import (
+    SECP256R1,
+    EllipticCurvePrivateKey,
+    generate_private_key,
+)
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -36,20 +39,16 @@ CLOCKS = timedelta(hours=1)  # that hosts' clocks may differ by
 # So that a host's own commands reach its listeners: a probe, `forge status`.
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9-]+)*")
-
-
-@dataclass(frozen=True)
-class CertificateAuthority:
-    """Hold an authority's certificate and its private key."""
-
-    certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
+USAGES = (
+    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
+    "key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+)  # fmt: skip
 
 
 def certificates(
     directory: Path, hosts: Sequence[Sequence[str]], days: int = 365
 ) -> tuple[Path, ...]:
-    """Make the authority in `directory`, unless it is there, and a certificate of `days` days for
+    """Make the authority in `directory`, unless it exists, and a certificate of `days` days for
     every host: its names and addresses, the first of which names its folder. Returns the folders.
 
     Keys have the mode 0600. A host that has a certificate gets a new one. Raises SpecError for a
@@ -57,23 +56,30 @@ def certificates(
     cannot be used.
     """
     names = [_alternative_names(host) for host in hosts]  # before anything is written
+    folders = tuple(directory / host[0].strip("[]").replace("*", "any") for host in hosts)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        authority = _authority(directory)
-        left = authority.certificate.not_valid_after_utc - datetime.now(UTC)
-        if not 1 <= days <= left.days:
+        authority, authority_key = _authority(directory)
+        most = (authority.not_valid_after_utc - datetime.now(UTC)).days
+        if not 1 <= days <= most:
             raise SpecError(
-                f"--days must be from 1 to {left.days}, what is left of {directory / CA}: got "
-                f"{days}; choose fewer, or start another directory"
+                f"--days must be from 1 to {most}, what is left of {directory / CA}: got {days}; "
+                "choose fewer, or start another directory"
             )
-        folders = tuple(directory / host[0].strip("[]").replace("*", "any") for host in hosts)
-        for folder, host, found in zip(folders, hosts, names, strict=True):
+        for folder, host, alternatives in zip(folders, hosts, names, strict=True):
             folder.mkdir(mode=0o700, exist_ok=True)
-            key = ec.generate_private_key(ec.SECP256R1())
-            certificate = _host_certificate(authority, key, host[0].strip("[]"), found, days)
-            write_atomically(folder / KEY, _key_text(key), mode=0o600)
-            write_atomically(folder / CERT, _text(certificate))
-            write_atomically(folder / CA, _text(authority.certificate))
+            key = generate_private_key(SECP256R1())
+            builder = _builder(host[0].strip("[]")[:64], authority.subject, key, days)
+            both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+            issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+            builder = builder.add_extension(x509.ExtendedKeyUsage(both), critical=False)
+            builder = builder.add_extension(issuer, critical=False)
+            builder = builder.add_extension(
+                x509.SubjectAlternativeName(alternatives), critical=False
+            )
+            _write_key(folder / KEY, key)
+            _write(folder / CERT, builder.sign(authority_key, SHA256()))
+            _write(folder / CA, authority)
     except OSError as error:
         raise SpecError(
             f"cannot make certificates in {directory}: {error.strerror}; name a directory that "
@@ -82,126 +88,77 @@ def certificates(
     return folders
 
 
-def _authority(directory: Path) -> CertificateAuthority:
-    """Return the directory's authority, made there when both of its files are missing."""
+def _authority(directory: Path) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
+    """Return the directory's authority and its key, made where both files are missing."""
     cert_path, key_path = directory / CA, directory / CA_KEY
     if cert_path.exists() != key_path.exists():
-        there, lacks = (CA, CA_KEY) if cert_path.exists() else (CA_KEY, CA)
+        present, missing = (CA, CA_KEY) if cert_path.exists() else (CA_KEY, CA)
         raise SpecError(
-            f"{directory} has {there} and no {lacks}; make certificates where the authority's "
+            f"{directory} has {present} and no {missing}; make certificates where the authority's "
             "key is, or start another directory"
         )
-    if cert_path.exists():
-        try:
-            certificate = x509.load_pem_x509_certificate(cert_path.read_bytes())
-            key = load_pem_private_key(key_path.read_bytes(), None)
-        except (ValueError, TypeError):
-            raise SpecError(
-                f"{cert_path} and {key_path} must be PEM, a key without a password: got something "
-                "else; start another directory"
-            ) from None
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or (
-            key.public_key() != certificate.public_key()
-        ):
-            raise SpecError(
-                f"{key_path} is not the key that `forge certs` made for {cert_path}; start "
-                "another directory"
-            )
-        return CertificateAuthority(certificate, key)
-    made = _new_authority()
-    write_atomically(key_path, _key_text(made.key), mode=0o600)
-    write_atomically(cert_path, _text(made.certificate))
-    return made
-
-
-def _new_authority() -> CertificateAuthority:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = _subject("Cartridge Forge mesh")
-    made = (
-        _builder(name, name, key, CA_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
-        .sign(key, SHA256())
-    )
-    return CertificateAuthority(made, key)
-
-
-def _host_certificate(
-    authority: CertificateAuthority,
-    key: ec.EllipticCurvePrivateKey,
-    called: str,
-    names: Sequence[x509.GeneralName],
-    days: int,
-) -> x509.Certificate:
-    """Return a certificate that the host shows both as a server and as a client."""
-    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
-    return (
-        _builder(_subject(called[:64]), authority.certificate.subject, key, days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(both), critical=False)
-        .add_extension(issuer, critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .sign(authority.key, SHA256())
-    )
+    if not cert_path.exists():
+        key = generate_private_key(SECP256R1())
+        builder = _builder("Cartridge Forge mesh", None, key, CA_DAYS)
+        authority = builder.sign(key, SHA256())
+        _write_key(key_path, key)
+        _write(cert_path, authority)
+        return authority, key
+    try:
+        authority = x509.load_pem_x509_certificate(cert_path.read_bytes())
+        loaded = load_pem_private_key(key_path.read_bytes(), None)
+    except (ValueError, TypeError):
+        raise SpecError(
+            f"{cert_path} and {key_path} must be PEM, a key without a password: got something "
+            "else; start another directory"
+        ) from None
+    if (
+        not isinstance(loaded, EllipticCurvePrivateKey)
+        or loaded.public_key() != authority.public_key()
+    ):
+        raise SpecError(
+            f"{key_path} is not the key that `forge certs` made for {cert_path}; start another "
+            "directory"
+        )
+    return authority, loaded
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
+    name: str, issuer: x509.Name | None, key: EllipticCurvePrivateKey, days: int
 ) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCKS)
-        .not_valid_after(now + timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-    )
-
-
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _subject(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    """Return a certificate of a key before it is signed; an authority's where `issuer` is None."""
+    subject, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), datetime.now(UTC)
+    usages = ("digital_signature",) if issuer else ("key_cert_sign", "crl_sign")
+    usage = x509.KeyUsage(**{each: each in usages for each in USAGES})
+    limits = x509.BasicConstraints(ca=issuer is None, path_length=None if issuer else 0)
+    builder = x509.CertificateBuilder(issuer or subject, subject, key.public_key())
+    builder = builder.serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(now - CLOCKS).not_valid_after(now + timedelta(days=days))
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    builder = builder.add_extension(identifier, critical=False)
+    return builder.add_extension(limits, critical=True).add_extension(usage, critical=True)
 
 
 def _alternative_names(names: Sequence[str]) -> list[x509.GeneralName]:
     """Return a host's names, and those of its loopback, each once."""
-    found: list[x509.GeneralName] = []
-    for name in (*(n.strip("[]") for n in names), *LOOPBACK_NAMES):
+    alternatives: dict[x509.GeneralName, None] = {}
+    for name in (*(name.strip("[]") for name in names), *LOOPBACK_NAMES):
         try:
-            one: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(name))
+            alternatives[x509.IPAddress(ipaddress.ip_address(name))] = None
         except ValueError:
             if not HOST_NAME.fullmatch(name) or len(name) > 253:
                 raise SpecError(
                     f"--host must be a host's names or addresses, with commas between them: got "
                     f"{name!r}; write it as 10.0.0.2 or 10.0.0.2,w2.lan"
                 ) from None
-            one = x509.DNSName(name)
-        if one not in found:
-            found.append(one)
-    return found
+            alternatives[x509.DNSName(name)] = None
+    return list(alternatives)
 
 
-def _text(certificate: x509.Certificate) -> str:
-    return certificate.public_bytes(Encoding.PEM).decode()
+def _write(path: Path, certificate: x509.Certificate) -> None:
+    write_atomically(path, certificate.public_bytes(Encoding.PEM).decode())
 
 
-def _key_text(key: ec.EllipticCurvePrivateKey) -> str:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+def _write_key(path: Path, key: EllipticCurvePrivateKey) -> None:
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_atomically(path, pem.decode(), mode=0o600)

@@ -17,26 +17,18 @@ once.
 
 from __future__ import annotations
 
-import atexit
-import json
 import re
-import select
-import subprocess
-import sys
-import threading
 from collections.abc import Iterable
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
-from pathlib import Path
 
-from protocols.errors import RunError
-from protocols.limited_process import START_SECONDS, STARTS
+from protocols.limited_process import BrokenLimitError, LimitedProcess, ProcessLimits
 
-SECONDS = (
-    2.0  # of the processor; a comparison takes milliseconds, the first ones tenths of a second
-)
-LONGEST_S = 60.0  # wall time, for a stalled machine or a failed timer in the judge
+# Of the processor, so that a stalled machine changes no verdict; a comparison takes milliseconds.
+SECONDS = 2.0
+LONGEST_S = 60.0  # wall time
+MOST_BYTES = 2 << 30
 LONGEST = 300  # characters; longer answers are not compared by value
 DIGITS = 6
 
@@ -65,7 +57,7 @@ Value = Fraction | tuple["Value | str", ...]
 
 def same_math(a: str, b: str) -> bool:
     """Return whether two answers, as LaTeX or plain text, are equal. Blocks for `SECONDS` or a
-    little more. Raises RunError if the judge cannot start."""
+    little more. Raises RunError if the judge's process cannot start."""
     a, b = _plain(a), _plain(b)
     if a == b:
         return True
@@ -170,75 +162,26 @@ def _rounded(number: Fraction) -> Fraction:
 def _evaluated(answer: str) -> str | None:
     """Return the number that an answer is, as `Fraction` reads it, "" where it is none; None where
     that took the judge too much."""
-    return _judge.ask(answer)
+    return _ask(answer)
 
 
 @lru_cache(maxsize=4096)
 def _judged(a: str, b: str) -> bool:
-    return _judge.ask(a, b) == "1"
+    return _ask(a, b) == "1"
 
 
-class MathJudge:
-    """Run math-verify in a process that starts at the first question, and again after it died."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def ask(self, a: str, b: str | None = None) -> str | None:
-        """Return "1" where the answers are equal, else "0"; of one answer the number that it is, ""
-        for none. None if that took too much time or memory."""
-        with self._lock:
-            process = self._process or self._started()
-            assert process.stdin is not None
-            line = json.dumps({"a": a, "b": b, "seconds": SECONDS}) + "\n"
-            try:
-                process.stdin.write(line.encode())
-                process.stdin.flush()
-            except BrokenPipeError:
-                said = b""
-            else:
-                said = _line(process, LONGEST_S)
-            if not said:
-                self.end()
-                return None
-            return said.decode().removeprefix("=")
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        for _ in range(STARTS):
-            process = self._start()
-            if _line(process, START_SECONDS) == b"ready":
-                return process
-            self.end()
-        raise RunError("math-verify does not start, and answers cannot be compared without; "
-                       "is it installed? run `make install`")  # fmt: skip
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        # -I: files of this folder must not shadow other modules.
-        program = [sys.executable, "-I", str(Path(__file__).with_name("math_judge.py"))]
-        self._process = subprocess.Popen(
-            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        atexit.register(self.end)
-        return self._process
-
-    def end(self) -> None:
-        process, self._process = self._process, None
-        atexit.unregister(self.end)
-        if process is not None:
-            process.kill()
-            process.communicate()
+def _ask(a: str, b: str | None = None) -> str | None:
+    """Return the judge's verdict; None if that took too much time or memory."""
+    try:
+        return str(_judge.call({"a": a, "b": b}))
+    except BrokenLimitError:
+        return None
 
 
-def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Return the process's next line, or b"" at the timeout or when the process ended."""
-    assert process.stdout is not None
-    poll = select.poll()
-    poll.register(process.stdout, select.POLLIN)
-    return process.stdout.readline().strip() if poll.poll(seconds * 1000) else b""
-
-
-_judge = MathJudge()
+_judge = LimitedProcess(
+    "strategies.answers.math_judge:judge",
+    ProcessLimits(cpu_s=SECONDS, wall_s=LONGEST_S, memory=MOST_BYTES),
+)
 
 
 def end_judge() -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from deploy.checks.check import check_objects
-from deploy.checks.kustomize import built, targets
-from deploy.checks.schemas import definitions
+from deploy.checks.findings import Manifest
+from deploy.manifests.overlays import build, targets
 from forge_run.cli import parsed_elsewhere
 from forge_run.commands.k8s import render
 from protocols.errors import SpecError
@@ -50,15 +50,14 @@ def found(tree: Mapping[str, str]) -> Iterator[str]:
     yield from (f"drift: {line}" for line in drift(tree, rendered()))
     also = "resources: [../../base]\ncomponents: [../../components/provisioning]\n"
     whole = {**tree, f"{PROVISIONING}/kustomization.yaml": also}
-    kinds = definitions()
     for target in targets(whole):
         try:
-            objects = built(whole, target)
+            objects = [Manifest(value, target) for value in build(whole, target)]
         except SpecError as error:
             yield f"{target}: build: {error}"
             continue
-        faults, _ = check_objects(objects, kinds, parsed_elsewhere)
-        yield from (f"{target}: {fault}" for fault in faults)
+        faults, _ = check_objects(objects, parsed_elsewhere)
+        yield from map(str, faults)
 
 
 def main() -> int:

@@ -25,9 +25,9 @@ from operator_loop import MESHES, PODS, Admin
 from small_cluster import SETS, SmallCluster
 from small_run import MESH, SMALL, command, latest, rows
 
-from deploy.checks.kustomize import build
 from deploy.checks.schemas import definitions
 from deploy.manifests.mesh import CONTROL_SECRET, PEM_KEYS, TOKEN
+from deploy.manifests.overlays import build
 from forge_run.commands.k8s import render
 from services.tls.certificates import certificates
 

@@ -21,8 +21,8 @@ from api_store import ADMIN
 from monarch.actor import Actor, enable_transport, endpoint
 from operator_loop import Admin, OperatorLoop
 
-from deploy.checks.kustomize import build
 from deploy.checks.schemas import definitions
+from deploy.manifests.overlays import build
 from forge_run.commands.k8s import render
 from protocols.spec.loading import load_spec
 from services.hosts.kubernetes import KubernetesHosts

@@ -17,8 +17,8 @@ from api_server import ApiServer
 from manifest_checks.check import committed
 from operator_loop import OperatorLoop, not_ready, ready, unschedulable, waiting
 
-from deploy.checks.kustomize import build
 from deploy.checks.schemas import definitions
+from deploy.manifests.overlays import build
 from protocols.errors import RunError
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec

@@ -43,7 +43,7 @@ def test_every_key_of_every_section_is_on_the_page() -> None:
 def test_every_command_and_metric_is_on_its_page() -> None:
     for told in ("## forge cartridges push", "`--resume RUN`", "## forge-run"):
         assert told in GENERATED["cli.md"]
-    for told in ("| `forge_rollouts_total` | counter | arm |", "`forge_serve_tokens_total`"):
+    for told in ("| `forge_steps_total` | counter | arm, fact |", "`forge_serve_tokens_total`"):
         assert told in GENERATED["metric_names.md"]
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from helm import helm, objects, require_helm
 
-from deploy.checks.kustomize import build
+from deploy.manifests.overlays import build
 from forge_run.commands.k8s import chart, chart_command, render
 from protocols.errors import SpecError
 

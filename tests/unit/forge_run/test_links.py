@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.links import prepare_links
+from forge_run.launch import prepare_links
 from forge_run.preflight import unmet
 from protocols.errors import SpecError
 from protocols.spec.hosts import HostsSpec

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from rendered_cluster import pods
 
-from deploy.checks.kustomize import build
 from deploy.manifests.mesh import CONTROL_PORT
 from deploy.manifests.objects import SECRETS, Resources, dashed
+from deploy.manifests.overlays import build
 from deploy.manifests.sizing import ModelSize, pod_resources
 from forge_run.cli import forge
 from forge_run.commands.k8s import MONITORING, render
@@ -193,6 +194,37 @@ def test_who_writes_the_run_directory_shares_it(tree: dict[str, str]) -> None:
             if {"name": "runs", "mountPath": "/runs"} in container(pool)["volumeMounts"]
         }
         assert sharing == {"trainer", "teacherreplay"}
+
+
+def test_every_pod_is_bounded_and_may_do_little(tree: dict[str, str]) -> None:
+    """Of every pod: what kube-linter and the restricted pod security standard ask."""
+    servers = render(str(REPOSITORY / "meshes" / "serve.yaml"))
+    overlays = [build(tree, f"overlays/{name}") for name in ("cpu", "gpu", "teachers")]
+    overlays += [build(servers, f"overlays/{name}") for name in ("serve", "serve-runs")]
+    for objects in overlays:
+        assert "Secret" not in {value["kind"] for value in objects}
+        (denial,) = (o["spec"] for o in objects if o["metadata"]["name"] == "deny-all")
+        assert denial == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+        for name, pod in pods(objects).items():
+            context, (one,) = pod["securityContext"], pod["containers"]
+            assert context["runAsNonRoot"] is True
+            assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert pod["automountServiceAccountToken"] is (name == "controller")
+            assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+            assert one["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert one["command"][:2] == ["tini", "--"]
+            assert one["image"].rpartition(":")[2] not in ("", "latest")
+            requests, limits = one["resources"]["requests"], one["resources"]["limits"]
+            assert {"cpu", "memory"} <= set(requests) & set(limits)
+            assert requests.get("nvidia.com/gpu") == limits.get("nvidia.com/gpu")
+            assert ("readinessProbe" in one) is (name != "cartridges")
+            folders = [v["emptyDir"] for v in pod["volumes"] if "emptyDir" in v]
+            assert all("sizeLimit" in folder for folder in folders)
+            assert "Memory" in {folder.get("medium") for folder in folders}
 
 
 def test_rights_are_over_the_meshes_of_the_run_alone(tree: dict[str, str]) -> None:

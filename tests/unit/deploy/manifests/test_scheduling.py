@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 from rendered_cluster import findings, of_kind, pods, values
 
-from deploy.checks.check import check_objects
-from deploy.checks.findings import Manifest
-from deploy.checks.kustomize import build, targets
-from deploy.checks.schemas import definitions
-from forge_run.cli import parsed_elsewhere
+from deploy.manifests.overlays import build, targets
 from forge_run.commands.k8s import render
 from protocols.errors import SpecError
 
@@ -82,44 +78,3 @@ def test_a_cluster_that_cannot_is_refused(tmp_path: Path, given: dict[str, Any],
 def test_a_server_is_no_gang_and_moves_no_tensors(tmp_path: Path, given: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="a server has one kind of pod and no tensor plane"):
         render(SERVE, values=values(tmp_path, **given))
-
-
-def grouped(tmp_path: Path) -> list[dict[str, Any]]:
-    given = values(tmp_path, queue="q", gang=True, rdma={"resource": "rdma/ib"})
-    return build(render(SMALL, values=given), "overlays/gpu")
-
-
-def metadata(objects: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = of_kind(objects, "MonarchMesh")[name]["spec"]["podTemplate"]["metadata"]
-    return found
-
-
-def resources(objects: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = pods(objects)[name]["containers"][0]["resources"]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("break_it", "rule", "said"),
-    [
-        (lambda o: of_kind(o, "MonarchMesh")["generator"]["spec"].update(replicas=3), "gang",
-         "says that pod group longhealth has 4 pods, and it has 5"),
-        (lambda o: metadata(o, "trainer")["annotations"].pop(f"{KUEUE}/pod-group-total-count"),
-         "gang", "has no number of pods, and it has 4"),
-        (lambda o: metadata(o, "trainer")["labels"].pop(QUEUE), "gang", "names no queue"),
-        (lambda o: metadata(o, "trainer")["labels"].pop(f"{KUEUE}/pod-group-name"), "gang",
-         "is in no group"),
-        (lambda o: [resources(o, "trainer")[k].pop("rdma/ib") for k in ("requests", "limits")],
-         "rdma", "others of its mesh ask for rdma/ib"),
-        (lambda o: [resources(o, "controller")[k].pop("rdma/ib") for k in ("requests", "limits")],
-         "rdma", "others of its mesh ask for rdma/ib"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_a_group_or_its_devices_is_found(
-    tmp_path: Path, break_it: Any, rule: str, said: str
-) -> None:
-    objects = grouped(tmp_path)
-    break_it(objects)
-    faults = check_objects([Manifest(o) for o in objects], definitions(), parsed_elsewhere)[0]
-    assert {fault.rule for fault in faults} - {"pools"} == {rule}
-    assert said in " ".join(str(fault) for fault in faults)

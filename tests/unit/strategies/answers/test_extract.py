@@ -115,7 +115,7 @@ def test_same(form: Form, a: str, b: str, equal: bool) -> None:
 def test_a_judge_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     end_judge()
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(RunError, match=r"math-verify does not start.*make install"):
+    with pytest.raises(RunError, match=r"math_judge:judge did not start.*make install"):
         same(r"\sqrt{20}", r"2\sqrt{5}", "math")
 
 

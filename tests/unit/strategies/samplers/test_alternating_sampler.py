@@ -9,8 +9,7 @@ import pytest
 
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
-from strategies.samplers.alternating_sampler import AlternatingSampler
-from strategies.samplers.sampler import Ability, SampleRequest, SampleResult
+from strategies.samplers.sampler import Ability, AlternatingSampler, SampleRequest, SampleResult
 
 
 class Named:

@@ -17,8 +17,7 @@ from protocols.records.intervals import student_t95, wilson_interval
 from protocols.spec.experiments import FrontierArm, FrontierSpec
 from protocols.spec.loading import load_file
 from strategies.catalog import parse
-from strategies.samplers.alternating_sampler import AlternatingSampler
-from strategies.samplers.sampler import ABILITIES, SampleRequest, SampleResult
+from strategies.samplers.sampler import ABILITIES, AlternatingSampler, SampleRequest, SampleResult
 from training.evaluation.frontier_questions import FrontierQuestion, findings_answer
 from training.evaluation.strategies import ArmRow, compare
 
