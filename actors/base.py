@@ -26,7 +26,7 @@ from protocols.types import TensorRef
 if TYPE_CHECKING:  # a process sets its number of threads before torch is imported
     import torch
 
-    from learning.model.decoder import LanguageModel
+    from learning.decoder import LanguageModel
     from learning.model.document_kv import DocumentKVCache, HostCache
 
 KEPT_BYTES = 256 * 1024**2
@@ -107,7 +107,7 @@ class NoPlane:
 @dataclass(frozen=True)
 class RankPlace:
     """Hold the rank and world size of a process, and the URL of the file at which the ranks meet
-    (`learning.model.distributed.join`); "" for a single process."""
+    (`learning.ranks.join`); "" for a single process."""
 
     rank: int = 0
     world: int = 1

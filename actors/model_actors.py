@@ -22,11 +22,10 @@ from actors.base import FreedMemory, ModelSource, RankPlace
 from learning.cartridge.composition import composed
 from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.versions import CartridgeVersions, get_missing, since_of
+from learning.decoder import LanguageModel
 from learning.decoding.decode_batch import generate
 from learning.decoding.grammar import Grammars
 from learning.losses.dpo import with_references
-from learning.model.decoder import LanguageModel
-from learning.model.distributed import divide_base, join
 from learning.model.document_kv import document_kv, host_spill, own_document_kv
 from learning.model.loading import (
     claim_device,
@@ -34,7 +33,9 @@ from learning.model.loading import (
     text_of,
     tokenizer_of,
 )
+from learning.model.parallel import divide_base
 from learning.packing import context_of
+from learning.ranks import join
 from learning.scoring import contexts_of, score_kept
 from protocols.errors import EngineDied, ForgeError
 from protocols.ports import TensorPlane

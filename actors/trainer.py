@@ -30,11 +30,12 @@ from learning.cartridge.initialization import CartridgeInit, initial_bank
 from learning.cartridge.sources import init_sources
 from learning.cartridge.versions import put_changed
 from learning.checkpoint import read_checkpoint
-from learning.model.decoder import LanguageModel
-from learning.model.distributed import divide_base, join, shard_base
+from learning.decoder import LanguageModel
 from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, claim_device, text_ids
+from learning.model.parallel import divide_base, shard_base
 from learning.policy_scores import document_logprobs
+from learning.ranks import join
 from learning.sampler_gap import gap_bounds
 from learning.scoring import TeacherDistribution, joined, of_stored
 from learning.trainer import CartridgeTrainer

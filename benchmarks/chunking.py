@@ -44,10 +44,10 @@ from benchmarks.meters import (
 from benchmarks.record import benchmark
 from benchmarks.step import CARTRIDGE, CONFIG, FROZEN, KEEP_TOP, MODEL, samples_of
 from learning.cartridge.bank import first_tokens
+from learning.decoder import LanguageModel
 from learning.losses.doc_kl import doc_kl_tokens
 from learning.losses.objective import active_channels
 from learning.losses.sdpo import sdpo_tokens
-from learning.model.decoder import LanguageModel
 from learning.model.loading import load_model
 from learning.packing import ChunkedLogits, Reader, chunk_tokens, token_logprobs
 from learning.progress import CartridgeProgress, LearningRateSchedule

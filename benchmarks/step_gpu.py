@@ -32,7 +32,7 @@ from benchmarks.meters import FigureTable, one_thread
 from benchmarks.record import benchmark
 from forge_run.formatting import bytes_text, count_text
 from forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost
-from learning.model.attention import layout_of
+from learning.attention import layout_of
 from learning.packing import pack
 from services.planes.shared_memory import SharedMemoryPlane
 
@@ -140,7 +140,7 @@ def _real_layouts() -> Iterator[None]:
         "learning.step.pack": pack,
         "learning.scoring.pack": pack,
         "benchmarks.gpu.phase_step.pack": pack,
-        "learning.model.attention.layout_of": layout_of,
+        "learning.attention.layout_of": layout_of,
         "torch.unique": torch.unique,
     }
     with ExitStack() as stack:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from learning.attention import FlatAttention
+from learning.decoder import LanguageModel
 from learning.decoding.decode_batch import generate
-from learning.model.attention import FlatAttention
-from learning.model.cores import beside, passes_beside
-from learning.model.decoder import LanguageModel
 from learning.model.document_kv import document_kv
+from learning.ranks import beside, passes_beside
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
 TRIAL_TOKENS = 32  # of the first pass, which is slower than those after it

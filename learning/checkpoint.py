@@ -32,8 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learning.host_memory import each, to_host
-from learning.model.distributed import ALONE, ProcessGroup
+from learning.ranks import ALONE, ProcessGroup, each, to_host
 from protocols.errors import CheckpointError, DamagedError
 from protocols.files import flush, sha256_of
 from protocols.reserve import with_room

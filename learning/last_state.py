@@ -36,8 +36,7 @@ from learning.checkpoint import (
     save_tensors,
     united,
 )
-from learning.host_memory import each
-from learning.model.distributed import ALONE, ProcessGroup
+from learning.ranks import ALONE, ProcessGroup, each
 from protocols.errors import CheckpointError
 from protocols.reserve import with_room
 

@@ -24,12 +24,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from learning.model.attention import FlatAttention
-from learning.model.decoder import LanguageModel, recomputing
-from learning.model.distributed import vocabulary
-from learning.model.token_ids import require_ids
+from learning.attention import FlatAttention
+from learning.decoder import LanguageModel, recomputing
 from protocols.errors import DataError
-from protocols.types import SEPARATOR, Sample
+from protocols.types import SEPARATOR, Sample, require_ids
 
 LOGIT_BYTES = 4  # float32
 VALUE_BYTES = 2**24  # of logits whose exponentials exist at a time in `token_values`
@@ -211,7 +209,7 @@ def response_tokens(
         hidden = model(packed.ids.to(device), positions, attention, read)
     chunk = chunk_tokens(model.vocabulary, logit_bytes)
     return ChunkedLogits(
-        hidden[places.to(device)], packed.targets, vocabulary(model), chunk, noting
+        hidden[places.to(device)], packed.targets, model.projection(), chunk, noting
     )
 
 

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from learning.model.decoder import LanguageModel
-from learning.model.distributed import ALONE, ProcessGroup, is_sharded
+from learning.decoder import LanguageModel
 from learning.packing import check_rows, token_logprobs
+from learning.ranks import ALONE, ProcessGroup
 from learning.scoring import TeacherDistribution, response_logprobs
 from protocols.errors import DataError
 from protocols.train_batch import TrainBatch
@@ -51,7 +51,7 @@ def shared_logprobs(
         parts += [[]] * (rounds - len(parts))
         parts = parts[ranks.data_rank :: ranks.data_world]
     for part in parts:
-        if not part and not is_sharded(model):
+        if not part and not model.sharded:
             continue  # a sharded base is gathered by all ranks in every pass
         logprobs = response_logprobs(model, [samples[i] for i in part], prefixes, row_tokens)
         at = [t for i in part for t in range(begins[i], begins[i + 1])]

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.model.cores import beside, passes_beside
-from learning.model.decoder import LanguageModel
+from learning.decoder import LanguageModel
 from learning.model.document_kv import DocumentKVCache
 from learning.packing import (
     ChunkedLogits,
@@ -28,6 +27,7 @@ from learning.packing import (
     token_logprobs,
     tokens_of,
 )
+from learning.ranks import beside, passes_beside
 from protocols.train_batch import PrecomputedScores
 from protocols.types import Sample
 
@@ -77,7 +77,7 @@ def score_kept(
     for None. `TeacherDistribution(**score_kept(...))` reads them. For top
     entries at most LOGIT_BYTES of logits exist at a time. With `keep_sampled` the response tokens'
     own log-probabilities are kept too, which may lie outside the top entries. On a CPU parts of the
-    samples are scored beside each other (`learning.model.cores`)."""
+    samples are scored beside each other (`learning.ranks`)."""
     lengths = [tokens_of(s) for s in samples]
     passes = passes_beside(model, sum(lengths))
 

@@ -5,7 +5,7 @@
          cartridge
       -> this rank's micro-batches, each packed over shared prefixes: samples of all channels
          together, and a text that several channels train on once; on a CPU several run beside each
-         other (`learning.model.cores`), with the same sums
+         other (`learning.ranks`), with the same sums
       -> student forward: the only forward with gradient
       -> given teacher distributions over the same tokens, against the student's logits, which
          exist for a chunk of tokens at a time
@@ -44,6 +44,7 @@ from learning.cartridge.composition import (
     prefix_name,
     student_prefixes,
 )
+from learning.decoder import LanguageModel
 from learning.losses.balance import report
 from learning.losses.channel import (
     LossAccumulator,
@@ -54,11 +55,9 @@ from learning.losses.channel import (
     gradients_by_channel,
     gradients_of,
 )
-from learning.model.cores import beside, passes_beside
-from learning.model.decoder import LanguageModel
-from learning.model.distributed import ALONE, ProcessGroup, is_sharded
 from learning.packing import check_ids, check_rows, pack, response_tokens, tokens_of
 from learning.progress import CartridgeProgress
+from learning.ranks import ALONE, ProcessGroup, beside, passes_beside
 from learning.sampler_gap import GapBounds, SamplerGap
 from protocols.errors import RunError, StaleTokenError
 from protocols.train_batch import TrainBatch
@@ -170,7 +169,7 @@ def train_step(
     alone = {name: bank.tokens(name) for name in bank.names}
     prefix_tokens = prefix_lengths(texts, alone)
     spare = {name: alone[name] for name in learning}  # for a micro-batch without samples
-    together = is_sharded(model)  # every pass gathers the base: all ranks must run equally many
+    together = model.sharded  # every pass gathers the base: all ranks must run equally many
     # Layers that run again are replaced in the model meanwhile.
     at_a_time = sum(map(tokens_of, texts)) if micro_tokens is None else micro_tokens
     passes = 1 if recompute_layers else passes_beside(model, at_a_time)

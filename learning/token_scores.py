@@ -9,7 +9,7 @@ from torch import Tensor
 
 from learning.losses.channel import LossTerm, MicroBatch
 from learning.losses.doc_kl import DocKL
-from learning.model.distributed import ProcessGroup
+from learning.ranks import ProcessGroup
 from learning.scoring import TeacherDistribution, top_k
 from protocols.records.token_scores import TOP, Likely, encoded, encoded_top
 from protocols.types import SampleScores

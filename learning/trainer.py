@@ -12,17 +12,17 @@ from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank
 from learning.checkpoint import Checkpoint, part_index, write_checkpoint
+from learning.decoder import LanguageModel
 from learning.last_state import LastState
 from learning.losses.balance import GradientBalance
 from learning.losses.channel import LossChannel
 from learning.losses.dpo import with_references
 from learning.losses.grpo import check_policy
 from learning.losses.objective import active_channels
-from learning.model.decoder import LanguageModel
-from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.loading import base_hash
 from learning.policy_scores import shared_logprobs
 from learning.progress import CartridgeProgress, LearningRateSchedule, tensor_rms
+from learning.ranks import ALONE, ProcessGroup
 from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution, score_over
 from learning.step import train_step

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
+from protocols.errors import DataError
 from protocols.grammar import ResponseGrammar
 
 CARTRIDGE = "cartridge/"  # the names of prefixes that are trained cartridges begin with it
@@ -403,3 +404,17 @@ class TraceSpan(NamedTuple):
     begin: float
     end: float
     facts: Mapping[str, str | int | float]
+
+
+def require_ids(ids: Sequence[int], vocabulary: int, place: str) -> None:
+    """Raise DataError for an id that a model of `vocabulary` embeddings does not have: they raise
+    for an unknown one, on a GPU for good. `place` says what the ids are of: "the prompt of request
+    r1"."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocabulary):
+        return
+    at, wrong = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocabulary)
+    raise DataError(
+        f"{place} has the token id {wrong} at {at}, and the model has ids from 0 to "
+        f"{vocabulary - 1}; tokenise with the tokenizer that belongs to the model, and leave the "
+        "text of tokens out that it has beyond the model's"
+    )

@@ -35,7 +35,6 @@ from learning.decoding.grammar import Grammars
 from learning.decoding.stopping import Decode
 from learning.model.document_kv import context_ids
 from learning.model.loading import frequencies_of
-from learning.model.token_ids import require_ids
 from protocols.errors import DataError, PublishError, RunError
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import (
@@ -44,6 +43,7 @@ from protocols.types import (
     GenerateRequest,
     PrefixRef,
     TokenChunk,
+    require_ids,
 )
 from protocols.work import count
 

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from benchmarks.gpu.phase_step import synchronize
 from benchmarks.gpu.rows import Check, Outcome
 from benchmarks.gpu.scene import NAME, CheckScene
+from learning.attention import AttentionOptions, attend, layout_of
+from learning.decoder import Decoder
 from learning.decoding.decode_batch import generate
 from learning.losses.doc_kl import doc_kl
-from learning.model.attention import AttentionOptions, attend, layout_of
-from learning.model.decoder import Decoder
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.packing import context_of, pack, response_logits, token_logprobs
 from learning.sampler_gap import DEFAULTS

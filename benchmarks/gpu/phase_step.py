@@ -25,11 +25,11 @@ from benchmarks.record import ROOT
 from forge_run.plan import roofline
 from forge_run.plan.roofline import PhaseCost, Workload
 from learning.cartridge.bank import CartridgeBank
+from learning.decoder import Decoder
 from learning.decoding.decode_batch import generate
 from learning.decoding.decode_cache import DecodeAttention, DecodeCache
 from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
-from learning.model.decoder import Decoder
 from learning.model.decoder_config import decoder_config
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.packing import context_of, pack, response_logits

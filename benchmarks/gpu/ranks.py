@@ -27,9 +27,9 @@ import torch
 from benchmarks.meters import one_thread
 from benchmarks.record import ROOT, benchmark
 from learning.cartridge.bank import first_tokens
-from learning.model.distributed import join, leave
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model
+from learning.ranks import join, leave
 from learning.scoring import TeacherDistribution
 from learning.trainer import CartridgeTrainer
 from protocols.spec.sections import TrainSpec

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from learning.attention import FlatAttention
 from learning.cartridge.composition import shifted
-from learning.model.attention import FlatAttention
-from learning.model.cores import beside, most_beside, passes_beside
-from learning.model.decoder import LanguageModel
+from learning.decoder import LanguageModel
+from learning.ranks import beside, most_beside, passes_beside
 
 ROW = 64  # tokens of a row of reference queries
 MOST_ROWS = 32  # of a page's 63: KL over it rose by 2.3 and 0.1% (docs/log.md)
@@ -122,7 +122,9 @@ def reference_rows(model: LanguageModel, ids: Sequence[int], kv: Tensor) -> list
     found = zip(*beside(read, range(0, len(starts), AT_ONCE), passes), strict=True)
     layers = []
     for layer, parts in enumerate(found):
-        q, k, v, out = (model.tensor.whole(torch.cat(of), 1) for of in zip(*parts, strict=True))
+        q, k, v, out = (torch.cat(of) for of in zip(*parts, strict=True))
+        if (ranks := model.tensor) is not None:
+            q, k, v, out = (ranks.whole(x, 1) for x in (q, k, v, out))
         layers.append(ReferenceRows(q * scales[layer], torch.stack([k, v], dim=1), out))
     return layers
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank
-from learning.model.decoder import LanguageModel
-from learning.model.key_frequencies import KeyFrequencies
+from learning.decoder import KeyFrequencies, LanguageModel
 from protocols.types import SEPARATOR, Sample
 
 

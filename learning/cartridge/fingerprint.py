@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from learning.host_memory import each, to_host
+from learning.ranks import each, to_host
 from protocols.types import CARTRIDGE, PrefixRef
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from learning.cartridge.attention_matching import attention_added, attention_matched
 from learning.cartridge.bank import CartridgeBank, check_longer
 from learning.cartridge.composition import shifted
-from learning.model.decoder import LanguageModel
+from learning.decoder import LanguageModel
 from learning.model.document_kv import document_kv
 from protocols.errors import DataError
 from protocols.seeds import stream_seed

@@ -20,15 +20,21 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
+from learning.attention import FlatAttention
+from learning.decoder import LanguageModel, linear
 from learning.decoding.decode_cache import COPIED, DecodeAttention, DecodeCache
 from learning.decoding.grammar import GrammarMatcher, Grammars
 from learning.decoding.stopping import Decode, StopChecker
-from learning.model.attention import FlatAttention
-from learning.model.decoder import LanguageModel
-from learning.model.linear import linear
-from learning.model.token_ids import require_ids
 from protocols.errors import DataError, PublishError
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TokenChunk, refused
+from protocols.types import (
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+    TokenChunk,
+    refused,
+    require_ids,
+)
 
 MOST_TOKENS = 2**24  # of any number of tokens in a request
 MOST_TEMPERATURE = 1e6  # every token is as likely long before

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learning.model.attention import AttentionOptions, over_prefixes, window_mask
-from learning.model.decoder import LanguageModel
-from learning.model.kernels import UNSEEN, kernel_for
+from learning.attention import UNSEEN, AttentionOptions, kernel_for, over_prefixes, window_mask
+from learning.decoder import LanguageModel
 
 # A prefix of so many tokens is copied to each of its rows: to read a short one apart, and to join
 # the two parts, takes longer than to read the row's tokens.

@@ -20,10 +20,10 @@ from torch import Tensor
 from learning.cartridge.composition import composed
 from learning.cartridge.fingerprint import Fingerprints
 from learning.cartridge.versions import CartridgeId
+from learning.decoder import LanguageModel
 from learning.decoding.decode_batch import DecodeBatch, DecodeState, new_row
 from learning.decoding.grammar import Grammars
 from learning.decoding.stopping import Decode
-from learning.model.decoder import LanguageModel
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 

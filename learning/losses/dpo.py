@@ -43,8 +43,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from learning.decoder import LanguageModel
 from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch, counted
-from learning.model.decoder import LanguageModel
 from learning.packing import ChunkedLogits
 from learning.scoring import response_logprobs
 from protocols.errors import StaleTokenError

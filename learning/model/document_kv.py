@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learning.model.attention import FlatAttention
-from learning.model.decoder import LanguageModel
+from learning.attention import FlatAttention
+from learning.decoder import LanguageModel
 from learning.model.kv_files import KVFiles
-from learning.model.token_ids import require_ids
 from protocols.errors import DataError
-from protocols.types import SEPARATOR, CacheStats
+from protocols.types import SEPARATOR, CacheStats, require_ids
 
 PREFILL_CHUNK = 512  # tokens: bounds the activations while a long document is read
 
@@ -29,7 +28,8 @@ def document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]) ->
     [L, 2, H_kv, T, D]. It is read in chunks, each attending to the chunks before it as a prefix.
     The heads of a divided base are gathered: all its ranks must call this. Raises DataError for an
     id that the model does not have."""
-    return model.tensor.whole(own_document_kv(model, token_ids), 2)
+    kv = own_document_kv(model, token_ids)
+    return kv if model.tensor is None else model.tensor.whole(kv, 2)
 
 
 @torch.no_grad()
@@ -40,7 +40,8 @@ def own_document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]
     ids = torch.tensor(list(token_ids), device=model.device)
     positions = torch.arange(len(ids), device=model.device)
     layers, heads, size = model.kv_shape
-    heads //= model.tensor.size
+    if model.tensor is not None:
+        heads //= model.tensor.size
     done = torch.empty((layers, 2, heads, len(ids), size), dtype=model.dtype, device=model.device)
     none = torch.zeros(0, dtype=torch.long, device=model.device)
     for start in range(0, len(ids), PREFILL_CHUNK):

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from learning.model.decoder import LanguageModel
+from learning.decoder import LanguageModel
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import load_model
 from protocols.types import Sample

@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from learning.attention import FlatAttention
 from learning.cartridge.bank import first_tokens
-from learning.model.attention import FlatAttention
-from learning.model.decoder import LanguageModel
+from learning.decoder import LanguageModel
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model, load_tokenizer, tokenizer_of
 from learning.scoring import TeacherDistribution, score_kept

@@ -33,7 +33,7 @@ TINY = SETTINGS["tiny"]
 @pytest.fixture(autouse=True)
 def without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a CPU are padded by up to 31 rows, which no analysis counts."""
-    monkeypatch.setattr("learning.model.linear.PADDED_TO", 1)
+    monkeypatch.setattr("learning.decoder.PADDED_TO", 1)
 
 
 @pytest.fixture(scope="module")

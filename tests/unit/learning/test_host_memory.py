@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from learning import host_memory
+from learning import ranks as host_memory
 from learning.checkpoint import Checkpoint, part_name, read_checkpoint, write_checkpoint
-from learning.host_memory import each, to_host
 from learning.last_state import LastState
+from learning.ranks import each, to_host
 
 
 def test_a_tensor_of_the_host_is_itself() -> None:

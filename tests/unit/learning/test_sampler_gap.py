@@ -13,10 +13,11 @@ from channel_setup import ALL, Done, bank_of, changed, do, prefixes, scene, trai
 from rooms.learning.random_rounding import random_rounding
 from torch import Tensor
 
+from learning import attention
+from learning import attention as kernels
+from learning.decoder import LanguageModel
 from learning.decoding import decode_cache
 from learning.decoding.decode_batch import generate
-from learning.model import attention, kernels
-from learning.model.decoder import LanguageModel
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model
 from learning.packing import ChunkedLogits

@@ -10,11 +10,11 @@ import torch
 from channel_setup import bank_of, prefixes, scene
 from twins import NEAR
 
+from learning import ranks as cores
 from learning.losses.dpo import with_references
-from learning.model import cores
-from learning.model.cores import beside
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.packing import token_logprobs
+from learning.ranks import beside
 from learning.scoring import contexts_of, response_logprobs, score, score_kept, score_over, top_k
 from protocols.errors import DataError
 from protocols.train_batch import hinted

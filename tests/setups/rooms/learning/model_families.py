@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from learning.attention import FlatAttention
+from learning.decoder import LanguageModel
 from learning.decoding.decode_batch import generate
-from learning.model.attention import FlatAttention
-from learning.model.decoder import LanguageModel
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model
 from protocols.types import GenerateRequest, PrefixRef, Sampling

@@ -32,11 +32,11 @@ from deploy.manifests.sizing import (
 from forge_run.cli import forge
 from forge_run.commands.k8s import model_size
 from forge_run.plan.sizing import step_bytes
+from learning import attention as kernels
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import write_checkpoint
-from learning.model import kernels
+from learning.decoder import SMALLEST
 from learning.model.document_kv import document_kv
-from learning.model.linear import SMALLEST
 from learning.model.loading import load_model
 from learning.packing import pack, response_logits
 from learning.scoring import top_k

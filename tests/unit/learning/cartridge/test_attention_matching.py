@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from twins import NEAR
 
+from learning.attention import FlatAttention
 from learning.cartridge.attention_matching import (
     MOST_ROWS,
     ROW,
@@ -23,7 +24,6 @@ from learning.cartridge.attention_matching import (
     row_starts,
 )
 from learning.cartridge.composition import shifted
-from learning.model.attention import FlatAttention
 from learning.model.document_kv import document_kv
 from learning.packing import pack, response_logits
 

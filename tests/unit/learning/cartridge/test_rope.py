@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from twins import NEAR
 
+from learning.attention import FlatAttention
 from learning.cartridge.composition import composed, shifted
-from learning.model.attention import FlatAttention
-from learning.model.key_frequencies import half_split
+from learning.decoder import half_split
 from learning.model.loading import frequencies_of
 from protocols.errors import DataError
 

@@ -35,10 +35,10 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
+from learning.decoder import Decoder
 from learning.losses.advantages import group_advantages
 from learning.losses.doc_kl import doc_kl, jensen_shannon
 from learning.losses.objective import CHANNELS, active_channels
-from learning.model.decoder import Decoder
 from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, load_model, load_tokenizer
 from learning.packing import pack, response_logits

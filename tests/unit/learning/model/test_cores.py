@@ -12,9 +12,9 @@ import pytest
 import torch
 from channel_setup import ALL, bank_of, do, scene
 
+from learning import ranks as cores
 from learning import step
-from learning.model import cores
-from learning.model.cores import beside, passes_beside
+from learning.ranks import beside, passes_beside
 
 if TYPE_CHECKING:
     from twins import Twin

@@ -14,13 +14,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from twins import NEAR, SHAPE, VOCAB
 
+from learning.attention import FlatAttention
+from learning.decoder import SMALLEST, Decoder, packed, rope_frequencies
 from learning.decoding.decode_batch import generate
 from learning.decoding.decode_cache import COPIED
-from learning.model.attention import FlatAttention
-from learning.model.decoder import Decoder, rope_frequencies
 from learning.model.decoder_config import decoder_config
 from learning.model.document_kv import document_kv
-from learning.model.linear import SMALLEST, packed
 from learning.model.loading import base_hash, frequencies_of, known_config, load_model
 from protocols.errors import DataError
 from protocols.types import GenerateRequest, PrefixRef, Sampling
@@ -198,7 +197,7 @@ def test_packed_weights_are_read_where_no_gradient_is_wanted(
 
 def test_a_large_model_is_held_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(str(pair.path))
-    monkeypatch.setattr("learning.model.decoder.PACKED_BYTES", 1000)
+    monkeypatch.setattr("learning.decoder.PACKED_BYTES", 1000)
     model.pack()
     assert model.packed_head is None
     assert not any(layer.packed for layer in model.base_model.layers)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.model.linear import PADDED_TO, linear, packed
+from learning.decoder import PADDED_TO, linear, packed
 
 
 def rounding(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -91,7 +91,7 @@ def test_few_products_are_compiled(dtype: str, out: int, into: int, rows: tuple[
     that."""
     code = f"""
 import torch
-from learning.model.linear import SMALLEST, linear
+from learning.decoder import SMALLEST, linear
 
 weight = torch.ones({out}, {into}, dtype=torch.{dtype})
 x = torch.ones(192, {into}, dtype=torch.{dtype})
@@ -110,7 +110,7 @@ print("multiplied" if weight.dtype in SMALLEST else "not multiplied")
 
 def test_a_processor_for_which_onednn_has_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has none without AVX-512: torch multiplies, and nothing is packed."""
-    monkeypatch.setattr("learning.model.linear.SMALLEST", {torch.float32: 1 << 19})
+    monkeypatch.setattr("learning.decoder.SMALLEST", {torch.float32: 1 << 19})
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 32, generator=draw).bfloat16() for n in (3, 5))
     x.requires_grad_()

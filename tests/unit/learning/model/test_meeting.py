@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learning.model.distributed import ALONE, ProcessGroup, interface_to
+from learning.ranks import ALONE, ProcessGroup, interface_to
 from protocols.errors import DataError
 
 
