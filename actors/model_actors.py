@@ -19,14 +19,12 @@ from monarch.actor import Actor, endpoint
 from torch import Tensor
 
 from actors.base import FreedMemory, ModelSource, RankPlace
-from learning.cartridge.composition import composed
-from learning.cartridge.fingerprint import Fingerprints
-from learning.cartridge.versions import CartridgeVersions, get_missing, since_of
+from learning.batch import context_of
+from learning.cartridge import CartridgeVersions, Fingerprints, composed, get_missing, since_of
+from learning.decode import generate
 from learning.decoder import LanguageModel
-from learning.decoding.decode_batch import generate
 from learning.decoding.grammar import Grammars
 from learning.losses.dpo import with_references
-from learning.model.document_kv import document_kv, host_spill, own_document_kv
 from learning.model.loading import (
     claim_device,
     flush_denormals,
@@ -34,9 +32,8 @@ from learning.model.loading import (
     tokenizer_of,
 )
 from learning.model.parallel import divide_base
-from learning.packing import context_of
 from learning.ranks import join
-from learning.scoring import contexts_of, score_kept
+from learning.teacher import contexts_of, document_kv, host_spill, own_document_kv, score_kept
 from protocols.errors import EngineDied, ForgeError
 from protocols.ports import TensorPlane
 from protocols.train_batch import PreferencePair, ReferenceOutput

@@ -24,23 +24,19 @@ from torch import Tensor
 from actors.base import ModelSource, RankPlace, give_back_now
 from actors.model_actors import ModelActor
 from actors.stored_files import TrainerFiles
-from learning.cartridge.bank import CartridgeBank
-from learning.cartridge.fingerprint import Fingerprints
-from learning.cartridge.initialization import CartridgeInit, initial_bank
-from learning.cartridge.sources import init_sources
-from learning.cartridge.versions import put_changed
+from learning.cartridge import CartridgeBank, Fingerprints, put_changed
 from learning.checkpoint import read_checkpoint
 from learning.decoder import LanguageModel
-from learning.model.document_kv import document_kv
+from learning.initialization import CartridgeInit, init_sources, initial_bank
 from learning.model.loading import base_hash, claim_device, text_ids
 from learning.model.parallel import divide_base, shard_base
 from learning.policy_scores import document_logprobs
 from learning.ranks import join
-from learning.sampler_gap import gap_bounds
-from learning.scoring import TeacherDistribution, joined, of_stored
+from learning.teacher import TeacherDistribution, document_kv, joined, of_stored
 from learning.trainer import CartridgeTrainer
 from protocols.errors import DataError, PlaneError, PublishError
 from protocols.spec.learn import LearnSpec
+from protocols.spec.sections import gap_bounds
 from protocols.train_batch import (
     PrecomputedScores,
     PreferencePair,

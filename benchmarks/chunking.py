@@ -43,16 +43,16 @@ from benchmarks.meters import (
 )
 from benchmarks.record import benchmark
 from benchmarks.step import CARTRIDGE, CONFIG, FROZEN, KEEP_TOP, MODEL, samples_of
-from learning.cartridge.bank import first_tokens
+from learning.batch import ChunkedLogits, Reader, chunk_tokens, token_logprobs
+from learning.cartridge import first_tokens
 from learning.decoder import LanguageModel
 from learning.losses.doc_kl import doc_kl_tokens
 from learning.losses.objective import active_channels
 from learning.losses.sdpo import sdpo_tokens
 from learning.model.loading import load_model
-from learning.packing import ChunkedLogits, Reader, chunk_tokens, token_logprobs
-from learning.progress import CartridgeProgress, LearningRateSchedule
-from learning.scoring import TeacherDistribution, score_kept, top_k
 from learning.step import train_step
+from learning.teacher import TeacherDistribution, score_kept, top_k
+from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample

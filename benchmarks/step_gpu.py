@@ -33,7 +33,7 @@ from benchmarks.record import benchmark
 from forge_run.formatting import bytes_text, count_text
 from forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost
 from learning.attention import layout_of
-from learning.packing import pack
+from learning.batch import pack
 from services.planes.shared_memory import SharedMemoryPlane
 
 GOAL = 2.0  # times the cached bound, of the whole step
@@ -138,7 +138,7 @@ def _real_layouts() -> Iterator[None]:
 
     places = {
         "learning.step.pack": pack,
-        "learning.scoring.pack": pack,
+        "learning.teacher.pack": pack,
         "benchmarks.gpu.phase_step.pack": pack,
         "learning.attention.layout_of": layout_of,
         "torch.unique": torch.unique,

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from learning.attention import FlatAttention
+from learning.decode import generate
 from learning.decoder import LanguageModel
-from learning.decoding.decode_batch import generate
-from learning.model.document_kv import document_kv
 from learning.ranks import beside, passes_beside
+from learning.teacher import document_kv
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
 TRIAL_TOKENS = 32  # of the first pass, which is slower than those after it

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from learning.batch import check_rows, token_logprobs
 from learning.decoder import LanguageModel
-from learning.packing import check_rows, token_logprobs
 from learning.ranks import ALONE, ProcessGroup
-from learning.scoring import TeacherDistribution, response_logprobs
+from learning.teacher import TeacherDistribution, response_logprobs
 from protocols.errors import DataError
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample

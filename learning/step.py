@@ -30,40 +30,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from learning.batch import Member, prepare
-from learning.cartridge.bank import CartridgeBank
-from learning.cartridge.composition import (
-    prefix_lengths,
-    prefix_name,
-    student_prefixes,
+from learning.batch import (
+    Member,
+    MicroBatch,
+    SampledTokens,
+    check_ids,
+    check_rows,
+    pack,
+    prepare,
+    response_tokens,
+    tokens_of,
 )
+from learning.cartridge import CartridgeBank, prefix_lengths, prefix_name, student_prefixes
 from learning.decoder import LanguageModel
 from learning.losses.balance import report
 from learning.losses.channel import (
     LossAccumulator,
     LossChannel,
     LossTerm,
-    MicroBatch,
     cosines,
     gradients_by_channel,
     gradients_of,
 )
-from learning.packing import check_ids, check_rows, pack, response_tokens, tokens_of
-from learning.progress import CartridgeProgress
 from learning.ranks import ALONE, ProcessGroup, beside, passes_beside
-from learning.sampler_gap import GapBounds, SamplerGap
+from learning.trainer_state import CartridgeProgress
 from protocols.errors import RunError, StaleTokenError
+from protocols.spec.sections import GapBounds
 from protocols.train_batch import TrainBatch
-from protocols.types import Sample, TrainStepOutput
-
-OFFLINE_VERSION = -1  # the version of tokens that a document teacher wrote
+from protocols.types import OFFLINE_VERSION, Sample, TrainStepOutput
 
 
 def check_fresh(samples: Sequence[Sample], version: int, staleness: int) -> int:
@@ -338,3 +339,85 @@ def _check_agreement(found: list[dict[str, Any]]) -> None:
             f"trainer ranks {differ} stand at other versions or cartridges than rank 0; nothing "
             "was trained: start all ranks anew and recover from the trainer's last state"
         )
+
+
+@dataclass
+class SamplerGap:
+    """Sum the gaps of a step's micro-batches. A log-probability that is no number counts as an
+    infinite gap."""
+
+    tokens: int = 0
+    absolute: float = 0.0
+    signed: float = 0.0
+    most: float = 0.0
+    worst: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, record: SampledTokens, trainer: Tensor) -> None:
+        """Add a micro-batch: its record, and the trainer's log-probabilities [N]."""
+        at = record.compared.nonzero().flatten()
+        if not len(at):
+            return
+        own = trainer.detach().cpu()[at].double()
+        gaps = own - record.logprobs[at].double()
+        sizes = gaps.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        self.tokens += len(at)
+        self.absolute += sizes.sum().item()
+        self.signed += gaps.sum().item()
+        largest = int(sizes.argmax())
+        if sizes[largest] >= self.most:
+            place = int(at[largest])
+            self.most = sizes[largest].item()
+            self.worst = {
+                "sample": record.locate(place),
+                "sampler": record.logprobs[place].item(),
+                "trainer": own[largest].item(),
+            }
+
+    def sums(self) -> dict[str, Any]:
+        """Return this rank's sums, JSON-able."""
+        return dict(vars(self))
+
+    @classmethod
+    def of_ranks(cls, sums: Sequence[Mapping[str, Any]]) -> SamplerGap:
+        """Return the sums of all ranks, added in their order."""
+        most = max(sums, key=lambda one: one["most"])
+        return cls(
+            sum(one["tokens"] for one in sums),
+            sum(one["absolute"] for one in sums),
+            sum(one["signed"] for one in sums),
+            most["most"],
+            dict(most["worst"]),
+        )
+
+    def refuse(self, bounds: GapBounds | None, version: int) -> None:
+        """Raise StaleTokenError, with the worst sample's id in `samples`, for gaps outside the
+        bounds."""
+        if bounds is None or not self.tokens:
+            return
+        mean = self.absolute / self.tokens
+        if mean <= bounds.mean and self.most <= bounds.max:
+            return
+        error = StaleTokenError(
+            f"the sampler's log-probabilities of {self.tokens} tokens are {mean:.3g} nats from the "
+            f"trainer's under version {version} on average, and {self.most:.3g} at most (bounds "
+            f"{bounds.mean:g} and {bounds.max:g}, train.sampler_gap), most in sample "
+            f"{self.worst['sample']} ({self.worst['sampler']:.4f} against "
+            f"{self.worst['trainer']:.4f}): they were sampled over other numbers than version "
+            f"{version}'s; nothing was trained on them; repair or replace the generator that "
+            "sampled them, then resume the run; if the gap is this backend's rounding, raise the "
+            "bounds"
+        )
+        error.samples = (self.worst["sample"],)
+        raise error
+
+    def facts(self) -> dict[str, float]:
+        """Return {"mean": of |gap|, "signed": mean of gap, "max": of |gap|, "tokens": compared};
+        empty where none was compared."""
+        if not self.tokens:
+            return {}
+        return {
+            "mean": self.absolute / self.tokens,
+            "signed": self.signed / self.tokens,
+            "max": self.most,
+            "tokens": self.tokens,
+        }

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from learning.losses.channel import LossTerm, MicroBatch
+from learning.batch import MicroBatch
+from learning.losses.channel import LossTerm
 from learning.losses.doc_kl import DocKL
 from learning.ranks import ProcessGroup
-from learning.scoring import TeacherDistribution, top_k
+from learning.teacher import TeacherDistribution, top_k
 from protocols.records.token_scores import TOP, Likely, encoded, encoded_top
 from protocols.types import SampleScores
 

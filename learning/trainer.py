@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learning.cartridge.bank import CartridgeBank
-from learning.checkpoint import Checkpoint, part_index, write_checkpoint
+from learning.cartridge import CartridgeBank
+from learning.checkpoint import Checkpoint, LastState, part_index, write_checkpoint
 from learning.decoder import LanguageModel
-from learning.last_state import LastState
 from learning.losses.balance import GradientBalance
 from learning.losses.channel import LossChannel
 from learning.losses.dpo import with_references
@@ -21,17 +20,22 @@ from learning.losses.grpo import check_policy
 from learning.losses.objective import active_channels
 from learning.model.loading import base_hash
 from learning.policy_scores import shared_logprobs
-from learning.progress import CartridgeProgress, LearningRateSchedule, tensor_rms
 from learning.ranks import ALONE, ProcessGroup
-from learning.sampler_gap import GapBounds
-from learning.scoring import TeacherDistribution, score_over
 from learning.step import train_step
+from learning.teacher import TeacherDistribution, score_over
 from learning.token_scores import TokenScores
-from learning.trainer_state import Snapshots, TrainerSnapshot, TrainerState
+from learning.trainer_state import (
+    CartridgeProgress,
+    LearningRateSchedule,
+    Snapshots,
+    TrainerSnapshot,
+    TrainerState,
+    tensor_rms,
+)
 from learning.updates import run_updates
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.spec.sections import TrainSpec
+from protocols.spec.sections import GapBounds, TrainSpec
 from protocols.train_batch import PreferencePair, TrainBatch
 from protocols.types import Sample, SampleScores, TrainStepOutput
 
@@ -47,7 +51,7 @@ class CartridgeTrainer:
     its own cartridges into the same files.
 
     Each cartridge is trained by itself: its optimizer, schedule and clip norm are its own
-    (`learning.progress`), and a step changes those that the batch has a loss for.
+    (`learning.trainer_state`), and a step changes those that the batch has a loss for.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from learning.cartridge.fingerprint import fingerprint
+from learning.cartridge import fingerprint
 from protocols.errors import CheckpointError, DataError
 from protocols.files import write_atomically
 from protocols.spec.cartridge import RUN_PREFIX, CartridgeSpec, StartSpec

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from environments.hints import TurnHint
-from learning.step import OFFLINE_VERSION
 from protocols.episodes import Episode
 from protocols.records.run_files import RolloutRow
 from protocols.types import (
+    OFFLINE_VERSION,
     CacheStats,
     Completion,
     GenerateRequest,

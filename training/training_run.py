@@ -11,7 +11,6 @@ from typing import Any
 
 from environments.failures import all_failed
 from environments.renderer import NO_DOCUMENT
-from learning.sampler_gap import gap_bounds
 from protocols.episodes import Episode
 from protocols.errors import CheckpointError, RunError, StaleTokenError
 from protocols.files import iter_rows
@@ -23,6 +22,7 @@ from protocols.records.run_files import (
     RunOutcome,
 )
 from protocols.spec.mesh import RunSpec
+from protocols.spec.sections import gap_bounds
 from protocols.types import SampleScores
 from registry.terms import write_terms
 from services.clients import GeneratorClient, TrainerClient

@@ -28,13 +28,12 @@ from actors.vllm import connector
 from actors.vllm.connector import DRAWN, LOADED, CartridgeConnector, CartridgeExtension, SeededDraw
 from actors.vllm.kv_layout import PLACEHOLDER, cache_salt, cartridges_of, check_shape
 from actors.vllm.outputs import completed, likeliest, of_prompt
-from learning.cartridge.fingerprint import joined_fingerprint
-from learning.cartridge.versions import CartridgeId
-from learning.decoding.decode_batch import DecodeState, new_row
+from learning.cartridge import CartridgeId, joined_fingerprint
+from learning.decode import DecodeState, new_row
 from learning.decoding.grammar import Grammars
 from learning.decoding.stopping import Decode
-from learning.model.document_kv import context_ids
 from learning.model.loading import frequencies_of
+from learning.teacher import context_ids
 from protocols.errors import DataError, PublishError, RunError
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import (

@@ -10,7 +10,7 @@ from benchmarks.accuracy.study import RightCount, StudyBench, share, told
 from environments.clinic.prompts import sentences, structure_prompt, summarise_prompt
 from environments.renderer import NO_DOCUMENT
 from environments.rollout import BARE
-from learning.decoding.decode_batch import generate
+from learning.decode import generate
 from protocols.seeds import stream_seed
 from protocols.spec.loading import load_spec
 from protocols.teacher_replay import AgentMessage

@@ -20,12 +20,9 @@ from benchmarks.gpu.scene import NAME, CheckScene
 from deploy.manifests.sizing import model_size, role_needs
 from forge_run.formatting import bytes_text
 from forge_run.plan.roofline import DevicePeaks
-from learning.cartridge.bank import CartridgeBank
-from learning.cartridge.fingerprint import Fingerprints
-from learning.cartridge.versions import get_missing, put_changed
-from learning.model.document_kv import DocumentKVCache
-from learning.packing import context_of
-from learning.scoring import TeacherDistribution, contexts_of, score_kept
+from learning.batch import context_of
+from learning.cartridge import CartridgeBank, Fingerprints, get_missing, put_changed
+from learning.teacher import DocumentKVCache, TeacherDistribution, contexts_of, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.types import PublishedCartridge, Sample, TensorRef
 from services.planes.shared_memory import SharedMemoryPlane

@@ -26,11 +26,10 @@ import torch
 
 from benchmarks.meters import one_thread
 from benchmarks.record import ROOT, benchmark
-from learning.cartridge.bank import first_tokens
-from learning.model.document_kv import document_kv
+from learning.cartridge import first_tokens
 from learning.model.loading import load_model
 from learning.ranks import join, leave
-from learning.scoring import TeacherDistribution
+from learning.teacher import TeacherDistribution, document_kv
 from learning.trainer import CartridgeTrainer
 from protocols.spec.sections import TrainSpec
 from protocols.types import Sample

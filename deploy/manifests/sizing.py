@@ -25,7 +25,7 @@ SCORE_BYTES = 256 * 2**20  # of a chunk's scores: learning.attention' bound
 READ_COPIES = 2  # of a chunk, float32: scores and weights
 TRAINED_COPIES = 4  # in the backward pass their gradients as well
 LOSS_COPIES = 3  # of the logits, float32: themselves, their log-softmax and its gradient
-LOGIT_BYTES = 256 * 2**20  # a teacher's logits at a time: learning.scoring's bound
+LOGIT_BYTES = 256 * 2**20  # a teacher's logits at a time: learning.teacher's bound
 HEADROOM = 1.25  # for the allocator's cache, and for uncounted memory
 
 

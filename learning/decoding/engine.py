@@ -17,11 +17,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from learning.cartridge.composition import composed
-from learning.cartridge.fingerprint import Fingerprints
-from learning.cartridge.versions import CartridgeId
+from learning.cartridge import CartridgeId, Fingerprints, composed
+from learning.decode import DecodeBatch, DecodeState, new_row
 from learning.decoder import LanguageModel
-from learning.decoding.decode_batch import DecodeBatch, DecodeState, new_row
 from learning.decoding.grammar import Grammars
 from learning.decoding.stopping import Decode
 from protocols.errors import PublishError

@@ -15,49 +15,12 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from learning.packing import ChunkedLogits, PackedTokens
-from learning.sampler_gap import SampledTokens
-from learning.scoring import TeacherDistribution
+from learning.batch import ChunkedLogits, Item, MicroBatch
+from learning.teacher import TeacherDistribution
 from protocols.errors import DataError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample
-
-# Index of a group in a channel's samples, and the group's response tokens that bear the loss.
-Item = tuple[int, Sequence[int]]
-
-
-@dataclass(frozen=True)
-class ChannelTokens:
-    """Locate one channel's n tokens of a micro-batch, item by item: each field is a slice or
-    indices [n].
-
-    items    the channel's items in this micro-batch
-    owners   the cartridge that each item trains, and the item's number of tokens
-    at       positions among the N tokens whose logits the student computes
-    first    the first of these N tokens that belongs to the channel's set
-    own      positions among the tokens of all the channel's items in the whole batch
-    inside   positions among all response tokens of the channel's set in the whole batch
-    """
-
-    items: Sequence[Item]
-    owners: Sequence[tuple[str, int]]
-    at: slice | Tensor
-    first: int
-    own: slice | Tensor
-    inside: slice | Tensor
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Hold the rows of one student forward and the tokens of every channel in them. `packed` covers
-    the N response tokens that bear a loss of any channel, set by set; `sampled` is the sampler's
-    record of them. `batch` is the whole batch of the step."""
-
-    batch: TrainBatch
-    packed: PackedTokens
-    tokens: Mapping[str, ChannelTokens]
-    sampled: SampledTokens
 
 
 class LossChannel(Protocol):
@@ -174,7 +137,7 @@ def check_scores(batch: TrainBatch, name: str, tokens: int, *, needed: bool) -> 
         if needed and tokens:
             raise DataError(
                 f"the batch has no {name}, which this objective needs; score its samples with "
-                "learning.scoring, or set the weight that asks for it to 0"
+                "learning.teacher, or set the weight that asks for it to 0"
             )
         return
     held = given.tokens if isinstance(given, TeacherDistribution) else len(given)

@@ -27,16 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.losses.channel import (
-    Item,
-    LossChannel,
-    LossTerm,
-    MicroBatch,
-    check_scores,
-    counted,
-)
-from learning.packing import ChunkedLogits
-from learning.scoring import TeacherDistribution
+from learning.batch import ChunkedLogits, Item, MicroBatch
+from learning.losses.channel import LossChannel, LossTerm, check_scores, counted
+from learning.teacher import TeacherDistribution
 from protocols.errors import SpecError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch

@@ -43,10 +43,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from learning.batch import ChunkedLogits, Item, MicroBatch
 from learning.decoder import LanguageModel
-from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch, counted
-from learning.packing import ChunkedLogits
-from learning.scoring import response_logprobs
+from learning.losses.channel import LossChannel, LossTerm, counted
+from learning.teacher import response_logprobs
 from protocols.errors import StaleTokenError
 from protocols.spec.objective import DpoSpec, LossSpec, ObjectiveSpec
 from protocols.train_batch import PreferencePair, TrainBatch, completions

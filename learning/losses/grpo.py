@@ -51,17 +51,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from learning.batch import ChannelTokens, ChunkedLogits, Item, MicroBatch
 from learning.losses.advantages import compared, group_advantages, shaped, varying
-from learning.losses.channel import (
-    ChannelTokens,
-    Item,
-    LossChannel,
-    LossTerm,
-    MicroBatch,
-    check_scores,
-    counted,
-)
-from learning.packing import ChunkedLogits
+from learning.losses.channel import LossChannel, LossTerm, check_scores, counted
 from protocols.errors import DataError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.policy_gradient import GrpoSpec, MismatchSpec
@@ -235,7 +227,7 @@ def check_policy(
         raise StaleTokenError(
             f"RL sample {s.id} was sampled by versions {sorted(own)}, and version {version} is "
             "being trained: give scores of old, the log-probabilities under the versions that "
-            "sampled it (learning.scoring.response_logprobs); nothing was trained on it"
+            "sampled it (learning.teacher.response_logprobs); nothing was trained on it"
         )
 
 

@@ -34,14 +34,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from learning.losses.channel import (
-    Item,
-    LossChannel,
-    LossTerm,
-    MicroBatch,
-    check_scores,
-    counted,
-)
+from learning.batch import ChunkedLogits, Item, MicroBatch, token_logprobs
+from learning.losses.channel import LossChannel, LossTerm, check_scores, counted
 from learning.losses.doc_kl import aligned, jensen_shannon_entries, jensen_shannon_slopes
 from learning.losses.grpo import (
     LOG_RATIO_BOUND,
@@ -50,8 +44,7 @@ from learning.losses.grpo import (
     episodes_of,
     old_logprobs,
 )
-from learning.packing import ChunkedLogits, token_logprobs
-from learning.scoring import TeacherDistribution
+from learning.teacher import TeacherDistribution
 from protocols.errors import SpecError
 from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
 from protocols.train_batch import TrainBatch, hinted

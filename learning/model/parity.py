@@ -42,9 +42,9 @@ from learning.attention import FlatAttention, Observer
 from learning.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder
 from learning.model.adapter import load_by_transformers
 from learning.model.decoder_config import decoder_config
-from learning.model.document_kv import document_kv
 from learning.model.short_config import FIXED_ROPES, ShortConfig, edited, short_configs
 from learning.model.verdicts import BOUND, WAYS, ModelVerdict, model_folder
+from learning.teacher import document_kv
 from protocols.errors import DataError
 
 TEXT, PREFIX, BEFORE = 48, 20, 56  # tokens: the text, its part that is a prefix, the text before it

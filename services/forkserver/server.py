@@ -37,7 +37,7 @@ PRELOAD = (
     "transformers.tokenization_utils_tokenizers",
     "protocols.spec.loading",
     "learning.trainer",
-    "learning.scoring",
+    "learning.teacher",
     "learning.policy_scores",
     "learning.decoding.engine",
     "learning.losses.objective",

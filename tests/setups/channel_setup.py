@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learning.cartridge.bank import CartridgeBank, first_tokens
+from learning.cartridge import CartridgeBank, first_tokens
 from learning.losses.balance import GradientBalance
 from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
-from learning.progress import CartridgeProgress, LearningRateSchedule
-from learning.sampler_gap import GapBounds
-from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
 from learning.step import train_step
+from learning.teacher import TeacherDistribution, response_logprobs, score, score_over
+from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from learning.updates import Share, part_of
 from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.spec.sections import TrainSpec
+from protocols.spec.sections import GapBounds, TrainSpec
 from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch, hinted
 from protocols.types import Sample, Sampling, TrainStepOutput
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from environments.renderer import NO_DOCUMENT
 from learning.checkpoint import write_checkpoint
-from learning.decoding.decode_batch import generate
-from learning.model.document_kv import context_ids, document_kv
+from learning.decode import generate
 from learning.model.loading import load_model, load_tokenizer
+from learning.teacher import context_ids, document_kv
 from protocols.spec.experiments import EvalSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec

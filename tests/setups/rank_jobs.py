@@ -29,16 +29,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from twins import Twin, build
 
-from learning.cartridge.attention_matching import attention_matched
-from learning.cartridge.bank import first_tokens
+from learning.attention_matching import attention_matched
+from learning.batch import LOGIT_BYTES
+from learning.cartridge import first_tokens
 from learning.checkpoint import read_checkpoint
 from learning.decoder import LanguageModel
-from learning.model.document_kv import document_kv, own_document_kv
 from learning.model.loading import load_model
 from learning.model.parallel import divide_base, shard_base
-from learning.packing import LOGIT_BYTES
 from learning.ranks import ALONE, ProcessGroup, join, leave
-from learning.scoring import TeacherDistribution, response_logprobs
+from learning.teacher import TeacherDistribution, document_kv, own_document_kv, response_logprobs
 from learning.trainer import CartridgeTrainer
 from protocols.spec.policy_gradient import GrpoSpec
 from protocols.spec.sections import TrainSpec

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from learning.decoder import LanguageModel
-from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import load_model
+from learning.teacher import DocumentKVCache, document_kv
 from protocols.types import Sample
 
 VOCAB = 97

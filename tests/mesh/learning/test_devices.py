@@ -15,10 +15,10 @@ from rooms.learning.devices_setup import OBJECTIVE, TRAIN, same, trainer_of
 from second_device import Elsewhere
 
 from learning.checkpoint import read_checkpoint
-from learning.decoding.decode_batch import generate
+from learning.decode import generate
 from learning.decoding.engine import TorchEngine
 from learning.losses.dpo import with_references
-from learning.scoring import score_kept
+from learning.teacher import score_kept
 from protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from protocols.spec.sections import TrainSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rooms.learning.trainer_setup import Killed, copied, killed, same, trainer_of
 
-from learning.scoring import TeacherDistribution, score
+from learning.teacher import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 
 if TYPE_CHECKING:

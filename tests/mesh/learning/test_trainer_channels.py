@@ -11,12 +11,12 @@ import pytest
 import torch
 from channel_setup import ALL, bank_of, changed, prefixes, scene, trained
 
-from learning.cartridge.bank import first_tokens
+from learning.cartridge import first_tokens
 from learning.checkpoint import read_checkpoint
 from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
-from learning.scoring import TeacherDistribution, score
 from learning.step import train_step
+from learning.teacher import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.records.token_scores import TOP, decoded, decoded_top
 from protocols.spec.objective import LossSpec, ObjectiveSpec

@@ -13,13 +13,12 @@ import torch
 from logits_setup import DOCUMENT, READER
 from safetensors.torch import load_file
 
-from learning.cartridge.bank import CartridgeBank
+from learning.cartridge import CartridgeBank
 from learning.losses.objective import active_channels
-from learning.model.document_kv import document_kv
 from learning.model.loading import load_model, load_tokenizer
-from learning.progress import CartridgeProgress, LearningRateSchedule
-from learning.scoring import TeacherDistribution, score_over
 from learning.step import train_step
+from learning.teacher import TeacherDistribution, document_kv, score_over
+from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from protocols.files import REPOSITORY
 from protocols.spec.objective import ObjectiveSpec
 from protocols.spec.policy_gradient import GrpoSpec

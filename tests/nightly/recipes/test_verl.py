@@ -13,11 +13,11 @@ import torch
 from logits_setup import READER, ours, trained
 from safetensors.torch import load_file
 
-from learning.cartridge.bank import CartridgeBank
+from learning.cartridge import CartridgeBank
 from learning.losses.objective import active_channels
-from learning.progress import CartridgeProgress, LearningRateSchedule
-from learning.scoring import response_logprobs
 from learning.step import train_step
+from learning.teacher import response_logprobs
+from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from protocols.files import REPOSITORY
 from protocols.spec.objective import ObjectiveSpec
 from protocols.spec.policy_gradient import GrpoSpec

@@ -16,11 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learning.attention import FlatAttention
-from learning.cartridge.bank import first_tokens
+from learning.cartridge import first_tokens
 from learning.decoder import LanguageModel
-from learning.model.document_kv import document_kv
 from learning.model.loading import load_model, load_tokenizer, tokenizer_of
-from learning.scoring import TeacherDistribution, score_kept
+from learning.teacher import TeacherDistribution, document_kv, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.errors import DataError
 from protocols.spec.loading import load_spec

@@ -20,8 +20,8 @@ from deploy.manifests.sizing import (
 )
 from forge_run.plan import roofline
 from forge_run.plan.roofline import EXPLICIT, Workload
-from learning.decoding.decode_cache import DecodeCache
-from learning.model.document_kv import PREFILL_CHUNK, document_kv
+from learning.decode import DecodeCache
+from learning.teacher import PREFILL_CHUNK, document_kv
 from protocols.spec.model import ShapeSpec
 from services.planes.codec import layout_of, packed_bytes
 

@@ -13,12 +13,11 @@ import torch
 from channel_setup import progress_of
 from rooms.learning.alignment_setup import ZERO, packed_of, per_token, student
 
-from learning.cartridge.bank import CartridgeBank
+from learning.batch import PackedTokens
+from learning.cartridge import CartridgeBank
 from learning.losses.objective import active_channels
-from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.packing import PackedTokens
-from learning.scoring import TeacherDistribution, score
 from learning.step import train_step
+from learning.teacher import DocumentKVCache, TeacherDistribution, document_kv, score
 from protocols.spec.objective import ObjectiveSpec
 from protocols.train_batch import TrainBatch
 

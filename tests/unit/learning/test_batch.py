@@ -10,11 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.batch import Member, PreparedBatch, prepare
-from learning.losses.channel import MicroBatch
+from learning.batch import Member, MicroBatch, PreparedBatch, pack, prepare
 from learning.losses.objective import active_channels
-from learning.packing import pack
-from learning.scoring import TeacherDistribution
+from learning.teacher import TeacherDistribution
 from protocols.spec.objective import ObjectiveSpec
 from protocols.spec.policy_gradient import GrpoSpec
 from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch

@@ -20,10 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.chunking import losses, once
 from benchmarks.chunking import scene as benchmark_scene
 from benchmarks.meters import ONEDNN, LiveTensors
-from learning.model.document_kv import document_kv
+from learning.batch import LOGIT_BYTES, ChunkedLogits, chunk_tokens, pack, response_tokens
 from learning.model.loading import load_model
-from learning.packing import LOGIT_BYTES, ChunkedLogits, chunk_tokens, pack, response_tokens
-from learning.scoring import TeacherDistribution, top_k
+from learning.teacher import TeacherDistribution, document_kv, top_k
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from learning import ranks as host_memory
-from learning.checkpoint import Checkpoint, part_name, read_checkpoint, write_checkpoint
-from learning.last_state import LastState
+from learning.checkpoint import Checkpoint, LastState, part_name, read_checkpoint, write_checkpoint
 from learning.ranks import each, to_host
 
 

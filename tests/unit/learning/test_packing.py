@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from twins import NEAR
 
-from learning.packing import PackedTokens, even_parts, pack, response_logits
+from learning.batch import PackedTokens, even_parts, pack, response_logits
 from protocols.errors import DataError
 from protocols.types import Sample
 

@@ -14,7 +14,7 @@ from twins import NEAR
 
 from learning.checkpoint import read_checkpoint
 from learning.policy_scores import document_logprobs
-from learning.scoring import TeacherDistribution, joined, response_logprobs, score, score_kept
+from learning.teacher import TeacherDistribution, joined, response_logprobs, score, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, DataError
 from protocols.spec.objective import ObjectiveSpec

@@ -11,11 +11,19 @@ from channel_setup import bank_of, prefixes, scene
 from twins import NEAR
 
 from learning import ranks as cores
+from learning.batch import token_logprobs
 from learning.losses.dpo import with_references
-from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.packing import token_logprobs
 from learning.ranks import beside
-from learning.scoring import contexts_of, response_logprobs, score, score_kept, score_over, top_k
+from learning.teacher import (
+    DocumentKVCache,
+    contexts_of,
+    document_kv,
+    response_logprobs,
+    score,
+    score_kept,
+    score_over,
+    top_k,
+)
 from protocols.errors import DataError
 from protocols.train_batch import hinted
 
@@ -70,7 +78,7 @@ def test_what_is_kept_of_a_score_is_its_top_or_all(
 ) -> None:
     """Also where the logits of three tokens exist at a time."""
     if chunk:
-        monkeypatch.setattr("learning.scoring.LOGIT_BYTES", chunk * 97 * 4)
+        monkeypatch.setattr("learning.teacher.LOGIT_BYTES", chunk * 97 * 4)
     samples = make_samples(("a", 4, 5), ("b", 2, 3))
     logits = score(twin.model, samples, twin.cached(), 20)
     kv = contexts_of(samples, twin.cached())
@@ -102,7 +110,7 @@ def test_parts_scored_beside_each_other_are_the_whole(
         ran.append(len(parts))
         return beside(work, parts, passes)
 
-    monkeypatch.setattr("learning.scoring.beside", noted)
+    monkeypatch.setattr("learning.teacher.beside", noted)
     monkeypatch.setattr(cores, "LEAST_TOKENS", 10)
     before = torch.get_num_threads()
     try:

@@ -11,10 +11,10 @@ import torch
 from channel_setup import prefixes, trained
 from rooms.learning.trainer_setup import CONFIG, copied, parts, same, trainer_of
 
-from learning.cartridge.bank import first_tokens
+from learning.cartridge import first_tokens
 from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
 from learning.model.loading import base_hash, load_model
-from learning.scoring import TeacherDistribution, score
+from learning.teacher import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 

@@ -28,7 +28,7 @@ from twins import NEAR
 from learning.checkpoint import read_checkpoint
 from learning.losses.advantages import group_advantages
 from learning.policy_scores import shared_logprobs
-from learning.scoring import response_logprobs
+from learning.teacher import response_logprobs
 from learning.trainer import CartridgeTrainer
 from learning.updates import divide, joined_output
 from protocols.errors import RunError, StaleTokenError

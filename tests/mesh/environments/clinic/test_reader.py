@@ -13,9 +13,9 @@ from environments.clinic.longhealth import parse_patients
 from environments.clinic.patients import generate_clinic
 from environments.clinic.pretrain.reader_tasks import Difficulty, draw_conversation
 from environments.clinic.prompts import option_prompt, parse_answer
-from learning.decoding.decode_batch import generate
-from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.decode import generate
 from learning.model.loading import load_model, load_tokenizer
+from learning.teacher import DocumentKVCache, document_kv
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
 READER = Path(__file__).resolve().parents[4] / "models" / "clinic-reader"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from learning.cartridge.bank import CartridgeBank, first_tokens
+from learning.cartridge import CartridgeBank, first_tokens
 from protocols.errors import DataError
 
 if TYPE_CHECKING:

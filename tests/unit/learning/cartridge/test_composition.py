@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from channel_setup import progress_of, trained
 
-from learning.cartridge.bank import CartridgeBank, first_tokens
-from learning.cartridge.composition import (
+from learning.batch import pack, response_logits
+from learning.cartridge import (
+    CartridgeBank,
     composed,
+    first_tokens,
     prefix_lengths,
     prefix_name,
     student_prefixes,
 )
 from learning.losses.objective import active_channels
-from learning.packing import pack, response_logits
-from learning.scoring import TeacherDistribution, score
 from learning.step import train_step
+from learning.teacher import TeacherDistribution, score
 from protocols.spec.objective import ObjectiveSpec
 from protocols.train_batch import TrainBatch
 

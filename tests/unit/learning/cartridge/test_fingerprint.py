@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from learning.cartridge import fingerprint as module
-from learning.cartridge.fingerprint import Fingerprints, fingerprint
+from learning import cartridge as module
+from learning.cartridge import Fingerprints, fingerprint
 from protocols.types import PrefixRef, composed_ref
 
 

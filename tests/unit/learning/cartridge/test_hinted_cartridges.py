@@ -10,7 +10,7 @@ import torch
 from channel_setup import bank_of, prefixes
 
 from learning.checkpoint import read_checkpoint
-from learning.scoring import TeacherDistribution, score
+from learning.teacher import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, PublishError
 from protocols.spec.objective import ObjectiveSpec, SdpoSpec

@@ -11,9 +11,9 @@ import pytest
 import torch
 from small_run import ROOT
 
-from learning.cartridge.attention_matching import attention_matched
-from learning.cartridge.composition import shifted
-from learning.cartridge.initialization import (
+from learning.attention_matching import attention_matched
+from learning.cartridge import shifted
+from learning.initialization import (
     INITS,
     PADS,
     CartridgeInit,

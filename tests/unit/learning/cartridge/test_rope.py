@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from twins import NEAR
 
 from learning.attention import FlatAttention
-from learning.cartridge.composition import composed, shifted
+from learning.cartridge import composed, shifted
 from learning.decoder import half_split
 from learning.model.loading import frequencies_of
 from protocols.errors import DataError

@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from learning.cartridge.initialization import (
-    CartridgeInit,
-    first_of_each,
-    initial_bank,
-    shares,
-)
-from learning.cartridge.sources import init_sources
-from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.initialization import CartridgeInit, first_of_each, init_sources, initial_bank, shares
+from learning.teacher import DocumentKVCache, document_kv
 from protocols.errors import DataError
 
 if TYPE_CHECKING:

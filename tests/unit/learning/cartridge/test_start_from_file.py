@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from learning.cartridge.initialization import CartridgeInit, initial_bank
 from learning.checkpoint import read_checkpoint
-from learning.scoring import TeacherDistribution, score
+from learning.initialization import CartridgeInit, initial_bank
+from learning.teacher import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.spec.sections import TrainSpec
 from registry.formats import convert, run_checkpoint

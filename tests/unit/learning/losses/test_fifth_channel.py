@@ -11,9 +11,9 @@ from channel_setup import ALL, bank_of, do, of_cartridge, scene, trained, whole_
 from pydantic import Field
 from torch import Tensor
 
-from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch, counted
+from learning.batch import ChunkedLogits, Item, MicroBatch
+from learning.losses.channel import LossChannel, LossTerm, counted
 from learning.losses.objective import CHANNELS
-from learning.packing import ChunkedLogits
 from learning.trainer import CartridgeTrainer
 from protocols.errors import DataError
 from protocols.spec.base import SpecSection

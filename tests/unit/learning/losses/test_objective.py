@@ -35,14 +35,13 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
+from learning.batch import pack, response_logits
 from learning.decoder import Decoder
 from learning.losses.advantages import group_advantages
 from learning.losses.doc_kl import doc_kl, jensen_shannon
 from learning.losses.objective import CHANNELS, active_channels
-from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, load_model, load_tokenizer
-from learning.packing import pack, response_logits
-from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
+from learning.teacher import TeacherDistribution, document_kv, response_logprobs, score, score_over
 from protocols.errors import DataError, ForgeError, RunError, StaleTokenError
 from protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
 from protocols.spec.policy_gradient import GrpoSpec
@@ -52,7 +51,7 @@ from protocols.types import Sample, Sampling
 if TYPE_CHECKING:
     from twins import Twin
 
-    from learning.cartridge.bank import CartridgeBank
+    from learning.cartridge import CartridgeBank
 
 READER = Path(__file__).parents[4] / "models/clinic-reader"
 

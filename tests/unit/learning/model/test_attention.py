@@ -20,8 +20,8 @@ from twins import NEAR
 from learning import attention
 from learning import attention as kernels
 from learning.attention import AttentionOptions, FlatAttention, attend, layout_of
+from learning.batch import pack, response_logits
 from learning.model.adapter import load_by_transformers
-from learning.packing import pack, response_logits
 
 if TYPE_CHECKING:
     from twins import Twin

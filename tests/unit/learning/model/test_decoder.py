@@ -15,12 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from twins import NEAR, SHAPE, VOCAB
 
 from learning.attention import FlatAttention
+from learning.decode import COPIED, generate
 from learning.decoder import SMALLEST, Decoder, packed, rope_frequencies
-from learning.decoding.decode_batch import generate
-from learning.decoding.decode_cache import COPIED
 from learning.model.decoder_config import decoder_config
-from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, frequencies_of, known_config, load_model
+from learning.teacher import document_kv
 from protocols.errors import DataError
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
@@ -154,7 +153,7 @@ def test_gradients_into_the_prefixes(pair: Pair) -> None:
 def test_greedy_tokens(
     pair: Pair, kept_twice: bool, copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("learning.decoding.decode_batch.COPIED", copied)
+    monkeypatch.setattr("learning.decode.COPIED", copied)
     prefixes = prefixes_of(pair.ours)
     model = load_model(str(pair.path))
     if kept_twice:
@@ -205,7 +204,7 @@ def test_a_large_model_is_held_once(pair: Pair, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_document_in_chunks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [i for part in IDS for i in part]
-    monkeypatch.setattr("learning.model.document_kv.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("learning.teacher.PREFILL_CHUNK", 5)
     kv = document_kv(pair.ours, ids)
     cache = DynamicCache()
     pair.plain(torch.tensor([ids]), past_key_values=cache, use_cache=True)

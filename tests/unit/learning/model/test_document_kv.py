@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learning.model.document_kv import DocumentKVCache, HostCache, context_ids, host_spill
+from learning.teacher import DocumentKVCache, HostCache, context_ids, host_spill
 from protocols.errors import DataError
 from protocols.types import CacheStats
 

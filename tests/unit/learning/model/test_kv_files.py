@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learning.model.document_kv import DocumentKVCache
-from learning.model.kv_files import TIMES_FREE, KVFiles
+from learning.teacher import TIMES_FREE, DocumentKVCache, KVFiles
 
 IDS = (5, 3, 8)
 Usage = namedtuple("Usage", ["total", "used", "free"])
@@ -99,6 +98,6 @@ def test_what_fails_while_it_is_written_leaves_nothing(
         file.write_bytes(b"part")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("learning.model.kv_files.save_file", full)
+    monkeypatch.setattr("learning.teacher.save_file", full)
     KVFiles(tmp_path).keep(IDS, kv_of(IDS))
     assert not [*tmp_path.iterdir()]

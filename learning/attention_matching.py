@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from learning.attention import FlatAttention
-from learning.cartridge.composition import shifted
+from learning.cartridge import shifted
 from learning.decoder import LanguageModel
 from learning.ranks import beside, most_beside, passes_beside
 
