@@ -179,7 +179,7 @@ class TrainerActor(ModelActor):
             scores["doc_teacher"] = scores["doc_teacher"].rows(marks.nonzero().flatten())
         batch = replace(lesson, scores=scores)
         begun = time.perf_counter()
-        output = self._trainer.step_on(batch, version)
+        output = self._trainer.step(batch, version)
         self._freed.give_back()
         self._keep_last_state()
         output = replace(

@@ -44,7 +44,7 @@ from forge_run.report.plots import Plot, hue, legend
 from learning.batch import context_of
 from learning.cartridge import CartridgeBank, first_tokens
 from learning.decode import generate
-from learning.losses.doc_kl import doc_kl_tokens
+from learning.losses.doc_kl import doc_batch, doc_kl_tokens
 from learning.model.loading import load_model
 from learning.teacher import (
     DocumentKVCache,
@@ -191,7 +191,7 @@ async def compare(
             **score_kept(model, samples, prefixes, CONFIG.row_tokens, KEEP_TOP, prefix=context_of)
         )
         laps.done("teacher")
-        result = trainer.step(samples, teacher, version)
+        result = trainer.step(doc_batch(samples, teacher), version)
         laps.loss, laps.norm = result.kl, result.grad_norm
         laps.done("train")
         kv = trainer.snapshot(version + 1).kv["d"]

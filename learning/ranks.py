@@ -44,7 +44,6 @@ from torch import Tensor
 from learning.decoder import LanguageModel
 from protocols.errors import DataError, RanksLostError, RunError, StaleTokenError
 
-T = TypeVar("T")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -78,10 +77,6 @@ class ProcessGroup:
     def data_world(self) -> int:
         """Return the number of copies of the base."""
         return self.world // self.tensor
-
-    def of_copies(self, told: Sequence[T]) -> Sequence[T]:
-        """Return what one rank of each copy told, of a list by rank."""
-        return told[:: self.tensor]
 
     @property
     def leads(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from learning.cartridge import CartridgeBank
 from learning.checkpoint import Checkpoint, LastState, part_index, write_checkpoint
 from learning.decoder import LanguageModel
-from learning.losses.balance import GradientBalance
 from learning.losses.channel import LossChannel
 from learning.losses.dpo import with_references
 from learning.losses.grpo import check_policy
@@ -21,9 +20,8 @@ from learning.losses.objective import active_channels
 from learning.model.loading import base_hash
 from learning.policy_scores import shared_logprobs
 from learning.ranks import ALONE, ProcessGroup
-from learning.step import train_step
-from learning.teacher import TeacherDistribution, score_over
-from learning.token_scores import TokenScores
+from learning.step import StepOptions, train_step
+from learning.teacher import score_over
 from learning.trainer_state import (
     CartridgeProgress,
     LearningRateSchedule,
@@ -38,6 +36,9 @@ from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import GapBounds, TrainSpec
 from protocols.train_batch import PreferencePair, TrainBatch
 from protocols.types import Sample, SampleScores, TrainStepOutput
+
+if TYPE_CHECKING:  # for objectives that balance their channels
+    from learning.losses.balance import GradientBalance
 
 
 class CartridgeTrainer:
@@ -137,15 +138,7 @@ class CartridgeTrainer:
         self._keep()
         return state.version
 
-    def step(
-        self, samples: Sequence[Sample], teacher: TeacherDistribution, version: int
-    ) -> TrainStepOutput:
-        """Run `step_on` with document distillation samples only."""
-        return self.step_on(
-            TrainBatch(doc=tuple(samples), scores={"doc_teacher": teacher}), version
-        )
-
-    def step_on(self, batch: TrainBatch, version: int) -> TrainStepOutput:
+    def step(self, batch: TrainBatch, version: int) -> TrainStepOutput:
         """Train one rollout on `version`, which must be the current one, and advance the version:
         one optimizer update, or `train.updates_per_rollout * train.minibatches` of them. Raises
         StaleTokenError for any other version. The version just trained returns its output again.
@@ -178,27 +171,32 @@ class CartridgeTrainer:
         spec = self.spec
         state = self._state
         channels = [now for c in self._channels if (now := c.at(state.step)).weight]
-        scores = TokenScores() if self._keep_token_scores else None
+        scores = None
+        if self._keep_token_scores:
+            from learning.token_scores import TokenScores  # an observer: no number depends on it
+
+            scores = TokenScores()
+        options = StepOptions(
+            clip=spec.clip,
+            row_tokens=spec.row_tokens,
+            staleness=spec.staleness,
+            micro_tokens=self._objective.micro_tokens,
+            logit_bytes=spec.logit_chunk_mb * 2**20,
+            recompute_layers=spec.recompute_layers,
+            observe=None if scores is None else scores.add,
+        )
+        every = self._objective.compare_every
+        first_options = replace(
+            options,
+            gap_bounds=self._gap_bounds,  # later updates' cartridges are not the sampler's
+            compare_gradients=every > 0 and state.step % every == 0,
+        )
 
         def update(part: TrainBatch, first: bool) -> TrainStepOutput:
             return train_step(
-                self.model,
-                self.bank,
-                state.progress,
-                part,
-                channels,
-                clip=spec.clip,
-                row_tokens=spec.row_tokens,
-                version=version,
-                staleness=spec.staleness,
-                micro_tokens=self._objective.micro_tokens,
-                compare_gradients=first and self._compares(),
-                gap_bounds=self._gap_bounds if first else None,  # later ones are not the sampler's
-                logit_bytes=spec.logit_chunk_mb * 2**20,
-                recompute_layers=spec.recompute_layers,
-                observe=None if scores is None else scores.add,
-                ranks=self._ranks,
-            )
+                self.model, self.bank, state.progress, part, channels, version,
+                first_options if first else options, self._ranks,
+            )  # fmt: skip
 
         batch = self._completed(batch, channels, version)
         if spec.updates_per_rollout * spec.minibatches == 1:
@@ -220,6 +218,8 @@ class CartridgeTrainer:
         spec = self._objective
         if spec.balance != "gradient_norm" or len(self._channels) < 2:
             return None
+        from learning.losses.balance import GradientBalance
+
         return GradientBalance(spec.balance_every, spec.balance_bound)
 
     def _completed(
@@ -296,10 +296,6 @@ class CartridgeTrainer:
         if not self._ranks.apart:
             return told
         return [row for one in self._ranks.gather({"told": told}) for row in one["told"]]
-
-    def _compares(self) -> bool:
-        every = self._objective.compare_every
-        return every > 0 and self._state.step % every == 0
 
     def snapshot(self, version: int) -> TrainerSnapshot:
         """Return a version to publish, now or again. Raises PublishError for any version but the

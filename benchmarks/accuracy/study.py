@@ -84,7 +84,7 @@ class StudyBench:
                 prefix=context_of,
             )
             batch = TrainBatch(doc=samples, scores={"doc_teacher": TeacherDistribution(**scored)})
-            kls.append(trainer.step_on(batch, trainer.version).kl)
+            kls.append(trainer.step(batch, trainer.version).kl)
         return kls
 
     def prefix(self, ref: PrefixRef) -> Tensor:

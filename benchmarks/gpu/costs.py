@@ -22,6 +22,7 @@ from forge_run.formatting import bytes_text
 from forge_run.plan.roofline import DevicePeaks
 from learning.batch import context_of
 from learning.cartridge import CartridgeBank, Fingerprints, get_missing, put_changed
+from learning.losses.doc_kl import doc_batch
 from learning.teacher import DocumentKVCache, TeacherDistribution, contexts_of, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.types import PublishedCartridge, Sample, TensorRef
@@ -227,7 +228,7 @@ def _train(scene: CheckScene) -> None:
     teacher = TeacherDistribution(
         indices=torch.arange(TOP, dtype=torch.int32).repeat(tokens, 1), logprobs=logits
     )
-    trainer.step(samples, teacher, trainer.version)
+    trainer.step(doc_batch(samples, teacher), trainer.version)
     trainer.snapshot(trainer.version)
 
 

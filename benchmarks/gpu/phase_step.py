@@ -31,7 +31,7 @@ from learning.decoder import Decoder
 from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
 from learning.model.decoder_config import decoder_config
-from learning.step import train_step
+from learning.step import StepOptions, train_step
 from learning.teacher import (
     DocumentKVCache,
     TeacherDistribution,
@@ -220,12 +220,19 @@ class PhaseStep:
 
     def student(self, teacher: TeacherDistribution) -> None:
         train_step(
-            self.model, self.bank, self._progress,
+            self.model,
+            self.bank,
+            self._progress,
             TrainBatch(doc=self.samples, scores={"doc_teacher": teacher}),
-            active_channels(ObjectiveSpec()), clip=1.0,
-            row_tokens=self.setting.work.sample_tokens, version=0, staleness=0,
-            micro_tokens=self._micro_tokens,
-        )  # fmt: skip
+            active_channels(ObjectiveSpec()),
+            0,
+            StepOptions(
+                clip=1.0,
+                row_tokens=self.setting.work.sample_tokens,
+                staleness=0,
+                micro_tokens=self._micro_tokens,
+            ),
+        )
 
     def snapshot(self) -> Tensor:
         """Return the cartridge [L, 2, H_kv, P, D] as it is published."""

@@ -27,6 +27,7 @@ import torch
 from benchmarks.meters import one_thread
 from benchmarks.record import ROOT, benchmark
 from learning.cartridge import first_tokens
+from learning.losses.doc_kl import doc_batch
 from learning.model.loading import load_model
 from learning.ranks import join, leave
 from learning.teacher import TeacherDistribution, document_kv
@@ -74,7 +75,7 @@ def train(rank: int, world: int, arm: str, meeting: str, steps: int, each: int, 
         begun = time.process_time(), time.perf_counter()
         now = [Sample(s.id, s.cartridge, s.prompt_ids, s.response_ids, (),
                       (version + turn,) * RESPONSE) for s in samples]  # fmt: skip
-        trainer.step(now, teacher, version + turn)
+        trainer.step(doc_batch(now, teacher), version + turn)
         lasted.append((time.process_time() - begun[0], time.perf_counter() - begun[1]))
     leave(ranks)
     out.write_text(json.dumps(lasted[1:]))

@@ -102,7 +102,9 @@ class Sides:
         return TeacherDistribution(**score_kept(self.ours, samples, {"d": self.kv}, rows, kept))
 
     def our_training(self, samples: Sequence[Any], teacher: Any) -> float:
-        return float(self.trainer.step(samples, teacher, self.trainer.version).kl)
+        from learning.losses.doc_kl import doc_batch
+
+        return float(self.trainer.step(doc_batch(samples, teacher), self.trainer.version).kl)
 
     # -- transformers ---------------------------------------------------------------------------
 

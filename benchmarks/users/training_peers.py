@@ -121,7 +121,9 @@ class Ours:
             self.trainer.bank.trainable[name].copy_(part)
 
     def step(self, samples: Sequence[Sample], teacher: TeacherDistribution) -> Told:
-        out = self.trainer.step(samples, teacher, self.trainer.version)
+        from learning.losses.doc_kl import doc_batch
+
+        out = self.trainer.step(doc_batch(samples, teacher), self.trainer.version)
         return {name: told["grad_norm"] for name, told in out.cartridges.items()}
 
 

@@ -20,6 +20,7 @@ Sources: Eyuboglu et al. 2025 (cartridges); Agarwal et al. 2024 (generalised JSD
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -83,6 +84,12 @@ class DocKL(LossChannel):
 
         (kl,) = logits.read(tokens.at, distance)
         return LossTerm(kl, doc_kl_count(teacher, self.spec), len(kl), owners=tokens.owners)
+
+
+def doc_batch(samples: Sequence[Sample], teacher: TeacherDistribution) -> TrainBatch:
+    """Return a batch of document distillation alone: samples, and the teacher's distribution at
+    each of their response tokens."""
+    return TrainBatch(doc=tuple(samples), scores={"doc_teacher": teacher})
 
 
 def doc_kl(student: Tensor, teacher: TeacherDistribution, spec: LossSpec) -> tuple[Tensor, int]:

@@ -15,7 +15,7 @@ from learning.cartridge import CartridgeBank, first_tokens
 from learning.losses.balance import GradientBalance
 from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
-from learning.step import train_step
+from learning.step import StepOptions, train_step
 from learning.teacher import TeacherDistribution, response_logprobs, score, score_over
 from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from learning.updates import Share, part_of
@@ -223,15 +223,17 @@ def do(
         progress or progress_of(bank),
         batch,
         active_channels(objective, loss),
-        clip=1e9,
-        row_tokens=row_tokens,
-        version=version,
-        staleness=staleness,
-        micro_tokens=micro_tokens,
-        compare_gradients=compare_gradients,
-        logit_bytes=logit_bytes,
-        recompute_layers=recompute_layers,
-        gap_bounds=gap_bounds,
+        version,
+        StepOptions(
+            clip=1e9,
+            row_tokens=row_tokens,
+            staleness=staleness,
+            micro_tokens=micro_tokens,
+            logit_bytes=logit_bytes,
+            recompute_layers=recompute_layers,
+            gap_bounds=gap_bounds,
+            compare_gradients=compare_gradients,
+        ),
     )
     return Done(result, gradients(bank), trained(bank))
 

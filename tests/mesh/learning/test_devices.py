@@ -125,7 +125,7 @@ def test_all_channels_train_where_the_model_is(
     for turn in range(3):
         v = theirs.version
         batch = scene(llama, theirs.bank, v, version=v)
-        same(ours.step_on(batch, v), theirs.step_on(batch, v))
+        same(ours.step(batch, v), theirs.step(batch, v))
         one, other = ours.snapshot(v + 1).kv, theirs.snapshot(v + 1).kv
         assert list(one) == ["a", "b"]
         for name, kv in one.items():

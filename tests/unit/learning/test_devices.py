@@ -111,7 +111,7 @@ def test_a_top_k_teacher_off_the_host(llama: Twin, there: Twin) -> None:
         doc = scene(llama, trainer_of(llama).bank).doc
         scores = score_kept(llama.model, doc, llama.kv, 24, 5)
         results.append(
-            trainer.step_on(
+            trainer.step(
                 TrainBatch(doc=doc, scores={"doc_teacher": TeacherDistribution(**scores)}), 0
             )
         )

@@ -28,6 +28,7 @@ from learning.losses.objective import active_channels
 from learning.model.loading import base_hash, load_model
 from learning.step import (
     OFFLINE_VERSION,
+    StepOptions,
     check_fresh,
     train_step,
 )
@@ -87,10 +88,8 @@ def step(
         progress,
         TrainBatch(doc=samples, scores={"doc_teacher": teacher or teacher_of(twin, samples)}),
         active_channels(ObjectiveSpec(), loss),
-        clip=clip,
-        row_tokens=20,
-        version=version,
-        staleness=staleness,
+        version,
+        StepOptions(clip=clip, row_tokens=20, staleness=staleness),
     )
 
 

@@ -23,7 +23,7 @@ from learning.cartridge import CartridgeBank, first_tokens
 from learning.decode import generate
 from learning.losses.objective import active_channels
 from learning.model.loading import load_model, load_tokenizer
-from learning.step import train_step
+from learning.step import StepOptions, train_step
 from learning.teacher import TeacherDistribution, document_kv, response_logprobs, score_over
 from protocols.episodes import EnvironmentRequest, Observation, Task
 from protocols.spec.objective import ObjectiveSpec, SdpoSpec
@@ -68,11 +68,8 @@ class DeskScene:
             self.batch,
             # doc_kl is compared and hardly trained
             active_channels(ObjectiveSpec(w_doc=1e-12, alpha=1e6, sdpo=sdpo)),
-            clip=STEP,
-            row_tokens=ROW_TOKENS,
-            version=0,
-            staleness=0,
-            compare_gradients=True,
+            0,
+            StepOptions(clip=STEP, row_tokens=ROW_TOKENS, staleness=0, compare_gradients=True),
         )
         return self.log_right(bank) - before, done
 

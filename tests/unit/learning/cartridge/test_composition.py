@@ -18,7 +18,7 @@ from learning.cartridge import (
     student_prefixes,
 )
 from learning.losses.objective import active_channels
-from learning.step import train_step
+from learning.step import StepOptions, train_step
 from learning.teacher import TeacherDistribution, score
 from protocols.spec.objective import ObjectiveSpec
 from protocols.train_batch import TrainBatch
@@ -62,10 +62,14 @@ def test_only_the_document_s_own_cartridge_learns(llama: Twin, make_samples: Mak
     teacher = TeacherDistribution(logits=score(llama.model, samples, llama.cached(), 40))
     before = trained(bank)
     result = train_step(
-        llama.model, bank, progress_of(bank, lr=0.1),
+        llama.model,
+        bank,
+        progress_of(bank, lr=0.1),
         TrainBatch(doc=samples, scores={"doc_teacher": teacher}),
-        active_channels(ObjectiveSpec()), clip=1.0, row_tokens=40, version=0, staleness=0,
-    )  # fmt: skip
+        active_channels(ObjectiveSpec()),
+        0,
+        StepOptions(clip=1.0, row_tokens=40, staleness=0),
+    )
     moved = (trained(bank) - before).flatten(1).abs().amax(1) > 0
     assert dict(zip(bank.names, moved.tolist(), strict=True)) == {"a": True, "b": False, "c": False}
     assert result.tokens == 4

@@ -209,5 +209,5 @@ def test_a_trainer_takes_the_wider_section(llama: Twin) -> None:
     trainer.begin("on_policy", 1)
     wrong = replace(shown(llama), extra={"imitation": [Sample("x", "c", (4,), (5,), (), ())]})
     with pytest.raises(DataError, match="nobody demonstrates document c"):
-        trainer.step_on(wrong, 0)
-    assert trainer.step_on(shown(llama), 0).terms["imitation"]["count"] == 5
+        trainer.step(wrong, 0)
+    assert trainer.step(shown(llama), 0).terms["imitation"]["count"] == 5

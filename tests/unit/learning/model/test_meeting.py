@@ -20,5 +20,4 @@ def test_copies_and_their_ranks_by_hand() -> None:
     assert [(one.data_rank, one.data_world) for one in six] == [
         (0, 3), (0, 3), (1, 3), (1, 3), (2, 3), (2, 3),
     ]  # fmt: skip
-    assert list(six[0].of_copies("abcdef")) == ["a", "c", "e"]
-    assert (ALONE.data_rank, ALONE.data_world, ALONE.of_copies([7])) == (0, 1, [7])
+    assert (ALONE.data_rank, ALONE.data_world) == (0, 1)
