@@ -162,7 +162,7 @@ class DecodeState:
         elif len(self.tokens) == self.request.sampling.max_tokens:
             self.reason = "length"
 
-    def came(self, first: int) -> TokenChunk:
+    def chunk(self, first: int) -> TokenChunk:
         """Return the tokens from the `first`-th on."""
         return TokenChunk(
             self.request.id,
@@ -243,6 +243,55 @@ def new_row(
     return DecodeState(request, prefix or request.prefix, draws.tolist(), stopper, grammar)
 
 
+@dataclass(frozen=True)
+class PromptPlan:
+    """Lay the prompts of B rows out as N tokens of one forward pass.
+
+    lengths  the prompts' tokens, and `ends` the token behind each one's last
+    width    columns of the cache that the longest row takes. A row's columns end where those of the
+             longest do, so that all rows write the same ones
+    pad      [B] columns of padding before each row's own
+    last     [B] the position of each prompt's last token
+    rows, columns, positions  [N] of each token
+    scored   the rows whose prompts' log-probabilities are read
+    read     the tokens whose hidden states are read, ascending
+    """
+
+    lengths: Sequence[int]
+    ends: Sequence[int]
+    width: int
+    pad: Tensor
+    last: Tensor
+    rows: Tensor
+    columns: Tensor
+    positions: Tensor
+    scored: Sequence[int]
+    read: Sequence[int]
+
+
+def plan_prompts(
+    rows: Sequence[DecodeState], prefix_tokens: Sequence[int], device: torch.device
+) -> PromptPlan:
+    """Return the plan of rows whose prefixes have so many tokens each."""
+    lengths = [len(row.request.prompt_ids) for row in rows]
+    ends = [*accumulate(lengths)]
+    widths = [n + (p if p <= COPIED else 0) for p, n in zip(prefix_tokens, lengths, strict=True)]
+    width, counts = max(widths), torch.tensor(lengths)
+    last = torch.tensor([p + n - 1 for p, n in zip(prefix_tokens, lengths, strict=True)])  # [B]
+    row_of = torch.repeat_interleave(torch.arange(len(rows)), counts)  # [N]
+    # A token's column is its place among all tokens, moved to where its row's columns are.
+    moved = torch.repeat_interleave(torch.tensor([width - end for end in ends]), counts)  # [N]
+    columns = torch.arange(ends[-1]) + moved  # [N]
+    scored = [b for b, row in enumerate(rows) if row.request.prompt_logprobs]
+    whole_prompts = {i for b in scored for i in range(ends[b] - lengths[b], ends[b])}
+    return PromptPlan(
+        lengths, ends, width, torch.tensor([width - n for n in widths]).to(device),
+        last.to(device), row_of.to(device), columns.to(device),
+        (columns - width + 1 + last[row_of]).to(device), scored,
+        sorted(whole_prompts | {end - 1 for end in ends}),
+    )  # fmt: skip
+
+
 class DecodeBatch:
     """Decode rows over their prefixes [L, 2, H_kv, P, D]."""
 
@@ -255,58 +304,19 @@ class DecodeBatch:
     ) -> None:
         """Read the prompts and draw the first token of every row. `prefixes` has all rows' own."""
         self._model, self._end_ids, self._prefixes = model, end_ids, dict(prefixes)
-        order = self._grouped(rows)
-        self.rows = [rows[b] for b in order]
-        device = model.device
-        prompts = [row.request.prompt_ids for row in self.rows]
-        lengths = [len(prompt) for prompt in prompts]
-        starts = [prefixes[row.prefix].shape[3] for row in self.rows]
-        # A row's columns end where the longest row's do, so that all rows write the same ones.
-        widths = [n + (s if s <= COPIED else 0) for s, n in zip(starts, lengths, strict=True)]
-        longest = max(widths)
-        self._pad = torch.tensor([longest - n for n in widths], device=device)
-        self._position = torch.tensor(
-            [start + n - 1 for start, n in zip(starts, lengths, strict=True)], device=device
-        )
+        self.rows = [rows[b] for b in self._grouped(rows)]
+        prefix_tokens = [prefixes[row.prefix].shape[3] for row in self.rows]
+        plan = plan_prompts(self.rows, prefix_tokens, model.device)
+        self._pad, self._position = plan.pad, plan.last  # [B], [B]
         budget = max(map(_tokens_left, self.rows))
-        self._cache = DecodeCache.empty(model, len(rows), longest + budget)
-        row_of = torch.repeat_interleave(
-            torch.arange(len(rows)), torch.tensor(lengths), output_size=sum(lengths)
-        ).to(device)
-        ends = [*accumulate(lengths)]
-        columns = torch.arange(len(row_of), device=device) + torch.repeat_interleave(
-            torch.tensor([longest - end for end in ends]), torch.tensor(lengths)
-        ).to(device)
-        positions = columns - longest + 1 + self._position[row_of]
-
-        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-            self._cache.put(layer, row_of, columns, k, v)
-
-        told = [b for b, row in enumerate(self.rows) if row.request.prompt_logprobs]
-        wanted = {i for b in told for i in range(ends[b] - lengths[b], ends[b])}
-        read = sorted(wanted | {end - 1 for end in ends})
-        taken = torch.tensor(read, device=device)
-        groups = [*self._groups()]
-        for kv, (first, stop) in groups:
-            if 0 < kv.shape[3] <= COPIED:
-                of = torch.arange(first, stop, device=device)
-                self._cache.copy(of, self._pad[first:stop], kv)
-        attention = FlatAttention(
-            lengths,
-            [stop - first for _, (first, stop) in groups],
-            positions,
-            [kv for kv, _ in groups],
-            taken,
-            keep,
-        )
-        ids = torch.tensor([i for prompt in prompts for i in prompt], device=device)
-        hidden = model(ids, positions, attention, taken)
-        place = {token: at for at, token in enumerate(read)}
-        for b in told:
-            first = place[ends[b] - lengths[b]]
-            self._tell_prompt(self.rows[b], hidden[first : first + lengths[b] - 1])
-        self._cache.used = longest
-        self._tokens = self._draw(hidden[[place[end - 1] for end in ends]])
+        self._cache = DecodeCache.empty(model, len(rows), plan.width + budget)
+        hidden = self._read_prompts(plan)  # [tokens read, width]
+        place = {token: at for at, token in enumerate(plan.read)}
+        for b in plan.scored:
+            first = place[plan.ends[b] - plan.lengths[b]]
+            self._score_prompt(self.rows[b], hidden[first : first + plan.lengths[b] - 1])
+        self._cache.used = plan.width
+        self._tokens = self._draw(hidden[[place[end - 1] for end in plan.ends]])  # [B]
 
     @property
     def live(self) -> bool:
@@ -315,18 +325,42 @@ class DecodeBatch:
     def step(self) -> None:
         """Draw the next token of every row that has not ended."""
         self._drop()
+        self._tokens = self._draw(self._forward())
+
+    def _read_prompts(self, plan: PromptPlan) -> Tensor:
+        """Run the prompts' forward pass, which fills the cache; return the hidden states of the
+        tokens `plan.read`."""
+        device, groups = self._model.device, [*self._groups()]
+        for kv, (first, stop) in groups:
+            if 0 < kv.shape[3] <= COPIED:
+                rows = torch.arange(first, stop, device=device)
+                self._cache.copy(rows, self._pad[first:stop], kv)
+
+        def put(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+            self._cache.put(layer, plan.rows, plan.columns, k, v)
+
+        read = torch.tensor(plan.read, device=device)
+        attention = FlatAttention(
+            plan.lengths, [stop - first for _, (first, stop) in groups], plan.positions,
+            [kv for kv, _ in groups], read, put,
+        )  # fmt: skip
+        ids = torch.tensor([i for r in self.rows for i in r.request.prompt_ids], device=device)
+        return self._model(ids, plan.positions, attention, read)
+
+    def _forward(self) -> Tensor:
+        """Run the forward pass of each row's last token; return its hidden states [B, width]."""
         self._position = self._position + 1
-        apart = [(kv[..., :0, :] if kv.shape[3] <= COPIED else kv, of) for kv, of in self._groups()]
+        # Prefixes that were copied into the cache are read there.
+        groups = [
+            (kv[..., :0, :] if kv.shape[3] <= COPIED else kv, span) for kv, span in self._groups()
+        ]
         attention = DecodeAttention(
-            self._cache,
-            self._pad,
-            self._position,
-            [span for _, span in apart],
-            [kv.unbind(0) for kv, _ in apart],
-        )
-        hidden = self._model(self._tokens, self._position, attention)
+            self._cache, self._pad, self._position, [span for _, span in groups],
+            [kv.unbind(0) for kv, _ in groups],
+        )  # fmt: skip
+        hidden: Tensor = self._model(self._tokens, self._position, attention)
         self._cache.used += 1
-        self._tokens = self._draw(hidden)
+        return hidden
 
     def merge(self, other: DecodeBatch) -> None:
         """Take the rows of another decode batch of the same model."""
@@ -373,22 +407,22 @@ class DecodeBatch:
             yield self._prefixes[ref], (first, stop)
             first = stop
 
-    def _tell_prompt(self, row: DecodeState, hidden: Tensor) -> None:
-        """Note the log-probabilities of a prompt's tokens after its first, from the hidden states
+    def _score_prompt(self, row: DecodeState, hidden: Tensor) -> None:
+        """Set the log-probabilities of a prompt's tokens after its first, from the hidden states
         [T - 1, width] before them."""
         ids = torch.tensor(row.request.prompt_ids[1:], dtype=torch.long, device=hidden.device)
-        told: list[float] = []
+        values: list[float] = []
         best: list[int] = []
         top: list[tuple[tuple[int, float], ...]] = []
         chunk = max(1, PROMPT_LOGITS // self._model.vocabulary)
         for start in range(0, len(ids), chunk):
-            of = slice(start, start + chunk)
-            logprobs = self._logits(hidden[of]).log_softmax(-1)
-            told += logprobs.gather(-1, ids[of, None])[:, 0].tolist()
-            named = logprobs[:, : self._model.tokens]
-            best += named.argmax(-1).tolist()
-            top += _likeliest(named, row.request.top_logprobs)
-        row.prompt_logprobs, row.prompt_likeliest = tuple(told), tuple(best)
+            part = slice(start, start + chunk)
+            logprobs = self._logits(hidden[part]).log_softmax(-1)  # [n, V]
+            values += logprobs.gather(-1, ids[part, None])[:, 0].tolist()
+            of_tokens = logprobs[:, : self._model.tokens]
+            best += of_tokens.argmax(-1).tolist()
+            top += _likeliest(of_tokens, row.request.top_logprobs)
+        row.prompt_logprobs, row.prompt_likeliest = tuple(values), tuple(best)
         if row.request.top_logprobs:
             row.prompt_top = tuple(top)
 
@@ -399,40 +433,47 @@ class DecodeBatch:
         )
 
     def _draw(self, hidden: Tensor) -> Tensor:
-        """Draw the next token [B] of every live row from hidden states [B, width], and add it."""
-        logits = self._logits(hidden)
-        logprobs = logits.log_softmax(-1)
-        logits = logits[:, : self._model.tokens]
+        """Draw the next token [B] of every live row from hidden states [B, width], and add it to
+        its row, which ends with its last one."""
+        logits = self._logits(hidden)  # [B, V]
+        logprobs = logits.log_softmax(-1)  # [B, V]
+        chosen = self._choose(logits[:, : self._model.tokens])  # [B]
+        values = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
+        ids = chosen.tolist()
+        count = max((row.top_wanted for row in self.rows if not row.reason), default=0)
+        likeliest = _likeliest(logprobs[:, : self._model.tokens], count)
+        for b, row in enumerate(self.rows):
+            if not row.reason:
+                row.add(ids[b], values[b], likeliest[b], ids[b] in self._end_ids)
+        return chosen
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        """Return the token [B] that each live row draws from logits [B, V]; rows with the same
+        sampling draw together."""
         for b, row in enumerate(self.rows):
             if row.grammar is not None and not row.reason:
-                allowed = row.grammar.allowed(logits[b])
+                allowed = row.grammar.allowed(logits[b])  # [V]
                 if not row.grammar.error:  # else the token is any one: `add` ends the row
                     logits[b].masked_fill_(~allowed, float("-inf"))
-        alike: dict[tuple[float, int, float], list[int]] = {}
+        groups: dict[tuple[float, int, float], list[int]] = {}
         for b, row in enumerate(self.rows):
             if not row.reason:
-                one = row.request.sampling
-                alike.setdefault((one.temperature, one.top_k, one.top_p), []).append(b)
+                sampling = row.request.sampling
+                key = (sampling.temperature, sampling.top_k, sampling.top_p)
+                groups.setdefault(key, []).append(b)
         chosen = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-        for drawing in alike.values():
-            sampling = self.rows[drawing[0]].request.sampling
-            of = logits if len(drawing) == len(logits) else logits[drawing]
+        for members in groups.values():
+            sampling = self.rows[members[0]].request.sampling
+            part = logits if len(members) == len(logits) else logits[members]  # [n, V]
             if sampling.temperature == 0:
-                chosen[drawing] = of.argmax(-1)
+                chosen[members] = part.argmax(-1)
                 continue
             draws = torch.tensor(
-                [self.rows[b].uniforms[len(self.rows[b].tokens)] for b in drawing],
+                [self.rows[b].uniforms[len(self.rows[b].tokens)] for b in members],
                 dtype=torch.float64,
                 device=logits.device,
-            )
-            chosen[drawing] = draw(of, draws, sampling)
-        picked = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
-        ids = chosen.tolist()
-        wanted = max((row.top_wanted for row in self.rows if not row.reason), default=0)
-        likeliest = _likeliest(logprobs[:, : self._model.tokens], wanted)
-        for b, row in enumerate(self.rows):
-            if not row.reason:
-                row.add(ids[b], picked[b], likeliest[b], ids[b] in self._end_ids)
+            )  # [n]
+            chosen[members] = draw(part, draws, sampling)
         return chosen
 
 

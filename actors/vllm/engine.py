@@ -233,7 +233,7 @@ class VllmEngine:
             top = () if at is None else likeliest(at, row.top_wanted)
             row.add(token, at and at[token].logprob, top, token in ends)
         if key in self._streams and len(row.tokens) > told:
-            yield key, row.came(told)
+            yield key, row.chunk(told)
         if row.reason:
             if not output.finished:
                 self._engine.abort_request([key])

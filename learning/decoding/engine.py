@@ -177,7 +177,7 @@ class TorchEngine:
             row, told = self._rows[key], self._told[key]
             if len(row.tokens) > told:
                 self._told[key] = len(row.tokens)
-                yield key, row.came(told)
+                yield key, row.chunk(told)
         for key in [key for key, row in self._rows.items() if row.reason]:
             row = self._rows.pop(key)
             self._told.pop(key, None)
