@@ -253,7 +253,7 @@ class SDPOTeacherActor(CartridgeReaderActor):
         prefixes = self._prefixes(self._reads_hints, [s.cartridge for s in samples], version)
         with engine_errors():
             tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
-        served = {name: self._fingerprints.of(kv) for name, kv in prefixes.items()}
+        served = {name: self._fingerprints.fingerprint(kv) for name, kv in prefixes.items()}
         seconds = time.perf_counter() - begun
         self._freed.give_back()
         packet = await self._put(stem, tensors)

@@ -98,7 +98,7 @@ class TrainerActor(ModelActor):
             shard_base(model, self._ranks)
         else:
             model.to(device)
-        own = self._ranks.own(names)
+        own = self._ranks.cartridges(names)
         part = replace(base, cartridges={name: base.cartridges[name] for name in own})
         bank = bank_of(model, part, learn, {name: given[name] for name in own if name in given})
         self._files = None
@@ -264,7 +264,7 @@ class TrainerActor(ModelActor):
     async def _put_own(self, version: int, there: CartridgeSnapshot) -> CartridgeSnapshot:
         """Put this rank's cartridges of `version` that differ from those `there`."""
         snapshot = self._trainer.snapshot(version)
-        stem, of = f"{PUBLISHED}{version}", self._fingerprints.of
+        stem, of = f"{PUBLISHED}{version}", self._fingerprints.fingerprint
         cartridges = await put_changed(
             partial(self._put, stem), snapshot.since, snapshot.kv, of, there.cartridges
         )

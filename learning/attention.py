@@ -54,13 +54,13 @@ class AttentionOptions:
         """Return below how many positions a query sees all that is before it; None: always."""
         return self.window or self.chunk
 
-    def unseen(self, behind: Tensor, positions: Tensor) -> Tensor:
+    def unseen(self, distances: Tensor, positions: Tensor) -> Tensor:
         """Return which keys, so many positions `behind` their queries at `positions`, lie further
         back than those see."""
         if self.window:
-            return behind >= self.window
+            return distances >= self.window
         assert self.chunk
-        return behind > positions % self.chunk
+        return distances > positions % self.chunk
 
 
 @dataclass(frozen=True)
@@ -108,43 +108,43 @@ def layout_of(
     starts = torch.tensor([0, *accumulate(lengths)])
     queries = torch.arange(tokens) if read is None else read.cpu()
     edges = torch.searchsorted(queries, starts)
-    firsts, asked = edges[:-1].tolist(), edges.diff().tolist()
+    firsts, query_counts = edges[:-1].tolist(), edges.diff().tolist()
     places = torch.zeros(len(queries), dtype=torch.long)
     key_places = torch.full((tokens,), -1)
     blocks: list[Block] = []
     at = keys_at = 0
-    for members in _alike(lengths, asked):
+    for members in _alike(lengths, query_counts):
         longest = max(lengths[s] for s in members)
-        most = max(asked[s] for s in members)
+        most = max(query_counts[s] for s in members)
         begins = starts[members][:, None]
         first = torch.tensor([firsts[s] for s in members])[:, None]
-        last = torch.tensor([[lengths[s] - 1, asked[s] - 1] for s in members])
+        last = torch.tensor([[lengths[s] - 1, query_counts[s] - 1] for s in members])
         column = torch.arange(max(longest, most))
         keys = begins + torch.minimum(column[:longest], last[:, :1])
         asking = first + torch.minimum(column[:most], last[:, 1:])
         real = column[:most] <= last[:, 1:]
         places[asking[real]] = at + real.flatten().nonzero()[:, 0]
-        there = column[:longest] <= last[:, :1]
-        key_places[keys[there]] = keys_at + there.flatten().nonzero()[:, 0]
-        at, keys_at = at + real.numel(), keys_at + there.numel()
+        real_keys = column[:longest] <= last[:, :1]
+        key_places[keys[real_keys]] = keys_at + real_keys.flatten().nonzero()[:, 0]
+        at, keys_at = at + real.numel(), keys_at + real_keys.numel()
         sources = asking.masked_fill(~real, len(queries))
-        held = [x.flatten().to(device) for x in (keys, asking, sources)]
+        indices = [x.flatten().to(device) for x in (keys, asking, sources)]
         size = (len(members), most, longest)
-        blocks.append(Block(size, held[0], held[1], held[2], begins[..., None].to(device)))
+        blocks.append(Block(size, indices[0], indices[1], indices[2], begins[..., None].to(device)))
     key_places[key_places < 0] = keys_at
     firsts.append(len(queries))
     spans = [(firsts[a], firsts[b]) for a, b in pairwise([0, *accumulate(counts)])]
-    taken = queries.to(device)
+    tokens_read = queries.to(device)
     return Layout(
-        taken, positions[taken], spans, blocks, places.to(device), key_places.to(device),
-        read is None,
+        tokens_read, positions[tokens_read], spans, blocks, places.to(device),
+        key_places.to(device), read is None,
     )  # fmt: skip
 
 
-def _alike(lengths: Sequence[int], asked: Sequence[int]) -> list[list[int]]:
+def _alike(lengths: Sequence[int], query_counts: Sequence[int]) -> list[list[int]]:
     """Return the sequences that have queries, in groups of like length."""
     groups: list[list[int]] = []
-    for s in sorted((s for s, n in enumerate(asked) if n), key=lambda s: (-lengths[s], s)):
+    for s in sorted((s for s, n in enumerate(query_counts) if n), key=lambda s: (-lengths[s], s)):
         if not groups or lengths[s] <= LIKE * lengths[groups[-1][0]]:
             groups.append([])
         groups[-1].append(s)
@@ -170,10 +170,10 @@ def _attend(
     """Return the attention [M, H_q, D], and the log of its sums of exponentials [M, H_q]."""
     kernel, parts = kernel_for(q), []
     for block in layout.blocks:
-        asked, keys, values = _padded(block, q, k, v)
+        queries, keys, values = _padded(block, q, k, v)
         mask, causal = _own_mask(layout, block, options, q.dtype)
-        found = kernel.forward(asked, keys, values, mask, causal, options.scale, options.cap)
-        parts.append([x.transpose(1, 2).flatten(0, 1) for x in found])
+        output = kernel.forward(queries, keys, values, mask, causal, options.scale, options.cap)
+        parts.append([x.transpose(1, 2).flatten(0, 1) for x in output])
     out, sums = (_joined(x, layout.places) for x in zip(*parts, strict=True))
 
     def mask_of(c: int, kv: Tensor) -> Tensor | None:
@@ -191,39 +191,39 @@ def over_prefixes(
     the sinks and with that of the queries over their prefixes; `mask` gives what is added to a
     prefix's scores."""
     if options.sinks is not None:
-        both = torch.logaddexp(sums, options.sinks.to(sums))
-        out, sums = wide(out) * (sums - both).exp()[..., None], both
+        total = torch.logaddexp(sums, options.sinks.to(sums))
+        out, sums = wide(out) * (sums - total).exp()[..., None], total
     if not any(kv.shape[2] for kv in prefixes):
         return out.to(q.dtype), sums
-    parts, asked = [], q.transpose(0, 1)[None]
+    parts, queries = [], q.transpose(0, 1)[None]
     for c, ((first, stop), kv) in enumerate(zip(spans, prefixes, strict=True)):
         if not kv.shape[2] or first == stop:
             parts.append((out[first:stop], torch.full_like(sums[first:stop], UNSEEN)))
             continue
         keys, values = kv[:, None].unbind()
-        read, of = kernel.forward(
-            asked[:, :, first:stop], keys, values, mask(c, kv), False, options.scale, options.cap
+        read, part_sums = kernel.forward(
+            queries[:, :, first:stop], keys, values, mask(c, kv), False, options.scale, options.cap
         )
-        parts.append((read[0].transpose(0, 1), of[0].transpose(0, 1)))
+        parts.append((read[0].transpose(0, 1), part_sums[0].transpose(0, 1)))
     read, read_sums = (torch.cat(x) for x in zip(*parts, strict=True))
-    both = torch.logaddexp(sums, read_sums)
-    share = (read_sums - both).exp()[..., None]
-    return torch.lerp(wide(out), wide(read), share).to(q.dtype), both  # rounded once
+    total = torch.logaddexp(sums, read_sums)
+    share = (read_sums - total).exp()[..., None]
+    return torch.lerp(wide(out), wide(read), share).to(q.dtype), total  # rounded once
 
 
 def _padded(block: Block, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Return a block's queries [B, H_q, Q, D], and its keys and values [B, H_kv, T, D]."""
     rows, most, longest = block.size
     return [
-        _taken(q, block.queries, rows, most),
-        _taken(k, block.keys, rows, longest),
-        _taken(v, block.keys, rows, longest),
+        _gathered(q, block.queries, rows, most),
+        _gathered(k, block.keys, rows, longest),
+        _gathered(v, block.keys, rows, longest),
     ]
 
 
-def _taken(x: Tensor, at: Tensor, rows: int, each: int) -> Tensor:
+def _gathered(x: Tensor, at: Tensor, rows: int, columns: int) -> Tensor:
     """Return x[at] [B * T, H, ...] as [B, H, T, ...]."""
-    return x.index_select(0, at).view(rows, each, *x.shape[1:]).transpose(1, 2)
+    return x.index_select(0, at).view(rows, columns, *x.shape[1:]).transpose(1, 2)
 
 
 def _joined(parts: Sequence[Tensor], places: Tensor) -> Tensor:
@@ -241,12 +241,14 @@ def _own_mask(
         return None, True
     kind = (id(block), window, chunk)
     if kind not in layout.masks:
-        asked = layout.tokens[block.queries].view(rows, most, 1)
-        behind = asked - (block.begins + torch.arange(longest, device=asked.device))
-        hidden = behind < 0
+        query_tokens = layout.tokens[block.queries].view(rows, most, 1)
+        distances = query_tokens - (
+            block.begins + torch.arange(longest, device=query_tokens.device)
+        )
+        hidden = distances < 0
         if options.limit:
             at = layout.positions[block.queries].view(rows, most, 1)
-            hidden |= options.unseen(behind, at)
+            hidden |= options.unseen(distances, at)
         layout.masks[kind] = _added(hidden, dtype)[:, None]
     return layout.masks[kind], False
 
@@ -265,14 +267,14 @@ def _prefix_mask(
 
 
 def window_mask(
-    positions: Tensor, seen: int, options: AttentionOptions, dtype: torch.dtype
+    positions: Tensor, keys: int, options: AttentionOptions, dtype: torch.dtype
 ) -> Tensor | None:
     """Return what a window or chunk adds to the scores of queries at `positions` [n] over keys 0 to
-    `seen`, [1, 1, n, seen]; None where it hides none."""
+    `keys`, [1, 1, n, keys]; None where it hides none."""
     if options.limit is None or int(positions.max()) < options.limit:
         return None
-    behind = positions[:, None] - torch.arange(seen, device=positions.device)
-    return _added(options.unseen(behind, positions[:, None]), dtype)[None, None]
+    distances = positions[:, None] - torch.arange(keys, device=positions.device)
+    return _added(options.unseen(distances, positions[:, None]), dtype)[None, None]
 
 
 def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -290,13 +292,13 @@ class _PartedAttention(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         out, sums = _attend(q, k, v, layout, prefixes, options)
         ctx.save_for_backward(q, k, v, out, sums, *prefixes)
-        ctx.given = layout, options
+        ctx.inputs = layout, options
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums, *prefixes = ctx.saved_tensors
-        layout, options = ctx.given
+        layout, options = ctx.inputs
         grads: list[Tensor | None] = [None, None, None]
         if any(ctx.needs_input_grad[:3]):
             grads = [*_own_gradients(grad, q, k, v, out, sums, layout, options)]
@@ -308,15 +310,17 @@ class _PartedAttention(torch.autograd.Function):
             if grads[0] is None and not ctx.needs_input_grad[5 + c]:
                 of_prefixes.append(None)
                 continue
-            of = slice(first, stop)
-            asked, there, read, total = (x[of].transpose(0, 1)[None] for x in (q, grad, out, sums))
+            span = slice(first, stop)
+            queries, part_grad, read, total = (
+                x[span].transpose(0, 1)[None] for x in (q, grad, out, sums)
+            )
             mask = _prefix_mask(layout, c, kv, options, q.dtype)
             by_query, by_key, by_value = kernel_for(q).backward(
-                there, asked, kv[None, 0], kv[None, 1], read, total, mask, False, options.scale,
-                options.cap,
+                part_grad, queries, kv[None, 0], kv[None, 1], read, total, mask, False,
+                options.scale, options.cap,
             )  # fmt: skip
             if grads[0] is not None:
-                grads[0][of] += by_query[0].transpose(0, 1)
+                grads[0][span] += by_query[0].transpose(0, 1)
             of_prefixes.append(torch.cat([by_key, by_value]))
         return (*grads, None, None, *of_prefixes)
 
@@ -327,19 +331,19 @@ def _own_gradients(
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients by queries [M, H_q, D], keys and values [N, H_kv, D] of what the
     queries read of their own sequences."""
-    held = torch.cat([grad, torch.zeros_like(grad[:1])])  # padding has no gradient
+    padded_grad = torch.cat([grad, torch.zeros_like(grad[:1])])  # padding has no gradient
     parts: list[list[Tensor]] = []
     for block in layout.blocks:
         rows, most, _ = block.size
-        there = _taken(held, block.sources, rows, most)
-        read = _taken(out, block.queries, rows, most)
-        total = _taken(sums, block.queries, rows, most)
+        block_grad = _gathered(padded_grad, block.sources, rows, most)
+        read = _gathered(out, block.queries, rows, most)
+        total = _gathered(sums, block.queries, rows, most)
         mask, causal = _own_mask(layout, block, options, q.dtype)
-        asked, keys, values = _padded(block, q, k, v)
-        found = kernel_for(q).backward(
-            there, asked, keys, values, read, total, mask, causal, options.scale, options.cap
+        queries, keys, values = _padded(block, q, k, v)
+        gradients = kernel_for(q).backward(
+            block_grad, queries, keys, values, read, total, mask, causal, options.scale, options.cap
         )
-        parts.append([x.transpose(1, 2).flatten(0, 1) for x in found])
+        parts.append([x.transpose(1, 2).flatten(0, 1) for x in gradients])
     by_query, by_key, by_value = zip(*parts, strict=True)
     nothing = torch.zeros_like(k[:1])
     return [
@@ -398,7 +402,7 @@ class Kernel(Protocol):
     `cap` c a score s is c tanh(s / c). `mask` [B or 1, 1, Q, T] is added to the scores, 0 or
     UNSEEN; `causal` hides later keys where Q is T."""
 
-    def kept(self, dtype: torch.dtype) -> torch.dtype:
+    def stored_type(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type in which keys and values of `dtype` are kept that are read many times."""
         ...
 
@@ -423,7 +427,7 @@ class _Flash:
     """Computes narrow numbers in float32: the kernel rounds each part's outputs to theirs, before
     parts are joined, which moved single log-probabilities by up to 0.18 nats in bfloat16."""
 
-    def kept(self, dtype: torch.dtype) -> torch.dtype:
+    def stored_type(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)  # converted once and not in each call
 
     def forward(
@@ -453,7 +457,7 @@ class _Flash:
 class _Chunked:
     """Outputs are float32, so that parts are joined before they are rounded."""
 
-    def kept(self, dtype: torch.dtype) -> torch.dtype:
+    def stored_type(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
     def forward(
@@ -461,11 +465,11 @@ class _Chunked:
         cap: float | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         outs, all_sums = [], []
-        for of in _chunks(q, k):
-            scores = _scores(q, k, mask, causal, scale, cap, of)
+        for span in _chunks(q, k):
+            scores = _scores(q, k, mask, causal, scale, cap, span)
             sums = scores.logsumexp(-1)
             weights = (scores - sums[..., None]).exp_().to(v.dtype)
-            outs.append(_as_heads(_product(_grouped(weights, k), v), q[:, :, of]))
+            outs.append(_as_heads(_product(_grouped(weights, k), v), q[:, :, span]))
             all_sums.append(sums)
         return torch.cat(outs, 2), torch.cat(all_sums, 2)
 
@@ -475,19 +479,19 @@ class _Chunked:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         by_query = []
         by_key, by_value = (torch.zeros_like(x, dtype=sums.dtype) for x in (k, v))
-        for of in _chunks(q, k):
-            there, asked = grad[:, :, of], q[:, :, of]
-            scores = _scores(q, k, mask, causal, scale, cap, of)
-            weights = (scores - sums[:, :, of, None]).exp_()
-            mean = (there.to(sums.dtype) * out[:, :, of]).sum(-1, keepdim=True)
-            by_weight = _as_heads(_product(_grouped(there, k), v.mT), asked)
+        for span in _chunks(q, k):
+            part_grad, queries = grad[:, :, span], q[:, :, span]
+            scores = _scores(q, k, mask, causal, scale, cap, span)
+            weights = (scores - sums[:, :, span, None]).exp_()
+            mean = (part_grad.to(sums.dtype) * out[:, :, span]).sum(-1, keepdim=True)
+            by_weight = _as_heads(_product(_grouped(part_grad, k), v.mT), queries)
             by_score = weights * (by_weight - mean) * scale
             if cap is not None:  # the slope of the cap; hidden scores lie beyond it
                 by_score *= 1 - (scores / cap).clamp_(-1, 1).square_()
             by_score = _grouped(by_score.to(q.dtype), k)
-            by_query.append(_as_heads(_product(by_score, k), asked).to(q.dtype))
-            by_key += _product(by_score.mT, _grouped(asked, k))
-            by_value += _product(_grouped(weights.to(v.dtype), k).mT, _grouped(there, k))
+            by_query.append(_as_heads(_product(by_score, k), queries).to(q.dtype))
+            by_key += _product(by_score.mT, _grouped(queries, k))
+            by_value += _product(_grouped(weights.to(v.dtype), k).mT, _grouped(part_grad, k))
         return torch.cat(by_query, 2), by_key.to(k.dtype), by_value.to(v.dtype)
 
 
@@ -495,7 +499,7 @@ class _CudaFlash:
     """Rounds each part's outputs to the numbers' type before parts are joined. It has no masks and
     no cap, so a window, and the last layer's own part, are CHUNKED's."""
 
-    def kept(self, dtype: torch.dtype) -> torch.dtype:
+    def stored_type(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
     def forward(
@@ -532,12 +536,12 @@ def _is_for_cuda(q: Tensor, mask: Tensor | None, cap: float | None) -> bool:
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """Let torch choose operations that give the same bits each time."""
-    before = torch.are_deterministic_algorithms_enabled()
+    enabled = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(enabled)
 
 
 FLASH: Kernel = _Flash()
@@ -563,18 +567,18 @@ def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
 
 def _scores(
     q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, cap: float | None,
-    of: slice,
+    span: slice,
 ) -> Tensor:  # fmt: skip
     """Return the scores [B, H_q, n, T] of the queries `of`, in float32 or wider."""
-    asked = q[:, :, of]
-    scores = _as_heads(_product(_grouped(asked, k), k.mT), asked).mul_(scale)
+    queries = q[:, :, span]
+    scores = _as_heads(_product(_grouped(queries, k), k.mT), queries).mul_(scale)
     if cap is not None:
         scores.div_(cap).tanh_().mul_(cap)
     if causal:
         rows, columns = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
-        scores.masked_fill_(columns > rows[of, None], UNSEEN)
+        scores.masked_fill_(columns > rows[span, None], UNSEEN)
     if mask is not None:
-        scores += mask[:, :, of]
+        scores += mask[:, :, span]
     return scores
 
 

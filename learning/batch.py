@@ -60,7 +60,7 @@ class ChannelTokens:
     owners   the cartridge that each item trains, and the item's number of tokens
     at       positions among the N tokens whose logits the student computes
     first    the first of these N tokens that belongs to the channel's set
-    own      positions among the tokens of all the channel's items in the whole batch
+    rows     positions among the tokens of all the channel's items in the whole batch
     inside   positions among all response tokens of the channel's set in the whole batch
     """
 
@@ -68,7 +68,7 @@ class ChannelTokens:
     owners: Sequence[tuple[str, int]]
     at: slice | Tensor
     first: int
-    own: slice | Tensor
+    rows: slice | Tensor
     inside: slice | Tensor
 
 
@@ -132,11 +132,11 @@ class PreparedBatch:
         for channel in self.channels:
             for i, bear in self.items[channel.name]:
                 marked.setdefault((channel.reads, i), set()).update(bear)
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for (name, i), tokens in marked.items():
             cartridge = self.sets[name][i][0].cartridge
-            found[cartridge] = found.get(cartridge, 0) + len(tokens)
-        return found
+            counts[cartridge] = counts.get(cartridge, 0) + len(tokens)
+        return counts
 
     def units(self) -> list[tuple[Member, ...]]:
         """Return the units that no micro-batch divides: a group, with the groups of later sets that
@@ -147,17 +147,17 @@ class PreparedBatch:
             if len(group := self.sets[name][i]) == 1:
                 twins[name][text_of(group[0])] = (name, i)
         units: list[tuple[Member, ...]] = []
-        taken: set[Member] = set()
+        placed: set[Member] = set()
         order = list(self.sets)
         for name, i in members:
-            if (name, i) in taken:
+            if (name, i) in placed:
                 continue
             unit = [(name, i)]
             if len(group := self.sets[name][i]) == 1:
                 for later in order[order.index(name) + 1 :]:
                     if twin := twins[later].pop(text_of(group[0]), None):
                         unit.append(twin)
-            taken.update(unit)
+            placed.update(unit)
             units.append(tuple(unit))
         return units
 
@@ -186,16 +186,16 @@ class PreparedBatch:
             owners = [owner for owner in owners if owner in only]
         lengths = [sum(map(tokens_of, self.sets[name][i])) for (name, i), *_ in units]
         shares: list[list[int]] = [[] for _ in range(world)]
-        held = [0] * world
+        loads = [0] * world
         for u in sorted(range(len(units)), key=lambda u: (-lengths[u], u)):
-            fewest = min(range(world), key=held.__getitem__)
+            fewest = min(range(world), key=loads.__getitem__)
             shares[fewest].append(u)
-            held[fewest] += lengths[u]
+            loads[fewest] += lengths[u]
         parts: list[list[list[Member]]] = []
         for share in map(sorted, shares):
             if micro_tokens is None:
-                of = [lengths[u] for u in share], [owners[u] for u in share]
-                even_ones = even_parts(*of, passes)
+                texts = [lengths[u] for u in share], [owners[u] for u in share]
+                even_ones = even_parts(*texts, passes)
                 parts.append([[m for i in part for m in units[share[i]]] for part in even_ones])
                 continue
             parts.append([])
@@ -218,32 +218,36 @@ class PreparedBatch:
         tokens: dict[str, ChannelTokens] = {}
         first = 0
         for name, groups in self.sets.items():
-            chosen = sorted(i for of, i in part if of == name)
+            chosen = sorted(i for set_name, i in part if set_name == name)
             sampled = any(c.sampled for c in self.channels if c.reads == name)
             texts += [(s, sampled) for i in chosen for s in groups[i]]
-            whole = list(accumulate(map(_response, groups), initial=0))
+            set_begins = list(accumulate(map(_response, groups), initial=0))
             *begins, total = accumulate((_response(groups[i]) for i in chosen), initial=0)
-            here = dict(zip(chosen, begins, strict=True))
+            starts = dict(zip(chosen, begins, strict=True))
             needed = torch.zeros(total, dtype=torch.bool)
             reading = [c.name for c in self.channels if c.reads == name]
             places = {}
             for channel in reading:
                 items = self.items[channel]
-                own = accumulate((len(bear) for _, bear in items), initial=0)
-                found = [
-                    (item, at) for item, at in zip(items, own, strict=False) if item[0] in here
+                offsets = accumulate((len(bear) for _, bear in items), initial=0)
+                placed = [
+                    (item, at)
+                    for item, at in zip(items, offsets, strict=False)
+                    if item[0] in starts
                 ]
-                places[channel] = found
-                needed[[here[g] + t for (g, bear), _ in found for t in bear]] = True
+                places[channel] = placed
+                needed[[starts[g] + t for (g, bear), _ in placed for t in bear]] = True
             at = first + needed.cumsum(0) - 1
-            for channel, found in places.items():
+            for channel, placed in places.items():
                 tokens[channel] = ChannelTokens(
-                    items=[item for item, _ in found],
-                    owners=[(groups[g][0].cartridge, len(bear)) for (g, bear), _ in found],
-                    at=_index(at[[here[g] + t for (g, bear), _ in found for t in bear]].tolist()),
+                    items=[item for item, _ in placed],
+                    owners=[(groups[g][0].cartridge, len(bear)) for (g, bear), _ in placed],
+                    at=_index(
+                        at[[starts[g] + t for (g, bear), _ in placed for t in bear]].tolist()
+                    ),
                     first=first,
-                    own=_index([a + n for (_, bear), a in found for n in range(len(bear))]),
-                    inside=_index([whole[g] + t for (g, bear), _ in found for t in bear]),
+                    rows=_index([a + n for (_, bear), a in placed for n in range(len(bear))]),
+                    inside=_index([set_begins[g] + t for (g, bear), _ in placed for t in bear]),
                 )
             marks.append(needed)
             first += int(needed.sum())
@@ -290,9 +294,9 @@ def sampled_tokens(
     compared: list[bool] = []
     for s, sampled in texts:
         tokens = len(s.response_ids)
-        told = sampled and len(s.sampler_logprobs) == len(s.versions) == tokens
-        logprobs += s.sampler_logprobs if told else [0.0] * tokens
-        compared += [v == version for v in s.versions] if told else [False] * tokens
+        recorded = sampled and len(s.sampler_logprobs) == len(s.versions) == tokens
+        logprobs += s.sampler_logprobs if recorded else [0.0] * tokens
+        compared += [v == version for v in s.versions] if recorded else [False] * tokens
     ends = list(accumulate(len(s.response_ids) for s, _ in texts))
     return SampledTokens(
         torch.tensor(logprobs, dtype=torch.float32)[needed],
@@ -369,7 +373,7 @@ def pack(
     if not samples:
         return _one_token(*min(prefix_tokens.items()))
     laid: dict[tuple[str, tuple[int, ...]], int] = {}  # text -> the first sample that has it
-    same = [
+    twins = [
         laid.setdefault((prefix(s), s.prompt_ids + s.response_ids), i)
         for i, s in enumerate(samples)
     ]
@@ -386,7 +390,7 @@ def pack(
         positions += range(start, start + len(tokens))
     predicts: list[int] = []
     for i, s in enumerate(samples):
-        begin = first[same[i]] + len(s.prompt_ids) - 1
+        begin = first[twins[i]] + len(s.prompt_ids) - 1
         predicts += range(begin, begin + len(s.response_ids))
     count = Counter(name for name, _ in laid)
     return PackedTokens(
@@ -405,11 +409,11 @@ def even_parts(lengths: Sequence[int], prefixes: Sequence[str], count: int) -> l
     are fewer texts. Texts over one prefix lie together: at most `count` - 1 prefixes are in two
     parts or more."""
     parts: list[list[int]] = [[] for _ in range(count)]
-    whole, before = max(1, sum(lengths)), 0
+    total, passed = max(1, sum(lengths)), 0
     for i in sorted(range(len(lengths)), key=lambda i: (prefixes[i], i)):
-        middle = before + lengths[i] / 2
-        parts[min(count - 1, int(middle * count / whole))].append(i)
-        before += lengths[i]
+        middle = passed + lengths[i] / 2
+        parts[min(count - 1, int(middle * count / total))].append(i)
+        passed += lengths[i]
     return [sorted(part) for part in parts if part]
 
 
@@ -476,8 +480,8 @@ def response_tokens(
     if not len(read):  # a pass runs all the same where ranks gather the base together
         read = torch.zeros(1, dtype=torch.long)
     positions, read = packed.positions.to(device), read.to(device)
-    own = [model.own_heads(kv) for kv in prefixes]
-    attention = FlatAttention(packed.lengths, packed.counts, positions, own, read)
+    head_prefixes = [model.own_heads(kv) for kv in prefixes]
+    attention = FlatAttention(packed.lengths, packed.counts, positions, head_prefixes, read)
     with recomputing(model) if recompute_layers else nullcontext():
         hidden = model(packed.ids.to(device), positions, attention, read)
     chunk = chunk_tokens(model.vocabulary, logit_bytes)
@@ -515,17 +519,17 @@ class ChunkedLogits:
         hidden = self.hidden[rows]
         places = torch.arange(len(self.hidden))[rows]
 
-        def one(part: Tensor, of: slice) -> tuple[Tensor, ...]:
+        def one(part: Tensor, span: slice) -> tuple[Tensor, ...]:
             logits = self.project(part)
             if self.noting:
-                self._note(places[of], logits)
-            return reader(logits, of)
+                self._note(places[span], logits)
+            return reader(logits, span)
 
         parts = []
         for start in range(0, max(len(hidden), 1), self.chunk):  # no tokens: one empty chunk
-            of = slice(start, min(start + self.chunk, len(hidden)))
+            span = slice(start, min(start + self.chunk, len(hidden)))
             parts.append(
-                checkpoint(one, hidden[of], of, use_reentrant=False, preserve_rng_state=False)
+                checkpoint(one, hidden[span], span, use_reentrant=False, preserve_rng_state=False)
             )
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
@@ -561,9 +565,9 @@ class ChunkedLogits:
         """Return the log-probabilities [n] of the tokens `at`, all at or after `first`. All tokens
         from `first` on are read once and kept for later calls."""
         if not any(start <= first for start in self._logprobs):
-            rest = self.targets[first:]
+            targets = self.targets[first:]
             (self._logprobs[first],) = self.read(
-                slice(first, None), lambda logits, of: (token_logprobs(logits, rest[of]),)
+                slice(first, None), lambda logits, span: (token_logprobs(logits, targets[span]),)
             )
         start = max(start for start in self._logprobs if start <= first)
         moved = slice(at.start - start, at.stop - start) if isinstance(at, slice) else at - start

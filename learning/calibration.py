@@ -11,7 +11,7 @@ import torch
 from learning.attention import FlatAttention
 from learning.decode import generate
 from learning.decoder import LanguageModel
-from learning.ranks import beside, passes_beside
+from learning.ranks import concurrently, passes_beside
 from learning.teacher import document_kv
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
@@ -62,7 +62,7 @@ def measure_rates(
         model.lm_head(hidden).float().logsumexp(-1).sum().backward()
 
     def train_all() -> None:
-        for _ in beside(train, [trained // passes] * passes, passes):
+        for _ in concurrently(train, [trained // passes] * passes, passes):
             pass
 
     asked = [

@@ -59,7 +59,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from learning.ranks import each, to_host
+from learning.ranks import map_large, to_host
 from protocols.errors import DataError, PublishError
 from protocols.types import CARTRIDGE, SEPARATOR, PrefixRef, PublishedCartridge, Sample, TensorRef
 
@@ -97,9 +97,9 @@ class CartridgeBank:
         """Return the named cartridges' keys and values [L, 2, H_kv, P, D], or those of all, with
         gradient into their trainable parts."""
         chosen = self.names if names is None else names
-        return [self.whole(name, self.trainable[name]) for name in chosen]
+        return [self.full(name, self.trainable[name]) for name in chosen]
 
-    def whole(self, name: str, trainable: Tensor) -> Tensor:
+    def full(self, name: str, trainable: Tensor) -> Tensor:
         """Return the cartridge [L, 2, H_kv, P, D] with this `trainable` part."""
         return torch.cat([self.frozen[name], trainable], dim=3)
 
@@ -139,12 +139,12 @@ def prefix_name(sample: Sample) -> str:
     return SEPARATOR.join((sample.cartridge, *sample.composed))
 
 
-def prefix_lengths(samples: Iterable[Sample], alone: Mapping[str, int]) -> dict[str, int]:
+def prefix_lengths(samples: Iterable[Sample], lengths: Mapping[str, int]) -> dict[str, int]:
     """Return the tokens of every prefix that the samples name, and of each cartridge alone."""
     of_samples = {
-        prefix_name(s): sum(alone[name] for name in s.composed) for s in samples if s.composed
+        prefix_name(s): sum(lengths[name] for name in s.composed) for s in samples if s.composed
     }
-    return {**alone, **of_samples}
+    return {**lengths, **of_samples}
 
 
 def student_prefixes(
@@ -154,29 +154,29 @@ def student_prefixes(
     that learn."""
     if not any(SEPARATOR in name for name in names):
         return bank.kv(names)
-    own = {name: name.split(SEPARATOR)[0] for name in names}
-    found = []
+    learning = {name: name.split(SEPARATOR)[0] for name in names}
+    prefixes = []
     for name in names:
-        order = name.split(SEPARATOR)[1:] or [own[name]]
+        order = name.split(SEPARATOR)[1:] or [learning[name]]
         parts = bank.kv(order)
         learns = [
-            part if one == own[name] else part.detach()
+            part if one == learning[name] else part.detach()
             for one, part in zip(order, parts, strict=True)
         ]
-        found.append(composed(model, learns))
-    return found
+        prefixes.append(composed(model, learns))
+    return prefixes
 
 
 def composed(model: LanguageModel, prefixes: Sequence[Tensor]) -> Tensor:
     """Return an ordered composition [L, 2, H_kv, P_1 + ... + P_n, D] of prefixes
     [L, 2, H_kv, P_i, D] that each begin at position 0: each is moved behind those before it. The
     texts do not attend to one another. Raises DataError as `LanguageModel.frequencies` does."""
-    first, *others = prefixes
-    if not others:
+    first, *later = prefixes
+    if not later:
         return first
     of_model = model.frequencies()
     parts, start = [first], first.shape[3]
-    for prefix in others:
+    for prefix in later:
         parts.append(shifted(prefix, start, of_model))
         start += prefix.shape[3]
     return torch.cat(parts, dim=3)
@@ -200,7 +200,7 @@ def head_digests(kv: Tensor) -> list[str]:
     heads = kv.detach().movedim(2, 0)
     if kv.device.type == "cuda":
         heads = to_host(heads.contiguous())
-    return each(_digest, heads.cpu(), kv.nbytes)
+    return map_large(_digest, heads.cpu(), kv.nbytes)
 
 
 def _digest(head: Tensor) -> str:
@@ -223,23 +223,23 @@ class Fingerprints:
     """
 
     def __init__(self) -> None:
-        self._known: MutableMapping[Tensor, dict[Any, list[str]]] = WeakTensorKeyDictionary()
+        self._digests: MutableMapping[Tensor, dict[Any, list[str]]] = WeakTensorKeyDictionary()
 
     def heads(self, kv: Tensor) -> list[str]:
         """Return `head_digests` of kv [L, 2, H_kv, P, D], often a view of a larger tensor."""
         owner: Tensor = kv if kv._base is None else kv._base
         if owner.is_inference():  # torch does not count the writes to it
             return head_digests(kv)
-        known = self._known.setdefault(owner, {})
+        digests = self._digests.setdefault(owner, {})
         # The count is of the tensor that owns the memory.
-        place = (kv._version, kv.storage_offset(), tuple(kv.shape), kv.stride())
-        if place not in known:
-            for old in [p for p in known if p[0] != kv._version]:
-                del known[old]
-            known[place] = head_digests(kv)
-        return list(known[place])
+        view = (kv._version, kv.storage_offset(), tuple(kv.shape), kv.stride())
+        if view not in digests:
+            for old in [p for p in digests if p[0] != kv._version]:
+                del digests[old]
+            digests[view] = head_digests(kv)
+        return list(digests[view])
 
-    def of(self, kv: Tensor) -> str:
+    def fingerprint(self, kv: Tensor) -> str:
         """Return the fingerprint of a cartridge [L, 2, H_kv, P, D]."""
         return joined_fingerprint(kv.shape, kv.dtype, self.heads(kv))
 
@@ -250,7 +250,7 @@ class Fingerprints:
         prefix in use; the parts of a composition, whose keys are moved, are those of `single`."""
         parts = ref.parts
         return tuple(
-            self.of(kv if len(parts) == 1 else single(part))
+            self.fingerprint(kv if len(parts) == 1 else single(part))
             if part.name.startswith(CARTRIDGE)
             else ""
             for part in parts
@@ -262,56 +262,56 @@ PUTS_AT_ONCE = 4  # packets; a plane may write each in a thread of its own
 
 CartridgeId = tuple[str, int]
 """A cartridge's name and the version that last changed its numbers."""
-Put = Callable[[Mapping[str, Tensor]], Awaitable[TensorRef]]
-Get = Callable[[TensorRef], Awaitable[Mapping[str, Tensor]]]
+PutTensors = Callable[[Mapping[str, Tensor]], Awaitable[TensorRef]]
+GetTensors = Callable[[TensorRef], Awaitable[Mapping[str, Tensor]]]
 
 
 async def put_changed(
-    put: Put,
+    put: PutTensors,
     since: Mapping[str, int],
     kv: Mapping[str, Tensor],
     fingerprint: Callable[[Tensor], str],
-    before: Sequence[PublishedCartridge],
+    published: Sequence[PublishedCartridge],
 ) -> tuple[PublishedCartridge, ...]:
-    """Put the cartridges `kv`, [L, 2, H_kv, P, D] each, that `before` does not have, and return the
-    references to all, in the order of `kv`. `before` is what the plane holds of another version.
+    """Put the cartridges `kv`, [L, 2, H_kv, P, D] each, that are not `published`, and return the
+    references to all, in the order of `kv`. `published` is what the plane holds of another version.
 
-    Raises PublishError for a cartridge whose numbers differ from those that `before` has since the
-    same version.
+    Raises PublishError for a cartridge whose numbers differ from those `published` since the same
+    version.
     """
-    known = {(c.name, c.since): c for c in before}
-    own = {name: fingerprint(one) for name, one in kv.items()}
+    by_id = {(c.name, c.since): c for c in published}
+    fingerprints = {name: fingerprint(one) for name, one in kv.items()}
     changed = {}
     for name, one in kv.items():
-        same = known.get((name, since[name]))
-        if same is None:
+        earlier = by_id.get((name, since[name]))
+        if earlier is None:
             changed[name] = one
-        elif same.fingerprint != own[name]:
+        elif earlier.fingerprint != fingerprints[name]:
             raise PublishError(
                 f"cartridge {name} is said to be unchanged since version {since[name]}, and has "
                 "other numbers than were published then: the trainer's state is damaged; resume "
                 "the run from its last checkpoint"
             )
-    some = asyncio.Semaphore(PUTS_AT_ONCE)
+    slots = asyncio.Semaphore(PUTS_AT_ONCE)
 
     async def put_packet(names: Sequence[str]) -> dict[str, PublishedCartridge]:
-        async with some:
+        async with slots:
             packet = await put({name: changed[name] for name in names})
-        return {n: PublishedCartridge(n, since[n], packet, own[n]) for n in names}
+        return {n: PublishedCartridge(n, since[n], packet, fingerprints[n]) for n in names}
 
     packets = packet_names({name: one.nbytes for name, one in changed.items()})
     # All have ended before the first error is raised: none is left to write behind it.
-    done = await asyncio.gather(*map(put_packet, packets), return_exceptions=True)
+    results = await asyncio.gather(*map(put_packet, packets), return_exceptions=True)
     put_now: dict[str, PublishedCartridge] = {}
-    for one_packet in done:
+    for one_packet in results:
         if isinstance(one_packet, BaseException):
             raise one_packet
         put_now |= one_packet
-    return tuple(put_now[name] if name in put_now else known[name, since[name]] for name in kv)
+    return tuple(put_now[name] if name in put_now else by_id[name, since[name]] for name in kv)
 
 
 async def get_missing(
-    get: Get, cartridges: Sequence[PublishedCartridge], missing: Collection[str]
+    get: GetTensors, cartridges: Sequence[PublishedCartridge], missing: Collection[str]
 ) -> dict[str, Tensor]:
     """Return the tensors [L, 2, H_kv, P, D] of the `missing` names, each packet got once."""
     wanted = [c for c in cartridges if c.name in missing]
@@ -365,7 +365,7 @@ class VersionLedger:
         self._since[version] = dict(since)
         self._newest = version
         evicted = [self._since.pop(old) for old in sorted(self._since)[: -self._keep]]
-        return self._unheld(each for old in evicted for each in old.items())
+        return self._unheld(cartridge for old in evicted for cartridge in old.items())
 
     def check(self, version: int, since: Mapping[str, int], new: Collection[str]) -> None:
         """Raise PublishError when the version is not newer than every one before it, or when its
@@ -376,10 +376,10 @@ class VersionLedger:
                 "ids are never reused and never go back; publish a new one"
             )
         if odd := self.missing(since) ^ set(new):
-            told = ", ".join(f"{name} since {since.get(name)}" for name in sorted(odd))
+            numbers = ", ".join(f"{name} since {since.get(name)}" for name in sorted(odd))
             raise PublishError(
                 f"version {version} came with other numbers than those that are not held here "
-                f"({told}); publish it again"
+                f"({numbers}); publish it again"
             )
 
     def drop(self, version: int) -> list[CartridgeId]:

@@ -51,7 +51,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learning.ranks import ALONE, ProcessGroup, each, to_host
+from learning.ranks import ALONE, ProcessGroup, map_large, to_host
 from protocols.errors import CheckpointError, DamagedError
 from protocols.files import flush, sha256_of
 from protocols.reserve import with_room
@@ -95,22 +95,22 @@ def part_index(part: str) -> int:
     return int(part.split("-")[1])
 
 
-def united(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def united(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the facts of a whole checkpoint from those of its writers, each of which has other
     cartridges. "published" lists by version what each of "names" has had since when."""
-    first, *others = told
-    if not others:
+    first, *rest_of = parts
+    if not rest_of:
         return first
     published = {}
     for version in first["published"]:
         since = {
             name: at
-            for one in told
+            for one in parts
             for name, at in zip(one["cartridges"], one["published"][version], strict=True)
         }
         published[version] = [since[name] for name in first["names"]]
-    own = {name: of for one in told for name, of in one["cartridges"].items()}
-    return {**first, "cartridges": dict(sorted(own.items())), "published": published}
+    cartridges = {name: facts for one in parts for name, facts in one["cartridges"].items()}
+    return {**first, "cartridges": dict(sorted(cartridges.items())), "published": published}
 
 
 def write_checkpoint(
@@ -118,21 +118,21 @@ def write_checkpoint(
     name: str,
     checkpoint: Checkpoint,
     keep: int,
-    before: Path | None = None,
+    previous: Path | None = None,
     writers: ProcessGroup = ALONE,
 ) -> Path:
     """Write `directory/name` atomically and return its path. Delete all checkpoints but the newest
     `keep` and the last of every arm, which holds that arm's result.
 
-    `before` is a checkpoint from which the trainer went on to this one: parts of the same name are
-    taken from it. A whole checkpoint of this name has the same state and is left unchanged. A
+    `previous` is a checkpoint from which the trainer went on to this one: parts of the same name
+    are taken from it. A whole checkpoint of this name has the same state and is left unchanged. A
     damaged one (the run was resumed from the one before it) is replaced.
 
     All `writers` call it, each with its own cartridges; it returns when the checkpoint is whole.
     """
     final = directory / name
-    whole = writers.leads and final.exists() and _is_whole(final)
-    if writers.gather({"whole": whole})[0]["whole"]:
+    is_whole = writers.leads and final.exists() and _is_whole(final)
+    if writers.gather({"whole": is_whole})[0]["whole"]:
         return final
     partial = directory / f".{name}.partial"
     if writers.leads:
@@ -140,11 +140,11 @@ def write_checkpoint(
         partial.mkdir()  # no parents: nobody makes a run's directory again that was removed
     writers.gather({})
     try:
-        files = with_room(partial, lambda: _fill(partial, checkpoint, before))
-        told = writers.gather({"files": files, "facts": checkpoint.facts})
+        files = with_room(partial, lambda: _fill(partial, checkpoint, previous))
+        reports = writers.gather({"files": files, "facts": checkpoint.facts})
         if writers.leads:
-            with_room(partial, lambda: _close(partial, told))
-            _put(partial, final, keep)
+            with_room(partial, lambda: _close(partial, reports))
+            _publish(partial, final, keep)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -152,7 +152,7 @@ def write_checkpoint(
     return final
 
 
-def _put(partial: Path, final: Path, keep: int) -> None:
+def _publish(partial: Path, final: Path, keep: int) -> None:
     """Give a checkpoint its name, and delete those that need not be kept."""
     directory = final.parent
     if final.exists():
@@ -165,27 +165,27 @@ def _put(partial: Path, final: Path, keep: int) -> None:
             shutil.rmtree(old)
 
 
-def _fill(partial: Path, checkpoint: Checkpoint, before: Path | None) -> dict[str, str]:
+def _fill(partial: Path, checkpoint: Checkpoint, previous: Path | None) -> dict[str, str]:
     """Write the files of a checkpoint's parts in the directory `partial`; return their checksums by
     part."""
-    known = {} if before is None else _files(before)
+    checksums = {} if previous is None else _files(previous)
 
     def fill(part: str) -> str:
         path = partial / f"{part}{SUFFIX}"
         path.unlink(missing_ok=True)  # of a try that met a full disk
-        if before is not None and _taken(before / path.name, path, known.get(part)):
-            return known[part]
+        if previous is not None and _linked(previous / path.name, path, checksums.get(part)):
+            return checksums[part]
         save_tensors(on_host(checkpoint.parts[part]), path)
         return sha256_of(path)
 
-    digests = each(fill, checkpoint.parts, parts_bytes(checkpoint.parts))
+    digests = map_large(fill, checkpoint.parts, parts_bytes(checkpoint.parts))
     return dict(zip(checkpoint.parts, digests, strict=True))
 
 
-def _close(partial: Path, told: Sequence[dict[str, Any]]) -> None:
+def _close(partial: Path, reports: Sequence[dict[str, Any]]) -> None:
     """Write the manifest of what all writers told, and flush every file."""
-    facts = united([one["facts"] for one in told])
-    files = {part: digest for one in told for part, digest in one["files"].items()}
+    facts = united([one["facts"] for one in reports])
+    files = {part: digest for one in reports for part, digest in one["files"].items()}
     manifest = {"schema": SCHEMA, "files": files, "facts": facts}
     manifest["facts_sha256"] = _facts_sha256(facts)
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
@@ -221,13 +221,13 @@ def is_checkpoint(path: Path) -> bool:
 def last_of_arms(directory: Path) -> dict[str, Path]:
     """Return the newest checkpoint of each arm by the manifests alone. Checkpoints that cannot be
     read or have no arm are skipped."""
-    found = {}
+    paths = {}
     for path in list_checkpoints(directory):
         try:
-            found[str(json.loads((path / MANIFEST).read_text())["facts"]["arm"])] = path
+            paths[str(json.loads((path / MANIFEST).read_text())["facts"]["arm"])] = path
         except (OSError, ValueError, KeyError, TypeError):
             continue
-    return found
+    return paths
 
 
 def newest_whole(
@@ -329,8 +329,8 @@ def _unstacked(facts: dict[str, Any], stacked: Mapping[str, Tensor]) -> Checkpoi
         }
         for i in range(len(facts["names"]))
     }
-    own = {name: dict(common) for name in facts["names"]}
-    return Checkpoint({**facts, "cartridges": own}, parts)
+    cartridges = {name: dict(common) for name in facts["names"]}
+    return Checkpoint({**facts, "cartridges": cartridges}, parts)
 
 
 def _files(checkpoint: Path) -> dict[str, str]:
@@ -341,7 +341,7 @@ def _files(checkpoint: Path) -> dict[str, str]:
         return {}
 
 
-def _taken(source: Path, path: Path, stated: str | None) -> bool:
+def _linked(source: Path, path: Path, stated: str | None) -> bool:
     """Link a file to `path`, or copy it; return False, with no file there, where it does not match
     the checksum `stated`."""
     if stated is None or not source.is_file() or sha256_of(source) != stated:
@@ -362,8 +362,8 @@ def _is_whole(path: Path) -> bool:
 
 
 def _instead(path: Path) -> str:
-    others = [p for p in list_checkpoints(path.parent) if p.name < path.name]
-    return f"; the one before it is {others[-1]}" if others else "; there is none before it"
+    older = [p for p in list_checkpoints(path.parent) if p.name < path.name]
+    return f"; the one before it is {older[-1]}" if older else "; there is none before it"
 
 
 def _facts_sha256(facts: dict[str, Any]) -> str:
@@ -383,29 +383,29 @@ class LastState:
     def write(self, state: Checkpoint, writers: ProcessGroup = ALONE) -> None:
         """Replace the state on disk. Parts that the state written or read before has are not
         written again. All `writers` call it, each with its own cartridges."""
-        own = with_room(self._path / MANIFEST, lambda: self._fill(state))
-        told = writers.gather({"files": own, "facts": state.facts})
+        own_files = with_room(self._path / MANIFEST, lambda: self._fill(state))
+        reports = writers.gather({"files": own_files, "facts": state.facts})
         if writers.leads:
-            facts = united([one["facts"] for one in told])
-            files = {part: file for one in told for part, file in one["files"].items()}
+            facts = united([one["facts"] for one in reports])
+            files = {part: file for one in reports for part, file in one["files"].items()}
             with_room(self._path / MANIFEST, lambda: self._close(facts, files))
         writers.gather({})  # nobody writes the next state while rank 0 deletes files
-        self._files = own
+        self._files = own_files
 
     def _fill(self, state: Checkpoint) -> dict[str, str]:
         """Write the parts; return the names of their files."""
         self._path.mkdir(exist_ok=True)  # no parents: a removed run's directory is not made again
         new = {part: x for part, x in state.parts.items() if part not in self._files}
-        wrote = each(self._write, new.items(), parts_bytes(new))
+        wrote = map_large(self._write, new.items(), parts_bytes(new))
         files = self._files | dict(zip(new, wrote, strict=True))
         return {part: files[part] for part in state.parts}
 
     def _close(self, facts: dict[str, Any], files: Mapping[str, str]) -> None:
         """Write the manifest and delete the files that it does not name."""
-        told = json.dumps({"facts": facts, "files": files})
-        whole = json.dumps({"crc32": f"{zlib.crc32(told.encode()):08x}", "state": told})
+        state = json.dumps({"facts": facts, "files": files})
+        manifest = json.dumps({"crc32": f"{zlib.crc32(state.encode()):08x}", "state": state})
         partial = self._path / f"{MANIFEST}{PARTIAL}"
-        partial.write_text(whole)
+        partial.write_text(manifest)
         partial.replace(self._path / MANIFEST)
         for file in self._path.iterdir():
             if file.name not in (*files.values(), MANIFEST):
@@ -427,10 +427,10 @@ class LastState:
         if not (self._path / MANIFEST).exists():
             return None
         try:
-            whole = json.loads((self._path / MANIFEST).read_text())
-            if f"{zlib.crc32(whole['state'].encode()):08x}" != whole["crc32"]:
+            manifest = json.loads((self._path / MANIFEST).read_text())
+            if f"{zlib.crc32(manifest['state'].encode()):08x}" != manifest["crc32"]:
                 raise ValueError(f"{MANIFEST} does not match its checksum")
-            state = json.loads(whole["state"])
+            state = json.loads(manifest["state"])
             files = {part: file for part, file in state["files"].items() if wanted(part)}
             parts = {part: self._read(part, file) for part, file in files.items()}
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -461,8 +461,8 @@ def last_version(path: Path) -> int | None:
     """Return the version of the state in the directory `path`, by its manifest alone; None for none
     that can be read."""
     try:
-        whole = json.loads((path / MANIFEST).read_text())
-        return int(json.loads(whole["state"])["facts"]["version"])
+        manifest = json.loads((path / MANIFEST).read_text())
+        return int(json.loads(manifest["state"])["facts"]["version"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -311,12 +311,12 @@ class DecodeBatch:
         budget = max(map(_tokens_left, self.rows))
         self._cache = DecodeCache.empty(model, len(rows), plan.width + budget)
         hidden = self._read_prompts(plan)  # [tokens read, width]
-        place = {token: at for at, token in enumerate(plan.read)}
+        row_at = {token: at for at, token in enumerate(plan.read)}
         for b in plan.scored:
-            first = place[plan.ends[b] - plan.lengths[b]]
+            first = row_at[plan.ends[b] - plan.lengths[b]]
             self._score_prompt(self.rows[b], hidden[first : first + plan.lengths[b] - 1])
         self._cache.used = plan.width
-        self._tokens = self._draw(hidden[[place[end - 1] for end in plan.ends]])  # [B]
+        self._tokens = self._draw(hidden[[row_at[end - 1] for end in plan.ends]])  # [B]
 
     @property
     def live(self) -> bool:
@@ -336,16 +336,17 @@ class DecodeBatch:
                 rows = torch.arange(first, stop, device=device)
                 self._cache.copy(rows, self._pad[first:stop], kv)
 
-        def put(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-            self._cache.put(layer, plan.rows, plan.columns, k, v)
+        def write(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+            self._cache.write(layer, plan.rows, plan.columns, k, v)
 
         read = torch.tensor(plan.read, device=device)
         attention = FlatAttention(
             plan.lengths, [stop - first for _, (first, stop) in groups], plan.positions,
-            [kv for kv, _ in groups], read, put,
+            [kv for kv, _ in groups], read, write,
         )  # fmt: skip
         ids = torch.tensor([i for r in self.rows for i in r.request.prompt_ids], device=device)
-        return self._model(ids, plan.positions, attention, read)
+        hidden: Tensor = self._model(ids, plan.positions, attention, read)
+        return hidden
 
     def _forward(self) -> Tensor:
         """Run the forward pass of each row's last token; return its hidden states [B, width]."""
@@ -365,9 +366,9 @@ class DecodeBatch:
     def merge(self, other: DecodeBatch) -> None:
         """Take the rows of another decode batch of the same model."""
         used = max(self._cache.used, other._cache.used)
-        left = max(map(_tokens_left, (*self.rows, *other.rows)))
+        budget = max(map(_tokens_left, (*self.rows, *other.rows)))
         pads = [batch._pad + (used - batch._cache.used) for batch in (self, other)]
-        self._cache.join(other._cache, used + left)
+        self._cache.join(other._cache, used + budget)
         self._prefixes = other._prefixes | self._prefixes
         self.rows = [*self.rows, *other.rows]
         self._pad = torch.cat(pads)
@@ -381,12 +382,12 @@ class DecodeBatch:
         if len(live) <= 0.75 * len(self.rows):
             self._keep(live)
 
-    def _keep(self, kept: Sequence[int]) -> None:
+    def _keep(self, order: Sequence[int]) -> None:
         """Keep these rows, in this order."""
-        self.rows = [self.rows[b] for b in kept]
+        self.rows = [self.rows[b] for b in order]
         named = {row.prefix for row in self.rows}
         self._prefixes = {ref: kv for ref, kv in self._prefixes.items() if ref in named}
-        rows = torch.tensor(kept, device=self._pad.device)
+        rows = torch.tensor(order, device=self._pad.device)
         self._tokens, self._position = self._tokens[rows], self._position[rows]
         self._pad = self._pad[rows]
         # Columns that are padding in all remaining rows are cut off.
@@ -396,14 +397,14 @@ class DecodeBatch:
 
     def _grouped(self, rows: Sequence[DecodeState]) -> list[int]:
         """Return the order in which the rows over one prefix lie side by side."""
-        place = {ref: at for at, ref in enumerate(self._prefixes)}
-        return sorted(range(len(rows)), key=lambda b: place[rows[b].prefix])
+        order = {ref: at for at, ref in enumerate(self._prefixes)}
+        return sorted(range(len(rows)), key=lambda b: order[rows[b].prefix])
 
     def _groups(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """Return each prefix with its rows: the first, and the one behind the last."""
         first = 0
-        for ref, of in groupby(self.rows, key=lambda row: row.prefix):
-            stop = first + sum(1 for _ in of)
+        for ref, members in groupby(self.rows, key=lambda row: row.prefix):
+            stop = first + sum(1 for _ in members)
             yield self._prefixes[ref], (first, stop)
             first = stop
 
@@ -502,14 +503,14 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
             probs[:, sampling.top_k :] = 0
             probs = probs / probs.sum(-1, keepdim=True)
         if sampling.top_p < 1.0:
-            before = probs.cumsum(-1) - probs
-            probs = probs.masked_fill(before >= sampling.top_p, 0)
+            preceding = probs.cumsum(-1) - probs
+            probs = probs.masked_fill(preceding >= sampling.top_p, 0)
             probs = probs / probs.sum(-1, keepdim=True)
     cumulative = probs.cumsum(-1)
     # Scaled by the last sum, so that rounding cannot push a draw past the last possible token.
-    found = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
-    found = found.clamp(max=probs.shape[-1] - 1)
-    return (found if order is None else order.gather(-1, found))[:, 0]
+    picks = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
+    picks = picks.clamp(max=probs.shape[-1] - 1)
+    return (picks if order is None else order.gather(-1, picks))[:, 0]
 
 
 def uniforms(seed: int, count: int, first: int = 0) -> Tensor:
@@ -539,11 +540,13 @@ class DecodeCache:
         layers, heads, size = model.kv_shape
         # Zeros: padding is hidden by its weight of 0, and 0 times garbage need not be 0.
         shape = (layers, rows, heads, columns, size)
-        dtype = kernel_for(model.weight).kept(model.dtype)
+        dtype = kernel_for(model.weight).stored_type(model.dtype)
         keys = torch.zeros(shape, dtype=dtype, device=model.device)
         return cls(keys, torch.zeros_like(keys))
 
-    def put(self, layer: int, rows: Tensor, columns: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(
+        self, layer: int, rows: Tensor, columns: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
         """Write keys and values [N, H_kv, D] at N places (row, column)."""
         dtype = self.keys.dtype
         self.keys[layer, rows, :, columns] = keys.to(dtype)
@@ -568,12 +571,12 @@ class DecodeCache:
         layers, rows, heads, _, size = self.keys.shape
         shape = (layers, rows + other.keys.shape[1], heads, columns, size)
         for name in ("keys", "values"):
-            whole = getattr(self, name).new_zeros(shape)
-            whole[:, :mine, :, used - self.used : used] = getattr(self, name)[..., : self.used, :]
-            whole[:, mine:, :, used - other.used : used] = getattr(other, name)[
+            joined = getattr(self, name).new_zeros(shape)
+            joined[:, :mine, :, used - self.used : used] = getattr(self, name)[..., : self.used, :]
+            joined[:, mine:, :, used - other.used : used] = getattr(other, name)[
                 ..., : other.used, :
             ]
-            setattr(self, name, whole)
+            setattr(self, name, joined)
         self.used = used
 
 
@@ -610,9 +613,9 @@ class DecodeAttention:
         kernel, mask = kernel_for(q), self._mask(options, keys.dtype)
         keys, values = keys[:, :, : at + 1], values[:, :, : at + 1]
         # The heads that read one key stand as queries of one head: fewer, larger products.
-        asked = q.view(q.shape[0], keys.shape[1], -1, q.shape[2])
+        queries = q.view(q.shape[0], keys.shape[1], -1, q.shape[2])
         out, sums = kernel.forward(
-            asked, keys, values, mask.expand(-1, -1, asked.shape[2], -1), False, options.scale,
+            queries, keys, values, mask.expand(-1, -1, queries.shape[2], -1), False, options.scale,
             options.cap,
         )  # fmt: skip
         out = out.reshape(q.shape)
@@ -636,8 +639,8 @@ class DecodeAttention:
         if kind not in self._masks:
             hidden = self._padding
             if options.limit is not None:
-                behind = self._cache.used - self._columns
-                hidden = hidden | options.unseen(behind, self._positions[:, None])
+                distances = self._cache.used - self._columns
+                hidden = hidden | options.unseen(distances, self._positions[:, None])
             added = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             self._masks[kind] = added.masked_fill(hidden, UNSEEN)[:, None, None]
         return self._masks[kind]

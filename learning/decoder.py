@@ -221,12 +221,12 @@ class DecoderLayer(nn.Module):
                 q = rotated(self._normed(q, self.q_norm), cos, sin)
                 k = rotated(self._normed(k, self.k_norm), cos, sin)
         else:
-            asked = heads * size
+            query_rows = heads * size
             bias = self.qkv_bias
-            of_q, of_kv = (None, None) if bias is None else (bias[:asked], bias[asked:])
-            q = linear(normed[read], self.qkv[:asked], of_q).view(len(read), heads, size)
+            of_q, of_kv = (None, None) if bias is None else (bias[:query_rows], bias[query_rows:])
+            q = linear(normed[read], self.qkv[:query_rows], of_q).view(len(read), heads, size)
             k, v = (
-                linear(normed, self.qkv[asked:], of_kv)
+                linear(normed, self.qkv[query_rows:], of_kv)
                 .view(len(x), 2 * kv_heads, size)
                 .chunk(2, dim=1)
             )
@@ -234,8 +234,8 @@ class DecoderLayer(nn.Module):
             k = rotated(self._normed(k, self.k_norm), cos, sin)
             x = x[read]
         count(k.shape[0])
-        seen = attention.attend(self._index, q, k, v, self._options)
-        x = x + self._summed("out", seen.flatten(1), self.out_bias)
+        attended = attention.attend(self._index, q, k, v, self._options)
+        x = x + self._summed("out", attended.flatten(1), self.out_bias)
         normed = F.rms_norm(x, (config.hidden,), self.post_norm, config.eps)
         if ranks is not None:
             normed = ranks.enter(normed)
@@ -260,28 +260,28 @@ class DecoderLayer(nn.Module):
     def weights(self) -> Iterator[tuple[str, Tensor, slice]]:
         """Return the layer's weights by their names in the files: of a divided base, its parts."""
         config, parts = self.config, 1 if self.tensor is None else self.tensor.size
-        asked = config.heads * config.head_dim // parts
-        held = config.kv_heads * config.head_dim // parts
+        query_rows = config.heads * config.head_dim // parts
+        key_rows = config.kv_heads * config.head_dim // parts
         cuts = {
-            "q_proj": slice(asked),
-            "k_proj": slice(asked, asked + held),
-            "v_proj": slice(asked + held, None),
+            "q_proj": slice(query_rows),
+            "k_proj": slice(query_rows, query_rows + key_rows),
+            "v_proj": slice(query_rows + key_rows, None),
         }
-        whole, inner = slice(None), config.intermediate // parts
+        every, inner = slice(None), config.intermediate // parts
         for name, rows in cuts.items():
             yield f"self_attn.{name}.weight", self.qkv, rows
             if self.qkv_bias is not None:
                 yield f"self_attn.{name}.bias", self.qkv_bias, rows
         for name, parameter, rows in (
-            ("self_attn.o_proj.weight", self.out, whole),
-            ("self_attn.o_proj.bias", self.out_bias, whole),
-            ("self_attn.q_norm.weight", self.q_norm, whole),
-            ("self_attn.k_norm.weight", self.k_norm, whole),
+            ("self_attn.o_proj.weight", self.out, every),
+            ("self_attn.o_proj.bias", self.out_bias, every),
+            ("self_attn.q_norm.weight", self.q_norm, every),
+            ("self_attn.k_norm.weight", self.k_norm, every),
             ("mlp.gate_proj.weight", self.gate_up, slice(inner)),
             ("mlp.up_proj.weight", self.gate_up, slice(inner, None)),
-            ("mlp.down_proj.weight", self.down, whole),
-            ("input_layernorm.weight", self.input_norm, whole),
-            ("post_attention_layernorm.weight", self.post_norm, whole),
+            ("mlp.down_proj.weight", self.down, every),
+            ("input_layernorm.weight", self.input_norm, every),
+            ("post_attention_layernorm.weight", self.post_norm, every),
         ):
             if parameter is not None:
                 yield name, parameter, rows
@@ -298,8 +298,8 @@ def rope_frequencies(rope: Mapping[str, Any], size: int) -> Tensor:
         low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
         slower = frequencies / float(rope["factor"])
         turns = float(rope["original_max_position_embeddings"]) / (2 * math.pi / frequencies)
-        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        return (1 - kept) * slower + kept * frequencies
+        unscaled = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return (1 - unscaled) * slower + unscaled * frequencies
     return frequencies
 
 
@@ -336,8 +336,8 @@ class DecoderLayers(nn.Module):
         angles = positions[:, None].float() * self._frequencies.to(x.device)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         cos, sin = torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
-        *others, last = self.layers
-        for layer in others:
+        *inner, last = self.layers
+        for layer in inner:
             x = layer(x, cos, sin, attention, None)
         x = last(x, cos, sin, attention, read)
         return F.rms_norm(x, (self.config.hidden,), self.norm, self.config.eps)
@@ -396,9 +396,9 @@ def load_decoder(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> 
     of_name = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
     files: dict[str, Any] = {}
     parts: dict[int, list[Tensor]] = {}
-    held: dict[int, Tensor] = {}
+    parameters: dict[int, Tensor] = {}
     for name, parameter, _ in sorted(model.weights(), key=lambda one: one[2].start or 0):
-        held[id(parameter)] = parameter
+        parameters[id(parameter)] = parameter
         if name == "lm_head.weight" and config.tied:
             continue
         file = of_name.get(name, WEIGHTS)
@@ -410,11 +410,11 @@ def load_decoder(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> 
                 "set model.path to a whole model"
             )
         parts.setdefault(id(parameter), []).append(files[file].get_tensor(name).to(dtype))
-    found = {key: tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    weights = {key: tensors[0] if len(tensors) == 1 else torch.cat(tensors)
              for key, tensors in parts.items()}  # fmt: skip
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            tensor = found[id(parameter)]
+            tensor = weights[id(parameter)]
             if tensor.shape != parameter.shape:
                 raise DataError(
                     f"{directory} holds a weight of shape {tuple(tensor.shape)}, and its "
@@ -484,10 +484,10 @@ def linear(
     if rows > PADDED_TO and rows % PADDED_TO:
         x = F.pad(x, (0, 0, 0, -rows % PADDED_TO))
     if torch.is_grad_enabled() and x.requires_grad:
-        found: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # torch's
+        product: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # torch's
     else:
-        found = _product(x, weight if packed is None else packed, bias)
-    return found[:rows]
+        product = _product(x, weight if packed is None else packed, bias)
+    return product[:rows]
 
 
 def packed(weight: Tensor) -> Tensor | None:
@@ -495,8 +495,8 @@ def packed(weight: Tensor) -> Tensor | None:
     does not multiply by oneDNN."""
     if not _is_multiplied(weight):
         return None
-    found: Tensor = _ONEDNN._reorder_linear_weight(weight, PACKED_FOR)
-    return found
+    copy: Tensor = _ONEDNN._reorder_linear_weight(weight, PACKED_FOR)
+    return copy
 
 
 def _is_multiplied(weight: Tensor) -> bool:
@@ -508,8 +508,8 @@ def _is_multiplied(weight: Tensor) -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    found: Tensor = _ONEDNN._linear_pointwise(x, weight, bias, "none", [], "")
-    return found
+    product: Tensor = _ONEDNN._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
 
 
 class _Linear(torch.autograd.Function):

@@ -63,7 +63,7 @@ class ProcessGroup:
     mesh: Any = None
     apart: bool = False
 
-    def own(self, names: Sequence[str]) -> list[str]:
+    def cartridges(self, names: Sequence[str]) -> list[str]:
         """Return the cartridges that this rank holds, of those of the run: all of them, or where
         ranks stand apart every `world`-th."""
         return list(names[self.rank :: self.world] if self.apart else names)
@@ -140,18 +140,20 @@ class ProcessGroup:
         """Return every rank's JSON-able facts, by rank."""
         if self.world == 1:
             return [facts]
-        told = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8, device=self.device)
+        payload = torch.tensor(
+            list(json.dumps(facts).encode()), dtype=torch.uint8, device=self.device
+        )
         lengths = torch.zeros(self.world, dtype=torch.long, device=self.device)
-        lengths[self.rank] = len(told)
+        lengths[self.rank] = len(payload)
         self.add(lengths)
-        room = told.new_zeros(int(lengths.max()))
-        room[: len(told)] = told
-        found = [torch.empty_like(room) for _ in range(self.world)]
+        room = payload.new_zeros(int(lengths.max()))
+        room[: len(payload)] = payload
+        payloads = [torch.empty_like(room) for _ in range(self.world)]
         with self.guard():
-            dist.all_gather(found, room)
+            dist.all_gather(payloads, room)
         return [
             json.loads(bytes(one[:length].tolist()))
-            for one, length in zip(found, lengths.tolist(), strict=True)
+            for one, length in zip(payloads, lengths.tolist(), strict=True)
         ]
 
 
@@ -206,16 +208,18 @@ def interface_to(host: str) -> str:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:  # sends nothing
             one.connect((host, 9))
-            own = one.getsockname()[0]
+            address = one.getsockname()[0]
             for _, name in socket.if_nameindex():
-                asked = struct.pack("256s", name.encode()[:15])
+                request = struct.pack("256s", name.encode()[:15])
                 with suppress(OSError):  # an interface without an IPv4 address
-                    found = fcntl.ioctl(one.fileno(), SIOCGIFADDR, asked)
-                    if socket.inet_ntoa(found[20:24]) == own:
+                    reply = fcntl.ioctl(one.fileno(), SIOCGIFADDR, request)
+                    if socket.inet_ntoa(reply[20:24]) == address:
                         return name
     except OSError as error:
         raise DataError(f"this host does not reach {host}, where the ranks meet: {error}") from None
-    raise DataError(f"no interface of this host has the address {own}, by which it reaches {host}")
+    raise DataError(
+        f"no interface of this host has the address {address}, by which it reaches {host}"
+    )
 
 
 def leave(ranks: ProcessGroup) -> None:
@@ -244,7 +248,9 @@ def passes_beside(model: LanguageModel, tokens: int) -> int:
     return max(1, min(most_beside(model.device), tokens // LEAST_TOKENS))
 
 
-def beside(work: Callable[[Item], Output], items: Iterable[Item], passes: int) -> Iterator[Output]:
+def concurrently(
+    work: Callable[[Item], Output], items: Iterable[Item], passes: int
+) -> Iterator[Output]:
     """Yield what `work` returns for each item, in the order of the items. `passes` run at a time,
     each on its share of torch's threads, with gradients where the caller has them. An error of one
     is raised in its place, after those that run beside it."""
@@ -305,7 +311,7 @@ def to_host(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
-def each(work: Callable[[Item], Output], items: Iterable[Item], nbytes: int) -> list[Output]:
+def map_large(work: Callable[[Item], Output], items: Iterable[Item], nbytes: int) -> list[Output]:
     """Return `work(item)` of each item, in order: by several threads if the items have many bytes
     together. Raises the first item's error, once no thread works any more."""
     threads = min(THREADS, len(os.sched_getaffinity(0)))

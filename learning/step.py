@@ -63,7 +63,7 @@ from learning.losses.channel import (
     gradients_by_channel,
     gradients_of,
 )
-from learning.ranks import ALONE, ProcessGroup, beside, passes_beside
+from learning.ranks import ALONE, ProcessGroup, concurrently, passes_beside
 from learning.trainer_state import CartridgeProgress
 from protocols.errors import RunError, StaleTokenError
 from protocols.spec.sections import GapBounds
@@ -123,7 +123,7 @@ def train_step(
     sums = StepSums(LossAccumulator(step.weights, step.totals), SamplerGap())
     for parameter in step.parameters.values():
         parameter.grad = None
-    for micro in beside(partial(forward_backward, step), step.parts, step.passes):
+    for micro in concurrently(partial(forward_backward, step), step.parts, step.passes):
         sums.add(step, micro)
         del micro  # its gradients are as large as the cartridges
     reduce(step, sums)
@@ -168,7 +168,7 @@ class PreparedStep:
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
         """Return the trainable part [L, 2, H_kv, P-F, D] of each cartridge that learns."""
-        return {name: own.parameter for name, own in self.learners.items()}
+        return {name: learner.parameter for name, learner in self.learners.items()}
 
     @cached_property
     def plain(self) -> dict[str, Parameter]:
@@ -203,13 +203,17 @@ def prepare_step(
     check_ids(texts, model)
     weights = {channel.name: channel.weight for channel in channels}
     counts = {channel.name: channel.denominators(batch) for channel in channels}
-    learners = {n: progress[n] for n in bank.names if any(of.get(n) for of in counts.values())}
+    learners = {
+        n: progress[n] for n in bank.names if any(divisors.get(n) for divisors in counts.values())
+    }
     due: list[str] = []
     coefficients: dict[str, Mapping[str, float]] = dict.fromkeys(learners, weights)
-    for name, own in learners.items():
-        if own.balance is not None:
-            coefficients[name] = own.balance.coefficients(weights)
-            if own.balance.is_due(own.steps, [n for n, of in counts.items() if of.get(name)]):
+    for name, learner in learners.items():
+        if learner.balance is not None:
+            coefficients[name] = learner.balance.coefficients(weights)
+            if learner.balance.is_due(
+                learner.steps, [n for n, divisors in counts.items() if divisors.get(name)]
+            ):
                 due.append(name)
     tokens = sum(map(tokens_of, texts)) if options.micro_tokens is None else options.micro_tokens
     # Layers that run again are replaced in the model meanwhile.
@@ -218,11 +222,11 @@ def prepare_step(
     if ranks.apart:
         parts = read.split(most, only=bank.names, passes=passes)
     else:  # every pass of a sharded base gathers it: all ranks must run equally many
-        place = ranks.data_rank, ranks.data_world
-        parts = read.split(most, *place, even=model.sharded, passes=passes)
+        share = ranks.data_rank, ranks.data_world
+        parts = read.split(most, *share, even=model.sharded, passes=passes)
     return PreparedStep(
         model, bank, progress, batch, channels, version, options, ranks, read, stale, weights,
-        counts, {name: sum(of.values()) for name, of in counts.items()}, learners, due,
+        counts, {name: sum(divisors.values()) for name, divisors in counts.items()}, learners, due,
         coefficients, prefix_lengths(texts, {name: bank.tokens(name) for name in bank.names}),
         parts, passes,
     )  # fmt: skip
@@ -274,8 +278,8 @@ def forward_backward(step: PreparedStep, part: Sequence[Member]) -> MicroGradien
         for name, term in terms.items()
     }  # scalars with graph
     fault = ""
-    for name, of in means.items():
-        for cartridge, mean in of.items():
+    for name, of_cartridges in means.items():
+        for cartridge, mean in of_cartridges.items():
             if not fault and not torch.isfinite(mean):
                 fault = (
                     f"{name} became {mean.item()} at version {step.version}, of cartridge "
@@ -285,12 +289,15 @@ def forward_backward(step: PreparedStep, part: Sequence[Member]) -> MicroGradien
     zero = 0.0 * student.hidden.sum() if model.sharded else None
     by_channel = {}
     if step.compared:
-        channel_means = {name: functools.reduce(add, of.values()) for name, of in means.items()}
+        channel_means = {
+            name: functools.reduce(add, of_cartridges.values())
+            for name, of_cartridges in means.items()
+        }
         by_channel = gradients_by_channel(channel_means, step.compared, step.weights, zero)
     weighted = [
         step.coefficients[cartridge][name] * mean
-        for name, of in means.items()
-        for cartridge, mean in of.items()
+        for name, of_cartridges in means.items()
+        for cartridge, mean in of_cartridges.items()
         if cartridge in step.plain
     ]
     if zero is not None:
@@ -376,15 +383,15 @@ def update(step: PreparedStep, sums: StepSums) -> TrainStepOutput:
         "lr": max((step.progress[n].lr for n in step.learners or step.progress), default=0.0),
         "updates": {
             name: {
-                "lr": own.lr, "grad_norm": own.update(options.clip), "step": own.steps + 1,
-                "tokens": tokens[name],
+                "lr": learner.lr, "grad_norm": learner.update(options.clip),
+                "step": learner.steps + 1, "tokens": tokens[name],
             }
-            for name, own in step.learners.items()
+            for name, learner in step.learners.items()
         },
         "norms": {name: tally.norms(name) for name in step.compared},
         "coefficients": step.coefficients,
         "balance": {
-            n: own.balance.means() for n, own in step.learners.items() if own.balance is not None
+            n: p.balance.means() for n, p in step.learners.items() if p.balance is not None
         },
         "products": tally.products() if options.compare_gradients else {},
     }  # fmt: skip
@@ -418,7 +425,7 @@ def _by_cartridge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what each rank reports of its cartridges, by name; one rank's in its own order."""
     if len(parts) == 1:
         return dict(parts[0])
-    return dict(sorted(chain.from_iterable(of.items() for of in parts)))
+    return dict(sorted(chain.from_iterable(part.items() for part in parts)))
 
 
 def check_fresh(samples: Sequence[Sample], version: int, staleness: int) -> int:
@@ -461,20 +468,20 @@ class SamplerGap:
         at = record.compared.nonzero().flatten()
         if not len(at):
             return
-        own = trainer.detach().cpu()[at].double()
-        gaps = own - record.logprobs[at].double()
+        values = trainer.detach().cpu()[at].double()
+        gaps = values - record.logprobs[at].double()
         sizes = gaps.abs().nan_to_num(nan=math.inf, posinf=math.inf)
         self.tokens += len(at)
         self.absolute += sizes.sum().item()
         self.signed += gaps.sum().item()
         largest = int(sizes.argmax())
         if sizes[largest] >= self.most:
-            place = int(at[largest])
+            index = int(at[largest])
             self.most = sizes[largest].item()
             self.worst = {
-                "sample": record.locate(place),
-                "sampler": record.logprobs[place].item(),
-                "trainer": own[largest].item(),
+                "sample": record.locate(index),
+                "sampler": record.logprobs[index].item(),
+                "trainer": values[largest].item(),
             }
 
     def sums(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from learning.batch import (
     tokens_of,
 )
 from learning.decoder import LanguageModel
-from learning.ranks import beside, passes_beside
+from learning.ranks import concurrently, passes_beside
 from protocols.errors import DataError
 from protocols.train_batch import PrecomputedScores
 from protocols.types import SEPARATOR, CacheStats, Sample, require_ids
@@ -71,20 +71,22 @@ def own_document_kv(model: LanguageModel, token_ids: list[int] | tuple[int, ...]
     layers, heads, size = model.kv_shape
     if model.tensor is not None:
         heads //= model.tensor.size
-    done = torch.empty((layers, 2, heads, len(ids), size), dtype=model.dtype, device=model.device)
+    kv = torch.empty((layers, 2, heads, len(ids), size), dtype=model.dtype, device=model.device)
     none = torch.zeros(0, dtype=torch.long, device=model.device)
     for start in range(0, len(ids), PREFILL_CHUNK):
-        of = slice(start, min(start + PREFILL_CHUNK, len(ids)))
+        span = slice(start, min(start + PREFILL_CHUNK, len(ids)))
 
-        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, of: slice = of) -> None:
-            done[layer, 0, :, of], done[layer, 1, :, of] = k.transpose(0, 1), v.transpose(0, 1)
+        def keep(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, span: slice = span
+        ) -> None:
+            kv[layer, 0, :, span], kv[layer, 1, :, span] = k.transpose(0, 1), v.transpose(0, 1)
 
-        chunk = ids[of]
+        chunk = ids[span]
         attention = FlatAttention(
-            [len(chunk)], [1], positions[of], [done[:, :, :, :start]], none, keep
+            [len(chunk)], [1], positions[span], [kv[:, :, :, :start]], none, keep
         )
-        model(chunk, positions[of], attention, none)
-    return done
+        model(chunk, positions[span], attention, none)
+    return kv
 
 
 def context_ids(documents: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
@@ -97,8 +99,8 @@ def context_ids(documents: Mapping[str, tuple[int, ...]], name: str) -> tuple[in
     if unknown := [one for one in names if one not in documents]:
         raise DataError(f"no document {unknown[0]!r}; this run has {sorted(documents)}")
     begin = len(documents.get("none", ()))
-    first, *others = (documents[one] for one in names)
-    return (*first, *(id for ids in others for id in ids[begin:]))
+    first, *later = (documents[one] for one in names)
+    return (*first, *(id for ids in later for id in ids[begin:]))
 
 
 @dataclass(frozen=True)
@@ -146,14 +148,14 @@ class DocumentKVCache:
         self._max_bytes = max_bytes
         self._spill = spill
         self._files = files
-        self._held: OrderedDict[str, Tensor] = OrderedDict()
+        self._cached: OrderedDict[str, Tensor] = OrderedDict()
         self._spilled: OrderedDict[str, Tensor] = OrderedDict()
         self.hits = self.host_hits = self.misses = self.evictions = 0
 
     @property
     def held_bytes(self) -> int:
         """Return the bytes held on the device."""
-        return sum(kv.nbytes for kv in self._held.values())
+        return sum(kv.nbytes for kv in self._cached.values())
 
     @property
     def spilled_bytes(self) -> int:
@@ -171,15 +173,15 @@ class DocumentKVCache:
         the device; read it now if it is not cached. The least recently used make room for it. KV
         larger than the device's bound is returned but not kept there. Raises DataError for an
         unknown name, and for a token that the model does not have."""
-        if name in self._held:
+        if name in self._cached:
             self.hits += 1
-            self._held.move_to_end(name)
-            return self._held[name]
+            self._cached.move_to_end(name)
+            return self._cached[name]
         ids = context_ids(self._documents, name)
-        there = self._spilled.get(name)
-        if there is not None and self._spill is not None:
+        spilled = self._spilled.get(name)
+        if spilled is not None and self._spill is not None:
             self.host_hits += 1
-            kv = self._spill.back(there)
+            kv = self._spill.back(spilled)
         else:
             self.misses += 1
             try:
@@ -187,24 +189,24 @@ class DocumentKVCache:
             except DataError as error:
                 raise DataError(f"document {name}: {error}") from error
         if kv.nbytes > self._max_bytes:
-            if there is None:
+            if spilled is None:
                 self._put_out(name, kv)
             else:
                 self._spilled.move_to_end(name)
             return kv
         self._spilled.pop(name, None)
-        self._held[name] = kv
+        self._cached[name] = kv
         while self.held_bytes > self._max_bytes:
             self.evictions += 1
-            self._put_out(*self._held.popitem(last=False))
+            self._put_out(*self._cached.popitem(last=False))
         return kv
 
     def _read_once(self, ids: tuple[int, ...]) -> Tensor:
         """Return the KV from the files, or computed and kept in them."""
         if self._files is None:
             return self._read(ids)
-        if (found := self._files.read(ids)) is not None:
-            return found
+        if (stored := self._files.read(ids)) is not None:
+            return stored
         kv = self._read(ids)
         self._files.keep(ids, kv)
         return kv
@@ -243,8 +245,8 @@ class KVFiles:
         partial = file.with_suffix(f".{os.getpid()}")
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
-            held = sum(one.stat().st_size for one in self._directory.iterdir())
-            if shutil.disk_usage(self._directory).free < TIMES_FREE * (held + kv.nbytes):
+            stored_bytes = sum(one.stat().st_size for one in self._directory.iterdir())
+            if shutil.disk_usage(self._directory).free < TIMES_FREE * (stored_bytes + kv.nbytes):
                 return
             save_file({"kv": kv.contiguous()}, partial)
             partial.replace(file)
@@ -313,18 +315,18 @@ def score_kept(
             return TeacherDistribution(score_over(model, chosen, prefixes, row_tokens, prefix))
         tokens = _scored(model, chosen, prefixes, row_tokens, most, prefix)
 
-        def kept(logits: Tensor, of: slice) -> tuple[Tensor, ...]:
-            own = (token_logprobs(logits, tokens.targets[of]),) if keep_sampled else ()
-            return *top_k(logits, keep_top), *own
+        def reduced(logits: Tensor, span: slice) -> tuple[Tensor, ...]:
+            sampled = (token_logprobs(logits, tokens.targets[span]),) if keep_sampled else ()
+            return *top_k(logits, keep_top), *sampled
 
-        return TeacherDistribution(None, *tokens.read(slice(None), kept))
+        return TeacherDistribution(None, *tokens.read(slice(None), reduced))
 
     parts = even_parts(lengths, [prefix(s) for s in samples], passes)
-    found = joined(
-        [*zip(parts, beside(run, parts, passes), strict=True)],
+    distribution = joined(
+        [*zip(parts, concurrently(run, parts, passes), strict=True)],
         [len(s.response_ids) for s in samples],
     )
-    return {name: value for name, value in vars(found).items() if value is not None}
+    return {name: value for name, value in vars(distribution).items() if value is not None}
 
 
 @torch.no_grad()
@@ -359,8 +361,8 @@ def _scored(
 def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k most likely tokens and their log-probabilities: ([N, k] int32, [N, k]
     float32)."""
-    found = F.log_softmax(logits.float(), dim=-1).topk(min(k, logits.shape[-1]), dim=-1)
-    return found.indices.int(), found.values
+    top = F.log_softmax(logits.float(), dim=-1).topk(min(k, logits.shape[-1]), dim=-1)
+    return top.indices.int(), top.values
 
 
 @dataclass(frozen=True)
@@ -382,16 +384,16 @@ class TeacherDistribution:
 
     def rows(self, which: slice | Tensor) -> TeacherDistribution:
         """Return the distribution at some of the tokens: a slice, or indices [n]."""
-        return self._each(lambda x: x[which])
+        return self._map(lambda x: x[which])
 
     def to(self, device: torch.device) -> TeacherDistribution:
         """Return a copy on the student's device. Scores arrive from the tensor plane on the host
         and are moved to the device a chunk of tokens at a time."""
-        return self._each(lambda x: x.to(device))
+        return self._map(lambda x: x.to(device))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> TeacherDistribution:
-        held = (self.logits, self.indices, self.logprobs, self.sampled)
-        return TeacherDistribution(*(None if x is None else change(x) for x in held))
+    def _map(self, change: Callable[[Tensor], Tensor]) -> TeacherDistribution:
+        tensors = (self.logits, self.indices, self.logprobs, self.sampled)
+        return TeacherDistribution(*(None if x is None else change(x) for x in tensors))
 
 
 def of_stored(stored: PrecomputedScores) -> TeacherDistribution:

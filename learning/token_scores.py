@@ -32,7 +32,7 @@ class TokenScores:
             return
         losses, begin = term.losses.detach().float().tolist(), 0
         own = micro.tokens[DocKL.name]
-        likely = _likeliest(micro.batch.scores["doc_teacher"].rows(own.own))
+        likely = _likeliest(micro.batch.scores["doc_teacher"].rows(own.rows))
         for index, tokens in own.items:
             sample = micro.batch.doc[index]
             values: list[float | None] = [None] * len(sample.response_ids)

@@ -123,15 +123,15 @@ class CartridgeTrainer:
         if arm == state.arm and state.step == 0:
             return state.version
         state.version += 1
-        for name, own in state.progress.items():
+        for name, learner in state.progress.items():
             planned = max(1, (updates or {}).get(name, steps))
             warmup = min(self.spec.warmup_steps, max(1, planned // 2))
-            since = state.version if own.steps or own.since < 0 else own.since
+            since = state.version if learner.steps or learner.since < 0 else learner.since
             with torch.no_grad():
-                own.parameter.copy_(self._initial[name])
+                learner.parameter.copy_(self._initial[name])
                 if state.hinted is not None:
                     state.hinted[name].copy_(self._initial[name])
-            own.restart(LearningRateSchedule(self.spec.lr, warmup, planned), since)
+            learner.restart(LearningRateSchedule(self.spec.lr, warmup, planned), since)
         if state.reference is not None:
             state.reference = dict(self._initial)
         state.arm, state.step, state.last = arm, 0, None
@@ -157,12 +157,12 @@ class CartridgeTrainer:
         state.version += 1
         state.last = result
         for name in [name for name in result.cartridges if name in state.progress]:
-            own = state.progress[name]
-            own.steps += 1
-            own.since = state.version
+            learner = state.progress[name]
+            learner.steps += 1
+            learner.since = state.version
             if state.hinted is not None and (decay := self._objective.hinted_decay) is not None:
                 with torch.no_grad():
-                    state.hinted[name].lerp_(own.parameter, 1.0 - decay)
+                    state.hinted[name].lerp_(learner.parameter, 1.0 - decay)
         self._keep()
         return result
 
@@ -239,10 +239,10 @@ class CartridgeTrainer:
             refresh = self._objective.grpo.kl_refresh
             reference = self._state.reference
             assert reference is not None, "kept since the arm began"
-            for name in self._own(r.sample for r in batch.rl):
-                own = self._state.progress[name]
-                if refresh and own.steps % refresh == 0:
-                    reference[name] = own.parameter.detach().clone()
+            for name in self._cartridges_of(r.sample for r in batch.rl):
+                learner = self._state.progress[name]
+                if refresh and learner.steps % refresh == 0:
+                    reference[name] = learner.parameter.detach().clone()
             scores["ref"] = self._logprobs(batch, reference)
         if spec.minibatches > 1:
             for channel in channels:
@@ -253,19 +253,19 @@ class CartridgeTrainer:
         """Return the log-probabilities of the episodes' response tokens over their cartridges with
         these trainable tokens."""
         samples = [r.sample for r in batch.rl]
-        names = self._own(samples)
+        names = self._cartridges_of(samples)
         return shared_logprobs(
             self.model,
             samples,
-            {name: self.bank.whole(name, trainable[name].detach()) for name in names},
+            {name: self.bank.full(name, trainable[name].detach()) for name in names},
             row_tokens=self.spec.row_tokens,
             micro_tokens=self._objective.micro_tokens,
             ranks=self._ranks,
         )
 
-    def _own(self, of: Iterable[Sample | PreferencePair]) -> list[str]:
+    def _cartridges_of(self, texts: Iterable[Sample | PreferencePair]) -> list[str]:
         """Return the cartridges of these samples that this rank holds."""
-        return sorted({one.cartridge for one in of} & self._state.progress.keys())
+        return sorted({one.cartridge for one in texts} & self._state.progress.keys())
 
     def _keeps_reference(self) -> bool:
         return any("ref" in channel.references(1) for channel in self._channels)
@@ -276,26 +276,28 @@ class CartridgeTrainer:
         the arm's first version. All ranks must call it."""
         first = self.version - self._state.step
         prefixes = {
-            name: self.bank.whole(name, self._initial[name]).to(self.model.dtype)
-            for name in self._own(pairs)
+            name: self.bank.full(name, self._initial[name]).to(self.model.dtype)
+            for name in self._cartridges_of(pairs)
         }
         mine = [i for i, pair in enumerate(pairs) if pair.cartridge in prefixes]
         with self._ranks.abreast():
-            found = with_references(
+            scored = with_references(
                 self.model, [pairs[i] for i in mine], prefixes, self.spec.row_tokens, first, 0
             )
-            told = [[i, p.ref_chosen, p.ref_rejected] for i, p in zip(mine, found, strict=True)]
-            of = {i: reference for i, *reference in self._of_all(told)}
+            rows = [[i, p.ref_chosen, p.ref_rejected] for i, p in zip(mine, scored, strict=True)]
+            references = {i: reference for i, *reference in self._of_all(rows)}
         return [
-            replace(pair, ref_chosen=of[i][0], ref_rejected=of[i][1], ref_version=first)
+            replace(
+                pair, ref_chosen=references[i][0], ref_rejected=references[i][1], ref_version=first
+            )
             for i, pair in enumerate(pairs)
         ]
 
-    def _of_all(self, told: list[list[Any]]) -> list[list[Any]]:
+    def _of_all(self, rows: list[list[Any]]) -> list[list[Any]]:
         """Return what ranks that stand apart found for their own cartridges, together."""
         if not self._ranks.apart:
-            return told
-        return [row for one in self._ranks.gather({"told": told}) for row in one["told"]]
+            return rows
+        return [row for one in self._ranks.gather({"told": rows}) for row in one["told"]]
 
     def snapshot(self, version: int) -> TrainerSnapshot:
         """Return a version to publish, now or again. Raises PublishError for any version but the
@@ -303,13 +305,13 @@ class CartridgeTrainer:
         state = self._state
         if version == state.version:
             self._snapshots.add(version, state.since, self.bank, state.hinted)
-        found = self._snapshots.get(version)
-        if found is None:
+        snapshot = self._snapshots.get(version)
+        if snapshot is None:
             raise PublishError(
                 f"version {version} cannot be published: the trainer stands at {state.version} and "
                 f"still has {self._snapshots.versions}"
             )
-        return found
+        return snapshot
 
     @torch.no_grad()
     def greedy_deficit(self, samples: Sequence[Sample], version: int) -> list[float]:
@@ -320,16 +322,16 @@ class CartridgeTrainer:
             raise PublishError(
                 f"version {version} cannot be scored: the trainer stands at {self.version}"
             )
-        found: list[list[Any]] = []
+        rows: list[list[Any]] = []
         for i, s in enumerate(samples):
             if self._ranks.apart and s.cartridge not in self.bank.names:
                 continue  # another rank's
             (kv,) = self.bank.kv([s.cartridge])
-            given = {s.cartridge: kv.to(self.model.dtype)}
-            logits = score_over(self.model, [s], given, self.spec.row_tokens).float()
-            own = logits.gather(-1, torch.tensor(s.response_ids)[:, None].to(logits.device))
-            found.append([i, (logits.max(-1).values - own[:, 0]).max().item()])
-        return [deficit for _, deficit in sorted(self._of_all(found))]
+            prefixes = {s.cartridge: kv.to(self.model.dtype)}
+            logits = score_over(self.model, [s], prefixes, self.spec.row_tokens).float()
+            response = logits.gather(-1, torch.tensor(s.response_ids)[:, None].to(logits.device))
+            rows.append([i, (logits.max(-1).values - response[:, 0]).max().item()])
+        return [deficit for _, deficit in sorted(self._of_all(rows))]
 
     def base_hash(self) -> str:
         """Return the SHA-256 of the base as it is now; for a sharded base all ranks must call
@@ -353,7 +355,7 @@ class CartridgeTrainer:
                     name,
                     self._state.checkpoint(position),
                     keep=self.spec.keep_checkpoints,
-                    before=self._checkpoint,
+                    previous=self._checkpoint,
                     writers=self._writers,
                 )
             self._checkpoint = directory / name
@@ -385,8 +387,8 @@ class CartridgeTrainer:
         progress may sample with: they are published again if the tensor plane is lost."""
         if self._last_state is not None and self._writes:
             oldest = self.version - self.spec.staleness
-            held = [self._snapshots.get(v) for v in self._snapshots.versions if v >= oldest]
-            state = self._state.checkpoint({}, [s for s in held if s is not None])
+            snapshots = [self._snapshots.get(v) for v in self._snapshots.versions if v >= oldest]
+            state = self._state.checkpoint({}, [s for s in snapshots if s is not None])
             with self._ranks.abreast():
                 self._last_state.write(state, self._writers)
 

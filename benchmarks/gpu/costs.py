@@ -157,7 +157,9 @@ def _published(scene: CheckScene) -> Outcome:
 
         try:
             since = dict.fromkeys(kv, 0)
-            putting, there = await lasts(put_changed(put, since, kv, Fingerprints().of, ()))
+            putting, there = await lasts(
+                put_changed(put, since, kv, Fingerprints().fingerprint, ())
+            )
             getting, _ = await lasts(load(there))
             return putting, getting
         finally:

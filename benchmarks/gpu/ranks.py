@@ -57,7 +57,7 @@ def train(rank: int, world: int, arm: str, meeting: str, steps: int, each: int, 
 
     names = [f"c{i}" for i in range(CARTRIDGES)]
     documents = {name: ids(2 * TOKENS) for name in names}
-    own = {name: document_kv(model, documents[name]) for name in ranks.own(names)}
+    own = {name: document_kv(model, documents[name]) for name in ranks.cartridges(names)}
     bank = first_tokens(own, TOKENS, 1)
     spec = TrainSpec(steps=99, row_tokens=256)
     trainer = CartridgeTrainer(model, bank, spec, ranks=ranks, names=names)

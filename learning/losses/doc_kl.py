@@ -52,7 +52,7 @@ class DocKL(LossChannel):
     reads: ClassVar[str] = "doc"
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> DocKL:
+    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> DocKL:
         return cls(objective.w_doc, loss)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
@@ -71,16 +71,16 @@ class DocKL(LossChannel):
         teacher = batch.scores.get("doc_teacher")
         if teacher is None:
             return {}
-        each = _counted_as(teacher, self.spec)
+        per_token = _counted_as(teacher, self.spec)
         marks = zip(batch.doc, batch.doc_marks, strict=True)
-        return counted((sample.cartridge, sum(own) * each) for sample, own in marks)
+        return counted((sample.cartridge, sum(trained) * per_token) for sample, trained in marks)
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
-        teacher = micro.batch.scores["doc_teacher"].rows(tokens.own)
+        teacher = micro.batch.scores["doc_teacher"].rows(tokens.rows)
 
-        def distance(chunk: Tensor, of: slice) -> tuple[Tensor, ...]:
-            return (doc_kl_tokens(chunk, teacher.rows(of), self.spec),)
+        def distance(chunk: Tensor, span: slice) -> tuple[Tensor, ...]:
+            return (doc_kl_tokens(chunk, teacher.rows(span), self.spec),)
 
         (kl,) = logits.read(tokens.at, distance)
         return LossTerm(kl, doc_kl_count(teacher, self.spec), len(kl), owners=tokens.owners)
@@ -226,8 +226,8 @@ class _LogProbsAt(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, indices, total = ctx.saved_tensors
-        found = (logits - total).exp_().mul_(-grad.sum(-1, keepdim=True))
-        return found.scatter_add_(-1, indices, grad), None
+        by_logit = (logits - total).exp_().mul_(-grad.sum(-1, keepdim=True))
+        return by_logit.scatter_add_(-1, indices, grad), None
 
 
 def _student_tail(logits: Tensor, top_s: Tensor, indices: Tensor, resolved: Tensor) -> Tensor:
@@ -240,8 +240,8 @@ def _student_tail(logits: Tensor, top_s: Tensor, indices: Tensor, resolved: Tens
     (rows,) = (small & resolved).squeeze(-1).nonzero(as_tuple=True)
     if not len(rows):
         return log_tail(top_s)
-    rest = F.log_softmax(logits[rows], dim=-1).scatter(-1, indices[rows], IMPOSSIBLE)
-    return log_tail(top_s).index_put((rows,), _log_mass(rest))
+    tail = F.log_softmax(logits[rows], dim=-1).scatter(-1, indices[rows], IMPOSSIBLE)
+    return log_tail(top_s).index_put((rows,), _log_mass(tail))
 
 
 def _log_mass(logprobs: Tensor) -> Tensor:

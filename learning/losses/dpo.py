@@ -65,7 +65,7 @@ class ReplayDPO(LossChannel):
     sampled: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> ReplayDPO:
+    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> ReplayDPO:
         return cls(objective.beta, objective.dpo)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:

@@ -78,7 +78,7 @@ class GRPO(LossChannel):
     reads: ClassVar[str] = "rl"
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> GRPO:
+    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> GRPO:
         return cls(objective.w_rl, objective.grpo)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:

@@ -27,5 +27,5 @@ def active_channels(objective: ObjectiveSpec, loss: LossSpec | None = None) -> l
     """Return the channels of nonzero weight, in the order of CHANNELS, before any warm-up
     (`LossChannel.at`)."""
     loss = loss or LossSpec()
-    made = [channel.of(objective, loss) for channel in CHANNELS.values()]
+    made = [channel.from_spec(objective, loss) for channel in CHANNELS.values()]
     return [channel for channel in made if channel.weight]

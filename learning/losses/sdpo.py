@@ -65,7 +65,7 @@ class SDPO(LossChannel):
     reads: ClassVar[str] = "rl"
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> SDPO:
+    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> SDPO:
         return cls(objective.alpha, objective.sdpo, objective.alpha_warmup_steps)
 
     def at(self, step: int) -> SDPO:
@@ -96,7 +96,7 @@ class SDPO(LossChannel):
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
-        teacher = micro.batch.scores["sdpo_teacher"].rows(tokens.own)
+        teacher = micro.batch.scores["sdpo_teacher"].rows(tokens.rows)
         turns = logits.targets[tokens.at]
         sampled = old_logprobs(logits.logprobs(tokens.at, tokens.first), micro.batch, tokens)
 

@@ -72,7 +72,7 @@ class CartridgeEngine(BaseEngine):
         self._file = read(Path(path))
         self._begin = self._config.hf_config.bos_token_id
         self._set(self._file.kv)
-        self._initial = self.bank.whole(NAME, self.bank.trainable[NAME]).detach()
+        self._initial = self.bank.full(NAME, self.bank.trainable[NAME]).detach()
 
     def _set(self, kv: Tensor) -> None:
         """Stand at these numbers [L, 2, H_kv, P, D], with no step done."""

@@ -86,7 +86,7 @@ def lessons_of(twin: Twin) -> list[TrainBatch]:
 def trainer_of(
     twin: Twin, train: TrainSpec = TRAIN, ranks: ProcessGroup = ALONE, **more: Any
 ) -> CartridgeTrainer:
-    bank = first_tokens({n: twin.kv[n] for n in ranks.own("ab")}, 8, 1)
+    bank = first_tokens({n: twin.kv[n] for n in ranks.cartridges("ab")}, 8, 1)
     return CartridgeTrainer(
         twin.model, bank, train, objective=OBJECTIVE, ranks=ranks, names="ab", **more
     )

@@ -101,16 +101,16 @@ def test_documents_alone() -> None:
     which = prepare(TrainBatch(doc=BATCH.doc, scores=BATCH.scores), CHANNELS[:1], 0)
     micro = laid_out(which, which.split(None)[0])
     assert list(micro.tokens) == ["doc_kl"]
-    assert micro.tokens["doc_kl"].at == micro.tokens["doc_kl"].own == slice(0, 3)
+    assert micro.tokens["doc_kl"].at == micro.tokens["doc_kl"].rows == slice(0, 3)
 
 
 def test_what_belongs_to_a_sample_goes_with_it() -> None:
     """Of the second sample and the second episode alone."""
     tokens = laid_out(PREPARED, [("doc", 1), ("rl", 1)]).tokens
-    teacher = BATCH.scores["doc_teacher"].rows(tokens["doc_kl"].own)
+    teacher = BATCH.scores["doc_teacher"].rows(tokens["doc_kl"].rows)
     assert teacher.indices.tolist() == [[2]]
     assert BATCH.scores["old"][tokens["grpo"].inside].tolist() == [4, 6]
-    assert BATCH.scores["sdpo_teacher"].rows(tokens["sdpo"].own).logits.tolist() == [[12]]
+    assert BATCH.scores["sdpo_teacher"].rows(tokens["sdpo"].rows).logits.tolist() == [[12]]
     assert BATCH.scores["old"][tokens["sdpo"].inside].tolist() == [6]
     assert (tokens["replay_dpo"].items, tokens["replay_dpo"].at) == ([], slice(0, 0))
     nothing = laid_out(PREPARED, [])
@@ -198,7 +198,7 @@ def test_nothing_is_lost_or_moved(micro_tokens: int) -> None:
     assert names == ["d0", "d1", "e0", "e1", "p"]
     micros = [laid_out(PREPARED, part) for part in parts]
     for name, tokens in (("doc_kl", 3), ("grpo", 5), ("sdpo", 3), ("replay_dpo", 3)):
-        own = [t for micro in micros for t in listed(micro.tokens[name].own)]
+        own = [t for micro in micros for t in listed(micro.tokens[name].rows)]
         assert sorted(own) == list(range(tokens))
         items = [item for micro in micros for item in micro.tokens[name].items]
         assert sorted(items) == sorted(PREPARED.items[name], key=lambda item: item[0])

@@ -10,7 +10,7 @@ import torch
 
 from learning import ranks as host_memory
 from learning.checkpoint import Checkpoint, LastState, part_name, read_checkpoint, write_checkpoint
-from learning.ranks import each, to_host
+from learning.ranks import map_large, to_host
 
 
 def test_a_tensor_of_the_host_is_itself() -> None:
@@ -32,10 +32,10 @@ def test_large_items_are_worked_on_at_once_and_come_in_order(
         meet.wait(timeout=30)
         return item * item
 
-    assert each(work, range(6), host_memory.PARALLEL_BYTES) == [0, 1, 4, 9, 16, 25]
+    assert map_large(work, range(6), host_memory.PARALLEL_BYTES) == [0, 1, 4, 9, 16, 25]
     here = threading.get_ident()
     small = host_memory.PARALLEL_BYTES - 1
-    assert each(lambda _: threading.get_ident(), range(2), small) == [here, here]
+    assert map_large(lambda _: threading.get_ident(), range(2), small) == [here, here]
 
 
 def test_an_error_is_raised_once_nobody_works_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_an_error_is_raised_once_nobody_works_any_more(monkeypatch: pytest.Monke
         ended.append(item)
 
     with pytest.raises(OSError, match="no space"):
-        each(work, range(4), host_memory.PARALLEL_BYTES)
+        map_large(work, range(4), host_memory.PARALLEL_BYTES)
     assert set(ended) <= {1, 2, 3}
     assert threading.active_count() == len(threading.enumerate())
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]

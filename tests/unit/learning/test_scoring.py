@@ -13,7 +13,7 @@ from twins import NEAR
 from learning import ranks as cores
 from learning.batch import token_logprobs
 from learning.losses.dpo import with_references
-from learning.ranks import beside
+from learning.ranks import concurrently
 from learning.teacher import (
     DocumentKVCache,
     contexts_of,
@@ -108,9 +108,9 @@ def test_parts_scored_beside_each_other_are_the_whole(
 
     def noted(work: Any, parts: Any, passes: int) -> Any:
         ran.append(len(parts))
-        return beside(work, parts, passes)
+        return concurrently(work, parts, passes)
 
-    monkeypatch.setattr("learning.teacher.beside", noted)
+    monkeypatch.setattr("learning.teacher.concurrently", noted)
     monkeypatch.setattr(cores, "LEAST_TOKENS", 10)
     before = torch.get_num_threads()
     try:

@@ -47,13 +47,13 @@ def test_it_is_computed_once_for_a_tensor_and_anew_after_a_write(
     monkeypatch.setattr(module, "head_digests", lambda kv: calls.append(1) or real(kv))
     known, held = Fingerprints(), bank()
     with torch.no_grad():  # a view as an actor takes it, a new object each time
-        first = [known.of(held[c]) for c in (0, 1, 0, 1)]
+        first = [known.fingerprint(held[c]) for c in (0, 1, 0, 1)]
         assert len(calls) == 2
         assert first == [fingerprint(held[c]) for c in (0, 1, 0, 1)]
         calls.clear()
         held[1, 0, 0, 0, 0, 0] += 1  # written in place: both views belong to the same tensor
-        assert known.of(held[1]) == fingerprint(held[1]) != first[1]
-        assert known.of(held[0]) == first[0]
+        assert known.fingerprint(held[1]) == fingerprint(held[1]) != first[1]
+        assert known.fingerprint(held[0]) == first[0]
 
 
 def test_a_new_tensor_in_the_memory_of_a_freed_one_is_another() -> None:
@@ -61,7 +61,7 @@ def test_a_new_tensor_in_the_memory_of_a_freed_one_is_another() -> None:
     prints = set()
     for value in range(20):  # the allocator gives the same address again
         kv = torch.full((1, 2, 1, 64, 32), float(value))
-        prints.add(known.of(kv))
+        prints.add(known.fingerprint(kv))
         del kv
     assert len(prints) == 20
 

@@ -49,7 +49,7 @@ class Imitation(LossChannel):
     sampled: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> Imitation:
+    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> Imitation:
         assert isinstance(objective, WiderSpec)
         return cls(objective.imitation.weight)
 
@@ -82,7 +82,7 @@ class Entropy(LossChannel):
     reads: ClassVar[str] = "rl"
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> Entropy:
+    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> Entropy:
         assert isinstance(objective, WiderSpec)
         return cls(objective.entropy.weight)
 

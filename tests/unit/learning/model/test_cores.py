@@ -14,7 +14,7 @@ from channel_setup import ALL, bank_of, do, scene
 
 from learning import ranks as cores
 from learning import step
-from learning.ranks import beside, passes_beside
+from learning.ranks import concurrently, passes_beside
 
 if TYPE_CHECKING:
     from twins import Twin
@@ -48,28 +48,28 @@ def test_results_come_in_the_order_of_the_items_and_two_run_at_a_time() -> None:
             running.discard(item)
         return item * item
 
-    assert list(beside(work, range(6), 2)) == [0, 1, 4, 9, 16, 25]
+    assert list(concurrently(work, range(6), 2)) == [0, 1, 4, 9, 16, 25]
     assert max(most) == 2
 
 
 def test_each_pass_has_its_share_of_the_threads_and_others_keep_theirs() -> None:
-    assert list(beside(computing_threads, range(4), 2)) == [1] * 4
+    assert list(concurrently(computing_threads, range(4), 2)) == [1] * 4
     assert torch.get_num_threads() == 2
     with ThreadPoolExecutor(1) as later:
         assert later.submit(computing_threads, 0).result() == 2
     torch.set_num_threads(6)
-    assert list(beside(computing_threads, range(4), 2)) == [3] * 4
+    assert list(concurrently(computing_threads, range(4), 2)) == [3] * 4
     assert torch.get_num_threads() == 6
 
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_pass_keeps_a_graph_where_its_caller_does(graph: bool) -> None:
     with torch.set_grad_enabled(graph):
-        assert list(beside(lambda _: torch.is_grad_enabled(), range(2), 2)) == [graph] * 2
+        assert list(concurrently(lambda _: torch.is_grad_enabled(), range(2), 2)) == [graph] * 2
 
 
 def test_one_pass_runs_in_the_caller() -> None:
-    assert list(beside(lambda _: current_thread(), [0], 1)) == [current_thread()]
+    assert list(concurrently(lambda _: current_thread(), [0], 1)) == [current_thread()]
 
 
 def test_an_error_comes_in_its_place_when_nothing_runs_any_more() -> None:
@@ -84,7 +84,7 @@ def test_an_error_comes_in_its_place_when_nothing_runs_any_more() -> None:
         ended.append(item)
         return item
 
-    found = beside(work, range(8), 2)
+    found = concurrently(work, range(8), 2)
     assert next(found) == 0
     with pytest.raises(ValueError, match="the second"):
         next(found)
@@ -114,9 +114,9 @@ def test_a_step_of_passes_beside_is_that_of_the_same_micro_batches(
 
     def noted(work: Any, parts: Any, passes: int) -> Any:
         ran.append(passes)
-        return beside(work, parts, passes)
+        return concurrently(work, parts, passes)
 
-    monkeypatch.setattr("learning.step.beside", noted)
+    monkeypatch.setattr("learning.step.concurrently", noted)
     found = []
     batch = scene(llama, bank_of(llama))
     for threads, micro_tokens in ((1, 20), (2, 40)):
@@ -141,9 +141,9 @@ def test_a_batch_that_is_not_divided_is_trained_in_passes_beside(
 
     def noted(work: Any, parts: Any, passes: int) -> Any:
         ran.append((len(parts), passes))
-        return beside(work, parts, passes)
+        return concurrently(work, parts, passes)
 
-    monkeypatch.setattr("learning.step.beside", noted)
+    monkeypatch.setattr("learning.step.concurrently", noted)
     batch, found = scene(llama, bank_of(llama)), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -180,7 +180,8 @@ def test_layers_that_run_again_are_not_computed_beside(
     monkeypatch.setattr(cores, "LEAST_TOKENS", 10)
     ran: list[int] = []
     monkeypatch.setattr(
-        "learning.step.beside", lambda work, parts, n: (ran.append(n), beside(work, parts, n))[1]
+        "learning.step.concurrently",
+        lambda work, parts, n: (ran.append(n), concurrently(work, parts, n))[1],
     )
     do(llama, scene(llama, bank_of(llama)), ALL, micro_tokens=40, recompute_layers=True)
     assert ran == [1]

@@ -99,7 +99,7 @@ def test_the_bound_holds_and_what_is_served_is_right(names: list[str], max_bytes
             held = [*(n for n in held if n != name), name]
         while sum(size[n] for n in held) > max_bytes:
             held.pop(0)
-        assert list(cache._held) == held
+        assert list(cache._cached) == held
         assert cache.held_bytes <= max_bytes
     assert cache.hits + cache.misses == len(names)
     assert cache.misses == len(reader.read)
@@ -182,7 +182,7 @@ def test_both_bounds_hold_and_values_do_not_depend_on_them(
         assert kv[0, 0, 0, :, 0].tolist() == list(DOCUMENTS[name])
         assert cache.held_bytes <= max_bytes
         assert cache.spilled_bytes <= host_bytes
-        assert not set(cache._held) & set(cache._spilled)
+        assert not set(cache._cached) & set(cache._spilled)
     counts = cache.counts
     assert counts.hits + counts.host_hits + counts.misses == len(names)
     assert counts.misses == len(reader.read)
