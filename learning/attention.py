@@ -163,25 +163,6 @@ def attend(
     return out
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, prefixes: Sequence[Tensor],
-    options: AttentionOptions,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the attention [M, H_q, D], and the log of its sums of exponentials [M, H_q]."""
-    kernel, parts = kernel_for(q), []
-    for block in layout.blocks:
-        queries, keys, values = _padded(block, q, k, v)
-        mask, causal = _own_mask(layout, block, options, q.dtype)
-        output = kernel.forward(queries, keys, values, mask, causal, options.scale, options.cap)
-        parts.append([x.transpose(1, 2).flatten(0, 1) for x in output])
-    out, sums = (_joined(x, layout.places) for x in zip(*parts, strict=True))
-
-    def mask_of(c: int, kv: Tensor) -> Tensor | None:
-        return _prefix_mask(layout, c, kv, options, q.dtype)
-
-    return over_prefixes(kernel, q, out, sums, layout.spans, prefixes, options, mask_of)
-
-
 def over_prefixes(
     kernel: Kernel, q: Tensor, out: Tensor, sums: Tensor, spans: Sequence[tuple[int, int]],
     prefixes: Sequence[Tensor], options: AttentionOptions,
@@ -290,7 +271,17 @@ class _PartedAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: AttentionOptions,
         *prefixes: Tensor,
     ) -> Tensor:  # fmt: skip
-        out, sums = _attend(q, k, v, layout, prefixes, options)
+        kernel, parts = kernel_for(q), []
+        for block in layout.blocks:
+            queries, keys, values = _padded(block, q, k, v)
+            mask, causal = _own_mask(layout, block, options, q.dtype)
+            part = kernel.forward(queries, keys, values, mask, causal, options.scale, options.cap)
+            parts.append([x.transpose(1, 2).flatten(0, 1) for x in part])
+        out, sums = (_joined(x, layout.places) for x in zip(*parts, strict=True))
+        out, sums = over_prefixes(
+            kernel, q, out, sums, layout.spans, prefixes, options,
+            lambda c, kv: _prefix_mask(layout, c, kv, options, q.dtype),
+        )  # fmt: skip  # [M, H_q, D], [M, H_q]
         ctx.save_for_backward(q, k, v, out, sums, *prefixes)
         ctx.inputs = layout, options
         return out

@@ -253,7 +253,10 @@ class PreparedBatch:
             first += int(needed.sum())
         every = torch.cat(marks)
         record = sampled_tokens(texts, every, self.version)
-        return MicroBatch(self.batch, pack([s for s, _ in texts]).only(every), tokens, record)
+        packed = pack([s for s, _ in texts])
+        # Logits are computed of the tokens that bear a loss.
+        packed = replace(packed, predicts=packed.predicts[every], targets=packed.targets[every])
+        return MicroBatch(self.batch, packed, tokens, record)
 
 
 def prepare(batch: TrainBatch, channels: Sequence[LossChannel], version: int) -> PreparedBatch:
@@ -332,10 +335,6 @@ class PackedTokens:
     positions: Tensor
     predicts: Tensor
     targets: Tensor
-
-    def only(self, needed: Tensor) -> PackedTokens:
-        """Return the same tokens, with logits for the marked [n] response tokens only."""
-        return replace(self, predicts=self.predicts[needed], targets=self.targets[needed])
 
 
 def cartridge_of(sample: Sample) -> str:

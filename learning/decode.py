@@ -323,8 +323,11 @@ class DecodeBatch:
         return any(not row.reason for row in self.rows)
 
     def step(self) -> None:
-        """Draw the next token of every row that has not ended."""
-        self._drop()
+        """Draw the next token of every row that has not ended. Rows that have are dropped, once
+        they are a quarter."""
+        live = [b for b, row in enumerate(self.rows) if not row.reason]
+        if len(live) <= 0.75 * len(self.rows):
+            self._keep(live)
         self._tokens = self._draw(self._forward())
 
     def _read_prompts(self, plan: PromptPlan) -> Tensor:
@@ -375,12 +378,6 @@ class DecodeBatch:
         self._position = torch.cat([self._position, other._position])
         self._tokens = torch.cat([self._tokens, other._tokens])
         self._keep(self._grouped(self.rows))
-
-    def _drop(self) -> None:
-        """Drop the rows that have ended, once they are a quarter."""
-        live = [b for b, row in enumerate(self.rows) if not row.reason]
-        if len(live) <= 0.75 * len(self.rows):
-            self._keep(live)
 
     def _keep(self, order: Sequence[int]) -> None:
         """Keep these rows, in this order."""

@@ -32,7 +32,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from operator import add
 from typing import Any
@@ -140,6 +140,9 @@ class PreparedStep:
     counts         by channel and cartridge, the divisor of the channel's total; `totals` by channel
     learners       the progress of the cartridges that have a loss-bearing token
     due            those whose balance is given the norms of the channels' gradients
+    parameters     the trainable part [L, 2, H_kv, P-F, D] of each learner
+    plain          those of them that train on one backward of the weighted sum
+    compared       those of which each channel's own gradient is computed
     coefficients   by cartridge and channel, what a mean is multiplied by
     prefix_tokens  by prefix, its length
     parts          this rank's micro-batches, of which `passes` run beside each other
@@ -160,27 +163,13 @@ class PreparedStep:
     totals: Mapping[str, int]
     learners: Mapping[str, CartridgeProgress]
     due: Sequence[str]
+    parameters: Mapping[str, Parameter]
+    plain: Mapping[str, Parameter]
+    compared: Mapping[str, Parameter]
     coefficients: dict[str, Mapping[str, float]]
     prefix_tokens: Mapping[str, int]
     parts: Sequence[Sequence[Member]]
     passes: int
-
-    @cached_property
-    def parameters(self) -> dict[str, Parameter]:
-        """Return the trainable part [L, 2, H_kv, P-F, D] of each cartridge that learns."""
-        return {name: learner.parameter for name, learner in self.learners.items()}
-
-    @cached_property
-    def plain(self) -> dict[str, Parameter]:
-        """Return those that train on one backward of the weighted sum."""
-        return {name: p for name, p in self.parameters.items() if name not in self.due}
-
-    @cached_property
-    def compared(self) -> dict[str, Parameter]:
-        """Return those of which each channel's own gradient is computed."""
-        if self.options.compare_gradients:
-            return self.parameters
-        return {name: self.parameters[name] for name in self.due}
 
 
 def prepare_step(
@@ -224,9 +213,12 @@ def prepare_step(
     else:  # every pass of a sharded base gathers it: all ranks must run equally many
         share = ranks.data_rank, ranks.data_world
         parts = read.split(most, *share, even=model.sharded, passes=passes)
+    parameters = {name: learner.parameter for name, learner in learners.items()}
     return PreparedStep(
         model, bank, progress, batch, channels, version, options, ranks, read, stale, weights,
         counts, {name: sum(divisors.values()) for name, divisors in counts.items()}, learners, due,
+        parameters, {name: p for name, p in parameters.items() if name not in due},
+        parameters if options.compare_gradients else {name: parameters[name] for name in due},
         coefficients, prefix_lengths(texts, {name: bank.tokens(name) for name in bank.names}),
         parts, passes,
     )  # fmt: skip
@@ -397,9 +389,11 @@ def update(step: PreparedStep, sums: StepSums) -> TrainStepOutput:
     }  # fmt: skip
     outcomes = ranks.gather(outcome) if ranks.apart else [outcome]
     updates, norms, coefficients, balances = (
-        _by_cartridge([one[key] for one in outcomes])
+        # By cartridge: one rank's in its own order, those of several by name.
+        outcome[key] if len(outcomes) == 1
+        else dict(sorted(chain.from_iterable(one[key].items() for one in outcomes)))
         for key in ("updates", "norms", "coefficients", "balance")
-    )
+    )  # fmt: skip
     terms = tally.terms({channel.name: channel.facts(step.batch) for channel in step.channels})
     if norms or balances:
         from learning.losses.balance import report
@@ -419,13 +413,6 @@ def update(step: PreparedStep, sums: StepSums) -> TrainStepOutput:
         sampler_gap=sums.gap.facts(),
         cartridges=updates,
     )
-
-
-def _by_cartridge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what each rank reports of its cartridges, by name; one rank's in its own order."""
-    if len(parts) == 1:
-        return dict(parts[0])
-    return dict(sorted(chain.from_iterable(part.items() for part in parts)))
 
 
 def check_fresh(samples: Sequence[Sample], version: int, staleness: int) -> int:

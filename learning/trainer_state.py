@@ -66,6 +66,7 @@ class CartridgeProgress:
 
     steps    steps of the arm that trained the cartridge
     since    the version that last changed its numbers
+    moments  Adam's tensors by name; none before the first update
     balance  of the channels' gradients; None where the weights are taken as they are
     scale    what the learning rate is multiplied by, broadcast over the parameter; None: nothing
     """
@@ -80,17 +81,12 @@ class CartridgeProgress:
         self.parameter, self.schedule, self.balance = parameter, schedule, balance
         self._scale = scale
         self.since, self.steps = -1, 0
-        self._moments: dict[str, Tensor] = {}
+        self.moments: dict[str, Tensor] = {}
 
     @property
     def lr(self) -> float:
         """Return the learning rate of the cartridge's next step."""
         return self.schedule.at(self.steps)
-
-    @property
-    def moments(self) -> dict[str, Tensor]:
-        """Return Adam's tensors by name; none before the first update."""
-        return self._moments
 
     def restart(
         self,
@@ -103,7 +99,7 @@ class CartridgeProgress:
         """Stand at these counts, moments (copied) and means of the balance; by default at the start
         of an arm. The parameter is not changed."""
         self.schedule, self.since, self.steps = schedule, since, steps
-        self._moments = {
+        self.moments = {
             # The count of updates stays on the host, wherever the moments are.
             name: t.clone() if name == "step" else t.to(self.parameter, copy=True)
             for name, t in (moments or {}).items()
@@ -128,7 +124,7 @@ class CartridgeProgress:
     def _adam(self) -> None:
         """Make one step of Adam, by the function that `torch.optim.Adam` calls. An object of that
         class imports torch's compiler when it is made: 900 modules that nothing else here needs."""
-        parameter, moments = self.parameter, self._moments
+        parameter, moments = self.parameter, self.moments
         if not moments:
             moments["step"] = torch.tensor(0.0)
             moments |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -152,13 +148,15 @@ class CartridgeProgress:
         with torch.no_grad():
             self.parameter.copy_(copies.numbers)
         self.parameter.grad = None
-        self._moments = dict(copies.moments)
+        self.moments = dict(copies.moments)
         if self.balance is not None:
             self.balance.restore(copies.balance)
 
 
 PUBLISHED = "published"  # begins the name of a part with a copy that was published
 MOMENTS = "adam."
+# Of a step's output: its time, its tokens' scores, and its version, which is stored beside it.
+NOT_STORED = ("compute_seconds", "token_scores", "version")
 
 
 @dataclass(frozen=True)
@@ -220,7 +218,9 @@ class TrainerState:
             "version": self.version,
             "arm": self.arm,
             "step": self.step,
-            "last": None if self.last is None else _stored_output(self.last),
+            "last": None
+            if self.last is None
+            else {k: v for k, v in asdict(self.last).items() if k not in NOT_STORED},
             "base_hash": self.base_hash,
             "position": position,
             "cartridges": {name: _facts(progress) for name, progress in self.progress.items()},
@@ -425,10 +425,3 @@ def _facts(progress: CartridgeProgress) -> dict[str, Any]:
         "warmup_steps": progress.schedule.warmup_steps,
         **({} if progress.balance is None else {"balance": progress.balance.state()}),
     }
-
-
-def _stored_output(output: TrainStepOutput) -> dict[str, Any]:
-    """Return a step's output, JSON-able, without its time, its tokens' scores, and its version,
-    which is stored beside it."""
-    left_out = ("compute_seconds", "token_scores", "version")
-    return {k: v for k, v in asdict(output).items() if k not in left_out}

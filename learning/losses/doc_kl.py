@@ -83,7 +83,9 @@ class DocKL(LossChannel):
             return (doc_kl_tokens(chunk, teacher.rows(span), self.spec),)
 
         (kl,) = logits.read(tokens.at, distance)
-        return LossTerm(kl, doc_kl_count(teacher, self.spec), len(kl), owners=tokens.owners)
+        return LossTerm(
+            kl, teacher.tokens * _counted_as(teacher, self.spec), len(kl), owners=tokens.owners
+        )
 
 
 def doc_batch(samples: Sequence[Sample], teacher: TeacherDistribution) -> TrainBatch:
@@ -96,18 +98,14 @@ def doc_kl(student: Tensor, teacher: TeacherDistribution, spec: LossSpec) -> tup
     """Return (summed loss, denominator); the mean is sum / max(count, 1). student [N, V] are logits
     with gradient. The denominator is tokens, or (token, k) pairs for the form "pairs". N = 0 gives
     (0, 0) with a graph, never NaN."""
-    return doc_kl_tokens(student, teacher, spec).sum(), doc_kl_count(teacher, spec)
+    count = teacher.tokens * _counted_as(teacher, spec)
+    return doc_kl_tokens(student, teacher, spec).sum(), count
 
 
 def doc_kl_tokens(student: Tensor, teacher: TeacherDistribution, spec: LossSpec) -> Tensor:
     """Return each token's part of the summed loss, [N]."""
     log_s, log_t = aligned(student, teacher, spec.form, spec.temperature)
     return divergence(log_s, log_t, spec)
-
-
-def doc_kl_count(teacher: TeacherDistribution, spec: LossSpec) -> int:
-    """Return doc_kl's denominator, which does not depend on the student."""
-    return teacher.tokens * _counted_as(teacher, spec)
 
 
 def _counted_as(teacher: TeacherDistribution, spec: LossSpec) -> int:
@@ -156,9 +154,9 @@ def aligned(
 def divergence(log_s: Tensor, log_t: Tensor, spec: LossSpec) -> Tensor:
     """Return the divergence chosen by `spec` per token [N], from log-probabilities [N, K]."""
     if spec.direction == "forward":
-        return _kl(log_t, log_s)
+        return _kl_entries(log_t, log_s).sum(-1)
     if spec.direction == "reverse":
-        return _kl(log_s, log_t)
+        return _kl_entries(log_s, log_t).sum(-1)
     if spec.direction == "cross_entropy":
         return -(log_t.exp() * torch.where(log_t == IMPOSSIBLE, 0.0, log_s)).sum(-1)
     assert spec.beta is not None, "the section's own rule"
@@ -250,11 +248,6 @@ def _log_mass(logprobs: Tensor) -> Tensor:
     empty = (logprobs == IMPOSSIBLE).all(-1, keepdim=True)
     total = torch.logsumexp(logprobs.masked_fill(empty, 0.0), dim=-1, keepdim=True)
     return total.masked_fill(empty, IMPOSSIBLE)
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return KL(p || q) per row."""
-    return _kl_entries(log_p, log_q).sum(-1)
 
 
 def _kl_entries(log_p: Tensor, log_q: Tensor) -> Tensor:

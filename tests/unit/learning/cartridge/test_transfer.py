@@ -52,7 +52,9 @@ class Files:
             self._puts += 1
             return await self.plane.put(f"cartridges/{self._puts}", group)
 
-        self.published = await put_changed(put, since, tensors, self._prints.fingerprint, self.published)
+        self.published = await put_changed(
+            put, since, tensors, self._prints.fingerprint, self.published
+        )
         return self.published
 
 

@@ -195,7 +195,8 @@ def plain_grpo(twin: Twin, bank: CartridgeBank, rl: list[PolicySample]) -> Tenso
     advantages = group_advantages([r.reward for r in rl], [r.group for r in rl])
     of_token = [a for r, a in zip(rl, advantages, strict=True) for own in r.trained if own]
     own = torch.tensor([own for r in rl for own in r.trained])
-    packed = pack([r.sample for r in rl], {"a": 8, "b": 8}, 24).only(own)
+    packed = pack([r.sample for r in rl], {"a": 8, "b": 8}, 24)
+    packed = replace(packed, predicts=packed.predicts[own], targets=packed.targets[own])
     logits = response_logits(twin.model, packed, bank.kv(packed.names))
     pi = logits.log_softmax(-1).gather(-1, packed.targets[:, None])[:, 0]
     sampler = torch.tensor([x for r in rl for x in r.sample.sampler_logprobs])[own]
