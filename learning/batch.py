@@ -28,7 +28,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -41,14 +41,37 @@ from protocols.errors import DataError
 from protocols.train_batch import TrainBatch
 from protocols.types import SEPARATOR, Sample, require_ids
 
-if TYPE_CHECKING:  # channels read the records of this module
-    from learning.losses.channel import LossChannel
-
-
 Member = tuple[str, int]  # a group of samples: the name of its set, and its index there
 
 # Index of a group in a channel's samples, and the group's response tokens that bear the loss.
 Item = tuple[int, Sequence[int]]
+
+
+class BatchReader(Protocol):
+    """Read samples of a batch, and train on some of their tokens, as a loss channel does.
+
+    name     the channel's key in CHANNELS, and in metrics
+    reads    the set of samples that it reads; channels that name the same set share its logits
+    sampled  whether these samples carry the versions that sampled them: stale ones are refused
+    """
+
+    name: ClassVar[str]
+    reads: ClassVar[str]
+    sampled: ClassVar[bool] = True
+
+    def samples(self, batch: TrainBatch) -> Sequence[tuple[Sample, ...]]:
+        """Return the whole set `reads`, in groups that no micro-batch divides."""
+        ...
+
+    def items(self, batch: TrainBatch) -> Sequence[Item]:
+        """Return the groups of `samples` that bear the loss, with their tokens. A group that is an
+        item of no channel is not read."""
+        ...
+
+    def check(self, batch: TrainBatch, version: int) -> None:
+        """Raise DataError for data that does not match, StaleTokenError for data that `version`
+        cannot be trained on."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -115,7 +138,7 @@ class PreparedBatch:
     one to be trained."""
 
     batch: TrainBatch
-    channels: Sequence[LossChannel]
+    channels: Sequence[BatchReader]
     sets: Mapping[str, Sequence[tuple[Sample, ...]]]
     read: Mapping[str, Sequence[int]]
     items: Mapping[str, Sequence[Item]]
@@ -259,7 +282,7 @@ class PreparedBatch:
         return MicroBatch(self.batch, packed, tokens, record)
 
 
-def prepare(batch: TrainBatch, channels: Sequence[LossChannel], version: int) -> PreparedBatch:
+def prepare(batch: TrainBatch, channels: Sequence[BatchReader], version: int) -> PreparedBatch:
     """Check a batch and collect what its channels read, before any forward pass. Raises DataError
     for a batch whose parts do not match. Raises StaleTokenError for references or episodes of
     another version that lack the log-probabilities they need."""

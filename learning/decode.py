@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,8 +35,9 @@ from learning.attention import (
     window_mask,
 )
 from learning.decoder import LanguageModel, linear
-from learning.decoding.stopping import Decode, StopChecker
+from learning.stopping import Decode, StopChecker
 from protocols.errors import DataError, PublishError
+from protocols.grammar import ResponseGrammar
 from protocols.types import (
     Completion,
     GenerateRequest,
@@ -47,10 +48,6 @@ from protocols.types import (
     require_ids,
 )
 
-if TYPE_CHECKING:  # few requests have a grammar, which a compiler of its own follows
-    from learning.decoding.grammar import GrammarMatcher, Grammars
-
-
 MOST_TOKENS = 2**24  # of any number of tokens in a request
 MOST_TEMPERATURE = 1e6  # every token is as likely long before
 LEAST_MASS = 1e-9  # of top_p: the likeliest token alone
@@ -59,9 +56,28 @@ Lookup = Callable[[PrefixRef], Tensor]
 Served = Callable[[PrefixRef, Tensor], tuple[str, ...]]
 
 
-def unserved(ref: PrefixRef, kv: Tensor) -> tuple[str, ...]:
-    """Return no fingerprints: the `Served` of callers that compare none."""
-    return ()
+class ResponseMatcher(Protocol):
+    """Follow one response by its grammar. `error` says why it can be followed no further, "" while
+    it can."""
+
+    error: str
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """Return which of the tokens of `logits` [V] may come next, [V] bool."""
+        ...
+
+    def add(self, token: int) -> None:
+        """Take the next token of the response."""
+        ...
+
+
+class GrammarCompiler(Protocol):
+    """Compile the grammars of requests (`learning.decoding.grammar`)."""
+
+    def matcher(self, grammar: ResponseGrammar) -> ResponseMatcher:
+        """Return a matcher at the beginning of a response. Raises DataError for a grammar that
+        cannot be followed."""
+        ...
 
 
 @torch.no_grad()
@@ -71,8 +87,8 @@ def generate(
     lookup: Lookup,
     end_ids: frozenset[int],
     decode: Decode | None = None,
-    served: Served = unserved,
-    grammars: Grammars | None = None,
+    served: Served = lambda ref, kv: (),
+    grammars: GrammarCompiler | None = None,
 ) -> list[Completion]:
     """Complete every request; return the completions in the order of the requests.
 
@@ -114,7 +130,7 @@ class DecodeState:
     prefix: PrefixRef
     uniforms: Sequence[float]  # [max_tokens] in [0, 1): one draw for each token
     stopper: StopChecker | None = None
-    grammar: GrammarMatcher | None = None
+    grammar: ResponseMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -165,30 +181,21 @@ class DecodeState:
     def chunk(self, first: int) -> TokenChunk:
         """Return the tokens from the `first`-th on."""
         return TokenChunk(
-            self.request.id,
-            first,
-            tuple(self.tokens[first:]),
-            tuple(self.logprobs[first:]),
+            self.request.id, first, tuple(self.tokens[first:]), tuple(self.logprobs[first:]),
             tuple(self.top[first:]),
-        )
+        )  # fmt: skip
 
     def completion(self) -> Completion:
         if self.error:
             return refused(self.request, self.error)
         return Completion(
-            request_id=self.request.id,
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
+            request_id=self.request.id, token_ids=tuple(self.tokens),
+            logprobs=tuple(self.logprobs), finish_reason=self.reason, served=self.served,
             versions=(self.request.prefix.version,) * len(self.tokens),
-            finish_reason=self.reason,
-            prompt_logprobs=self.prompt_logprobs,
-            prompt_likeliest=self.prompt_likeliest,
-            prompt_top_logprobs=self.prompt_top,
-            served=self.served,
-            top_logprobs=tuple(self.top),
-            ended_by=self.ended_by,
-            dropped=self.dropped,
-        )
+            prompt_logprobs=self.prompt_logprobs, prompt_likeliest=self.prompt_likeliest,
+            prompt_top_logprobs=self.prompt_top, top_logprobs=tuple(self.top),
+            ended_by=self.ended_by, dropped=self.dropped,
+        )  # fmt: skip
 
 
 def check_request(request: GenerateRequest, vocabulary: int) -> None:
@@ -222,7 +229,7 @@ def new_row(
     vocabulary: int,
     decode: Decode | None,
     prefix: PrefixRef | None = None,
-    grammars: Grammars | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> DecodeState:
     """Return the decode state of a request to a model of `vocabulary` embeddings, over its own
     prefix or the equal one `prefix`. Raises DataError as `check_request` does, for `until` and

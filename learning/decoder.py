@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -30,13 +30,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from learning.attention import AttentionOptions
-from learning.model.decoder_config import DecoderConfig
+from learning.decoder_config import DecoderConfig
 from protocols.errors import DataError
 from protocols.spec.model import PACKED_BYTES
 from protocols.work import count
-
-if TYPE_CHECKING:  # only a divided base computes with it
-    from learning.model.parallel import TensorRanks
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROJECTIONS = ("qkv", "out", "gate_up", "down")  # of a layer
@@ -50,6 +47,41 @@ class Attention(Protocol):
     ) -> Tensor:
         """Return [M, H_q, D] for queries [M, H_q, D], keys and values [N, H_kv, D] of the pass's
         tokens."""
+        ...
+
+
+class TensorRanks(Protocol):
+    """Compute one rank's part of a base that `size` ranks divide (`learning.model.parallel`)."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        ...
+
+    def share(self, count: int) -> slice:
+        """Return this rank's part of `count` rows."""
+        ...
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return x. In the backward pass the gradients of all ranks are added."""
+        ...
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x."""
+        ...
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        """Return all ranks' parts of a tensor, joined along `dim`."""
+        ...
+
+    def embedded(self, embedding: nn.Module, ids: Tensor, vocabulary: int) -> Tensor:
+        """Return the embeddings [N, width] of ids [N] < `vocabulary`."""
+        ...
+
+    def projected(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int
+    ) -> Tensor:
+        """Return logits [n, V] in float32 of hidden states [n, width], whole on every rank."""
         ...
 
 
@@ -114,9 +146,7 @@ class LanguageModel(nn.Module):
         of a sharded base is gathered now (all ranks must call this), and freed with the result."""
         weight, bias = self.lm_head.weight, self.lm_head.bias
         if self.sharded:
-            from learning.model.parallel import whole
-
-            weight = whole(weight)
+            weight = gathered(weight)
 
         def project(hidden: Tensor) -> Tensor:
             if self.tensor is not None:
@@ -151,6 +181,13 @@ class LanguageModel(nn.Module):
     def weights(self) -> Iterator[tuple[str, Tensor, slice]]:
         """Return the weights by their names in the files: a parameter, and which of its rows."""
         raise NotImplementedError
+
+
+def gathered(weight: Tensor) -> Tensor:
+    """Return a sharded weight gathered (all ranks must call this); any other as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 @contextmanager

@@ -173,7 +173,9 @@ class CartridgeTrainer:
         channels = [now for c in self._channels if (now := c.at(state.step)).weight]
         scores = None
         if self._keep_token_scores:
-            from learning.token_scores import TokenScores  # an observer: no number depends on it
+            from learning.losses.token_scores import (
+                TokenScores,  # an observer: no number depends on it
+            )
 
             scores = TokenScores()
         options = StepOptions(

@@ -31,8 +31,8 @@ from actors.vllm.outputs import completed, likeliest, of_prompt
 from learning.cartridge import CartridgeId, joined_fingerprint
 from learning.decode import DecodeState, new_row
 from learning.decoding.grammar import Grammars
-from learning.decoding.stopping import Decode
 from learning.model.loading import frequencies_of
+from learning.stopping import Decode
 from learning.teacher import context_ids
 from protocols.errors import DataError, PublishError, RunError
 from protocols.spec.sections import GeneratorSpec

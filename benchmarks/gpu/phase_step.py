@@ -28,9 +28,9 @@ from learning.batch import context_of, pack, response_logits
 from learning.cartridge import CartridgeBank
 from learning.decode import DecodeAttention, DecodeCache, generate
 from learning.decoder import Decoder
+from learning.decoder_config import decoder_config
 from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
-from learning.model.decoder_config import decoder_config
 from learning.step import StepOptions, train_step
 from learning.teacher import (
     DocumentKVCache,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from forge_run.formatting import bytes_text
-from learning.calibration import MachineRates
+from learning.model.calibration import MachineRates
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.users.documents import WRITTEN_KINDS, StudyKind

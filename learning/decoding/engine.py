@@ -21,7 +21,7 @@ from learning.cartridge import CartridgeId, Fingerprints, composed
 from learning.decode import DecodeBatch, DecodeState, new_row
 from learning.decoder import LanguageModel
 from learning.decoding.grammar import Grammars
-from learning.decoding.stopping import Decode
+from learning.stopping import Decode
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 

@@ -10,34 +10,28 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from learning.batch import ChunkedLogits, Item, MicroBatch
+from learning.batch import BatchReader, ChunkedLogits, MicroBatch
 from learning.teacher import TeacherDistribution
 from protocols.errors import DataError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
-from protocols.types import Sample
 
 
-class LossChannel(Protocol):
+class LossChannel(BatchReader, Protocol):
     """Define one term of the objective: the sum over cartridges of weight * total / denominator.
+    As a BatchReader it tells which samples it reads, and which of their tokens bear the loss.
 
-    Both are of the samples that train the cartridge, so what a cartridge learns does not depend on
-    the others in the batch.
+    Total and denominator are of the samples that train the cartridge, so what a cartridge learns
+    does not depend on the others in the batch.
 
-    name     the channel's key in CHANNELS, and in metrics
-    reads    the set of samples that it reads; channels that name the same set share its logits
-    sampled  whether these samples carry the versions that sampled them: stale ones are refused
-    weight   a channel of weight 0 is left out of the step
+    weight  a channel of weight 0 is left out of the step
     """
 
-    name: ClassVar[str]
-    reads: ClassVar[str]
-    sampled: ClassVar[bool] = True
     weight: float
 
     @classmethod
@@ -48,20 +42,6 @@ class LossChannel(Protocol):
     def at(self, step: int) -> Self:
         """Return the channel for 0-based `step`."""
         return self
-
-    def samples(self, batch: TrainBatch) -> Sequence[tuple[Sample, ...]]:
-        """Return the whole set `reads`, in groups that no micro-batch divides."""
-        ...
-
-    def items(self, batch: TrainBatch) -> Sequence[Item]:
-        """Return the groups of `samples` that bear the loss, with their tokens. A group that is an
-        item of no channel is not read."""
-        ...
-
-    def check(self, batch: TrainBatch, version: int) -> None:
-        """Raise DataError for data that does not match, StaleTokenError for data that `version`
-        cannot be trained on."""
-        ...
 
     def references(self, updates: int) -> frozenset[str]:
         """Return the names of the log-probabilities in `batch.scores` that the trainer computes

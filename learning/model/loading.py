@@ -21,8 +21,8 @@ from learning.decoder import (
     load_decoder,
     rope_frequencies,
 )
+from learning.decoder_config import DecoderConfig, decoder_config
 from learning.model.control_tokens import special_tokens, token_count
-from learning.model.decoder_config import DecoderConfig, decoder_config
 from learning.model.hub import model_files
 from learning.model.verdicts import ModelVerdict, keep_verdict, kept_verdict
 from protocols.errors import DataError, SpecError
@@ -215,9 +215,9 @@ def base_hash(model: LanguageModel) -> str:
         digest.update(name.encode())
         weight = tensor.detach()
         if model.sharded or model.tensor is not None:
-            from learning.model.parallel import gathered
+            from learning.model.parallel import whole_weight
 
-            weight = gathered(name, weight, rows, model)
+            weight = whole_weight(name, weight, rows, model)
         else:
             weight = weight[rows]
         # A copy: numpy would pin the memory of a gathered weight, which its owner frees.

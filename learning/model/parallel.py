@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from learning.decoder import Decoder, DecoderLayer, LanguageModel, linear
+from learning.decoder import Decoder, DecoderLayer, LanguageModel, gathered, linear
 from learning.ranks import ProcessGroup
 from protocols.errors import DataError
 
@@ -48,7 +48,7 @@ DIVIDED = {
 
 
 @dataclass(frozen=True)
-class TensorRanks:
+class TensorGroup:
     """Hold the place `rank` among `size` ranks that divide one base, two at least, and their
     process group. What is run inside of `guard` raises RanksLostError where another rank is
     gone."""
@@ -114,7 +114,7 @@ class TensorRanks:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: TensorGroup) -> Tensor:
         ctx.ranks = ranks
         return x.view_as(x)
 
@@ -125,7 +125,7 @@ class _Enter(torch.autograd.Function):
 
 class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: TensorGroup) -> Tensor:
         return ranks._add(x)
 
     @staticmethod
@@ -135,7 +135,7 @@ class _Total(torch.autograd.Function):
 
 class _Beside(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: TensorGroup) -> Tensor:
         ctx.ranks, ctx.width = ranks, x.shape[-1]
         return ranks.whole(x, -1)
 
@@ -149,10 +149,11 @@ def divides_vocabulary(vocabulary: int, size: int) -> bool:
     return vocabulary % size == 0
 
 
-def gathered(name: str, weight: Tensor, rows: slice, model: LanguageModel) -> Tensor:
+def whole_weight(name: str, weight: Tensor, rows: slice, model: LanguageModel) -> Tensor:
     """Return the `rows` of a weight of the files, whole from all ranks' parts of a sharded or
     divided base: all of them must call this."""
-    part, tensor = whole(weight)[rows], model.tensor
+    part: Tensor = gathered(weight)[rows]
+    tensor = model.tensor
     if tensor is None:
         return part
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
@@ -177,7 +178,7 @@ def divide_base(model: LanguageModel, ranks: ProcessGroup) -> None:
             "alone, and this one runs through transformers; use train.shard_base, or 1"
         )
     config = model.base_model.config
-    tensor = TensorRanks(
+    tensor = TensorGroup(
         ranks.rank % ranks.tensor, ranks.tensor, ranks.mesh.get_group("tensor"), ranks.guard
     )
     for what, count in (
@@ -201,7 +202,7 @@ def divide_base(model: LanguageModel, ranks: ProcessGroup) -> None:
         head.weight = embedding.weight if tied else _kept(head.weight[rows])
 
 
-def _divide_layer(layer: DecoderLayer, tensor: TensorRanks) -> None:
+def _divide_layer(layer: DecoderLayer, tensor: TensorGroup) -> None:
     config, size = layer.config, layer.config.head_dim
     asked, held = config.heads * size, config.kv_heads * size
     of_q, of_kv, of_mlp = (tensor.share(n) for n in (asked, held, config.intermediate))
@@ -250,10 +251,3 @@ def shard_base(model: LanguageModel, ranks: ProcessGroup) -> None:
     else:
         fully_shard(head, mesh=mesh)
     model.sharded = True
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor gathered (all ranks must call this); any other tensor as it is."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

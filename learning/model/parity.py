@@ -40,8 +40,8 @@ from transformers.utils import logging
 
 from learning.attention import FlatAttention, Observer
 from learning.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder
+from learning.decoder_config import decoder_config
 from learning.model.adapter import load_by_transformers
-from learning.model.decoder_config import decoder_config
 from learning.model.short_config import FIXED_ROPES, ShortConfig, edited, short_configs
 from learning.model.verdicts import BOUND, WAYS, ModelVerdict, model_folder
 from learning.teacher import document_kv

@@ -17,7 +17,7 @@ from twins import NEAR, SHAPE, VOCAB
 from learning.attention import FlatAttention
 from learning.decode import COPIED, generate
 from learning.decoder import SMALLEST, Decoder, packed, rope_frequencies
-from learning.model.decoder_config import decoder_config
+from learning.decoder_config import decoder_config
 from learning.model.loading import base_hash, frequencies_of, known_config, load_model
 from learning.teacher import document_kv
 from protocols.errors import DataError
