@@ -42,7 +42,7 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm run run-real run-vllm serve test test-fast test-isa test-all bench-against \
+.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
         lint format proto proto-release constraints sbom image k8s k8s-check k8s-apiserver k8s-control-plane bench bench-vllm bench-hosts gpu-check chaos clean \
         install-docs docs reference reference-models
 
@@ -224,13 +224,19 @@ test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl ##
 	  $(SLOW_PYTEST) tests/nightly; \
 	exit $$worst
 
+# The commit whose numbers this tree computes to the byte; a change that means to change them names
+# its own.
+EQUAL_BASE ?= f0cb5268
+equal-runs: install ## six steps of longhealth and two of three_channels, here and at EQUAL_BASE: equal bytes
+	tests/nightly/equal_runs.sh $(EQUAL_BASE)
+
 bench-against: install ## speed of the main job in this tree against that of BASE (9fc9f6f)
 	tests/nightly/against.sh $(BASE)
 
 lint: install k8s-check ## ruff, types, the layers contract, the Dockerfile, and k8s-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy actors cartridge_forge deploy documents environments examples forge_run learning protocols recipes registry services serving strategies teachers training tests/manifest_checks tests/reference_pages
+	$(BIN)/mypy actors cartridge_forge deploy documents environments examples forge_run learning models protocols recipes registry services serving strategies studies teachers training tests/manifest_checks tests/reference_pages
 	$(BIN)/lint-imports
 	$(BIN)/hadolint deploy/Dockerfile
 

@@ -18,10 +18,10 @@ from typing import Literal
 from actors.base import ModelSource, NoPlane, keep_freed_memory
 from actors.engine_generator import build_engine, environment, read_cartridge
 from actors.engine_thread import EngineThread
-from environments.renderer import NO_DOCUMENT, ChatRenderer
+from environments.renderer import ChatRenderer
 from learning.model.loading import checked_model, load_tokenizer
 from protocols.spec.sections import GeneratorSpec
-from protocols.types import Completion, GenerateRequest, PrefixRef
+from protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
 from strategies.samplers.token_sampler import TokenSampler
 
 DOCUMENT = "document"

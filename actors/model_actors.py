@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar
 
 import torch
@@ -21,10 +21,8 @@ from torch import Tensor
 from actors.base import FreedMemory, ModelSource, RankPlace
 from learning.batch import context_of
 from learning.cartridge import CartridgeVersions, Fingerprints, composed, get_missing, since_of
-from learning.decode import generate
+from learning.decode import GrammarCompiler, generate
 from learning.decoder import LanguageModel
-from learning.decoding.grammar import Grammars
-from learning.losses.dpo import with_references
 from learning.model.loading import (
     claim_device,
     flush_denormals,
@@ -35,8 +33,8 @@ from learning.model.parallel import divide_base
 from learning.ranks import join
 from learning.teacher import contexts_of, document_kv, host_spill, own_document_kv, score_kept
 from protocols.errors import EngineDied, ForgeError
+from protocols.plugins import resolve
 from protocols.ports import TensorPlane
-from protocols.train_batch import PreferencePair, ReferenceOutput
 from protocols.types import (
     CartridgeSnapshot,
     GenerateOutput,
@@ -130,19 +128,21 @@ class GeneratorActor(CartridgeReaderActor):
         super().__init__(base, keep_versions)
         self._model.pack()
         self._end_ids = end_ids
-        self._text, self._grammars = (
-            text_of(base.path),
-            Grammars(partial(tokenizer_of, base.path), end_ids),
+        self._text = text_of(base.path)
+        read = partial(tokenizer_of, base.path)
+        self._grammars: Callable[[], GrammarCompiler] = cache(
+            lambda: resolve("hooks", "grammars")(read, end_ids)
         )
         self._documents = base.document_cache(partial(document_kv, self._model))
 
     @endpoint
     async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
         begun = time.perf_counter()
+        grammars = self._grammars() if any(r.grammar is not None for r in requests) else None
         with engine_errors():
             done = generate(
                 self._model, requests, self._lookup, self._end_ids, self._text, self._served,
-                self._grammars,
+                grammars,
             )  # fmt: skip
         seconds = time.perf_counter() - begun
         self._freed.give_back()
@@ -216,59 +216,3 @@ class DocTeacherActor(ModelActor):
         packet = await self._put(stem, tensors)
         looked_up = self._documents.counts.since(before)
         return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), looked_up)
-
-
-class SDPOTeacherActor(CartridgeReaderActor):
-    """Hold the last few published cartridge versions, as a generator does, and beside each the
-    cartridges that read hints in its place, where the run publishes them."""
-
-    def __init__(
-        self, base: ModelSource, row_tokens: int, keep_top: int | None, keep_versions: int
-    ) -> None:
-        """Send `keep_top` entries a token, or all logits for None."""
-        super().__init__(base, keep_versions)
-        self._row_tokens = row_tokens
-        self._keep_top = keep_top
-        self._hinted = CartridgeVersions(keep_versions)
-        self._reads_hints = self._cartridges
-
-    @endpoint
-    async def load(self, snapshot: CartridgeSnapshot) -> int:
-        """Load what is not held of a published version, with those that read hints."""
-        # Both before either is added: a call that a lost plane ends is repeated.
-        new = await self._missing(self._cartridges, snapshot.cartridges)
-        hinted = await self._missing(self._hinted, snapshot.hinted)
-        self._cartridges.add(snapshot.version, since_of(snapshot.cartridges), new)
-        if snapshot.hinted:
-            self._hinted.add(snapshot.version, since_of(snapshot.hinted), hinted)
-            self._reads_hints = self._hinted
-        return snapshot.version
-
-    @endpoint
-    async def score(self, stem: str, samples: Sequence[Sample], version: int) -> ScoreOutput:
-        """Put the distributions over every response token of hinted turns under a key of this stem:
-        with the cartridges that read hints at `version`, each sample's context before its own
-        tokens."""
-        begun = time.perf_counter()
-        prefixes = self._prefixes(self._reads_hints, [s.cartridge for s in samples], version)
-        with engine_errors():
-            tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
-        served = {name: self._fingerprints.fingerprint(kv) for name, kv in prefixes.items()}
-        seconds = time.perf_counter() - begun
-        self._freed.give_back()
-        packet = await self._put(stem, tensors)
-        return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), served=served)
-
-    @endpoint
-    async def references(self, pairs: Sequence[PreferencePair], version: int) -> ReferenceOutput:
-        """Return the pairs with reference log-probabilities of `version`."""
-        begun = time.perf_counter()
-        prefixes = self._prefixes(self._cartridges, [p.cartridge for p in pairs], version)
-        with engine_errors():
-            referred = with_references(self._model, pairs, prefixes, self._row_tokens, version, 0)
-        return ReferenceOutput(time.perf_counter() - begun, tuple(referred))
-
-    def _prefixes(
-        self, held: CartridgeVersions, documents: Sequence[str], version: int
-    ) -> dict[str, Tensor]:
-        return {name: held.get(name, version) for name in sorted(set(documents))}

@@ -10,7 +10,7 @@ from functools import partial
 from monarch.actor import Actor, concurrent_endpoint
 
 from environments.problems import open_problems
-from protocols.rsa import AggregationInput, JudgedPopulation, RSAProblem
+from protocols.records.rsa import AggregationInput, JudgedPopulation, RSAProblem
 from protocols.spec.rsa import RsaSpec
 from strategies.answers.equivalence import end_judge
 from strategies.answers.extract import extract

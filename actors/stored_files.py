@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from protocols.records.run_files import StoredPlace
 from registry.object_store import ObjectStore, StoreError
 from registry.stored_folder import (
     CONTROLLER,
@@ -22,7 +23,6 @@ from registry.stored_folder import (
     TEACHERS,
     TRAINER,
     StoredFolder,
-    StoredPlace,
     pull,
     read_state,
 )

@@ -11,9 +11,9 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from actors.stored_files import LedgerFile
 from protocols.errors import DataError
+from protocols.records.run_files import StoredPlace
 from protocols.spec.teacher_replay import ReplaySpec
 from protocols.teacher_replay import PanelVerdict, ReplayState
-from registry.stored_folder import StoredPlace
 from teachers.budget import SpendTotals
 from teachers.ledger import SpendLedger
 from teachers.panel import (

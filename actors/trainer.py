@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,18 +23,19 @@ from torch import Tensor
 
 from actors.base import ModelSource, RankPlace, give_back_now
 from actors.model_actors import ModelActor
-from actors.stored_files import TrainerFiles
 from learning.cartridge import CartridgeBank, Fingerprints, put_changed
 from learning.checkpoint import read_checkpoint
 from learning.decoder import LanguageModel
-from learning.initialization import CartridgeInit, init_sources, initial_bank
-from learning.model.loading import base_hash, claim_device, text_ids
+from learning.initialization import CartridgeInit, Start, init_sources, initial_bank
+from learning.model.loading import claim_device, text_ids
 from learning.model.parallel import divide_base, shard_base
 from learning.policy_scores import document_logprobs
 from learning.ranks import join
 from learning.teacher import TeacherDistribution, document_kv, joined, of_stored
 from learning.trainer import CartridgeTrainer
 from protocols.errors import DataError, PlaneError, PublishError
+from protocols.plugins import resolve
+from protocols.records.run_files import StoredPlace
 from protocols.spec.learn import LearnSpec
 from protocols.spec.sections import gap_bounds
 from protocols.train_batch import (
@@ -45,10 +46,6 @@ from protocols.train_batch import (
     TrainBatch,
 )
 from protocols.types import PUBLISHED, CartridgeSnapshot, Sample, TensorRef, TrainStepOutput
-from registry.formats.base_model import other_weights, read_base
-from registry.formats.cartridge_file import CartridgeFile
-from registry.starting import keep_record, read_start, record_of, require_fit_of
-from registry.stored_folder import StoredPlace
 
 SNAPSHOT = TypeAdapter(CartridgeSnapshot)
 
@@ -88,7 +85,10 @@ class TrainerActor(ModelActor):
                 f"{place.world} trainers cannot divide {len(names)} cartridges: set "
                 f"roles.trainer.replicas to at most {len(names)}"
             )
-        given = open_start(learn, names, model)
+        start = None
+        if learn.cartridge.start is not None:
+            start = resolve("hooks", "start")(learn, names, model)
+        given: Mapping[str, Start] = {} if start is None else start.given
         self._ranks = join(
             place.rank, place.world, place.rendezvous, device=device.type, timeout_s=silent_s,
             tensor=tensor, apart=apart,
@@ -103,9 +103,9 @@ class TrainerActor(ModelActor):
         bank = bank_of(model, part, learn, {name: given[name] for name in own if name in given})
         self._files = None
         if stored is not None and self._ranks.leads:
-            self._files = TrainerFiles(stored, Path(start_record).parent)
-        if given and self._ranks.leads:
-            keep_record(Path(start_record), record_of(given, names, learn.cartridge))
+            self._files = resolve("hooks", "trainer_files")(stored, Path(start_record).parent)
+        if start is not None and self._ranks.leads:
+            start.keep(Path(start_record))
         self._trainer = CartridgeTrainer(
             model,
             bank,
@@ -310,29 +310,11 @@ class TrainerActor(ModelActor):
         return self._trainer.base_hash()
 
 
-def open_start(
-    learn: LearnSpec, names: Collection[str], model: LanguageModel
-) -> dict[str, CartridgeFile]:
-    """Return the trained cartridges that these start from, by name, checked against the spec and
-    the whole model. Raises DataError, or CheckpointError, for one that cannot be started from."""
-    start = learn.cartridge.start
-    if start is None:
-        return {}
-    from transformers.utils import CONFIG_NAME, cached_file
-
-    folder = Path(str(cached_file(learn.model.path, CONFIG_NAME))).parent
-    base = read_base(folder)
-    found = read_start(start, base, names)
-    known: dict[str, str] = {learn.model.dtype: base_hash(model)}
-    require_fit_of(found, learn.cartridge, base, lambda one: other_weights(one, folder, known))
-    return found
-
-
 def bank_of(
     model: LanguageModel,
     base: ModelSource,
     learn: LearnSpec,
-    given: Mapping[str, CartridgeFile],
+    given: Mapping[str, Start],
 ) -> CartridgeBank:
     """Return the bank of `base.cartridges`, untrained but for the `given` ones. A document is read
     only where its cartridge needs it. Raises DataError as `initial_bank` does."""
@@ -342,7 +324,7 @@ def bank_of(
     lacking = {
         name: contexts
         for name, contexts in base.cartridges.items()
-        if name not in given or given[name].tokens < of.tokens
+        if name not in given or given[name][0].shape[3] < of.tokens
     }
     vocabulary = partial(text_ids, base.path)
     sources = init_sources(lacking, base.documents, cache, model.longest, vocabulary)
@@ -353,5 +335,4 @@ def bank_of(
         learn.train.seed,
         of.start.pad if of.start is not None else None,
     )
-    trained = {name: (file.kv, file.frozen) for name, file in given.items()}
-    return initial_bank(model, sources, start, trained)
+    return initial_bank(model, sources, start, given)

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from protocols.spec.mesh import RoleSpec
 from protocols.types import PUBLISHED, CartridgeSnapshot, PublishedCartridge
 from services.mesh import Mesh, open_mesh
 from services.planes.relay_wire import CHUNK_BYTES
-from services.roles import ROLES
+from services.roles import actor_class
 from training.weight_sync import WeightSync
 
 MIB = 1 << 20
@@ -180,7 +179,7 @@ async def opened(hosts: Hosts, size: int) -> Mesh:
     sets = (f"hosts={{kind: addresses, addresses: [{addresses}], insecure: true}}", *PATIENT)
     spec = load_spec("meshes/longhealth.yaml", sets=sets).spec
     mesh = await open_mesh(spec, lambda event, **facts: None, lambda span: None)
-    mesh.service.spawn(ROLES["store"], role="store", spec=RoleSpec(), prepare=mesh.open_plane)
+    mesh.service.spawn(actor_class("store"), role="store", spec=RoleSpec(), prepare=mesh.open_plane)
     await mesh.service.ready()
     assert mesh.relays is not None
     await mesh.relays.open()
@@ -310,7 +309,6 @@ if __name__ == "__main__":
             "--mib": (64, "of the published tensor, MiB"),
             "--times": 3,
             "--queue-ms": (100, "that bytes may wait at a shaped link, ms at its rate"),
-            "--out": Path("benchmarks/results/hosts/publish_hosts.json"),
         },
         quick={"hosts": [2], "gbit": [1.0], "times": 1},
     )

@@ -25,7 +25,15 @@ OUTSIDE = {
     "CODE_OF_CONDUCT.md": "code_of_conduct.md",
     "deploy/monitoring/README.md": "monitoring.md",
     "deploy/k8s/README.md": "kubernetes.md",
+    "models/pretrain/README.md": "tiny_models.md",
+    "studies/README.md": "studies/index.md",
+    **{
+        f"studies/{page.parent.name}/README.md": f"studies/{page.parent.name}.md"
+        for page in sorted(REPOSITORY.glob("studies/*/README.md"))
+    },
 }
+# Pictures of these pages, which lie beside them there and here.
+PICTURES = {"studies/real/real.svg": "studies/real.svg"}
 SITE_NAMES = {site: source for source, site in OUTSIDE.items()}
 
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
@@ -33,10 +41,12 @@ LIST_ITEM = re.compile(r"([-*]|\d+\.) ")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of OUTSIDE."""
+    """Add the pages of OUTSIDE and their pictures."""
     for source, site in OUTSIDE.items():
         content = (REPOSITORY / source).read_text()
         files.append(File.generated(config, site, content=content))
+    for source, site in PICTURES.items():
+        files.append(File.generated(config, site, content=(REPOSITORY / source).read_bytes()))
     return files
 
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from environments.hints import TurnHint
-from protocols.episodes import Episode
+from protocols.episodes import Episode, TurnHint
 from protocols.errors import DataError
 
 SCHEMA = 1

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from environments.renderer import messages_so_far
-from protocols.episodes import Episode, Observation
+from protocols.episodes import Episode, Observation, TurnHint
 from protocols.teacher_replay import AgentMessage
 
 # A number keeps its sign and its fraction; any other word is letters and digits.
@@ -41,20 +41,6 @@ class FailedTurn:
     def messages(self) -> tuple[AgentMessage, ...]:
         """Return the conversation up to that observation."""
         return messages_so_far(self.episode.opening, self.episode.turns[: self.turn + 1])
-
-
-@dataclass(frozen=True)
-class TurnHint:
-    """Hold the hint of a failed turn: `TurnHint("desk/12/0/1", 0, "read note 17.")`.
-
-    `why` says why there is none: "no_hint", "leaks_answer" (`text` then is what was dropped),
-    "no_sibling", "writer_failed", "writer_timeout", "too_long" or "empty_turn".
-    """
-
-    episode: str
-    turn: int
-    text: str
-    why: str = ""
 
 
 def failed_turns(episodes: Sequence[Episode]) -> list[FailedTurn]:

@@ -27,7 +27,7 @@ from environments.verifiers.worker_process import VerifiersWorker
 from protocols.episodes import Task
 from protocols.errors import DataError, RunError
 from protocols.limited_process import START_SECONDS, STARTS
-from protocols.rsa import JudgedCandidate, RSAProblem
+from protocols.records.rsa import JudgedCandidate, RSAProblem
 from protocols.spec.rsa import OF_DOCUMENTS, ProblemsSpec
 from protocols.teacher_replay import TeacherUsage
 from protocols.wire.openai_chat import HarnessRequest

@@ -35,7 +35,6 @@ from protocols.episodes import Observation, Turn
 from protocols.errors import DataError
 from protocols.teacher_replay import AgentMessage, AgentTool, Role
 
-NO_DOCUMENT = "none"
 _ROLE_LINE = re.compile(rf"^(?:{'|'.join(get_args(Role))})(?:\n|$)")
 # Parts a special token that stands in a message, and is not tokenized: a noncharacter of Unicode.
 _PART = "\ufdd0"

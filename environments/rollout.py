@@ -14,11 +14,11 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from environments.renderer import NO_DOCUMENT, ChatRenderer
+from environments.renderer import ChatRenderer
 from protocols.episodes import EnvironmentRequest, Episode, Observation, Task, Turn
 from protocols.errors import PublishError
 from protocols.ports import Generate
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef, Sampling
 
 Moving = Callable[[Sequence[EnvironmentRequest]], Awaitable[Sequence[Observation]]]
 Ended = Callable[[Sequence[Episode]], Awaitable[None]]

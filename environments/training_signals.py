@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from environments.action_parsing import ActionFormat
-from environments.hints import TurnHint
 from environments.renderer import ChatRenderer, messages_read
 from protocols import teacher_replay
-from protocols.episodes import Episode, Turn
+from protocols.episodes import Episode, Turn, TurnHint
 from protocols.errors import DataError
 from protocols.teacher_replay import ReplayState
 from protocols.train_batch import HintedTurn, PolicySample, PreferencePair

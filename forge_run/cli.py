@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -34,11 +34,12 @@ Option = tuple[str, dict[str, Any]]  # its name, and the arguments of add_argume
 
 @dataclass(frozen=True)
 class Command:
-    """Describe a command, or with `verbs` a family of commands. `handler` is module:function. It
-    gets the options by name, and returns the exit code or the tables to print."""
+    """Describe a command, or with `verbs` a family of commands. `handler` is module:function; that
+    of a plug-in, whose module is imported by then, may be the function. It gets the options by
+    name, and returns the exit code or the tables to print."""
 
     help: str
-    handler: str = ""
+    handler: str | Callable[..., Any] = ""
     options: Sequence[Option] = ()
     verbs: Mapping[str, Command] = field(default_factory=dict)
 
@@ -387,9 +388,23 @@ def forge_run(argv: Sequence[str] | None = None) -> int:
 
 
 def forge(argv: Sequence[str] | None = None) -> int:
-    """Run one of `COMMANDS`: `forge COMMAND ...`. Returns the exit code."""
+    """Run one of `COMMANDS`, or one that a plug-in adds: `forge COMMAND ...`. Returns the exit
+    code."""
     parser = argparse.ArgumentParser(prog="forge", description="Cartridge Forge.")
-    return _main(parser, Command("", verbs=COMMANDS), argv)
+    word = next(iter(sys.argv[1:] if argv is None else argv), "-")
+    added = {} if word in COMMANDS or word.startswith("-") else _of_plugins()
+    return _main(parser, Command("", verbs={**COMMANDS, **added}), argv)
+
+
+def _of_plugins() -> dict[str, Command]:
+    """Return the commands that plug-ins add. Reading them takes a tenth of a second."""
+    from protocols.plugins import known, resolve
+
+    try:
+        return {name: resolve("commands", name) for name in known("commands")}
+    except ForgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
 
 
 def parsed_elsewhere(words: Sequence[str]) -> dict[str, Any]:
@@ -429,10 +444,13 @@ def _run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
     sys.excepthook = _print_redacted
     try:
         options = vars(parser.parse_args(argv))
-        module, _, function = options.pop("handler").partition(":")
-        if not module.startswith(("experiments.", "ui.")):
-            module = f"commands.{module}"
-        found = getattr(import_module(f"forge_run.{module}"), function)(**options)
+        handler = options.pop("handler")
+        if isinstance(handler, str):
+            module, _, function = handler.partition(":")
+            if not module.startswith(("experiments.", "ui.")):
+                module = f"commands.{module}"
+            handler = getattr(import_module(f"forge_run.{module}"), function)
+        found = handler(**options)
         if isinstance(found, int):
             return found
         from forge_run.formatting import render

@@ -30,13 +30,14 @@ from forge_run.links import prepare_links
 from forge_run.opening import OpenRun, opened
 from forge_run.resuming import sizes_of
 from protocols.errors import ForgeError, RunError
+from protocols.plugins import module_of
 from protocols.secrets import LOCAL_KEY
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.services import HealthSpec
-from services.control.sizes import PoolSize
 from services.forkserver.client import bootstrap_command, fork_server
 from services.hosts.source import LINK_ENVIRONMENT
 from services.planes.open import PLANE_IMPORTS
+from services.pool.sizes import PoolSize
 from services.proc_info import descendants, has_ended
 from services.run_directory import RunDirectory, storage_error
 from services.run_position import ResumePoint, newest_checkpoint, resume_point
@@ -155,9 +156,10 @@ def _forks(spec: RunSpec) -> AbstractContextManager[Callable[[], None]]:
     """Return the run's fork server. It reads the model for the roles that compute on this host."""
     model, roles = spec.learn.model, [role for name, role in spec.roles if name in MODEL_ROLES]
     here = spec.mesh.hosts.kind == "local" and not all(role.gpus for role in roles)
-    return fork_server(
-        PLANE_IMPORTS[spec.mesh.carrier], (model.path, model.dtype) if here else None
-    )
+    weights = spec.learn.objective.weights
+    channels = [module_of("channels", name) for name, weight in weights.items() if weight]
+    modules = [*PLANE_IMPORTS[spec.mesh.carrier], *channels]
+    return fork_server(modules, (model.path, model.dtype) if here else None)
 
 
 class SignalFlag:

@@ -16,8 +16,8 @@ from services.run_directory import LATEST, RunDirectory, storage_error
 from services.run_lease import RunLease, hold_lease
 
 if TYPE_CHECKING:  # most runs have no store
-    from services.run_mirror import RunMirror
-    from services.run_store import StoredRun, StoreLease
+    from services.stored_runs.mirror import RunMirror
+    from services.stored_runs.store import StoredRun, StoreLease
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _from_store(
     """Take the lease of the stored run that `resume` means, and fetch it where the store is ahead;
     return what to resume, and the run with its lease. Neither where the store has no such run."""
     from registry.object_store import ObjectStore
-    from services.run_store import fetch, is_ahead, stored_at, stored_runs
+    from services.stored_runs.store import fetch, is_ahead, stored_at, stored_runs
 
     mesh, url = spec.mesh.name, spec.mesh.records.store
     if resume is None:
@@ -116,8 +116,8 @@ def _mirror(
 ) -> RunMirror:
     from registry.object_store import ObjectStore
     from services.role_processes import writers_apart
-    from services.run_mirror import RunMirror
-    from services.run_store import StoredRun
+    from services.stored_runs.mirror import RunMirror
+    from services.stored_runs.store import StoredRun
 
     if stored is None or stored[0].id != directory.id:
         run = StoredRun(ObjectStore(url), spec.mesh.name, directory.id)
@@ -129,7 +129,7 @@ def _mirror(
 
 def _held(run: StoredRun, tell: Callable[[str], None], held: ExitStack) -> StoreLease:
     """Take the lease of a stored run, and let go of it when `held` ends."""
-    from services.run_store import take_lease
+    from services.stored_runs.store import take_lease
 
     lease = take_lease(run, tell)
     held.callback(lease.end)

@@ -12,7 +12,7 @@ from protocols.files import salvage
 from protocols.spec.loading import load_resolved
 from protocols.spec.mesh import RolesSpec, RunSpec
 from protocols.spec.yaml_source import dump_yaml
-from services.control.sizes import PoolSize, resumed_sizes
+from services.pool.sizes import PoolSize, resumed_sizes
 from services.run_directory import RunDirectory
 
 UNFINISHED = "unfinished"  # `resume` value for the latest run, unless it finished

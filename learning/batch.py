@@ -50,7 +50,7 @@ Item = tuple[int, Sequence[int]]
 class BatchReader(Protocol):
     """Read samples of a batch, and train on some of their tokens, as a loss channel does.
 
-    name     the channel's key in CHANNELS, and in metrics
+    name     the channel's name in `protocols.plugins`, and in metrics
     reads    the set of samples that it reads; channels that name the same set share its logits
     sampled  whether these samples carry the versions that sampled them: stale ones are refused
     """

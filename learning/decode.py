@@ -56,7 +56,7 @@ Lookup = Callable[[PrefixRef], Tensor]
 Served = Callable[[PrefixRef, Tensor], tuple[str, ...]]
 
 
-class ResponseMatcher(Protocol):
+class TokenMatcher(Protocol):
     """Follow one response by its grammar. `error` says why it can be followed no further, "" while
     it can."""
 
@@ -74,7 +74,7 @@ class ResponseMatcher(Protocol):
 class GrammarCompiler(Protocol):
     """Compile the grammars of requests (`learning.decoding.grammar`)."""
 
-    def matcher(self, grammar: ResponseGrammar) -> ResponseMatcher:
+    def matcher(self, grammar: ResponseGrammar) -> TokenMatcher:
         """Return a matcher at the beginning of a response. Raises DataError for a grammar that
         cannot be followed."""
         ...
@@ -130,7 +130,7 @@ class DecodeState:
     prefix: PrefixRef
     uniforms: Sequence[float]  # [max_tokens] in [0, 1): one draw for each token
     stopper: StopChecker | None = None
-    grammar: ResponseMatcher | None = None
+    grammar: TokenMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)

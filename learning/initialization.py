@@ -25,11 +25,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from learning.attention_matching import attention_added, attention_matched
 from learning.cartridge import CartridgeBank, check_longer, shifted
 from learning.decoder import LanguageModel
 from learning.teacher import DocumentKVCache, context_ids, document_kv
 from protocols.errors import DataError
+from protocols.plugins import resolve
 from protocols.seeds import stream_seed
 from protocols.types import SEPARATOR
 
@@ -231,7 +231,10 @@ def chunks(length: int, tokens: int, rng: random.Random) -> list[range]:
 
 def matched(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """Return the document's KV compacted to P entries by attention matching."""
-    return attention_matched(model, source.ids, source.whole(), start.tokens, start.frozen)
+    attention_matched = resolve("hooks", "attention_matching")
+    whole = source.whole()
+    compacted: Tensor = attention_matched(model, source.ids, whole, start.tokens, start.frozen)
+    return compacted
 
 
 INITS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit], Tensor]] = {
@@ -255,7 +258,11 @@ def matched_padding(
 ) -> Tensor:
     """Return entries [L, 2, H_kv, P - G, D] of the document, fitted beside the cartridge `kv` by
     attention matching."""
-    return attention_added(model, source.ids, source.whole(), kv, start.tokens - kv.shape[3])
+    attention_added = resolve("hooks", "attention_padding")
+    added: Tensor = attention_added(
+        model, source.ids, source.whole(), kv, start.tokens - kv.shape[3]
+    )
+    return added
 
 
 PADS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit, Tensor], Tensor]] = {

@@ -1,17 +1,19 @@
-"""Compute the log-probabilities of episodes that the policy gradient needs, without gradient.
+"""Compute the log-probabilities that channels compare the policy with, without gradient: of
+episodes, and of the two responses of preference pairs.
 
     old        under the cartridges before a rollout's first update: the version that sampled it
     ref        under the untrained cartridges, or an earlier version's
     document   under the model with the document, by its teacher
 
-They are of all response tokens of the batch's episodes, in order. The trainer computes the first
-two: every rank reads its share of the episodes, or those of its own cartridges, and gets all
-numbers, which do not depend on the number of ranks.
+Those of episodes are of all response tokens of the batch's episodes, in order. The trainer computes
+the first two: every rank reads its share of the episodes, or those of its own cartridges, and gets
+all numbers, which do not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,8 +22,8 @@ from learning.batch import check_rows, token_logprobs
 from learning.decoder import LanguageModel
 from learning.ranks import ALONE, ProcessGroup
 from learning.teacher import TeacherDistribution, response_logprobs
-from protocols.errors import DataError
-from protocols.train_batch import TrainBatch
+from protocols.errors import DataError, StaleTokenError
+from protocols.train_batch import PolicySample, PreferencePair, TrainBatch, completions
 from protocols.types import Sample
 
 
@@ -97,3 +99,63 @@ def _parts(samples: Sequence[Sample], micro_tokens: int | None) -> list[range]:
         parts[-1] = range(parts[-1].start, i + 1)
         room -= length
     return parts
+
+
+def check_policy(
+    batch: TrainBatch, r: PolicySample, version: int, *, recorded: bool = False
+) -> None:
+    """Raise DataError for an episode drawn with altered sampling. Raise StaleTokenError for one of
+    another version without "old" scores, unless the sampler's `recorded` ones correct for it."""
+    s, drawn = r.sample, r.sampling
+    if (drawn.temperature, drawn.top_p, drawn.top_k) != (1.0, 1.0, 0):
+        raise DataError(
+            f"RL sample {s.id} was drawn at temperature {drawn.temperature}, top_p {drawn.top_p}, "
+            f"top_k {drawn.top_k}, which biases the policy's ratio; sample at 1, 1 and 0"
+        )
+    own = {v for v, trained in zip(s.versions, r.trained, strict=True) if trained}
+    if not recorded and batch.scores.get("old") is None and own != {version}:
+        raise StaleTokenError(
+            f"RL sample {s.id} was sampled by versions {sorted(own)}, and version {version} is "
+            "being trained: give scores of old, the log-probabilities under the versions that "
+            "sampled it (learning.teacher.response_logprobs); nothing was trained on it"
+        )
+
+
+def summed_by_pair(logprobs: Tensor, pairs: Sequence[PreferencePair]) -> tuple[Tensor, Tensor]:
+    """Return (chosen, rejected) [M] from token log-probabilities in the order of `completions`."""
+    lengths = [n for p in pairs for n in (len(p.chosen_ids), len(p.rejected_ids))]
+    if not lengths:
+        return logprobs, logprobs
+    sums = torch.stack([part.sum() for part in logprobs.split_with_sizes(lengths)])
+    return sums[0::2], sums[1::2]
+
+
+def is_stale(pair: PreferencePair, version: int, max_age: int | None) -> bool:
+    """Return whether a pair's reference must be recomputed before training at `version`: it is
+    older than the bound, or of a version that does not exist yet."""
+    age = version - pair.ref_version
+    return age < 0 or (max_age is not None and age > max_age)
+
+
+def with_references(
+    model: LanguageModel,
+    pairs: Sequence[PreferencePair],
+    prefixes: Mapping[str, Tensor],
+    row_tokens: int,
+    version: int,
+    max_age: int | None,
+) -> list[PreferencePair]:
+    """Return the pairs in their order. A stale reference is computed anew under `version`, whose
+    cartridges are `prefixes`."""
+    stale = [p for p in pairs if is_stale(p, version, max_age)]
+    if not stale:
+        return list(pairs)
+    logprobs = response_logprobs(model, completions(stale), prefixes, row_tokens)
+    chosen, rejected = summed_by_pair(logprobs, stale)
+    fresh = iter(
+        [
+            replace(p, ref_chosen=c, ref_rejected=r, ref_version=version)
+            for p, c, r in zip(stale, chosen.tolist(), rejected.tolist(), strict=True)
+        ]
+    )
+    return [next(fresh) if is_stale(p, version, max_age) else p for p in pairs]

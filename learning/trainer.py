@@ -14,11 +14,9 @@ from learning.cartridge import CartridgeBank
 from learning.checkpoint import Checkpoint, LastState, part_index, write_checkpoint
 from learning.decoder import LanguageModel
 from learning.losses.channel import LossChannel
-from learning.losses.dpo import with_references
-from learning.losses.grpo import check_policy
 from learning.losses.objective import active_channels
 from learning.model.loading import base_hash
-from learning.policy_scores import shared_logprobs
+from learning.policy_scores import check_policy, shared_logprobs, with_references
 from learning.ranks import ALONE, ProcessGroup
 from learning.step import StepOptions, train_step
 from learning.teacher import score_over

@@ -127,3 +127,17 @@ class Episode:
     error_kind: str = ""
     flags: tuple[str, ...] = ()
     rewards: Mapping[str, RewardOutcome] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TurnHint:
+    """Hold the hint of a failed turn: `TurnHint("desk/12/0/1", 0, "read note 17.")`.
+
+    `why` says why there is none: "no_hint", "leaks_answer" (`text` then is what was dropped),
+    "no_sibling", "writer_failed", "writer_timeout", "too_long" or "empty_turn".
+    """
+
+    episode: str
+    turn: int
+    text: str
+    why: str = ""

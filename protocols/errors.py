@@ -105,3 +105,7 @@ class EngineDied(RunError):
 class EngineKilledError(RunError):
     """Report a request that is not tried again, because two engines in turn died in a step that was
     over it."""
+
+
+class StopRequested(Exception):
+    """Report that a run was stopped by a command, between two steps. Not an error."""

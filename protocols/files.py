@@ -8,6 +8,7 @@ import math
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -17,6 +18,8 @@ from typing import Any
 
 from protocols.errors import CheckpointError, RunError
 from protocols.reserve import with_room
+
+_OFFSET = time.time() - time.monotonic()
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 """The directory of configs/ and deploy/monitoring/, in a checkout and in an installed wheel."""
@@ -184,3 +187,9 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def steady_time() -> float:
+    """Return seconds since the epoch that only grow: the host's clock as it was when this process
+    began, plus monotonic seconds. A clock that is set later changes no difference of two calls."""
+    return _OFFSET + time.monotonic()

@@ -16,6 +16,7 @@ from protocols.grammar import ResponseGrammar
 CARTRIDGE = "cartridge/"  # the names of prefixes that are trained cartridges begin with it
 PUBLISHED = "cartridges/"  # the keys of published cartridges begin with it
 OFFLINE_VERSION = -1  # the version of tokens that a document teacher wrote
+NO_DOCUMENT = "none"  # the name of the context without a document
 SEPARATOR = "\n"  # between the names of several prefixes; in no document's name
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from protocols.errors import CheckpointError, DataError
+from protocols.records.run_files import TERMS
 from registry.formats import forge, run_checkpoint
 from registry.formats.cartridge_file import CartridgeFile
 from registry.store import CartridgeStore, CartridgeVersion
-from registry.terms import TERMS, Passages, read_terms
+from registry.terms import Passages, read_terms
 
 RESULTS = "results.json"  # of a run directory, replaced whole at its end (services.run_directory)
 IMPORTED = ".imported"  # in the store: ids of the runs that `add_finished` added

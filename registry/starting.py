@@ -1,5 +1,6 @@
 """Read the trained cartridges that a run starts from, and record where each came from.
 
+    open_start      reads and checks all of it, for the trainer
     read_start      cartridge.init.from  ->  {name: CartridgeFile}, or one for EVERY cartridge
     require_fit_of  layers, heads, RoPE, base model, frozen tokens and P, in one message
     record_of    ->  start.json of the run directory; `lineage` follows it back
@@ -12,21 +13,59 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from learning.cartridge import fingerprint
+from learning.decoder import LanguageModel
+from learning.model.loading import base_hash
 from protocols.errors import CheckpointError, DataError
 from protocols.files import write_atomically
 from protocols.spec.cartridge import RUN_PREFIX, CartridgeSpec, StartSpec
+from protocols.spec.learn import LearnSpec
 from registry.formats import convert, forge, run_checkpoint
-from registry.formats.base_model import BaseModelInfo, misfits
+from registry.formats.base_model import BaseModelInfo, misfits, other_weights, read_base
 from registry.formats.cartridge_file import CartridgeFile
 from registry.names import parse_cartridge
 from registry.store import CartridgeStore
 
 EVERY = "*"  # in place of a cartridge's name: a file that all of them start from
 ORIGIN = "from"  # in a cartridge's source: what it was read from
+
+
+@dataclass(frozen=True)
+class StartingCartridges:
+    """Hold the trained cartridges that a run's start from, by name: keys and values
+    [L, 2, H_kv, P, D] with the number of frozen tokens; and the `record` of how each one starts."""
+
+    given: Mapping[str, tuple[Tensor, int]]
+    record: Mapping[str, Any]
+
+    def keep(self, path: Path) -> None:
+        """Write the record, or compare it with an earlier one (`keep_record`)."""
+        if self.given:
+            keep_record(path, self.record)
+
+
+def open_start(
+    learn: LearnSpec, names: Collection[str], model: LanguageModel
+) -> StartingCartridges:
+    """Return the trained cartridges that these start from, checked against the spec and the whole
+    model. Raises DataError, or CheckpointError, for one that cannot be started from."""
+    from transformers.utils import CONFIG_NAME, cached_file
+
+    start = learn.cartridge.start
+    assert start is not None
+    folder = Path(str(cached_file(learn.model.path, CONFIG_NAME))).parent
+    base = read_base(folder)
+    files = read_start(start, base, names)
+    known: dict[str, str] = {learn.model.dtype: base_hash(model)}
+    require_fit_of(files, learn.cartridge, base, lambda one: other_weights(one, folder, known))
+    record = record_of(files, names, learn.cartridge) if files else {}
+    return StartingCartridges({n: (one.kv, one.frozen) for n, one in files.items()}, record)
 
 
 def read_start(

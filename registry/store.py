@@ -27,6 +27,7 @@ from typing import Any
 
 from protocols.errors import DataError
 from protocols.files import flush, write_atomically
+from protocols.records.run_files import TERMS
 from registry.formats.base_model import BaseModelInfo, made_for, require_fit
 from registry.formats.forge import (
     FILE,
@@ -38,7 +39,7 @@ from registry.formats.forge import (
     write_manifest,
 )
 from registry.names import AUTO, LATEST, TAG, VERSION, CartridgeName, is_name, parse_cartridge
-from registry.terms import TERMS, Passages, read_terms, write_terms
+from registry.terms import Passages, read_terms, write_terms
 
 LAST, INCOMING, TAGS = "last", ".incoming", "tags"
 ABANDONED_SECONDS = 3600

@@ -32,19 +32,6 @@ Files = Mapping[str, Mapping[str, Any]]  # size and parts by the file's path in 
 
 
 @dataclass(frozen=True)
-class StoredPlace:
-    """Name a run in a store: the `url` of all runs, `s3://bucket/runs`, and `run`, its place there,
-    `longhealth/20260726T101530Z-3fa9`."""
-
-    url: str
-    run: str
-
-    def within(self, writer: str) -> str:
-        """Return the prefix of a writer's folder."""
-        return f"{self.run}/{writer}"
-
-
-@dataclass(frozen=True)
 class StoredState:
     """Hold one state: how many were written before it, its files, and the tag of its object."""
 

@@ -18,7 +18,6 @@ from typing import Any
 from protocols.errors import DataError
 from protocols.files import write_atomically
 
-TERMS = "terms.json"
 SCHEMA = 1
 
 TermCounts = Mapping[str, int]  # of a passage: how often it has each term

@@ -18,19 +18,10 @@ from typing import Any, ClassVar
 
 from monarch.actor import Channel
 
-from protocols.episodes import (
-    EnvironmentReply,
-    EnvironmentRequest,
-    Observation,
-    RewardOutcome,
-    RewardReply,
-)
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
 from protocols.records.status import ReplicaState
-from protocols.rsa import AggregationInput, JudgedPopulation, RSAProblem
 from protocols.spec.mesh import HINTED_TEACHER
-from protocols.teacher_replay import PanelVerdict, ReplayState
 from protocols.train_batch import PreferencePair, ReferenceOutput, TrainBatch
 from protocols.types import (
     CartridgeSnapshot,
@@ -352,95 +343,6 @@ class TrainerClient(RoleClient):
         """Make a replacement trainer continue from the last state of the trainer that was lost."""
         deadline = asyncio.get_running_loop().time() + RECOVER_SECONDS
         await ask(replica, "recover", (), deadline)
-
-
-class EnvironmentClient(RoleClient):
-    """Execute the moves of episodes."""
-
-    role = "environment"
-
-    async def move(self, moves: Sequence[EnvironmentRequest]) -> list[Observation]:
-        """Return one observation for each move, in order. When a share of the moves is lost with
-        its replica in every attempt, its episodes end with the error "environment_died"."""
-
-        async def share(some: Sequence[EnvironmentRequest]) -> list[Observation]:
-            try:
-                reply: EnvironmentReply = await self.pool.route("move", tuple(some))
-            except RunError as error:  # the other episodes, and the run, continue
-                return [Observation(done=True, error=f"environment_died: {error}")] * len(some)
-            return list(reply.observations)
-
-        return await self.pool.split(moves, share)
-
-
-class RewardClient(RoleClient):
-    """Judge finished episodes by the rewards of workers."""
-
-    role = "reward"
-
-    async def outcomes(self, views: Sequence[Mapping[str, Any]]) -> list[dict[str, RewardOutcome]]:
-        """Return what each reward gives each episode, by name, in order. When a share is lost with
-        its replica in every attempt, all rewards of its episodes have failed, under the name ""."""
-
-        async def share(some: Sequence[Mapping[str, Any]]) -> list[dict[str, RewardOutcome]]:
-            try:
-                reply: RewardReply = await self.pool.route("outcomes", tuple(some))
-            except RunError as error:  # the other episodes, and the run, continue
-                return [{"": RewardOutcome(None, f"reward_died: {error}", failed=True)}] * len(some)
-            return list(reply.outcomes)
-
-        return await self.pool.split(views, share)
-
-
-class TeacherReplayClient(RoleClient):
-    """Ask external teachers about states."""
-
-    role = "teacher_replay"
-
-    async def vote(self, state: ReplayState) -> PanelVerdict:
-        """Return the verdict of the teacher panel on a state."""
-        verdict: PanelVerdict = await self.pool.route("vote", state)
-        return verdict
-
-    async def hint(
-        self, teacher: str, state: ReplayState, asked: str, timeout_s: float
-    ) -> tuple[str, str]:
-        """Return (hint, "") by the named teacher for a state whose last message reports a failure,
-        or ("", why) when there is none after `timeout_s`."""
-        hint: tuple[str, str] = await self.pool.route("hint", teacher, state, asked, timeout_s)
-        return hint
-
-    async def score(
-        self, teacher: str, state: ReplayState, rubric: str, reference: str, timeout_s: float
-    ) -> tuple[float | None, str]:
-        """Return (number from 0 to 1, "") that the named teacher, as a judge, gives the last
-        message of a state, or (None, why) when there is none after `timeout_s`."""
-        given: tuple[float | None, str] = await self.pool.route(
-            "score", teacher, state, rubric, reference, timeout_s
-        )
-        return given
-
-
-class RSAAggregatorClient(RoleClient):
-    """Draw problems, judge populations and build the requests of the next population."""
-
-    role = "rsa_aggregator"
-
-    async def turn(self, standings: Sequence[AggregationInput]) -> list[JudgedPopulation]:
-        """Return each run's last population, judged, with the requests of its next one, in
-        order."""
-
-        async def share(some: Sequence[AggregationInput]) -> list[JudgedPopulation]:
-            judged: list[JudgedPopulation] = await self.pool.route("turn", tuple(some))
-            return judged
-
-        return await self.pool.split(standings, share)
-
-    async def problems(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
-        """Return the problems of these numbers, over the cartridge of `document`. Raises DataError
-        for a number that does not exist."""
-        found: list[RSAProblem] = await self.pool.route("problems", tuple(numbers), document)
-        return found
 
 
 async def _hear(receiver: Any, told: Mapping[str, Callable[[TokenChunk], None]]) -> None:

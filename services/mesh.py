@@ -20,22 +20,19 @@ from pathlib import Path
 from monarch.actor import this_host
 
 from actors.base import ModelSource, NoPlane, warm_up
+from learning.model.control_tokens import vocabulary_of
 from learning.model.verdicts import kept_verdict
-from protocols.errors import PlaneError, SpecError
+from protocols.errors import PlaneError
+from protocols.plugins import resolve
 from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
 from protocols.spec.model import ModelSpec
 from protocols.spec.sections import GeneratorSpec
 from protocols.spec.services import HealthSpec
 from protocols.types import CartridgeSnapshot, TraceSpan, require_ids
-from registry.formats.base_model import vocabulary_of
 from services.clients import TrainerClient, use_plane
 from services.forkserver.client import bootstrap_command
-from services.hosts.handshake import versions
-from services.hosts.own_address import reached_at
-from services.hosts.source import AddressedHosts, HostSource
-from services.planes.open import OwnedPlane, import_plane, open_plane
-from services.planes.relay import AT, RelayPlace
-from services.pool.host_relays import HostRelays, start_relay
+from services.hosts.source import HostSource, versions
+from services.planes.open import OwnedPlane, PlaneRelays, import_plane, open_plane
 from services.pool.lifecycle import Check, Note
 from services.pool.pool import Pool
 from services.pool.process import same_files
@@ -45,7 +42,7 @@ from services.pool.work_time import WorkTime, work_time
 from services.role_processes import WRITERS, role_variables
 from services.roles import (
     ENGINE_GENERATOR,
-    ROLES,
+    actor_class,
     actor_of,
     device_of,
     role_arguments,
@@ -74,12 +71,11 @@ class Mesh:
         self._spec = spec.mesh
         self._timeout_s = spec.mesh.call_timeout_s
         self._store_plane: OwnedPlane | None = None
-        self._store_relay: tuple[RelayPlace, ...] = ()
         self._telling = asyncio.Lock()
         self._told = itertools.count()
-        self.relays: HostRelays | None = None
+        self.relays: PlaneRelays | None = None
         if spec.mesh.relays:
-            self.relays = HostRelays(
+            self.relays = resolve("hooks", "relays")(
                 lambda: service.remote_hosts, spec.mesh.health, spec.mesh.spawn_timeout_s,
                 self._tell_plane, note,
             )  # fmt: skip
@@ -90,9 +86,7 @@ class Mesh:
         before, life = self._store_plane, next(self._lives)
         plane = await open_plane(self._spec.carrier, procs, self._timeout_s)
         if self.relays is not None and procs is not None:
-            # The last of every chain: what it holds outlives every worker, as the store does.
-            name, secured = reached_at(self._spec.hosts), self._spec.hosts.tls is not None
-            self._store_relay = (await start_relay(procs, "", name, secured=secured),)
+            await self.relays.open_store(procs, self._spec.hosts)
         self._store_plane = plane
         await self._tell_plane()
         # Set last: a caller that fails with this `plane_life` already uses this plane.
@@ -111,10 +105,7 @@ class Mesh:
         async with self._telling:
             plane = self._store_plane
             if self.relays is not None:
-                from services.planes.relayed import RelayedPlane
-
-                places = (*self.relays.places, *self._store_relay)
-                plane = RelayedPlane(plane, places, self._timeout_s)
+                plane = self.relays.relayed(plane, self._timeout_s)
             for role, pool in self.pools.items():
                 if role in MODEL_ROLES:  # the others pass no tensors, and know no plane
                     # An update that refers to the lost plane fails; `refill` sends it again.
@@ -133,7 +124,7 @@ class Mesh:
         plane = self.plane
         if self.relays is not None and plane is not None:
             for packet in snapshot.packets.values():
-                if AT in packet.key:  # put on a host, not into the store
+                if self.relays.holds(packet.key):
                     await plane.get(packet)
 
     async def replaced(self, life: int, error: PlaneError) -> None:
@@ -197,23 +188,8 @@ def _imports(model: ModelSpec, local: bool) -> Callable[[], None] | None:
 def host_source(spec: RunSpec) -> HostSource:
     """Return the source of workers for `hosts.kind`, imported on use because each kind may need
     packages of its own. Raises SpecError that names a missing package."""
-    kind = spec.mesh.hosts.kind
-    try:
-        if kind == "kubernetes":
-            from services.hosts.kubernetes import KubernetesHosts
-
-            return KubernetesHosts(spec)
-        if kind == "slurm":
-            from services.hosts.slurm import SlurmHosts
-
-            return SlurmHosts(spec)
-    except ModuleNotFoundError as error:
-        raise SpecError(
-            f"hosts.kind {kind} needs the package {error.name}, which is not installed here; "
-            f"run `pip install {error.name}`, or use other hosts"
-        ) from error
-    assert kind == "addresses", kind
-    return AddressedHosts(spec.mesh.hosts.addresses)
+    source: HostSource = resolve("hosts", spec.mesh.hosts.kind)(spec)
+    return source
 
 
 def roles_here(spec: RunSpec) -> tuple[str, ...]:
@@ -250,7 +226,9 @@ async def open_generators(
     verdict = kept_verdict(model.path)
     base = ModelSource(*held, device=device_of(role), verdict=verdict)
     args = (base, end_ids, EVERY_VERSION, generator)
-    return service, service.spawn(ROLES[ENGINE_GENERATOR], args=args, role="generator", spec=role)
+    return service, service.spawn(
+        actor_class(ENGINE_GENERATOR), args=args, role="generator", spec=role
+    )
 
 
 async def spawn_roles(
@@ -286,7 +264,9 @@ async def spawn_roles(
         [1] * (store and local) + [role.threads for role in roles for _ in range(role.replicas)]
     )
     if store:
-        mesh.service.spawn(ROLES["store"], role="store", spec=RoleSpec(), prepare=mesh.open_plane)
+        mesh.service.spawn(
+            actor_class("store"), role="store", spec=RoleSpec(), prepare=mesh.open_plane
+        )
         await mesh.service.ready()
     else:
         await mesh.open_plane()
@@ -309,7 +289,7 @@ async def spawn_roles(
             verdict=verdict,
         )
         mesh.service.spawn(
-            ROLES[actor_of(name, spec.learn)],
+            actor_class(actor_of(name, spec.learn)),
             args=role_arguments(name, spec, base, end_ids, directory),
             role=name,
             spec=with_room(name, role, spec.learn),

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from protocols.plugins import resolve
 from protocols.secrets import LOCAL_KEY
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
-from registry.object_store import VARIABLES
 
 HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # what a model of the hub may need to be loaded
 SINKS = ("WANDB_", "OTEL_")
@@ -30,7 +30,7 @@ def role_variables(spec: RunSpec) -> dict[str, tuple[str, ...]]:
         found["teacher_replay"] = (*sorted(names), *own, *PROXIES)
     if spec.mesh.records.store is not None:
         for role in writers_apart(spec):
-            found[role] = (*found.get(role, PROXIES), *VARIABLES)
+            found[role] = (*found.get(role, PROXIES), *resolve("hooks", "store_variables"))
     return found
 
 

@@ -1,40 +1,26 @@
-"""Map the roles of a mesh spec to actors and their arguments; no other module does."""
+"""Map the roles of a mesh spec to their arguments; the table of plug-ins has their actors."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from actors.base import ModelSource
-from actors.engine_generator import EngineGeneratorActor
-from actors.environment import EnvironmentActor
-from actors.heartbeat import StoreActor
-from actors.model_actors import DocTeacherActor, GeneratorActor, SDPOTeacherActor
-from actors.reward import RewardActor
-from actors.rsa_aggregator import RSAAggregatorActor
-from actors.teacher_replay import TeacherReplayActor
-from actors.trainer import TrainerActor
-from deploy.manifests.devices import with_share
-from deploy.manifests.sizing import known_size
+from protocols.plugins import resolve
+from protocols.records.run_files import StoredPlace
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import HINTED_TEACHER, RoleSpec, RunSpec
-from registry.stored_folder import StoredPlace
 from services.role_processes import writers_apart
 from services.run_directory import RunDirectory
 
-ENGINE_GENERATOR = "generator over an engine"  # vLLM in a run, either engine in a server
-ROLES: dict[str, type[Any]] = {
-    "generator": GeneratorActor,
-    ENGINE_GENERATOR: EngineGeneratorActor,
-    "doc_teacher": DocTeacherActor,
-    HINTED_TEACHER: SDPOTeacherActor,
-    "environment": EnvironmentActor,
-    "reward": RewardActor,
-    "teacher_replay": TeacherReplayActor,
-    "rsa_aggregator": RSAAggregatorActor,
-    "trainer": TrainerActor,
-    "store": StoreActor,
-}
+ENGINE_GENERATOR = "engine_generator"  # vLLM in a run, either engine in a server
 ALONE = ("trainer", "store")  # roles with exactly one replica
+
+
+def actor_class(name: str) -> type[Any]:
+    """Return the actor class of a role, imported now. Raises SpecError for a role that no plug-in
+    adds."""
+    actor: type[Any] = resolve("roles", name)
+    return actor
 
 
 def device_of(role: RoleSpec) -> str:
@@ -43,7 +29,8 @@ def device_of(role: RoleSpec) -> str:
 
 
 def actor_of(name: str, learn: LearnSpec) -> str:
-    """Return the key in ROLES of a role's actor. The generator's actor depends on its backend."""
+    """Return the name of a role's actor in `protocols.plugins`: the generator's depends on its
+    backend."""
     vllm = name == "generator" and learn.generator.backend == "vllm"
     return ENGINE_GENERATOR if vllm else name
 
@@ -51,7 +38,7 @@ def actor_of(name: str, learn: LearnSpec) -> str:
 def generator_evidence(learn: LearnSpec) -> frozenset[str]:
     """Return what the generators return to show the numbers that they decoded over: "fingerprint"
     (`Completion.served`), "logprobs", or neither."""
-    return getattr(ROLES[actor_of("generator", learn)], "evidence", frozenset())
+    return getattr(actor_class(actor_of("generator", learn)), "evidence", frozenset())
 
 
 def with_room(name: str, role: RoleSpec, learn: LearnSpec) -> RoleSpec:
@@ -79,8 +66,9 @@ def role_arguments(
     if name == "generator":
         # The version being sampled, and the versions that earlier rollouts are pinned to.
         held = (base, end_ids, learn.train.staleness + 2)
-        size = known_size(learn.model)
-        return (*held, with_share(spec, size)) if learn.generator.backend == "vllm" else held
+        if learn.generator.backend != "vllm":
+            return held
+        return (*held, resolve("hooks", "engine_share")(spec))
     top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
     if name == "doc_teacher":
         own = learn.objective.grpo.asks_document

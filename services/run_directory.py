@@ -60,6 +60,7 @@ from protocols.files import (
 from protocols.records.answers import AnswerRow
 from protocols.records.chat_date import read_date, write_date
 from protocols.records.run_files import (
+    TERMS,
     TRAINED_ARMS,
     EventName,
     MetricRow,
@@ -71,7 +72,6 @@ from protocols.reserve import FULL, hold_room
 from protocols.reserve import NAME as RESERVE
 from protocols.secrets import redacted_row
 from protocols.types import SampleScores
-from registry.terms import TERMS
 
 Position = tuple[int, int]  # index of a trained arm, and its step
 

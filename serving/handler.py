@@ -24,10 +24,16 @@ from typing import Any, TypeVar
 
 from starlette.types import Scope
 
-from environments.renderer import NO_DOCUMENT
 from learning.decoding.grammar import Grammars
 from protocols.errors import DataError, EngineKilledError, ForgeError, RunError
-from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk, composed_ref
+from protocols.types import (
+    NO_DOCUMENT,
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    TokenChunk,
+    composed_ref,
+)
 from protocols.wire.openai_chat import (
     CartridgeInfo,
     ForgeExtension,

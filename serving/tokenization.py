@@ -16,12 +16,12 @@ from datetime import datetime
 from itertools import groupby
 from typing import Any
 
-from environments.renderer import NO_DOCUMENT, ChatRenderer
+from environments.renderer import ChatRenderer
 from learning.model.control_tokens import special_tokens
 from protocols.errors import DataError
 from protocols.spec.serving import CallFormatName
 from protocols.teacher_replay import AgentMessage, AgentTool
-from protocols.types import require_ids
+from protocols.types import NO_DOCUMENT, require_ids
 from serving.errors import bad_request, refusing
 from serving.structured.call_formats import FORMATS, HERMES, HERMES_MARKS, format_of
 

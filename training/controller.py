@@ -18,7 +18,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -26,23 +26,22 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, MeshFailure, concurrent_endpoint
 
-from protocols.errors import ForgeError, RunError
+from protocols.errors import ForgeError, RunError, StopRequested
 from protocols.layout import length_warning
+from protocols.plugins import optional, resolve
 from protocols.records.run_files import EventName, RunOutcome
 from protocols.records.status import RunStatus
 from protocols.spec.mesh import RunSpec
-from services.control.endpoints import Endpoints, remove_endpoints, write_endpoints
-from services.control.sizes import PoolSize, opening, restore
+from services.pool.sizes import PoolSize, opening, restore
 from services.proc_info import CpuSeconds, cpu_seconds
 from services.run_directory import Position, RunDirectory, storage_error
 from services.run_position import ResumePoint, resume_point
 from training.ending import RunEnding
 
 if TYPE_CHECKING:
-    from services.control.commands import RunCommands
-    from services.control.server import ControlPlane
     from services.mesh import Mesh
-    from services.telemetry.recorder import RunLog
+    from services.run_log import RunLog
+    from services.run_observer import RunObserver
     from training.training_run import TrainingRun
 
 # The limits of an ending's steps, 28 s in all. An idle engine stops in 1 to 2 s.
@@ -70,15 +69,12 @@ class ControllerActor(Actor):
         self._status = RunStatus()
         self._mesh: Mesh | None = None
         self._run: TrainingRun | None = None
-        self._helm: RunCommands | None = None
-        self._stop_asked = False
+        self._observer: RunObserver | None = None
+        self._stop_requested = False
         self._opening: asyncio.Task[Mesh] | None = None
         self._recorder: RunLog | None = None
-        self._control: ControlPlane | None = None
-        self._watching: asyncio.Task[None] | None = None
         self._whole: Position | None = None  # up to where the rows are; None for all
         self._notes: list[str] = []  # what was healed, and warnings
-        self._metrics_url: str | None = None
 
     def __supervise__(self, failure: MeshFailure) -> bool:
         """Return whether the service handles the death of an owned process or actor."""
@@ -96,19 +92,15 @@ class ControllerActor(Actor):
     @concurrent_endpoint
     async def ask_to_stop(self) -> None:
         """End the run after the step in progress, with a checkpoint and the results so far."""
-        self._stop_asked = True
-        if self._helm is not None:
-            await self._helm.stop()
-        elif self._opening is not None:  # hosts may wait in a queue for hours
+        self._stop_requested = True
+        if self._mesh is None and self._opening is not None:  # hosts may wait in a queue for hours
             self._opening.cancel()
+        elif self._observer is not None:
+            await self._observer.stop_run()
 
     @concurrent_endpoint
     async def run(self) -> str:
         """Drive the run; return "finished" or "stopped". Raises a ForgeError when the run fails."""
-        from services.control.commands import RunCommands, StopRequested
-        from services.control.server import ControlPlane
-        from services.telemetry.watchdog import watch
-
         begun = time.perf_counter()
         self._loop = asyncio.get_running_loop()
         outcome: RunOutcome = "failed"
@@ -116,23 +108,8 @@ class ControllerActor(Actor):
         try:
             recorder = self._open_records()
             mesh = self._mesh = await self._open(recorder)
-            helm = self._helm = RunCommands(
-                self._whole_status, self._show, lambda: mesh.pools, recorder, mesh.service.scale,
-                self._spec.mesh.control.max_replicas,
-            )  # fmt: skip
-            if self._stop_asked:
-                await helm.stop()
-            control = ControlPlane(helm, self._spec.mesh.control, self._directory.id)
-            self._control = control
-            watching = watch(
-                self._whole_status, self._show, recorder, mesh.pools,
-                self._spec.mesh.watchdog, self._directory.path, self._spec.mesh.spawn_timeout_s / 2,
-            )  # fmt: skip
-            self._watching = asyncio.create_task(watching)
-            await control.start()
-            endpoints = Endpoints(control.address, self._metrics_url, os.getpid())
-            write_endpoints(self._directory.path, endpoints)
-            await self._or_failure(self._drive(recorder, mesh, helm, begun), mesh)
+            await self._start_observer(recorder, mesh)
+            await self._or_failure(self._drive(recorder, mesh, begun), mesh)
             outcome = "finished"
         except StopRequested:
             outcome = "stopped"
@@ -151,21 +128,42 @@ class ControllerActor(Actor):
 
     def _open_records(self) -> RunLog:
         """Heal the run's files before anything is appended; return the open log."""
-        from services.telemetry.hub import open_sinks
-        from services.telemetry.recorder import RunLog
+        from services.run_log import NoSink, RunLog
 
         if self._resume:
             self._whole, self._notes = self._directory.heal()
         self._directory.require_room()
-        sinks = open_sinks(self._spec, self._directory, self._report_sink)
-        self._metrics_url = sinks.metrics_url
-        recorder = self._recorder = RunLog(self._directory, sinks)
+        telemetry = self._spec.mesh.telemetry
+        wanted = telemetry.sinks or telemetry.metrics is not None
+        observe = (resolve if wanted else optional)("hooks", "observer")
+        if observe is not None:
+            self._observer = observe(self._spec, self._directory, self._report_sink)
+        sink = NoSink() if self._observer is None else self._observer.sink
+        recorder = self._recorder = RunLog(self._directory, sink)
         recorder.event(
             "run_started", resumed=self._resume, mesh=self._spec.mesh.name, pid=os.getpid()
         )
         for line in self._notes:
             recorder.event("healed", message=line)
         return recorder
+
+    async def _start_observer(self, recorder: RunLog, mesh: Mesh) -> None:
+        if self._observer is None:
+            return
+        from services.run_observer import ObservedRun
+
+        await self._observer.start(
+            ObservedRun(recorder, mesh.pools, self._whole_status, self._show, mesh.service.scale)
+        )
+        if self._stop_requested:
+            await self._observer.stop_run()
+
+    async def _between_steps(self, checkpoint: Callable[[], Awaitable[str]]) -> None:
+        """Carry out the commands that arrived. Raises StopRequested after a stop."""
+        if self._observer is not None:
+            await self._observer.between_steps(checkpoint)
+        if self._stop_requested:
+            raise StopRequested
 
     def _failure(self, error: BaseException) -> ForgeError:
         """Return the error that a user reads."""
@@ -187,16 +185,16 @@ class ControllerActor(Actor):
         recorder, mesh, run = self._recorder, self._mesh, self._run
         ending = RunEnding()
         unwritten: BaseException | None = None
-        if self._helm is not None:
-            await ending.do("run commands", self._helm.over)
+        if self._observer is not None:
+            await ending.do("run commands", self._observer.end_commands)
         if run is not None:
             if outcome != "finished":
                 await ending.do("last checkpoint", run.checkpoint)
             seconds = time.perf_counter() - begun
             results = partial(run.write_results, outcome, seconds, self._cpu())
             unwritten = await ending.do("results", results)
-        if self._watching is not None:
-            self._watching.cancel()
+        if self._observer is not None:
+            self._observer.end_watch()
         if recorder is not None:
             if mesh is not None:
                 engines = partial(self._stop_engines, recorder, mesh)
@@ -206,50 +204,46 @@ class ControllerActor(Actor):
                 recorder.event("failed", error="ending", message=message)
             seconds = round(time.perf_counter() - begun, 3)
             recorder.event("finished", status=outcome, seconds=seconds)
-        await ending.do("endpoints", lambda: remove_endpoints(self._directory.path))
         await ending.do("reserve", self._directory.free_room)
-        if recorder is not None:
-            await ending.do("followers", recorder.end_streams)
-        if self._control is not None:
-            await ending.do("control plane", self._control.stop)
+        for name, close in self._observer.closings() if self._observer is not None else ():
+            await ending.do(name, close)
         if recorder is not None:
             await ending.do("sinks", partial(asyncio.to_thread, recorder.close), SINK_SECONDS)
         return unwritten
 
     async def _open(self, recorder: RunLog) -> Mesh:
         """Return the mesh. Raises StopRequested after a stop."""
-        from services.control.commands import StopRequested
         from services.mesh import open_mesh
 
         self._opening = asyncio.create_task(
             open_mesh(self._spec, self._note(recorder), recorder.span)
         )
-        if self._stop_asked:
+        if self._stop_requested:
             self._opening.cancel()
         try:
             return await self._opening
         except asyncio.CancelledError:
             raise StopRequested from None
 
-    async def _drive(self, recorder: RunLog, mesh: Mesh, helm: RunCommands, begun: float) -> None:
-        from training.recipes.registry import teachers
+    async def _drive(self, recorder: RunLog, mesh: Mesh, begun: float) -> None:
+        replay = self._spec.learn.replay
+        if replay is None or replay.local is None:
+            await self._drive_with(self._spec, recorder, mesh, begun)
+            return
+        with resolve("hooks", "local_teachers")(self._spec) as spec:
+            await self._drive_with(spec, recorder, mesh, begun)
 
-        with teachers(self._spec) as spec:
-            await self._drive_with(spec, recorder, mesh, helm, begun)
-
-    async def _drive_with(
-        self, spec: RunSpec, recorder: RunLog, mesh: Mesh, helm: RunCommands, begun: float
-    ) -> None:
+    async def _drive_with(self, spec: RunSpec, recorder: RunLog, mesh: Mesh, begun: float) -> None:
         from services.mesh import spawn_roles
-        from training.recipes.registry import open_course
+        from training.recipes.base import open_recipe
         from training.training_run import TrainingRun
 
         self._show(stage="starting the mesh")
         # Long documents take seconds to read, in which the client and the health check ask.
-        course = await asyncio.to_thread(open_course, spec, mesh, self._directory)
-        if course.note:
-            self._warn(course.note)
-        documents, contexts = course.documents, course.layout.contexts
+        recipe = await asyncio.to_thread(open_recipe, spec, mesh, self._directory)
+        if recipe.note:
+            self._warn(recipe.note)
+        documents, contexts = recipe.documents, recipe.layout.contexts
         sizes = {c: sum(len(documents[name]) for name in of) for c, of in contexts.items()}
         if warning := length_warning(spec.learn.cartridge.tokens, sizes):
             self._warn(warning)
@@ -259,7 +253,7 @@ class ControllerActor(Actor):
             self._directory.run_state.unlink(missing_ok=True)
         self._directory.last_state.with_suffix(".safetensors").unlink(missing_ok=True)  # older form
         await spawn_roles(
-            spec, course.documents, course.layout.contexts, course.end_ids, mesh, self._directory
+            spec, recipe.documents, recipe.layout.contexts, recipe.end_ids, mesh, self._directory
         )
         await restore(self._sizes, mesh.service.scale, recorder.event, self._warn)
         for role, pool in mesh.pools.items():
@@ -271,8 +265,8 @@ class ControllerActor(Actor):
                 seconds=round(time.perf_counter() - begun, 3),
             )
         self._run = TrainingRun(
-            spec, course, mesh, self._directory, recorder, self._show, self._warn,
-            helm.between_steps,
+            spec, recipe, mesh, self._directory, recorder, self._show, self._warn,
+            self._between_steps,
         )  # fmt: skip
         if spec.mesh.hosts.kind == "local":
             self._cpu_before = self._cpu_so_far()

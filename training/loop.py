@@ -92,7 +92,7 @@ class OnPolicyLoop:
 
     def __init__(
         self,
-        course: Recipe,
+        recipe: Recipe,
         rollouts: Rollouts,
         teachers: TeacherScoring,
         trainer: TrainerClient,
@@ -103,7 +103,7 @@ class OnPolicyLoop:
         work_times: WorkTimes,
         watch: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        self.course, self.rollouts, self.teachers = course, rollouts, teachers
+        self.recipe, self.rollouts, self.teachers = recipe, rollouts, teachers
         self.trainer, self.weights, self.validation = trainer, weights, validation
         self.first_version, self.work_times, self.watch = first_version, work_times, watch
 
@@ -116,7 +116,7 @@ class OnPolicyLoop:
             rollout = await self.rollouts.take(step)
         with timer("score") as begun:
             self.validation.begin()  # the generators are idle from here on
-            batch = await self.course.lesson(rollout, version)
+            batch = await self.recipe.lesson(rollout, version)
             batch, scoring = await self.teachers.score(key, batch, version, rollout.parts, begun)
         with timer("train"):
             if not self.validation.waiting:  # an environment may have no room for both
@@ -140,7 +140,7 @@ class Rollouts:
 
     def __init__(
         self,
-        course: Recipe,
+        recipe: Recipe,
         generate: GenerateCall,
         teachers: TeacherScoring,
         state: RunState,
@@ -151,7 +151,7 @@ class Rollouts:
         switched: Callable[[int], None] = lambda step: None,
         pending: Sequence[Rollout] = (),
     ) -> None:
-        self._course, self._generate, self._teachers = course, generate, teachers
+        self._recipe, self._generate, self._teachers = recipe, generate, teachers
         self._state, self._steps, self._staleness = state, steps, staleness
         self._warm, self._switched = warm, switched
         self._written: dict[int, Rollout] = {}  # teacher-written rollouts of later steps
@@ -175,7 +175,7 @@ class Rollouts:
         if later >= self._steps or (self._warm is not None and not self._state.warm_over):
             return
         loop = asyncio.get_running_loop()
-        self._preparing = loop.call_later(0.001, self._course.prepare, later)
+        self._preparing = loop.call_later(0.001, self._recipe.prepare, later)
 
     async def settle(self) -> list[Rollout]:
         """Return the rollouts that run ahead, once complete; they stay pending for a checkpoint."""
@@ -193,12 +193,12 @@ class Rollouts:
     async def _sample(self, step: int, version: int) -> Rollout:
         if self._is_warm(step):
             if step not in self._written:
-                written = await self._course.offline(step, self._generate)
+                written = await self._recipe.offline(step, self._generate)
                 self._written = {r.step: r for r in written}
             return self._written.pop(step)
         key = score_key("on_policy", step)
         complete = partial(self._teachers.completed, key, version)
-        rollout = await self._course.sample(step, version, self._generate, complete)
+        rollout = await self._recipe.sample(step, version, self._generate, complete)
         return replace(rollout, parts=self._teachers.parts(key))
 
     def _is_warm(self, step: int) -> bool:

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from environments.hints import TurnHint
-from protocols.episodes import Episode
+from protocols.episodes import Episode, TurnHint
 from protocols.records.run_files import RolloutRow
 from protocols.types import (
     OFFLINE_VERSION,

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 
 from documents.retrieval import Bm25Router, count_terms
 from protocols.records.intervals import wilson_interval
 from protocols.records.run_files import RoutingAccuracy
 from protocols.types import Completion, GenerateRequest
-from registry.terms import Passages
+from registry.terms import Passages, write_terms
 from training.rollouts import GenerateCall
 
 
@@ -42,6 +43,14 @@ class RoutedQuestions:
         """Return the router's choice, the first cartridge by name where it has none."""
         found = self._router.top(question, 1)
         return found[0][0] if found else self._router.names[0]
+
+    def write(self, file: Path) -> None:
+        """Write the terms of the texts, for those who use the cartridges."""
+        write_terms(file, self.terms)
+
+    def remembered(self, generate: GenerateCall) -> RememberedAnswers:
+        """Return a call that generates each request once, whatever its id."""
+        return RememberedAnswers(generate)
 
     @property
     def accuracy(self) -> RoutingAccuracy | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
-from protocols.records.gold import gold_results
-from protocols.records.run_files import AggregationGain, ArmResult, CpuShare, RunOutcome, RunResults
+from protocols.records.run_files import CpuShare, RunOutcome, RunResults
 from protocols.spec.learn import LearnSpec
 from services.proc_info import CpuSeconds
 from training.loop import PhaseTimes, RunState
@@ -16,7 +15,7 @@ from training.recipes.base import Recipe
 
 def run_results(
     learn: LearnSpec,
-    course: Recipe,
+    recipe: Recipe,
     state: RunState,
     times: PhaseTimes,
     answers: Iterable[Any],  # rows of answers.jsonl
@@ -27,7 +26,7 @@ def run_results(
 ) -> RunResults:
     """Return the results of the arms done so far, with their `answers`; `cpu` is that of controller
     and client."""
-    documents, learned = course.documents, course.layout.contexts.values()
+    documents, learned = recipe.documents, recipe.layout.contexts.values()
     mean = fmean(sum(len(documents[c]) for c in contexts) for contexts in learned)
     tokens = learn.cartridge.tokens
     results = RunResults(
@@ -54,21 +53,5 @@ def run_results(
         results["cpu"] = CpuShare(
             orchestration=round(cpu.chosen, 2), all=round(cpu.all, 2), share=round(cpu.share, 4)
         )
-    if gold := gold_results(answers):
-        results["gold"] = gold
-    gain = aggregation_gain(state.arms)
-    if gain is not None:
-        results["aggregation"] = gain
-    return results
-
-
-def aggregation_gain(arms: Mapping[str, ArmResult]) -> AggregationGain | None:
-    """Return the gain of training in population accuracy, and the part of it that aggregation adds;
-    None where the arms untrained and on_policy have no populations."""
-    both = [arms[arm].get("populations") for arm in ("untrained", "on_policy") if arm in arms]
-    if len(both) < 2 or both[0] is None or both[1] is None:
-        return None
-    before, after = both[0]["accuracy"], both[1]["accuracy"]
-    last, first = after[-1] - before[-1], after[0] - before[0]
-    share = (last - first) / last if last > 0 else None
-    return AggregationGain(last=last, first=first, aggregation=last - first, share=share)
+    more = cast(RunResults, recipe.results(state.arms, answers))
+    return RunResults(**{**results, **more})

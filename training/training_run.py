@@ -9,11 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from environments.failures import all_failed
-from environments.renderer import NO_DOCUMENT
-from protocols.episodes import Episode
-from protocols.errors import CheckpointError, RunError, StaleTokenError
+from protocols.errors import CheckpointError, RunError, StaleTokenError, StopRequested
 from protocols.files import iter_rows
+from protocols.plugins import optional, resolve
 from protocols.records.answers import Answer, to_row
 from protocols.records.run_files import (
     TRAINED_ARMS,
@@ -23,18 +21,16 @@ from protocols.records.run_files import (
 )
 from protocols.spec.mesh import RunSpec
 from protocols.spec.sections import gap_bounds
-from protocols.types import SampleScores
-from registry.terms import write_terms
+from protocols.types import NO_DOCUMENT, SampleScores
 from services.clients import GeneratorClient, TrainerClient
-from services.control.commands import StopRequested
 from services.mesh import Mesh
 from services.pool.work_time import WorkTime
 from services.proc_info import CpuSeconds
 from services.published import PublishedCartridges
 from services.roles import generator_evidence
 from services.run_directory import RunDirectory
+from services.run_log import RunLog
 from services.run_position import ResumePoint, write_run_state
-from services.telemetry.recorder import RunLog
 from training.canary import Canary
 from training.loop import (
     OnPolicyLoop,
@@ -45,9 +41,8 @@ from training.loop import (
     RunState,
     WritingTime,
 )
-from training.recipes.base import Recipe, own_cartridge
-from training.rollouts import Rollout, StepRecord, counted, is_offline
-from training.routing import RememberedAnswers, RoutedQuestions
+from training.recipes.base import QuestionRouting, Recipe, Route, own_cartridge
+from training.rollouts import GenerateCall, Rollout, StepRecord, counted, is_offline
 from training.run_results import run_results
 from training.teacher_scoring import TeacherScoring, score_key, train_scored
 from training.time_left import TimeLeft
@@ -62,7 +57,7 @@ class TrainingRun:
     def __init__(
         self,
         spec: RunSpec,
-        course: Recipe,
+        recipe: Recipe,
         mesh: Mesh,
         directory: RunDirectory,
         recorder: RunLog,
@@ -71,7 +66,7 @@ class TrainingRun:
         between_steps: Callable[[Callable[[], Awaitable[str]]], Awaitable[None]],
     ) -> None:
         self._spec, self._learn = spec, spec.learn
-        self._course = course
+        self._recipe = recipe
         self._trainer, self._work_times = TrainerClient(mesh.pools), mesh.work_time
         keep, evidence = 1 + spec.learn.train.staleness, generator_evidence(spec.learn)
         # Generators keep one version more than stays published, and so do their requests.
@@ -82,11 +77,15 @@ class TrainingRun:
             spec.learn.train.sampler_gap, spec.learn.model.dtype, spec.learn.generator.backend
         )
         if not evidence and bounds is not None:
-            starts = {c: course.documents[of[0]] for c, of in course.layout.contexts.items()}
+            starts = {c: recipe.documents[of[0]] for c, of in recipe.layout.contexts.items()}
             self._weights.canary = Canary(self._generator, self._trainer, starts, bounds.max)
         self._teachers = TeacherScoring(mesh, self._weights)
-        self._routing = RoutedQuestions(course.texts)
-        self._answers = RememberedAnswers(self._generator.generate)
+        wanted = "routed" in spec.learn.evaluate.arms
+        open_routing = (resolve if wanted else optional)("hooks", "routing")
+        self._routing: QuestionRouting | None = open_routing and open_routing(recipe.texts)
+        self._remembered: GenerateCall = self._generator.generate
+        if self._routing is not None:
+            self._remembered = self._routing.remembered(self._generator.generate)
         self._validation = OverlappedValidation(self._validate, recorder.metric)
         self._directory = directory
         self._recorder, self._show, self._warn = recorder, show, warn
@@ -99,7 +98,7 @@ class TrainingRun:
         self._recovered = False  # from the trainer's last state
         self._begun_arm = False
         self._scores_full = False
-        self._told_failed = False
+        self._warned = False  # of a rollout
 
     # -- the arms -------------------------------------------------------------------------------
 
@@ -107,7 +106,8 @@ class TrainingRun:
         """Run every arm of the spec that has no result yet. Raises StopRequested when a stop was
         requested, RunError when the base model's weights changed."""
         base = await self._trainer.base_hash()
-        write_terms(self._directory.terms, self._routing.terms)
+        if self._routing is not None:
+            self._routing.write(self._directory.terms)
         try:
             if self._state.arm == "on_policy":
                 await self._train_on_policy()
@@ -117,14 +117,14 @@ class TrainingRun:
         finally:
             self._weights.cancel()
             await self._teachers.close()
-            await self._course.close()
+            await self._recipe.close()
         if await self._trainer.base_hash() != base:
             raise RunError("the base model's weights changed during the run: only cartridges may")
 
     async def _train_on_policy(self) -> None:
-        state, train, course = self._state, self._learn.train, self._course
+        state, train, recipe = self._state, self._learn.train, self._recipe
         if not self._resumed:
-            updates = course.updates(train.steps)
+            updates = recipe.updates(train.steps)
             state.first_version = await self._trainer.begin("on_policy", train.steps, updates)
         self._begun_arm = True
         await self._weights.publish(state.version)
@@ -134,15 +134,15 @@ class TrainingRun:
             await self._evaluate("untrained", "cartridge", state.version)
         self._show(accuracy=None)  # from here on the trained arm's own
         if train.staleness:
-            course.follow(lambda: self._weights.newest)
+            recipe.follow(lambda: self._weights.newest)
         self._rollouts = Rollouts(
-            course, self._generator.generate, self._teachers, state,
+            recipe, self._generator.generate, self._teachers, state,
             steps=train.steps, staleness=train.staleness, warm=train.warm_start,
             switched=lambda step: self._recorder.event("switched", arm="on_policy", step=step),
-            pending=[course.restored(p) for p in state.pending],
+            pending=[recipe.restored(p) for p in state.pending],
         )  # fmt: skip
         loop = OnPolicyLoop(
-            course, self._rollouts, self._teachers, self._trainer, self._weights, self._validation,
+            recipe, self._rollouts, self._teachers, self._trainer, self._weights, self._validation,
             first_version=state.first_version, work_times=self._work_times,
             watch=self._watch,
         )  # fmt: skip
@@ -169,9 +169,9 @@ class TrainingRun:
 
     def _tell_usable(self) -> None:
         """Tell that the trained cartridges are in a checkpoint: what follows only measures them."""
-        name, version = next(iter(self._course.layout.cartridges)), self._state.version
+        name, version = next(iter(self._recipe.layout.cartridges)), self._state.version
         self._recorder.event(
-            "usable", version=version, cartridges=[*self._course.layout.cartridges]
+            "usable", version=version, cartridges=[*self._recipe.layout.cartridges]
         )
         told = f"ask it: forge ask {name} QUESTION --run {self._directory.path}"
         self._show(message=f"cartridge version {version} is trained and saved; {told}")
@@ -208,7 +208,7 @@ class TrainingRun:
         version, key = self._state.version, score_key("offline", rollout.step)
         timer = PhaseTimer(self._work_times, self._watch)
         with timer("score"):
-            batch = await self._course.lesson(rollout, version)
+            batch = await self._recipe.lesson(rollout, version)
             batch, scoring = await self._teachers.score(key, batch, version)
         with timer("train"):
             output = await train_scored(self._trainer, self._teachers, key, batch, version)
@@ -221,7 +221,7 @@ class TrainingRun:
         tokens, begun = 0, time.perf_counter()
         while tokens < budget:
             await self._look_up()
-            for rollout in await self._course.offline(len(rollouts), self._generator.generate):
+            for rollout in await self._recipe.offline(len(rollouts), self._generator.generate):
                 rollouts.append(rollout)
                 tokens += sum(len(s.response_ids) for s in rollout.samples)
                 if tokens >= budget:
@@ -243,11 +243,13 @@ class TrainingRun:
             grad_norm=output.grad_norm, lr=output.lr, tokens=output.tokens,
             stale_tokens=output.stale_tokens, sampler_gap=output.sampler_gap,
             cartridges=output.cartridges,
-            **self._course.facts(record),
+            **self._recipe.facts(record),
         )  # fmt: skip
-        self._course.record(record.rollout, arm, step, self._directory)
+        self._recipe.record(record.rollout, arm, step, self._directory)
         self._keep_token_scores(arm, step, output.token_scores)
-        self._tell_failed(step, record.rollout.episodes)
+        if not self._warned and (warning := self._recipe.warning(record.rollout)):
+            self._warned = True
+            self._warn(f"step {step}: {warning}")
         every = self._learn.evaluate.probe_every
         if arm == "on_policy" and every and step % every == 0:
             self._validation.hold(row)
@@ -271,7 +273,7 @@ class TrainingRun:
             seconds={k: round(v, 6) for k, v in seconds.items()}, tokens_per_second=round(speed, 1),
             bytes={"scores": scoring.moved_bytes, "cartridges": self._weights.moved_bytes},
             hidden=round(scoring.hidden_seconds, 6), documents=asdict(scoring.documents),
-            rollouts=len(record.rollout.samples), **self._course.heard(self._directory),
+            rollouts=len(record.rollout.samples), **self._recipe.heard(self._directory),
         )  # fmt: skip
         self._times.add(arm, seconds)
         self._show(
@@ -288,7 +290,7 @@ class TrainingRun:
         if not self._learn.train.staleness:
             row = self._validation.row
             held = None if row is None else asdict(row)
-            state = replace(self._state, course=self._course.saved(), held=held)
+            state = replace(self._state, course=self._recipe.saved(), held=held)
             write_run_state(self._directory, asdict(state), state.version)
 
     def _keep_token_scores(self, arm: str, step: int, scores: Mapping[str, SampleScores]) -> None:
@@ -302,12 +304,6 @@ class TrainingRun:
                 f"token_scores.jsonl has reached records.token_scores_mib ({most}): "
                 f"scores of tokens are not recorded from step {step} on; raise it in a new run"
             )
-
-    def _tell_failed(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Warn once of a step whose episodes all have no reward: it trains little or nothing."""
-        if not self._told_failed and (failed := all_failed(episodes)):
-            self._told_failed = True
-            self._warn(f"step {step}: {failed}")
 
     async def _validate(self, version: int) -> float:
         """Return accuracy on the first `evaluate.probe_questions` held-out questions."""
@@ -328,7 +324,8 @@ class TrainingRun:
         if self._learn.evaluate.sampled:
             await self._look_up()
             result["sampled"] = await self._measure(arm, prefix, version, sampled=True)
-        if arm == "on_policy" and (routing := self._routing.accuracy) is not None:
+        routing = None if self._routing is None else self._routing.accuracy
+        if arm == "on_policy" and routing is not None:
             result["routing"] = routing
         self._state.arms[arm] = result
         self._recorder.event("evaluated", arm=arm, **result)
@@ -346,10 +343,12 @@ class TrainingRun:
             self._directory.append_answers(rows)
 
         again = "routed" in self._learn.evaluate.arms and arm in ("on_policy", "routed")
-        routes = {"on_policy": self._routing.own, "routed": self._routing.chosen}
-        generate = self._answers if again else self._generator.generate
+        routes: dict[str, Route] = {}
+        if self._routing is not None:
+            routes = {"on_policy": self._routing.own, "routed": self._routing.chosen}
+        generate = self._remembered if again else self._generator.generate
         begun = time.perf_counter()
-        measured = await self._course.measure(
+        measured = await self._recipe.measure(
             arm, prefix, version, most=most, sampled=sampled,
             generate=generate if most is not None else counted(generate, self._answers_came),
             keep=keep if most is None else None,  # not those of validation
@@ -394,7 +393,7 @@ class TrainingRun:
             and self._learn.train.staleness
         ):
             return ""  # a failure cancelled the rollouts ahead; the previous checkpoint remains
-        state.course = self._course.saved()
+        state.course = self._recipe.saved()
         self._watch("checkpoint")
         path = await self._trainer.save(
             str(self._directory.checkpoints), asdict(state), state.version
@@ -416,7 +415,7 @@ class TrainingRun:
             self._state = RunState(**position)
             self._resumed = True
             self._begun_arm = True
-            self._course.stand(self._state.course)
+            self._recipe.stand(self._state.course)
         state, held = self._state, self._state.held
         self._directory.truncate_after(state.arm, state.step, state.arms)
         state.held = None
@@ -445,7 +444,7 @@ class TrainingRun:
     ) -> None:
         """Write results.json for the arms done so far; `cpu` is that of controller and client."""
         results = run_results(
-            self._learn, self._course, self._state, self._times,
+            self._learn, self._recipe, self._state, self._times,
             iter_rows(self._directory.answers), status=status, wall_seconds=wall_seconds, cpu=cpu,
         )  # fmt: skip
         self._directory.write_results(results)

@@ -182,7 +182,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if asked.scene == "3b" and asked.device == "cpu":
         parser.error("the published sizes need a GPU, and torch sees none; add --tiny")
     if asked.out is None:
-        asked.out = ROOT / ("runs/bench" if asked.scene == "tiny" else "benchmarks/results/gpu")
+        asked.out = ROOT / "runs" / "bench"
     return asked
 
 

@@ -21,13 +21,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from benchmarks.record import benchmark, read
-from benchmarks.results.host_tables import limits as limits_table
-from benchmarks.results.host_tables import simulated
-from benchmarks.results.tables import table
+from benchmarks.record import ROOT, benchmark, read
 from benchmarks.simulation.mesh import (
     MeasuredCosts,
     MeshScale,
@@ -41,10 +37,11 @@ from forge_run.plan.roofline import A100
 from protocols.errors import SpecError
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
+from studies import archive
+from studies.cells import table
+from studies.tables import limits as limits_table
+from studies.tables import simulated
 
-RESULTS = Path(__file__).parents[1] / "results"
-LATENCIES = RESULTS / "hosts" / "controller_latency.json"
-PUBLISHES = RESULTS / "hosts" / "publish_hosts.json"
 MOST_HOSTS = 1000
 LOOP_LIMIT = 0.5  # of the loop: beyond it waiting times grow fast
 SHARE_LIMIT = 0.1  # of the step's model time
@@ -195,9 +192,18 @@ def checks(measured: Mapping[str, Any], of: MeasuredCosts) -> list[dict[str, flo
     return rows
 
 
+def measured_costs(name: str) -> dict[str, Any]:
+    """Return the record of a benchmark that ran here, or else the published one."""
+    measured = ROOT / "runs" / "bench" / f"{name}.json"
+    if measured.is_file():
+        return read(measured)
+    published: dict[str, Any] = archive.whole("scaling", f"{name}.json")
+    return published
+
+
 def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     """Return a step from 1 to MOST_HOSTS hosts, and where each limit breaks."""
-    origin, publishes = read(LATENCIES), read(PUBLISHES)
+    origin, publishes = measured_costs("controller_latency"), measured_costs("publish_hosts")
     spec = load_spec(asked.mesh, sets=asked.set).spec
     scale = scale_of(spec, asked.replicas)
     costs = costs_from(origin["results"], publishes["results"], asked.gbit)
@@ -205,8 +211,8 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
     grown = [replace(scale, hosts=hosts) for hosts in (*doubling, MOST_HOSTS)]
     outcomes = [simulate(each, costs) for each in grown]
     broken, ratios = limits(spec, scale, costs), checks(origin["results"], costs)
-    for path, record in ((LATENCIES, origin), (PUBLISHES, publishes)):
-        print(f"costs: {path.name}, {record['device']['name']}, {record['commit'][:12]}")
+    for record in (origin, publishes):
+        print(f"costs: {record['benchmark']}, {record['device']['name']}, {record['commit'][:12]}")
     print(
         f"a publish: {bytes_text(1 / costs.relay_byte)}/s over two hosts with links of "
         f"{asked.gbit:g} Gbit/s, {seconds_text(costs.relay_host)} more for each further host\n"
@@ -232,7 +238,6 @@ if __name__ == "__main__":
             "mesh": {"nargs": "?", "default": "meshes/longhealth_3b.yaml"},
             "--set": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
             "--replicas": (8, "generators a host"),
-            "--out": Path("benchmarks/results/hosts/simulation.json"),
             "--gbit": (10.0, "rate of the measured links that publishes are taken from"),
         },
     )

@@ -35,8 +35,8 @@ from services.pool.pool import Pool, RequestStatus
 from services.pool.replica import Replica
 from services.pool.service import Service
 from services.run_directory import RunDirectory
+from services.run_log import RunLog
 from services.telemetry.hub import open_sinks
-from services.telemetry.recorder import RunLog
 
 ROUNDS = 60
 TURNS = 3  # of the loop, after which every task has sent its messages
@@ -247,6 +247,5 @@ if __name__ == "__main__":
         lambda asked: ({}, asyncio.run(measured(asked.most))),
         {
             "--most": {"type": int, "default": 8, "choices": (1, 2, 4, 8, 16, 32)},
-            "--out": Path("benchmarks/results/hosts/controller_latency.json"),
         },
     )

@@ -53,6 +53,5 @@ if __name__ == "__main__":
         __doc__, measure,
         {
             "--mesh": "meshes/longhealth.yaml", "--rounds": 2,
-            "--out": Path("benchmarks/results/users/main_job.json"),
         },
     )  # fmt: skip

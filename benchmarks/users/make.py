@@ -92,6 +92,5 @@ if __name__ == "__main__":
         __doc__, measure,
         {
             "folder": {"help": "documents"}, "--model": "smollm2-135m", "--minutes": 4.0,
-            "--rounds": 3, "--out": Path("benchmarks/results/users/make.json"),
-        },
+            "--rounds": 3,        },
     )  # fmt: skip

@@ -76,7 +76,6 @@ if __name__ == "__main__":
         __doc__,
         measure,
         {
-            "--out": Path("benchmarks/results/users/serve_vllm.json"),
             "--rounds": (5, "measured rounds"),
             "--streams": ([1, 8, 32], "requests in flight"),
             "--stream-interval": (1, "tokens of a message of vLLM's own server"),

@@ -185,7 +185,6 @@ if __name__ == "__main__":
         __doc__,
         measure,
         {
-            "--out": Path("benchmarks/results/users/vllm_plugin.json"),
             "--rounds": (60, "measured rounds, 2 or more"),
             "--tokens": (64, f"P, a multiple of {BLOCK}"),
             "--prompt": (24, "tokens of a prompt"),

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protocols.wire.kubernetes_names import (
+from protocols.kubernetes_names import (
     IMAGE,
     LABEL,
     LABEL_KEY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deploy.manifests.sizing import ModelSize, role_needs
+from deploy.manifests.sizing import ModelSize, known_size, role_needs
 from protocols.spec.hosts import HostsSpec
 from protocols.spec.mesh import RunSpec
 from protocols.spec.sections import GeneratorSpec
@@ -58,6 +58,11 @@ def _crowding(host: Sequence[Sequence[object]], wanted: int) -> tuple[bool, int]
     (`services.pool.placement`)."""
     free = sum(not device for device in host)
     return free < wanted, free
+
+
+def engine_share(spec: RunSpec) -> GeneratorSpec:
+    """Return the generators' settings of a run, with the GPU's share that vLLM takes."""
+    return with_share(spec, known_size(spec.learn.model))
 
 
 def with_share(spec: RunSpec, size: ModelSize | None) -> GeneratorSpec:

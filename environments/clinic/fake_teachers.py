@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from environments.clinic.desk import call_text
 from environments.clinic.vocabulary import DEPARTMENTS
 from protocols.errors import DataError
 from protocols.secrets import LOCAL_KEY
+from protocols.spec.mesh import RunSpec
 from protocols.spec.teacher_replay import LocalSpec, ReplaySpec
 from protocols.teacher_replay import AgentMessage, ToolAction
 from teachers.fake_provider.app import FakeProvider, FaultRates, ProviderRequest, sometimes_right
@@ -87,3 +89,14 @@ def _answer(request: ProviderRequest, right: bool) -> str:
         return json.dumps({"kind": "text", "tool": "", "arguments": "", "answer": call_text(call)})
     arguments = json.dumps(dict(call.arguments))
     return json.dumps({"kind": "tool", "tool": call.tool, "arguments": arguments, "answer": ""})
+
+
+@contextmanager
+def local_teachers(spec: RunSpec) -> Iterator[RunSpec]:
+    """Yield the spec with its external teachers at a local provider (`replay.local`), meanwhile."""
+    replay = spec.learn.replay
+    assert replay is not None
+    assert replay.local is not None
+    with local_provider(replay, replay.local) as provider:
+        learn = spec.learn.model_copy(update={"replay": at(replay, provider)})
+        yield spec.model_copy(update={"learn": learn})

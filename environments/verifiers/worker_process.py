@@ -25,13 +25,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from environments.renderer import NO_DOCUMENT
 from environments.verifiers.chat_endpoint import ChatEndpoint
 from protocols.episodes import Task
 from protocols.errors import DataError, RunError
 from protocols.files import REPOSITORY
 from protocols.limited_process import START_SECONDS, STARTS
 from protocols.secrets import confined
+from protocols.types import NO_DOCUMENT
 
 PYTHON = REPOSITORY / ".venv-verifiers" / "bin" / "python"
 WORKER = Path(__file__).with_name("worker_main.py")

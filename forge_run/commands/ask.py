@@ -196,8 +196,9 @@ def _model_of(entry: CartridgeVersion, served: ModelSpec, base: BaseModelInfo) -
 
 @contextmanager
 def _of_run(run: Path, cartridge: str, question: str) -> Iterator[AskedCartridge]:
+    from protocols.records.run_files import TERMS
     from registry.formats import forge, run_checkpoint
-    from registry.terms import TERMS, read_terms
+    from registry.terms import read_terms
 
     home = run_checkpoint.run_of(run)
     why = None

@@ -51,7 +51,7 @@ def pull(*, url: str, run_dir: Path) -> int:
     """Copy a run of an object store to `run_dir/<mesh>/<run>`, and print that path. One that is
     there and has seen the stored state is left as it is. Raises ForgeError, and RunError for a
     directory that cannot be written."""
-    from services.run_store import fetch, is_ahead, stored_at
+    from services.stored_runs.store import fetch, is_ahead, stored_at
 
     run, root = stored_at(url), run_dir.absolute()
     path = root / run.mesh / run.id

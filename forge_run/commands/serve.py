@@ -68,7 +68,7 @@ def serve(loaded: LoadedServeSpec) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     shared = spec.generator.backend == "torch"  # on a CPU: vLLM alone samples on GPUs
     model = (spec.model.path, spec.model.dtype) if shared else None
-    with listening, fork_server(model=model) as ready:
+    with listening, fork_server(["learning.decoding.engine"], model) as ready:
         server = ServeProcess(spec, listening, ready)
         try:
             asyncio.run(server.run())
@@ -177,8 +177,8 @@ class ServeProcess:
 
     async def run(self) -> None:
         """Serve until a signal. Raises ForgeError for generators that do not start or stay up."""
+        from learning.model.control_tokens import vocabulary_of
         from learning.model.loading import load_tokenizer
-        from registry.formats.base_model import vocabulary_of
         from services.mesh import open_generators
         from serving.tokenization import Tokenization
         from strategies.judges.opening import opened_judge

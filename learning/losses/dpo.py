@@ -35,8 +35,8 @@ al. 2024 (KTO); Mitchell 2023 (conservative DPO: smoothing); Pang et al. 2024 (R
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -44,9 +44,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learning.batch import ChunkedLogits, Item, MicroBatch
-from learning.decoder import LanguageModel
 from learning.losses.channel import LossChannel, LossTerm, counted
-from learning.teacher import response_logprobs
+from learning.policy_scores import is_stale, summed_by_pair
 from protocols.errors import StaleTokenError
 from protocols.spec.objective import DpoSpec, LossSpec, ObjectiveSpec
 from protocols.train_batch import PreferencePair, TrainBatch, completions
@@ -176,43 +175,3 @@ def _reference_points(better: Tensor, worse: Tensor, cartridges: Sequence[str]) 
         values = torch.cat([better[own], worse[own]]).detach()
         points[own] = values.mean().clamp(min=0)
     return points
-
-
-def summed_by_pair(logprobs: Tensor, pairs: Sequence[PreferencePair]) -> tuple[Tensor, Tensor]:
-    """Return (chosen, rejected) [M] from token log-probabilities in the order of `completions`."""
-    lengths = [n for p in pairs for n in (len(p.chosen_ids), len(p.rejected_ids))]
-    if not lengths:
-        return logprobs, logprobs
-    sums = torch.stack([part.sum() for part in logprobs.split_with_sizes(lengths)])
-    return sums[0::2], sums[1::2]
-
-
-def is_stale(pair: PreferencePair, version: int, max_age: int | None) -> bool:
-    """Return whether a pair's reference must be recomputed before training at `version`: it is
-    older than the bound, or of a version that does not exist yet."""
-    age = version - pair.ref_version
-    return age < 0 or (max_age is not None and age > max_age)
-
-
-def with_references(
-    model: LanguageModel,
-    pairs: Sequence[PreferencePair],
-    prefixes: Mapping[str, Tensor],
-    row_tokens: int,
-    version: int,
-    max_age: int | None,
-) -> list[PreferencePair]:
-    """Return the pairs in their order. A stale reference is computed anew under `version`, whose
-    cartridges are `prefixes`."""
-    stale = [p for p in pairs if is_stale(p, version, max_age)]
-    if not stale:
-        return list(pairs)
-    logprobs = response_logprobs(model, completions(stale), prefixes, row_tokens)
-    chosen, rejected = summed_by_pair(logprobs, stale)
-    fresh = iter(
-        [
-            replace(p, ref_chosen=c, ref_rejected=r, ref_version=version)
-            for p, c, r in zip(stale, chosen.tolist(), rejected.tolist(), strict=True)
-        ]
-    )
-    return [next(fresh) if is_stale(p, version, max_age) else p for p in pairs]

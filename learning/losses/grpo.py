@@ -54,7 +54,8 @@ from torch import Tensor
 from learning.batch import ChannelTokens, ChunkedLogits, Item, MicroBatch
 from learning.losses.advantages import compared, group_advantages, shaped, varying
 from learning.losses.channel import LossChannel, LossTerm, check_scores, counted
-from protocols.errors import DataError, StaleTokenError
+from learning.policy_scores import check_policy
+from protocols.errors import DataError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.policy_gradient import GrpoSpec, MismatchSpec
 from protocols.train_batch import PolicySample, TrainBatch
@@ -209,26 +210,6 @@ def check_episodes(batch: TrainBatch) -> int:
     tokens = sum(len(r.trained) for r in batch.rl)
     check_scores(batch, "old", tokens, needed=False)
     return tokens
-
-
-def check_policy(
-    batch: TrainBatch, r: PolicySample, version: int, *, recorded: bool = False
-) -> None:
-    """Raise DataError for an episode drawn with altered sampling. Raise StaleTokenError for one of
-    another version without "old" scores, unless the sampler's `recorded` ones correct for it."""
-    s, drawn = r.sample, r.sampling
-    if (drawn.temperature, drawn.top_p, drawn.top_k) != (1.0, 1.0, 0):
-        raise DataError(
-            f"RL sample {s.id} was drawn at temperature {drawn.temperature}, top_p {drawn.top_p}, "
-            f"top_k {drawn.top_k}, which biases the policy's ratio; sample at 1, 1 and 0"
-        )
-    own = {v for v, trained in zip(s.versions, r.trained, strict=True) if trained}
-    if not recorded and batch.scores.get("old") is None and own != {version}:
-        raise StaleTokenError(
-            f"RL sample {s.id} was sampled by versions {sorted(own)}, and version {version} is "
-            "being trained: give scores of old, the log-probabilities under the versions that "
-            "sampled it (learning.teacher.response_logprobs); nothing was trained on it"
-        )
 
 
 def old_logprobs(pi: Tensor, batch: TrainBatch, tokens: ChannelTokens) -> Tensor:

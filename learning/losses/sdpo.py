@@ -37,13 +37,8 @@ from torch import Tensor
 from learning.batch import ChunkedLogits, Item, MicroBatch, token_logprobs
 from learning.losses.channel import LossChannel, LossTerm, check_scores, counted
 from learning.losses.doc_kl import aligned, jensen_shannon_entries, jensen_shannon_slopes
-from learning.losses.grpo import (
-    LOG_RATIO_BOUND,
-    check_episodes,
-    check_policy,
-    episodes_of,
-    old_logprobs,
-)
+from learning.losses.grpo import LOG_RATIO_BOUND, check_episodes, episodes_of, old_logprobs
+from learning.policy_scores import check_policy
 from learning.teacher import TeacherDistribution
 from protocols.errors import SpecError
 from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec

@@ -26,6 +26,7 @@ from learning.model.control_tokens import special_tokens, token_count
 from learning.model.hub import model_files
 from learning.model.verdicts import ModelVerdict, keep_verdict, kept_verdict
 from protocols.errors import DataError, SpecError
+from protocols.plugins import optional, resolve
 
 if TYPE_CHECKING:  # importing it takes seconds, which only code that renders text should pay
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -54,9 +55,8 @@ def load_model(
         if config is not None:
             model: LanguageModel = load_decoder(Path(path), config, getattr(torch, dtype))
         else:
-            from learning.model.adapter import load_by_transformers
-
-            model = load_by_transformers(model_files(path), getattr(torch, dtype))
+            load_other = resolve("hooks", "other_models")
+            model = load_other(model_files(path), getattr(torch, dtype))
     model.tokens = token_count(path)
     model.unmoved = verdict.unmoved
     return model.to(device)
@@ -73,9 +73,11 @@ def checked_model(path: str) -> ModelVerdict:
 
 def checked_again(path: str) -> ModelVerdict:
     """Return the verdict on the model at `path`, made now and kept, a refusal too. Raises DataError
-    when there is no model at `path`."""
-    from learning.model.parity import check_model  # imports transformers
-
+    when there is no model at `path`. Without the plug-in `library` a model is not checked."""
+    check_model = optional("hooks", "model_check")
+    if check_model is None:
+        return ModelVerdict(path)
+    verdict: ModelVerdict
     with _model_at(path):
         verdict = check_model(model_files(path))
     keep_verdict(path, verdict)
@@ -124,10 +126,10 @@ def frequencies_of(path: str) -> KeyFrequencies:
     config = decoder_config(json.loads(file.read_bytes())) if file.is_file() else None
     if config is not None:
         return half_split(rope_frequencies(config.rope, config.head_dim), config.head_dim)
-    from learning.model.adapter import frequencies_by_transformers
-
+    by_transformers = resolve("hooks", "other_frequencies")
     try:
-        return frequencies_by_transformers(path)
+        frequencies: KeyFrequencies = by_transformers(path)
+        return frequencies
     except AttributeError as error:  # of a rotary embedding that is made in another way
         raise DataError(
             f"keys of the model {path!r} cannot be moved to other positions: its rotary embedding "

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NotRequired, TypedDict
 
+TERMS = "terms.json"  # the words of the texts that cartridges learned (registry.terms)
 ARMS = ("none", "document", "untrained", "offline", "on_policy")  # the order they are shown in
 TRAINED_ARMS = ("on_policy", "offline")  # the order they are trained in
 PHASES = ("rollout", "score", "train", "publish")  # the parts of one step
@@ -290,3 +291,16 @@ class RunResults(TypedDict):
     aggregation: NotRequired[AggregationGain]
     gold: NotRequired[GoldResults]
     cpu: NotRequired[CpuShare]
+
+
+@dataclass(frozen=True)
+class StoredPlace:
+    """Name a run in a store: the `url` of all runs, `s3://bucket/runs`, and `run`, its place there,
+    `longhealth/20260726T101530Z-3fa9`."""
+
+    url: str
+    run: str
+
+    def within(self, writer: str) -> str:
+        """Return the prefix of a writer's folder."""
+        return f"{self.run}/{writer}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -18,7 +18,9 @@ from pydantic import (
 )
 
 from protocols.spec.base import AsTuple, SpecSection, bounded, broken
-from protocols.spec.yaml_source import Key
+
+if TYPE_CHECKING:
+    from protocols.spec.yaml_source import Key
 
 Init = Literal[
     "first_tokens", "random_text", "random_vectors", "sampled_chunks", "attention_matching"

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from protocols.errors import SpecError
+from protocols.kubernetes_names import PATTERN_RULES
 from protocols.secrets import HIDDEN
 from protocols.spec.cartridge import TAG
 from protocols.spec.keys import (
@@ -30,7 +31,6 @@ from protocols.spec.keys import (
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MeshSpec
 from protocols.spec.yaml_source import Key, SourceLocation, show
-from protocols.wire.kubernetes_names import PATTERN_RULES
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from operator import attrgetter
 
 from pydantic import model_validator
 
-from protocols.rsa import shape_fault
 from protocols.spec.base import SpecSection, broken
 from protocols.spec.cartridge import StartSpec
 from protocols.spec.objective import HINT_SOURCE, HINT_WRITER, EpisodesSpec
-from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec
+from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec, shape_fault
 from protocols.spec.sections import LearnSections
 from protocols.spec.users.rows import FUNCTION, ROW_SOURCES
 
@@ -31,6 +30,16 @@ class LearnSpec(LearnSections):
         """Return the number of cartridges: by document, as many as `data.patients` allows."""
         counts = {"document": self.data.patients, "corpus": 1}
         return counts.get(self.cartridge.per, len(self.cartridge.groups or ()))
+
+    @property
+    def recipe(self) -> str:
+        """Return the name of the recipe that trains it, of `protocols.plugins`."""
+        if self.episodes is not None:
+            return "episodes"
+        if self.rsa is not None:
+            return "rsa"
+        written = self.self_study is not None or self.data.source in ROW_SOURCES
+        return "documents" if written else "longhealth"
 
     def with_start(self, start: StartSpec, frozen: int | None = None) -> LearnSpec:
         """Return the config with another `cartridge.init`, and `cartridge.frozen` if it is

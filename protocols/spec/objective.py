@@ -1,6 +1,7 @@
 """Configure the combined objective: the weight of each channel, and its form.
 
     total = w_doc * doc_kl  +  w_rl * grpo  +  alpha * sdpo  +  beta * replay_dpo
+          + the channels of plug-ins, each times its weight in `channels`
 
 With balance gradient_norm the weights are shares of the gradient (`learning.losses.balance`).
 
@@ -14,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from protocols.plugins import known
 from protocols.spec.base import AsTuple, SpecSection, bounded, broken, repeated
 from protocols.spec.environment import EnvironmentSpec
 from protocols.spec.policy_gradient import GrpoSpec
@@ -262,6 +264,9 @@ class ObjectiveSpec(SpecSection):
     grpo: GrpoSpec = Field(default=GrpoSpec(), description="verifiable rewards")
     sdpo: SdpoSpec = Field(default=SdpoSpec(), description="hint distillation")
     dpo: DpoSpec = Field(default=DpoSpec(), description="the teachers' preferences")
+    channels: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default={}, description="weights of the loss channels of installed plug-ins, by name"
+    )
     balance: Literal["none", "gradient_norm"] = Field(
         default="gradient_norm",
         description="of two or more channels: weights as they are, or each channel's share of the "
@@ -308,7 +313,32 @@ class ObjectiveSpec(SpecSection):
             ("replay_dpo", self.beta, f"{self.beta:g}",
              f"at most {dpo.pairs} pairs a step, each in {dpo.uses} steps, from {dpo.lag} to "
              f"{dpo.max_age} steps after its episode"),
+            *((name, weight, f"{weight:g}", "a loss channel of a plug-in")
+              for name, weight in self.channels.items()),
         )  # fmt: skip
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return the weight of every channel by its name in `protocols.plugins`."""
+        return {
+            "doc_kl": self.w_doc, "grpo": self.w_rl, "sdpo": self.alpha, "replay_dpo": self.beta,
+            **self.channels,
+        }  # fmt: skip
+
+    @field_validator("channels")
+    @classmethod
+    def _of_plugins(cls, value: dict[str, float]) -> dict[str, float]:
+        keys = {"doc_kl": "w_doc", "grpo": "w_rl", "sdpo": "alpha", "replay_dpo": "beta"}
+        for name in value:
+            if name in keys:
+                raise broken(f"must not name {name}", f"set objective.{keys[name]}")
+            if name not in (names := known("channels")):
+                raise broken(
+                    f"must name loss channels of plug-ins: got {name}, and there are "
+                    f"{', '.join(names)}",
+                    "correct the name, or install the package whose plug-in adds it",
+                )
+        return value
 
     @property
     def hints(self) -> HintSpec:

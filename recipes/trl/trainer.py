@@ -29,8 +29,9 @@ from trl import GRPOTrainer
 
 from learning.batch import token_logprobs
 from learning.losses.doc_kl import doc_kl
-from learning.losses.dpo import replay_dpo, summed_by_pair
+from learning.losses.dpo import replay_dpo
 from learning.losses.sdpo import alpha_at, sdpo_term, sdpo_tokens
+from learning.policy_scores import summed_by_pair
 from learning.teacher import TeacherDistribution
 from protocols.errors import DataError, SpecError
 from protocols.spec.objective import LossSpec, ObjectiveSpec

@@ -55,17 +55,6 @@ def read_base(model: Path) -> BaseModelInfo:
         ) from error
 
 
-def vocabulary_of(model: Path) -> int | None:
-    """Return how many token ids a model's embeddings have by its config.json, which its tokenizer
-    may have more or fewer of; None where no config is here, or it does not say."""
-    try:
-        config = json.loads((model / "config.json").read_bytes())
-        stated = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return stated if isinstance(stated, int) else None
-
-
 def model_name(path: str) -> str:
     """Return a model's usual name: the name of a directory, or a hub id as it is."""
     here = Path(path)

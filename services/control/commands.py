@@ -6,17 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from protocols.errors import RunError, SpecError
+from protocols.errors import RunError, SpecError, StopRequested
 from protocols.records.status import PoolStatus, RunStatus
 from services.pool.pool import Pool
 from services.roles import ALONE
-from services.telemetry.recorder import RunLog
+from services.run_log import RunLog
 
 CHECKPOINT_SECONDS = 300.0  # until the step in progress has ended and its state is on disk
-
-
-class StopRequested(Exception):
-    """Report that the run was stopped by a command, between two steps. Not an error."""
 
 
 class RunCommands:

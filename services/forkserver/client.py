@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.base import QUIET
-from protocols.limited_process import START_SECONDS
 from protocols.secrets import confined
 
 if TYPE_CHECKING:  # Monarch reads its environment when it is imported
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 
 CHANNEL = "FORGE_FORK_SERVER"  # environment variable: the owner's id, and its end of the socket
+START_SECONDS = 300.0  # for the imports, on a host that has other work
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
 

@@ -39,7 +39,7 @@ PRELOAD = (
     "learning.trainer",
     "learning.teacher",
     "learning.policy_scores",
-    "learning.decoding.engine",
+    "learning.decode",
     "learning.losses.objective",
     "environments.renderer",
 )

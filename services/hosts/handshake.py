@@ -11,9 +11,7 @@ even decode our messages. Of a worker with TLS, both sides show a certificate of
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import json
-import platform
 import socket
 import ssl
 import threading
@@ -29,7 +27,6 @@ from protocols.errors import RunError
 from protocols.spec.hosts import ADDRESS, is_tls
 from services.tls.listener import POLL_SECONDS, MutualTlsRequests
 
-PACKAGES = ("cartridge-forge", "torchmonarch", "torch")  # must have equal versions on all hosts
 ANSWER_SECONDS = 3.0  # an answer takes a millisecond
 ANSWER_BYTES = 16 * 1024
 
@@ -48,21 +45,6 @@ class WorkerInfo:
 
 class WorkerUnreachable(RunError):
     """Report that a worker did not answer; it may start or return later."""
-
-
-def versions(*, torchstore: bool = True) -> dict[str, str]:
-    """Return the versions that must be equal on both sides; "none" for what is not installed.
-
-    TorchStore counts where it is the tensor plane. A build for CPUs ("2.13.0+cpu") equals one for
-    GPUs. Imports none of the packages.
-    """
-    found = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for package in (*PACKAGES, *(["torchstore"] if torchstore else [])):
-        try:
-            found[package] = importlib.metadata.version(package).partition("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "none"
-    return found
 
 
 def host_and_port(address: str) -> tuple[str, int]:

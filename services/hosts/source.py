@@ -14,6 +14,8 @@ The kernel retries a cut connection at growing intervals: after a cut of 35 s it
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import platform
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +34,9 @@ LINK_ENVIRONMENT = {
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "24h",
     "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "10m",
 }
+
+
+PACKAGES = ("cartridge-forge", "torchmonarch", "torch")  # must have equal versions on all hosts
 
 
 @dataclass(frozen=True)
@@ -78,25 +83,20 @@ class HostSource(Protocol):
         ...
 
 
-class AddressedHosts:
-    """Provide workers started elsewhere: always the same, for any role. A worker that was drained
-    or lost is used again once it is restarted at its address."""
+class Membership(Protocol):
+    """Attach the workers of a source as they come, and leave them as they go."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._workers = tuple(HostWorker(a.partition("://")[2], a) for a in addresses)
-
-    async def workers(self) -> AsyncGenerator[tuple[HostWorker, ...]]:
-        yield self._workers
-        await asyncio.Event().wait()  # until it is closed
-
-    async def want(self, role: str, replicas: int) -> None:
-        pass
+    async def open(self) -> None:
+        """Attach the first workers. Raises RunError when one cannot be attached."""
+        ...
 
     def lacking(self) -> Sequence[str]:
-        return ()
+        """Return what the source says of workers that are not there."""
+        ...
 
     async def close(self) -> None:
-        pass
+        """Give back the hosts that the source made for the run."""
+        ...
 
 
 async def attach(worker: str, timeout_s: float = 30.0) -> HostMesh:
@@ -118,3 +118,18 @@ async def attach(worker: str, timeout_s: float = 30.0) -> HostMesh:
 async def finish(future: Any) -> Any:
     """Await a Monarch future in a coroutine, which asyncio can bound."""
     return await future
+
+
+def versions(*, torchstore: bool = True) -> dict[str, str]:
+    """Return the versions that must be equal on both sides; "none" for what is not installed.
+
+    TorchStore counts where it is the tensor plane. A build for CPUs ("2.13.0+cpu") equals one for
+    GPUs. Imports none of the packages.
+    """
+    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for package in (*PACKAGES, *(["torchstore"] if torchstore else [])):
+        try:
+            found[package] = importlib.metadata.version(package).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found

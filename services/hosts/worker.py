@@ -35,8 +35,8 @@ from typing import Any, NoReturn
 
 from protocols.errors import ForgeError, RunError, SpecError
 from protocols.spec.hosts import is_loopback_host, is_tls, pod_host
-from services.hosts.handshake import WorkerInfo, WorkerInfoServer, host_and_port, versions
-from services.hosts.source import LINK_ENVIRONMENT
+from services.hosts.handshake import WorkerInfo, WorkerInfoServer, host_and_port
+from services.hosts.source import LINK_ENVIRONMENT, versions
 from services.proc_info import descendants, gpus_of_host
 from services.tls.identity import TlsIdentity, read_identity
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from protocols.errors import SpecError
+from protocols.plugins import resolve
 from protocols.ports import TensorPlane
+from protocols.spec.hosts import HostsSpec
 
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
@@ -25,11 +26,35 @@ class OwnedPlane(TensorPlane, Protocol):
     async def stop(self) -> None: ...
 
 
+class PlaneRelays(Protocol):
+    """Keep a relay on each host, which gets published tensors once for all readers there."""
+
+    async def open(self) -> None:
+        """Start a relay on every host, and keep them from now on."""
+        ...
+
+    async def open_store(self, procs: ProcMesh, hosts: HostsSpec) -> None:
+        """Start the relay of the store's host in the store's process. Raises PlaneError."""
+        ...
+
+    def relayed(self, store: OwnedPlane, timeout_s: float) -> OwnedPlane:
+        """Return the plane over a store and the present relays."""
+        ...
+
+    def holds(self, key: str) -> bool:
+        """Return whether a key was put on a host, not into the store."""
+        ...
+
+    async def stop(self) -> None:
+        """End every relay."""
+        ...
+
+
 def import_plane(kind: PlaneKind) -> None:
     """Import a plane's code ahead. TorchStore's import takes seconds, many on busy cores, during
     which this process receives no heartbeats."""
     if kind == "torchstore":
-        import services.planes.torchstore  # noqa: F401
+        resolve("planes", kind)
 
 
 async def open_plane(
@@ -41,14 +66,6 @@ async def open_plane(
     the plane. Shared memory needs none. Raises SpecError for an unknown kind, PlaneError when the
     plane cannot start.
     """
-    # Imported by kind: TorchStore's import takes two seconds, which the other plane saves.
-    if kind == "torchstore":
-        from services.planes.torchstore import TorchStorePlane
-
-        assert mesh is not None, "the torchstore plane needs a mesh for its storage process"
-        return await TorchStorePlane.start(mesh, timeout_s)
-    if kind == "shared_memory":
-        from services.planes.shared_memory import SharedMemoryPlane
-
-        return await SharedMemoryPlane.start()
-    raise SpecError(f"plane must be 'torchstore' or 'shared_memory': got {kind!r}")
+    # Imported by name: TorchStore's import takes two seconds, which the other plane saves.
+    opened: OwnedPlane = await resolve("planes", kind)(mesh, timeout_s)
+    return opened

@@ -134,3 +134,8 @@ class SharedMemoryPlane:
             named = ", ".join(map(repr, keys))
             return f"{operation} of {named}: the plane at {self.root} has been stopped"
         return missing_key(operation, *keys)
+
+
+async def open_plane(mesh: object, timeout_s: float) -> SharedMemoryPlane:
+    """Start the plane, which needs no process of a store. Raises PlaneError."""
+    return await SharedMemoryPlane.start()

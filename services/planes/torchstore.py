@@ -380,3 +380,9 @@ def _last_line(error: Exception) -> str:
     """Return an error's message without the remote traceback that Monarch puts before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:300] if lines else 'no message'}"
+
+
+async def open_plane(mesh: ProcMesh | None, timeout_s: float) -> TorchStorePlane:
+    """Start the plane on the `mesh` of the store's process. Raises PlaneError."""
+    assert mesh is not None, "the torchstore plane needs a mesh for its storage process"
+    return await TorchStorePlane.start(mesh, timeout_s)

@@ -20,12 +20,15 @@ from typing import Any
 from monarch.actor import Actor, endpoint
 
 from protocols.errors import ForgeError, PlaneError
-from protocols.spec.hosts import is_tls
+from protocols.spec.hosts import HostsSpec, is_tls
 from protocols.spec.services import HealthSpec
 from services.hosts.handshake import host_and_port
+from services.hosts.own_address import reached_at
 from services.hosts.source import finish
 from services.planes.memory_directory import MemoryDirectory
-from services.planes.relay import Relay, RelayPlace, RelayServer
+from services.planes.open import OwnedPlane
+from services.planes.relay import AT, Relay, RelayPlace, RelayServer
+from services.planes.relayed import RelayedPlane
 from services.pool.lifecycle import Note
 from services.pool.process import ALONE, ProcessHost, ReplicaProcess
 
@@ -101,6 +104,7 @@ class HostRelays:
         self._hosts, self._health, self._changed, self._note = hosts, health, changed, note
         self._start_timeout_s = start_timeout_s
         self._told: tuple[RelayPlace, ...] = ()
+        self._store: tuple[RelayPlace, ...] = ()  # of the store's host
         self._telling = asyncio.Lock()
         self._failed_at: dict[ProcessHost, float] = {}
         self._lost_at: dict[ProcessHost, float] = {}
@@ -112,6 +116,20 @@ class HostRelays:
     def places(self) -> tuple[RelayPlace, ...]:
         """Return the places of the relays that listen, in the order of their starts."""
         return tuple(r.place for r in self._relays.values() if r.place is not None)
+
+    async def open_store(self, procs: Any, hosts: HostsSpec) -> None:
+        """Start the relay of the store's host in the store's process `procs`. It is the last of
+        every chain: what it holds outlives every worker, as the store does. Raises PlaneError."""
+        name, secured = reached_at(hosts), hosts.tls is not None
+        self._store = (await start_relay(procs, "", name, secured=secured),)
+
+    def relayed(self, store: OwnedPlane, timeout_s: float) -> RelayedPlane:
+        """Return the plane over a store and the present relays."""
+        return RelayedPlane(store, (*self.places, *self._store), timeout_s)
+
+    def holds(self, key: str) -> bool:
+        """Return whether a key was put on a host, not into the store."""
+        return AT in key
 
     async def open(self) -> None:
         """Start a relay on every host, and keep them from now on. A host on which none starts is

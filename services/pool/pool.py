@@ -24,8 +24,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from protocols.clock import steady_time
 from protocols.errors import EngineKilledError, ForgeError, RunError
+from protocols.files import steady_time
 from protocols.records.status import PoolStatus, ReplicaState
 from protocols.spec.mesh import RoleSpec
 from protocols.types import TimedReply, TraceSpan

@@ -12,14 +12,14 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from monarch.actor import HostMesh
 
 from protocols.errors import RunError
+from protocols.plugins import resolve
 from protocols.spec.services import HealthSpec
 from services.hosts.source import HostWorker, finish
-from services.pool.host_heartbeats import HostHeartbeats
 from services.pool.placement import choose, crowded, lack, never_fits
 from services.pool.process import ALONE, ProcessHost, ReplicaProcess
 
@@ -28,6 +28,18 @@ RETRY_SECONDS = 1.0  # between two trials of a host that fails them at once
 START_SHARE = 0.25  # of the time for a start, for one host of several
 
 T = TypeVar("T")
+
+
+class Heartbeats(Protocol):
+    """Send the heartbeats of a remote host's processes (`services.pool.host_heartbeats`)."""
+
+    def send(self, watched: Sequence[ReplicaProcess]) -> list[Coroutine[Any, Any, None]]:
+        """Return the work of this period."""
+        ...
+
+    async def stop(self) -> None:
+        """End what asks for the others."""
+        ...
 
 
 class ProcessManager:
@@ -52,7 +64,7 @@ class ProcessManager:
         self._hosts: list[ProcessHost] = []
         self._left: list[ProcessHost] = []  # hosts being left: no process starts there
         self._health = health
-        self._heartbeats: dict[ProcessHost, HostHeartbeats] = {}  # of remote hosts
+        self._heartbeats: dict[ProcessHost, Heartbeats] = {}  # of remote hosts
         self._spares: dict[asyncio.Task[ReplicaProcess], int] = {}  # to its number of threads
         self._threads: set[int] = set()  # thread counts of replicas so far
         self._wanted_spares = spares
@@ -181,7 +193,8 @@ class ProcessManager:
         host = ProcessHost(worker, mesh, local)
         self._hosts.append(host)
         if not local:
-            self._heartbeats[host] = HostHeartbeats(host, self._health, self._timeout_s)
+            heartbeats = resolve("hooks", "host_heartbeats")
+            self._heartbeats[host] = heartbeats(host, self._health, self._timeout_s)
         self._change()
         if self._keeping:
             self.keep_spares()

@@ -27,11 +27,12 @@ import monarch.actor
 from monarch.actor import Actor, HostMesh, MeshFailure
 
 from protocols.errors import ForgeError, PlaneError, RunError
+from protocols.plugins import resolve
 from protocols.records.status import ReplicaState
 from protocols.spec.mesh import RoleSpec
 from protocols.spec.services import HealthSpec
 from protocols.types import TraceSpan
-from services.hosts.source import HostSource, HostWorker
+from services.hosts.source import HostSource, HostWorker, Membership
 from services.pool.autoscale import decide
 from services.pool.health import IN_SERVICE, HealthState, silent
 from services.pool.lifecycle import (
@@ -42,7 +43,6 @@ from services.pool.lifecycle import (
     Prepare,
     ReplicaLifecycle,
 )
-from services.pool.membership import HostMembership
 from services.pool.pool import Pool
 from services.pool.process import ProcessHost, ReplicaProcess
 from services.pool.process_manager import ProcessManager
@@ -76,7 +76,7 @@ class Service:
         self._note, self._observe = note, observe
         self._loop = asyncio.get_running_loop()
         self._source: HostSource | None = None
-        self._membership: HostMembership | None = None
+        self._membership: Membership | None = None
         self._lifecycle.begin(self._keep_watch())
 
     @classmethod
@@ -100,7 +100,7 @@ class Service:
         (see services.hosts.source for remote hosts).
 
         With a source of hosts, the service follows the workers that join and leave. Workers must
-        have the `needed` versions (services.hosts.handshake), and the roles in `here` run on this
+        have the `needed` versions (services.hosts.source), and the roles in `here` run on this
         host, in the given mesh. A role's processes keep ordinary environment variables and those
         that `variables` has for it ("" for spares). Raises RunError when the first workers cannot
         be used.
@@ -122,9 +122,10 @@ class Service:
                 processes.join(HostWorker(name if local else f"host{i}", ""), mesh, local=local)
             return service
         service._source = hosts
-        service._membership = HostMembership(
+        service._membership = resolve("hooks", "host_membership")(
             hosts, processes, needed or {}, health.dead_after_s, note, service._lifecycle.begin
         )
+        assert service._membership is not None
         try:
             await service._membership.open()
         except BaseException:

@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from protocols.errors import SpecError
+from protocols.plugins import resolve
 from protocols.ports import TelemetrySink
 from protocols.records.run_files import MetricRow
 from protocols.records.status import RunStatus
@@ -95,47 +95,19 @@ def open_sinks(
     """Return every sink of `spec.mesh.telemetry`, open. Raises SpecError for one that cannot open,
     and then closes the others."""
     require_sinks(spec)
-    wanted, run, mesh = spec.mesh.telemetry, directory.id, spec.mesh.name
+    wanted = spec.mesh.telemetry
     sinks: dict[str, TelemetrySink] = {}
     url = None
     try:
         if wanted.metrics is not None:
-            from services.telemetry.prometheus import PrometheusSink
-            from services.tls.identity import read_identity
-
-            context = None
-            if wanted.tls is not None:
-                context = read_identity(Path(wanted.tls), "telemetry.tls").server_context
-            staleness = spec.learn.train.staleness
-            metrics = PrometheusSink(wanted.metrics, run, mesh, staleness, context)
+            metrics = resolve("sinks", "metrics")(spec, directory)
             sinks["metrics"], url = metrics, metrics.url
-        if wanted.trace:
-            from services.telemetry.trace import NAME, TraceSink
-
-            sinks["trace"] = TraceSink(directory.path / NAME, run)
-        for name in dict.fromkeys(wanted.sinks):
-            sinks[name] = _open(name, spec, directory)
+        for name in (*(["trace"] if wanted.trace else []), *dict.fromkeys(wanted.sinks)):
+            sinks[name] = resolve("sinks", name)(spec, directory)
     except BaseException:
         _close_all(sinks)
         raise
     return Telemetry(list(sinks.items()), report, url)
-
-
-def _open(name: str, spec: RunSpec, directory: RunDirectory) -> TelemetrySink:
-    # Imported here: each costs tenths of a second and an optional package.
-    run, mesh = directory.id, spec.mesh.name
-    if name == "tensorboard":
-        from services.telemetry.tensorboard import FOLDER, TensorBoardSink
-
-        return TensorBoardSink(directory.path / FOLDER)
-    if name == "wandb":
-        from services.telemetry.wandb import WandbSink
-
-        return WandbSink(directory.path, run, mesh, spec.as_dict())
-    from services.telemetry.otlp import OtlpSink
-
-    assert name == "otlp"
-    return OtlpSink(run, mesh)
 
 
 def _missing(module: str) -> bool:

@@ -29,7 +29,9 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCod
 from protocols.errors import SpecError
 from protocols.records.run_files import MetricRow
 from protocols.records.status import RunStatus
+from protocols.spec.mesh import RunSpec
 from protocols.types import TraceSpan
+from services.run_directory import RunDirectory
 from services.telemetry.values import epoch_seconds, losses, role_of
 
 SERVICE = "cartridge-forge"
@@ -166,3 +168,8 @@ class StepIds(RandomIdGenerator):
 
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
+
+
+def open_sink(spec: RunSpec, directory: RunDirectory) -> OtlpSink:
+    """Send telemetry to the collector that the environment names."""
+    return OtlpSink(directory.id, spec.mesh.name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import (
@@ -27,9 +28,12 @@ from environments.monitors import FLAGS
 from protocols.errors import SpecError
 from protocols.records.run_files import TRAINED_ARMS, MetricRow
 from protocols.records.status import ReplicaState, RunStatus
+from protocols.spec.mesh import RunSpec
 from protocols.types import TraceSpan
+from services.run_directory import RunDirectory
 from services.telemetry.metrics_server import MetricsServer
 from services.telemetry.values import losses, role_of
+from services.tls.identity import read_identity
 
 # Seconds, from a cached response of the tiny model to a long rollout of a large one.
 BUCKETS = (
@@ -356,3 +360,14 @@ def _teacher_samples(teachers: Mapping[str, Any]) -> Iterator[MetricSample]:
             yield "forge_teacher_calls", [teacher, outcome], count
     for teacher, dollars in teachers.get("dollars", {}).items():
         yield "forge_teacher_spent_dollars", [teacher], dollars
+
+
+def open_sink(spec: RunSpec, directory: RunDirectory) -> PrometheusSink:
+    """Serve a run's metrics at `telemetry.metrics`, with TLS where that is set. Raises SpecError
+    where it cannot listen."""
+    wanted, context = spec.mesh.telemetry, None
+    assert wanted.metrics is not None
+    if wanted.tls is not None:
+        context = read_identity(Path(wanted.tls), "telemetry.tls").server_context
+    staleness = spec.learn.train.staleness
+    return PrometheusSink(wanted.metrics, directory.id, spec.mesh.name, staleness, context)

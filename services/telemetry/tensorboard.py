@@ -23,7 +23,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from protocols.records.run_files import MetricRow
 from protocols.records.status import RunStatus
+from protocols.spec.mesh import RunSpec
 from protocols.types import TraceSpan
+from services.run_directory import RunDirectory
 from services.telemetry.values import evaluated_values, row_values, step_values
 
 FOLDER = "tensorboard"
@@ -82,3 +84,8 @@ class TensorBoardSink:
         event.wall_time = time.time()
         self._arms[arm].write(event.SerializeToString())
         self._arms[arm].flush()
+
+
+def open_sink(spec: RunSpec, directory: RunDirectory) -> TensorBoardSink:
+    """Write TensorBoard's files into the run's directory."""
+    return TensorBoardSink(directory.path / FOLDER)

@@ -24,7 +24,9 @@ from typing import Any
 
 from protocols.records.run_files import MetricRow
 from protocols.records.status import RunStatus
+from protocols.spec.mesh import RunSpec
 from protocols.types import TraceSpan
+from services.run_directory import RunDirectory
 from services.telemetry.values import epoch_seconds, role_of
 
 NAME = "trace.json"
@@ -143,3 +145,8 @@ class TraceSink:
         # One write a line: a kill tears no line, and nothing is buffered.
         os.write(self._file, text if self._first else b",\n" + text)
         self._first = False
+
+
+def open_sink(spec: RunSpec, directory: RunDirectory) -> TraceSink:
+    """Write the trace into the run's directory."""
+    return TraceSink(directory.path / NAME, directory.id)

@@ -17,7 +17,9 @@ from wandb.errors import Error as WandbError
 from protocols.errors import SpecError
 from protocols.records.run_files import MetricRow
 from protocols.records.status import RunStatus
+from protocols.spec.mesh import RunSpec
 from protocols.types import TraceSpan
+from services.run_directory import RunDirectory
 from services.telemetry.values import evaluated_values, row_values, step_values
 
 PROJECT = "cartridge-forge"
@@ -81,3 +83,8 @@ class WandbSink:
             self._arms.add(arm)
             self._run.define_metric(f"{arm}/*", step_metric=f"{arm}/step")
         self._run.log({f"{arm}/{name}": value for name, value in values.items()})
+
+
+def open_sink(spec: RunSpec, directory: RunDirectory) -> WandbSink:
+    """Open a run of Weights & Biases. Raises what the library raises."""
+    return WandbSink(directory.path, directory.id, spec.mesh.name, spec.as_dict())

@@ -24,7 +24,7 @@ from pathlib import Path
 from protocols.records.status import ReplicaState, RunStatus
 from protocols.spec.services import WatchdogSpec
 from services.pool.pool import Pool, RequestStatus
-from services.telemetry.recorder import RunLog
+from services.run_log import RunLog
 
 LOOK_SECONDS = 1.0  # between two looks at the run as a whole: sinks, watchdog
 STACK_SECONDS = 10.0  # for the stacks of every process of a stalled run

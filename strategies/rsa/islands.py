@@ -18,7 +18,7 @@ import random
 from dataclasses import dataclass
 
 from protocols.errors import DataError
-from protocols.rsa import shape_fault
+from protocols.spec.rsa import shape_fault
 
 Parents = tuple[tuple[int, ...], ...]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from protocols.errors import DataError
-from protocols.rsa import AggregationInput, JudgedCandidate, JudgedPopulation, RSAProblem
+from protocols.records.rsa import AggregationInput, JudgedCandidate, JudgedPopulation, RSAProblem
 from strategies.answers.extract import Form
 from strategies.answers.votes import AnswerVote, tally
 from strategies.rsa.islands import Parents, RSAShape, draw_parents

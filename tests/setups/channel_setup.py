@@ -13,8 +13,8 @@ from torch import Tensor
 
 from learning.cartridge import CartridgeBank, first_tokens
 from learning.losses.balance import GradientBalance
-from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
+from learning.policy_scores import with_references
 from learning.step import StepOptions, train_step
 from learning.teacher import TeacherDistribution, response_logprobs, score, score_over
 from learning.trainer_state import CartridgeProgress, LearningRateSchedule

@@ -14,7 +14,6 @@ import torch
 from format_setup import checkpoint_of
 from torch import Tensor
 
-from environments.renderer import NO_DOCUMENT
 from learning.checkpoint import write_checkpoint
 from learning.decode import generate
 from learning.model.loading import load_model, load_tokenizer
@@ -24,7 +23,7 @@ from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
 from protocols.spec.yaml_source import dump_yaml
-from protocols.types import Completion, GenerateRequest, PrefixRef
+from protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
 from services.run_directory import RunDirectory
 from training.evaluation.arms import ArmAnswers, EvalArm, sit
 from training.evaluation.questions import EvalSuite, first_tokens_of, set_paper

@@ -22,10 +22,10 @@ from protocols.types import CartridgeSnapshot, Sample, TensorLayout, TensorRef, 
 from services.mesh import open_mesh, spawn_roles
 from services.pool.work_time import WorkTime
 from services.run_directory import RunDirectory
+from services.run_log import RunLog
 from services.telemetry.hub import open_sinks
-from services.telemetry.recorder import RunLog
 from training.loop import OnPolicyLoop, Rollouts, RunState
-from training.recipes.registry import open_course
+from training.recipes.base import open_recipe
 from training.rollouts import Rollout, ScoringCost, StepRecord
 from training.training_run import TrainingRun
 
@@ -252,7 +252,7 @@ async def between_steps(
     recorder = RunLog(directory, hub)
     mesh = await open_mesh(spec, recorder.event, recorder.span)
     try:
-        course = open_course(spec, mesh)
+        course = open_recipe(spec, mesh)
         await spawn_roles(
             spec, course.documents, course.layout.contexts, course.end_ids, mesh, directory
         )

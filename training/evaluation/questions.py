@@ -30,7 +30,7 @@ from environments.clinic.prompts import (
     sentences,
     unique_cue,
 )
-from environments.renderer import NO_DOCUMENT, ChatRenderer
+from environments.renderer import ChatRenderer
 from protocols.errors import DataError
 from protocols.files import REPOSITORY
 from protocols.layout import CartridgeLayout
@@ -38,7 +38,7 @@ from protocols.records.answers import hash_of
 from protocols.spec.experiments import EvalSpec
 from protocols.spec.learn import LearnSpec
 from protocols.teacher_replay import AgentMessage
-from protocols.types import SEPARATOR
+from protocols.types import NO_DOCUMENT, SEPARATOR
 from services.run_directory import RunDirectory
 from training.recipes.agreement import split
 from training.recipes.longhealth_prompts import open_prompts, read_patients

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from documents.near_duplicates import LocatedText
-from environments.renderer import NO_DOCUMENT, ChatRenderer
+from environments.renderer import ChatRenderer
 from learning.checkpoint import last_of_arms
 from learning.initialization import first_of_each, parts_of
 from learning.teacher import context_ids
@@ -26,7 +26,7 @@ from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_resolved
 from protocols.spec.mesh import RunSpec
 from protocols.teacher_replay import AgentMessage
-from protocols.types import PrefixRef
+from protocols.types import NO_DOCUMENT, PrefixRef
 from registry.formats.run_checkpoint import read_all
 from services.run_directory import RunDirectory
 from training.evaluation.arms import EvalArm

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+from learning.model.loading import load_tokenizer
 from protocols.layout import CartridgeLayout
+from protocols.plugins import resolve
 from protocols.records.answers import KeepAnswers
-from protocols.records.run_files import MeasuredAccuracy
+from protocols.records.run_files import ArmResult, MeasuredAccuracy, RoutingAccuracy
+from protocols.spec.mesh import RunSpec
 from protocols.train_batch import TrainBatch
+from services.mesh import Mesh
 from services.run_directory import RunDirectory
 from training.rollouts import (
     GenerateCall,
@@ -43,6 +48,32 @@ def drawn_steps(names: Sequence[str], each: int, steps: int) -> dict[str, int]:
         for name in {names[(step * each + i) % len(names)] for i in range(each)}
     )
     return {name: drawn[name] for name in names}
+
+
+class QuestionRouting(Protocol):
+    """Choose each held-out question's cartridge, over the texts that cartridges learned
+    (`training.routing`)."""
+
+    def own(self, cartridge: str, question: str) -> str:
+        """Return the question's own cartridge, and count whether the router finds it."""
+        ...
+
+    def chosen(self, cartridge: str, question: str) -> str:
+        """Return the router's choice."""
+        ...
+
+    @property
+    def accuracy(self) -> RoutingAccuracy | None:
+        """Return the share of questions whose own cartridge is found; None where none counts."""
+        ...
+
+    def write(self, file: Path) -> None:
+        """Write what the router reads, for those who use the cartridges."""
+        ...
+
+    def remembered(self, generate: GenerateCall) -> GenerateCall:
+        """Return a call that generates each request once, whatever its id."""
+        ...
 
 
 class Recipe(Protocol):
@@ -110,6 +141,15 @@ class Recipe(Protocol):
         """Return further columns of the step's row of metrics.jsonl."""
         return {}
 
+    def warning(self, rollout: Rollout) -> str:
+        """Return what is probably wrong with a rollout, "" for nothing."""
+        return ""
+
+    def results(self, state: Mapping[str, ArmResult], answers: Iterable[Any]) -> Mapping[str, Any]:
+        """Return further entries of results.json, from the results of the arms and the rows of
+        answers.jsonl."""
+        return {}
+
     def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
         """Return further fields of the step's event, which may depend on timing."""
         return {}
@@ -125,3 +165,13 @@ class Recipe(Protocol):
     async def close(self) -> None:
         """Cancel unfinished work."""
         return
+
+
+def open_recipe(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None) -> Recipe:
+    """Return the recipe of a spec, over pools that are yet to be spawned into `mesh`; it may write
+    into the run's `directory`. Raises SpecError where its plug-in is not installed."""
+    learn = spec.learn
+    recipe: Recipe = resolve("recipes", learn.recipe)(
+        learn, load_tokenizer(learn.model.path), mesh, directory
+    )
+    return recipe

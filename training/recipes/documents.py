@@ -12,33 +12,38 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from documents.corpus import Corpus
 from documents.drafts import SynthesisPlan
 from documents.near_duplicates import LocatedText, clean, overlaps
-from documents.rows.reading import RowSet
+from documents.rows.reading import RowSet, read_row_set
 from documents.rows.records import DatasetRow
 from documents.synthesis import model_name, read_rows, write_study
 from documents.synthesis_rows import StudyRow
-from environments.renderer import NO_DOCUMENT, ChatRenderer
+from environments.renderer import ChatRenderer
 from environments.rollout import BARE
 from protocols.errors import DataError
 from protocols.files import json_lines, write_atomically
 from protocols.records.answers import KeepAnswers
-from protocols.records.run_files import MeasuredAccuracy
+from protocols.records.gold import gold_results
+from protocols.records.run_files import ArmResult, MeasuredAccuracy
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
+from protocols.spec.users.documents import SelfStudySpec
+from protocols.spec.users.rows import ROW_SOURCES
 from protocols.train_batch import PrecomputedScores, TrainBatch
-from protocols.types import GenerateRequest, Sampling
+from protocols.types import NO_DOCUMENT, GenerateRequest, Sampling
+from services.mesh import Mesh
 from services.run_directory import RunDirectory
 from strategies.samplers.token_sampler import TokenSampler
 from training.recipes.agreement import StudyQuestion, split
 from training.recipes.base import Recipe, Route, drawn_steps, own_cartridge
 from training.recipes.question_files import UserQuestion
 from training.recipes.study_exam import StudyExam
+from training.recipes.study_material import read_material, row_corpus
 from training.recipes.study_prompts import (
     context_choice,
     context_ref,
@@ -70,6 +75,7 @@ from training.rollouts import (
     is_offline,
     unheard,
 )
+from training.task_sources.row_checks import note_rows, require_plain
 
 
 class DocumentsRecipe(Recipe):
@@ -302,5 +308,26 @@ class DocumentsRecipe(Recipe):
 
     # -- records --------------------------------------------------------------------------------
 
+    def results(self, state: Mapping[str, ArmResult], answers: Iterable[Any]) -> Mapping[str, Any]:
+        gold = gold_results(answers)
+        return {} if gold is None else {"gold": gold}
+
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_rollouts(as_rows(rollout, arm, step, self._exam.decode))
+
+
+def open_recipe(
+    learn: LearnSpec, tokenizer: Any, mesh: Mesh, directory: RunDirectory | None
+) -> DocumentsRecipe:
+    """Return the recipe of a spec with a dataset's rows or with self-study, whose questions it
+    writes into the run's `directory`."""
+    assert directory is not None
+    if learn.data.source not in ROW_SOURCES:
+        parts, questions = read_material(learn, tokenizer)
+        return DocumentsRecipe(learn, parts, questions, tokenizer, directory)
+    rows = read_row_set(learn)
+    require_plain(rows, tokenizer)
+    note_rows(rows, directory)
+    learn = learn.model_copy(update={"self_study": SelfStudySpec()})
+    corpus = row_corpus(learn, rows, tokenizer)
+    return DocumentsRecipe(learn, corpus, (), tokenizer, directory, rows)

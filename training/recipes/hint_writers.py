@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from environments.hints import (
     FailedTurn,
-    TurnHint,
     checked_hint,
     expected_of,
     failed_turns,
@@ -21,13 +20,13 @@ from environments.hints import (
     template_hint,
 )
 from environments.renderer import ChatRenderer
-from protocols.episodes import Episode
+from protocols.episodes import Episode, TurnHint
 from protocols.errors import RunError
 from protocols.spec.objective import HintSpec
 from protocols.teacher_replay import AgentMessage, ReplayState, TextAction
 from protocols.types import GenerateRequest, PrefixRef, Sampling
-from services.clients import TeacherReplayClient
 from services.pool.pool import Pool
+from services.role_clients.replay import TeacherReplayClient
 from training.rollouts import GenerateCall
 
 

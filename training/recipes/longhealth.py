@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from environments.clinic.prompts import parse_answer
 from protocols.records.answers import KeepAnswers, mean_nll
+from protocols.records.gold import gold_results
 from protocols.records.intervals import wilson_interval
-from protocols.records.run_files import MeasuredAccuracy
+from protocols.records.run_files import ArmResult, MeasuredAccuracy
+from protocols.spec.learn import LearnSpec
 from protocols.train_batch import TrainBatch
+from services.mesh import Mesh
 from services.run_directory import RunDirectory
 from training.recipes.base import Recipe, Route, drawn_steps, own_cartridge
-from training.recipes.longhealth_prompts import LongHealthPrompts, LongHealthQuestion
+from training.recipes.longhealth_prompts import LongHealthPrompts, LongHealthQuestion, open_prompts
 from training.recipes.prefix_repair import repaired
 from training.recipes.study_prompts import answered_over, texts_of
 from training.rollouts import (
@@ -90,6 +94,10 @@ class LongHealthRecipe(Recipe):
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         return TrainBatch(doc=tuple(rollout.samples))
 
+    def results(self, state: Mapping[str, ArmResult], answers: Iterable[Any]) -> Mapping[str, Any]:
+        gold = gold_results(answers)
+        return {} if gold is None else {"gold": gold}
+
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_rollouts(as_rows(rollout, arm, step, self._tasks.decode))
 
@@ -108,3 +116,11 @@ def measure(exams: Sequence[LongHealthQuestion], answers: Sequence[str]) -> Meas
         n=len(exams),
         parse_failures=sum(letter is None for letter in letters),
     )
+
+
+def open_recipe(
+    learn: LearnSpec, tokenizer: Any, mesh: Mesh, directory: RunDirectory | None
+) -> LongHealthRecipe:
+    """Return the recipe of a spec without episodes, rsa, self-study and a dataset's rows."""
+    prompts = open_prompts(learn, tokenizer, None if directory is None else directory.date)
+    return LongHealthRecipe(prompts, measured=bool(learn.evaluate.arms))

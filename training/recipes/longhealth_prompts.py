@@ -39,7 +39,7 @@ from environments.clinic.prompts import (
     self_study_prompt,
     sentence_ends,
 )
-from environments.renderer import NO_DOCUMENT, ChatRenderer
+from environments.renderer import ChatRenderer
 from environments.rollout import BARE
 from protocols.errors import DataError
 from protocols.layout import layout_of
@@ -48,7 +48,7 @@ from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
 from protocols.spec.users.data import DataSpec
 from protocols.teacher_replay import AgentMessage
-from protocols.types import GenerateRequest, PrefixRef, Sampling
+from protocols.types import NO_DOCUMENT, GenerateRequest, PrefixRef, Sampling
 from training.recipes.base import Route, own_cartridge
 from training.recipes.study_prompts import (
     context_choice,

@@ -18,15 +18,16 @@ from pydantic import TypeAdapter
 from environments.action_parsing import ActionFormat
 from environments.renderer import ChatRenderer
 from environments.training_signals import training_pair
-from learning.losses.dpo import is_stale
+from learning.policy_scores import is_stale
 from protocols import teacher_replay
 from protocols.errors import DataError, RunError
 from protocols.spec.objective import DpoSpec
 from protocols.spec.teacher_replay import ReplaySpec
 from protocols.teacher_replay import PanelVerdict, ReplayState
 from protocols.train_batch import PreferencePair
-from services.clients import HintedTeacherClient, TeacherReplayClient, TrainerClient
+from services.clients import HintedTeacherClient, TrainerClient
 from services.pool.pool import Pool
+from services.role_clients.replay import TeacherReplayClient
 from teachers.prompts import state_hash
 from teachers.vote_records import from_row, to_row
 from teachers.voting import pair_of, worth_asking

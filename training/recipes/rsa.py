@@ -8,7 +8,7 @@ So a cartridge learns both to answer and to aggregate several answers into one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import partial
@@ -18,7 +18,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from environments.episode_files import to_row
-from environments.renderer import NO_DOCUMENT, ChatRenderer
+from environments.failures import all_failed
+from environments.renderer import ChatRenderer
 from environments.rollout import BARE
 from environments.training_signals import rl_samples, turn_samples
 from learning.losses.advantages import varying
@@ -27,15 +28,21 @@ from protocols.errors import DataError, RunError
 from protocols.layout import layout_of
 from protocols.records.answers import Answer, KeepAnswers, hash_of
 from protocols.records.intervals import mean_interval
-from protocols.records.run_files import MeasuredAccuracy, PopulationMeans
-from protocols.rsa import RSAProblem
+from protocols.records.rsa import RSAProblem
+from protocols.records.run_files import (
+    AggregationGain,
+    ArmResult,
+    MeasuredAccuracy,
+    PopulationMeans,
+)
 from protocols.spec.learn import LearnSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import TrainBatch
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from services.clients import Replied, RSAAggregatorClient
+from protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef, Sampling
+from services.clients import Replied
 from services.mesh import Mesh
 from services.pool.pool import gather
+from services.role_clients.rsa import RSAAggregatorClient
 from services.run_directory import RunDirectory
 from strategies.rsa.populations import reward
 from training.recipes.ahead import (
@@ -308,6 +315,13 @@ class RSARecipe(Recipe):
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_episodes(to_row(e, arm, step) for e in rollout.episodes)
 
+    def results(self, state: Mapping[str, ArmResult], answers: Iterable[Any]) -> Mapping[str, Any]:
+        gain = aggregation_gain(state)
+        return {} if gain is None else {"aggregation": gain}
+
+    def warning(self, rollout: Rollout) -> str:
+        return all_failed(rollout.episodes) or ""
+
     def facts(self, record: StepRecord) -> Mapping[str, Any]:
         rollout, output = record.rollout, record.output
         assert isinstance(rollout, RSARollout)
@@ -384,3 +398,22 @@ def _episode(
     task = Task(f"{run.start.name}/{step}/{slot}", problem.document, facts)
     opening = Observation((AgentMessage("user", g.prompt),))
     return Episode(task, group, opening, (turn,), sampling, worth, kind)
+
+
+def open_recipe(
+    learn: LearnSpec, tokenizer: Any, mesh: Mesh, directory: RunDirectory | None
+) -> RSARecipe:
+    """Return the recipe of a spec with rsa."""
+    return RSARecipe(learn, tokenizer, mesh, None if directory is None else directory.date)
+
+
+def aggregation_gain(arms: Mapping[str, ArmResult]) -> AggregationGain | None:
+    """Return the gain of training in population accuracy, and the part of it that aggregation adds;
+    None where the arms untrained and on_policy have no populations."""
+    both = [arms[arm].get("populations") for arm in ("untrained", "on_policy") if arm in arms]
+    if len(both) < 2 or both[0] is None or both[1] is None:
+        return None
+    before, after = both[0]["accuracy"], both[1]["accuracy"]
+    last, first = after[-1] - before[-1], after[0] - before[0]
+    share = (last - first) / last if last > 0 else None
+    return AggregationGain(last=last, first=first, aggregation=last - first, share=share)

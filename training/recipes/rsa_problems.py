@@ -19,7 +19,7 @@ from environments.clinic.longhealth import LETTERS, PatientQuestion, is_held_out
 from environments.clinic.prompts import cued_sentences, look_alikes, question_prompt, sentence_ends
 from environments.problems import clinic_problem
 from protocols.errors import DataError
-from protocols.rsa import RSAProblem
+from protocols.records.rsa import RSAProblem
 from protocols.spec.learn import LearnSpec
 from protocols.spec.rsa import OF_DOCUMENTS
 from training.recipes.longhealth_prompts import read_patients

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from environments.renderer import ChatRenderer
 from protocols.errors import PublishError
-from protocols.rsa import AggregationInput, JudgedCandidate, JudgedPopulation, RSAProblem
+from protocols.records.rsa import AggregationInput, JudgedCandidate, JudgedPopulation, RSAProblem
 from protocols.seeds import stream_seed
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from strategies.rsa.populations import measure

@@ -21,10 +21,10 @@ from functools import partial
 from typing import Any
 
 from environments.episode_files import to_row
-from environments.failures import commonest_reason, not_judged
-from environments.hints import TurnHint, expected_of
+from environments.failures import all_failed, commonest_reason, not_judged
+from environments.hints import expected_of
 from environments.monitors import count_flags, environment_counts
-from environments.renderer import NO_DOCUMENT, ChatRenderer
+from environments.renderer import ChatRenderer
 from environments.rollout import BARE, Ended, Moving, over_cartridge, over_document
 from environments.single_turn import answer_rows
 from environments.training_signals import (
@@ -35,7 +35,7 @@ from environments.training_signals import (
     turn_samples,
 )
 from learning.losses.advantages import varying
-from protocols.episodes import Episode, Task
+from protocols.episodes import Episode, Task, TurnHint
 from protocols.layout import layout_of
 from protocols.records.answers import Answer, KeepAnswers, hash_of
 from protocols.records.intervals import wilson_interval
@@ -45,9 +45,9 @@ from protocols.spec.mesh import HINTED_TEACHER
 from protocols.spec.users.rows import ROW_SOURCES
 from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import HintedTurn, PreferencePair, TrainBatch, hinted
-from protocols.types import PrefixRef, Sampling
-from services.clients import EnvironmentClient
+from protocols.types import NO_DOCUMENT, PrefixRef, Sampling
 from services.mesh import Mesh
+from services.role_clients.episodes import EnvironmentClient
 from services.run_directory import RunDirectory
 from teachers.ledger import RunSpending
 from training.recipes.ahead import (
@@ -71,6 +71,7 @@ from training.rollouts import (
     written_offline,
 )
 from training.task_sources.base import TaskSource
+from training.task_sources.opening import open_tasks
 from training.task_sources.rewards import EpisodeRewards
 
 
@@ -330,6 +331,9 @@ class ToolEpisodesRecipe(Recipe):
                 {"arm": arm, "step": step, **row} for row in self._preferences.told()
             )
 
+    def warning(self, rollout: Rollout) -> str:
+        return all_failed(rollout.episodes) or ""
+
     def facts(self, record: StepRecord) -> Mapping[str, Any]:
         episodes, output = record.rollout.episodes, record.output
         rewards = [e.reward for e in episodes if e.reward is not None]
@@ -389,3 +393,12 @@ def _doc_batch(episodes: Sequence[Episode]) -> TrainBatch:
     return TrainBatch(
         doc=tuple(b.sample for b in branches), doc_trained=tuple(b.trained for b in branches)
     )
+
+
+def open_recipe(
+    learn: LearnSpec, tokenizer: Any, mesh: Mesh, directory: RunDirectory | None
+) -> ToolEpisodesRecipe:
+    """Return the recipe of a spec with episodes."""
+    tasks = open_tasks(learn, tokenizer, directory)
+    date = None if directory is None else directory.date
+    return ToolEpisodesRecipe(learn, tasks, tokenizer, mesh, date)

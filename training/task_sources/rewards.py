@@ -18,8 +18,9 @@ from protocols.records.run_files import EpisodeMeans
 from protocols.spec.learn import LearnSpec
 from protocols.spec.users.rewards import RewardSpec
 from protocols.teacher_replay import ReplayState, TextAction
-from services.clients import RewardClient, TeacherReplayClient
 from services.pool.pool import Pool
+from services.role_clients.episodes import RewardClient
+from services.role_clients.replay import TeacherReplayClient
 from strategies.rewards.combining import can_be_judged, environments_own, judged, view_of
 
 NOT_ASKED = RewardOutcome(None, "its replica gave nothing", failed=True)

@@ -13,7 +13,7 @@ from monarch.actor import this_host
 
 from actors.rsa_aggregator import RSAAggregatorActor
 from protocols.errors import DataError
-from protocols.rsa import AggregationInput, JudgedPopulation, RSAProblem
+from protocols.records.rsa import AggregationInput, JudgedPopulation, RSAProblem
 from protocols.seeds import stream_seed
 from protocols.spec.mesh import RoleSpec
 from protocols.spec.rsa import ProblemsSpec, RsaSpec

@@ -59,12 +59,13 @@ def python(installed: Path, cwd: Path, *words: str, timeout: float = 120.0) -> s
 
 
 def test_the_wheel_has_the_meshes_configs_and_tiny_models(installed: Path) -> None:
-    for folder, pattern in (("meshes", "*.yaml"), ("configs", "*"), ("models", "*/*")):
+    for folder, pattern in (("meshes", "*.yaml"), ("configs", "*"), ("models", "clinic-*/*")):
         shipped = {str(f.relative_to(ROOT)) for f in (ROOT / folder).glob(pattern) if f.is_file()}
         assert shipped
         assert {f for f in shipped if not (installed / f).is_file()} == set()
     assert (installed / "cartridge_forge" / "py.typed").is_file()
-    assert not (installed / "tests").exists()
+    for left_out in ("tests", "studies", "benchmarks", "models/pretrain"):
+        assert not (installed / left_out).exists()
 
 
 def test_commands_work_from_another_directory(installed: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rooms.environments.problems_setup import over
 from environments.problems import ProblemSet
 from environments.verifiers.worker_process import PYTHON
 from protocols.errors import DataError
-from protocols.rsa import JudgedCandidate, RSAProblem
+from protocols.records.rsa import JudgedCandidate, RSAProblem
 from protocols.spec.rsa import ProblemsSpec
 
 TASKSETS = Path(__file__).resolve().parents[2] / "data/tasksets"

@@ -40,6 +40,6 @@ def test_losses_in_chunks_are_the_same_and_make_less(tmp_path: Path) -> None:
 def test_the_model_alone_is_asked_with_one_chart_and_with_two(tmp_path: Path) -> None:
     """The shipped reader has the answer in one chart."""
     sets = [word for key in ("data.patients=2", "evaluate.questions=20") for word in ("--set", key)]
-    one, two = rows_of("benchmarks.accuracy", tmp_path / "together.json", "together", *sets)
+    one, two = rows_of("studies.accuracy", tmp_path / "together.json", "together", *sets)
     assert (one["charts"], two["charts"], one["n"], two["n"]) == (1, 2, 20, 20)
     assert one["right"] >= 18 > two["right"]

@@ -17,7 +17,7 @@ from second_device import Elsewhere
 from learning.checkpoint import read_checkpoint
 from learning.decode import generate
 from learning.decoding.engine import TorchEngine
-from learning.losses.dpo import with_references
+from learning.policy_scores import with_references
 from learning.teacher import score_kept
 from protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from protocols.spec.sections import TrainSpec

@@ -14,8 +14,8 @@ from channel_setup import ALL, bank_of, changed, prefixes, scene, trained
 from learning.cartridge import first_tokens
 from learning.checkpoint import read_checkpoint
 from learning.losses.doc_kl import doc_batch
-from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
+from learning.policy_scores import with_references
 from learning.step import train_step
 from learning.teacher import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer

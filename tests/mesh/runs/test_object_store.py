@@ -17,7 +17,7 @@ from small_run import Finished, command, latest, run_to_end, running, same_outco
 from forge_run.cli import forge
 from registry.object_store import ObjectStore
 from registry.stored_folder import read_state
-from services.run_store import stored_runs
+from services.stored_runs.store import stored_runs
 
 URL = "s3://runs/of/ours"
 KEPT: dict[str, Any] = {"records.store": URL}

@@ -15,10 +15,12 @@ from channel_runs import (
 from small_run import Finished
 
 from environments.episode_files import from_row
-from learning.losses.objective import CHANNELS
 from protocols.files import read_rows
+from protocols.spec.objective import ObjectiveSpec
 from protocols.teacher_replay import NANO, PanelVerdict
 from teachers.vote_records import from_row as record_from
+
+CHANNELS = tuple(ObjectiveSpec().weights)
 
 
 @pytest.fixture(scope="module")

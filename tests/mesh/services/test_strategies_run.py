@@ -18,7 +18,7 @@ from actors.base import missing_vllm
 from environments.clinic.longhealth import parse_patients
 from environments.clinic.patients import generate_clinic
 from environments.clinic.prompts import option_prompt
-from environments.renderer import NO_DOCUMENT, ChatRenderer
+from environments.renderer import ChatRenderer
 from learning.decode import generate
 from learning.model.loading import load_model, load_tokenizer
 from learning.teacher import document_kv
@@ -27,7 +27,7 @@ from protocols.spec.model import ModelSpec
 from protocols.spec.sections import GeneratorSpec
 from protocols.spec.services import HealthSpec
 from protocols.teacher_replay import AgentMessage
-from protocols.types import Completion, GenerateRequest, PrefixRef
+from protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
 from services.mesh import open_generators
 from serving.pool_backend import PoolBackend
 from strategies.catalog import STRATEGIES, parse, run

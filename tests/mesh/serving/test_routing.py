@@ -12,8 +12,8 @@ from openai import OpenAI
 from serving_setup import MODEL, Served, add_cartridge, raw, refused, serving
 
 from documents.retrieval import Bm25Router, count_terms
+from protocols.records.run_files import TERMS
 from registry.names import CartridgeName
-from registry.terms import TERMS
 from serving.routing import CartridgeRouter
 
 TEXTS = {

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from environments.clinic.longhealth import Patient, PatientQuestion
-from environments.clinic.pretrain.tokenizer import build_tokenizer
 from environments.clinic.prompts import right_answer
+from models.pretrain.tokenizer import build_tokenizer
 from protocols.records.answers import Answer
 from protocols.records.intervals import wilson_interval
 from protocols.spec.learn import LearnSpec

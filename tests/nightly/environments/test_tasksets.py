@@ -11,7 +11,7 @@ from environments.verifiers.stepped import TasksetEnvironment
 from environments.verifiers.worker_process import PYTHON
 from protocols.episodes import EnvironmentRequest, Observation, Task
 from protocols.errors import DataError
-from protocols.rsa import JudgedCandidate
+from protocols.records.rsa import JudgedCandidate
 from protocols.spec.environment import EnvironmentSpec
 from protocols.spec.rsa import ProblemsSpec
 

@@ -22,7 +22,7 @@ def test_every_start_is_trained_and_asked_the_same_questions(tmp_path: Path) -> 
     small = {"data.patients": 2, "rollout.prompts": 4, "evaluate.questions": 4}
     small |= {"train.steps": 1, "train.warmup_steps": 1}
     sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
-    rows = rows_of("benchmarks.accuracy", tmp_path / "starts.json", "initialization", *sets)
+    rows = rows_of("studies.accuracy", tmp_path / "starts.json", "initialization", *sets)
     assert [row["init"] for row in rows] == list(get_args(Init))
     for row in rows:
         assert row["untrained"]["n"] == row["trained"]["n"] == 4
@@ -32,7 +32,7 @@ def test_every_start_is_trained_and_asked_the_same_questions(tmp_path: Path) -> 
 def test_a_whole_chart_gives_every_fact_back_and_no_document_hardly_any(tmp_path: Path) -> None:
     small = {"data.patients": 1, "train.steps": 1, "train.warmup_steps": 1}
     sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
-    rows = rows_of("benchmarks.accuracy", tmp_path / "extraction.json", "extraction", *sets)
+    rows = rows_of("studies.accuracy", tmp_path / "extraction.json", "extraction", *sets)
     found = {row["prefix"]: row["counts"] for row in rows}
     assert list(found) == ["none", "untrained", "trained", "whole"]
     facts = [count["n"] for count in found["whole"]]

@@ -10,7 +10,8 @@ import pytest
 from namespaces import cannot_make, told_by
 from small_run import command, latest, rows, run_to_end, running, same_outcome
 
-from services.hosts.handshake import WorkerInfo, WorkerInfoServer, versions
+from services.hosts.handshake import WorkerInfo, WorkerInfoServer
+from services.hosts.source import versions
 
 SCENARIO = Path(__file__).parents[2] / "scenarios/mesh_scenario.py"
 GRACE = 25.0

@@ -12,7 +12,7 @@ from loop_setup import run_with, small_spec
 
 from protocols.errors import StaleTokenError
 from protocols.files import read_rows
-from services import roles
+from protocols.plugins import CORE
 from services.run_directory import RunDirectory
 
 HONEST = [
@@ -36,7 +36,7 @@ def refusal(
 ) -> str:
     """The error of a run with this generator, which trained step 1 alone and left no step half
     done."""
-    monkeypatch.setitem(roles.ROLES, "generator", generator)
+    monkeypatch.setitem(CORE.roles, "generator", f"wrong_generators:{generator.__name__}")
     spec = small_spec(**sets)
     directory = RunDirectory.create(tmp_path, spec.mesh.name, "spec")
     with pytest.raises(StaleTokenError) as caught:
@@ -81,7 +81,7 @@ def test_by_the_canary_of_the_publish(
 ) -> None:
     """A backend without evidence of its own is asked at each publish. It is refused in the publish
     whose greedy text differs first, which for a version left out may be a later one."""
-    monkeypatch.setitem(roles.ROLES, "generator", generator)
+    monkeypatch.setitem(CORE.roles, "generator", f"wrong_generators:{generator.__name__}")
     spec = small_spec()
     directory = RunDirectory.create(tmp_path, spec.mesh.name, "spec")
     with pytest.raises(StaleTokenError) as caught:
@@ -100,7 +100,7 @@ def test_by_the_canary_of_the_publish(
 def test_a_right_backend_without_evidence_ends_its_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(roles.ROLES, "generator", wrong.Silent)
+    monkeypatch.setitem(CORE.roles, "generator", "wrong_generators:Silent")
     spec = small_spec(train__steps=3)
     directory = RunDirectory.create(tmp_path, spec.mesh.name, "spec")
     asyncio.run(run_with(spec, directory))

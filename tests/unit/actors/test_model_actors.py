@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.model_actors import SDPOTeacherActor
+from actors.sdpo_teacher import SDPOTeacherActor
 from learning.cartridge import CartridgeVersions
 from protocols.errors import PlaneError
 from protocols.types import CartridgeSnapshot, PublishedCartridge, TensorLayout, TensorRef

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from actors.stored_files import LedgerFile, TrainerFiles
+from protocols.records.run_files import StoredPlace
 from registry.object_store import ObjectStore, StoreError
-from registry.stored_folder import CONTROLLER, TRAINER, StoredFolder, StoredPlace, read_state
+from registry.stored_folder import CONTROLLER, TRAINER, StoredFolder, read_state
 
 
 @pytest.fixture

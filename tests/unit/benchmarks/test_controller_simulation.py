@@ -10,10 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.record import read
 from benchmarks.simulation.controller import (
-    LATENCIES,
-    PUBLISHES,
     breaks_at,
     checks,
     costs_from,
@@ -34,12 +31,17 @@ from benchmarks.simulation.mesh import (
 )
 from protocols.errors import SpecError
 from protocols.spec.loading import load_spec
+from studies import archive
 
 NOTHING = MeasuredCosts()
 
 
+def published(name: str) -> Any:
+    return archive.whole("scaling", f"{name}.json")["results"]
+
+
 def measured_costs() -> MeasuredCosts:
-    return costs_from(read(LATENCIES)["results"], read(PUBLISHES)["results"])
+    return costs_from(published("controller_latency"), published("publish_hosts"))
 
 
 IDLE = MeshScale(hosts=1, replicas=1, rollout=10.0, score=0.0, train=0.0, published=0)
@@ -175,7 +177,7 @@ def test_suspicion_is_raised_with_the_heartbeat() -> None:
 
 def test_a_real_service_took_about_as_long_as_is_simulated() -> None:
     """Of the committed figures: what a small mesh took when they were measured."""
-    for row in checks(read(LATENCIES)["results"], measured_costs()):
+    for row in checks(published("controller_latency"), measured_costs()):
         assert 0.25 < row["split"] < 4
         assert 0.25 < row["update"] < 4
         assert 0.2 < row["loop"] < 2

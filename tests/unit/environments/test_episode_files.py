@@ -8,8 +8,7 @@ import pytest
 from episode_setup import LOST, RIGHT, TEMPLATES, episode_of, task
 
 from environments.episode_files import from_row, to_row
-from environments.hints import TurnHint
-from protocols.episodes import Episode, Observation, Turn
+from protocols.episodes import Episode, Observation, Turn, TurnHint
 from protocols.errors import DataError
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling

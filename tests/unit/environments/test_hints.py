@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from environments.clinic.desk import HINTS
 from environments.hints import (
     FailedTurn,
-    TurnHint,
     checked_hint,
     failed_turns,
     feedback_hint,
@@ -23,7 +22,7 @@ from environments.hints import (
     template_hint,
     words,
 )
-from protocols.episodes import Episode, Observation
+from protocols.episodes import Episode, Observation, TurnHint
 from protocols.teacher_replay import AgentMessage
 
 

@@ -6,7 +6,7 @@ from rooms.environments.problems_setup import over
 
 from environments.clinic.longhealth import PatientQuestion
 from environments.problems import clinic_problem
-from protocols.rsa import JudgedCandidate
+from protocols.records.rsa import JudgedCandidate
 from protocols.spec.rsa import ProblemsSpec
 
 QUESTION = PatientQuestion(

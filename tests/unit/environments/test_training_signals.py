@@ -9,7 +9,7 @@ from episode_setup import HANDBOOK, LOST, RIGHT, TEMPLATES, conversation, episod
 
 from environments.action_parsing import DESK
 from environments.clinic.desk import HINTS
-from environments.hints import TurnHint, failed_turns, template_hint
+from environments.hints import failed_turns, template_hint
 from environments.training_signals import (
     hinted_turns,
     replay_states,
@@ -18,7 +18,7 @@ from environments.training_signals import (
     turn_samples,
 )
 from protocols import teacher_replay
-from protocols.episodes import Episode
+from protocols.episodes import Episode, TurnHint
 from protocols.teacher_replay import AgentMessage, ToolAction
 from protocols.train_batch import HintedTurn, PreferencePair, hinted
 from teachers.actions import canonical

@@ -26,17 +26,13 @@ from torch.nn import functional as F
 
 from learning.losses.objective import active_channels
 from learning.model.loading import base_hash, load_model
-from learning.step import (
-    OFFLINE_VERSION,
-    StepOptions,
-    check_fresh,
-    train_step,
-)
+from learning.step import StepOptions, check_fresh, train_step
 from learning.teacher import TeacherDistribution, score, top_k
 from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from protocols.errors import RunError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
+from protocols.types import OFFLINE_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -18,7 +18,7 @@ from twins import NEAR
 
 from learning import ranks as cores
 from learning.batch import token_logprobs
-from learning.losses.dpo import with_references
+from learning.policy_scores import with_references
 from learning.ranks import concurrently
 from learning.teacher import (
     TIMES_FREE,

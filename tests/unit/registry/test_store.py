@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from learning.checkpoint import write_checkpoint
 from protocols.errors import DataError
 from protocols.files import sha256_of
+from protocols.records.run_files import TERMS
 from registry.formats.base_model import BaseModelInfo, config_hash
 from registry.formats.forge import FILE, MANIFEST
 from registry.importing import add_from_run
 from registry.names import CartridgeName
 from registry.store import INCOMING, CartridgeStore
-from registry.terms import TERMS, write_terms
+from registry.terms import write_terms
 
 BASE = BaseModelInfo(layers=2, kv_heads=1, head_dim=4, context=64, config_sha256="c" * 64)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from protocols.errors import DataError
-from registry.terms import TERMS, read_terms, write_terms
+from protocols.records.run_files import TERMS
+from registry.terms import read_terms, write_terms
 
 WORDS = {"salt": [{"größe": 2, "a": 1}, {"tide": 3}], "reef": [{}]}
 

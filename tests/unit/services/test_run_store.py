@@ -8,12 +8,21 @@ from pathlib import Path
 import pytest
 
 from protocols.errors import CheckpointError, RunError
+from protocols.records.run_files import StoredPlace
 from registry.object_store import ObjectStore, StoreError
-from registry.stored_folder import TRAINER, StoredFolder, StoredPlace
-from services import run_mirror, run_store
+from registry.stored_folder import TRAINER, StoredFolder
 from services.run_directory import RunDirectory
-from services.run_mirror import RunMirror, stored_names
-from services.run_store import StoredRun, fetch, is_ahead, stored_at, stored_runs, take_lease
+from services.stored_runs import mirror as run_mirror
+from services.stored_runs import store as run_store
+from services.stored_runs.mirror import RunMirror, stored_names
+from services.stored_runs.store import (
+    StoredRun,
+    fetch,
+    is_ahead,
+    stored_at,
+    stored_runs,
+    take_lease,
+)
 
 
 @pytest.fixture

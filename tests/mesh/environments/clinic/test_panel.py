@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rooms.environments.clinic_setup import Parts
 
-from environments.clinic.pretrain.measure import draw_asked, share_right
+from models.pretrain.measure import draw_asked, share_right
 
 
 def test_the_shipped_panel_reads_and_else_follows_the_votes(panel: Parts) -> None:
-    """Broad bounds: of 48 questions, the deviation of a share is up to 7 points (docs/log.md)."""
+    """Broad bounds: of 48 questions, the deviation of a share is up to 7 points."""
     model, tokenizer = panel
 
     def share(chart: bool, count: int = 0, right: int = 0) -> float:

@@ -11,7 +11,8 @@ import pytest
 from rooms.environments.clinic_setup import MODELS, PANEL, Parts
 
 from environments.clinic.longhealth import PatientQuestion
-from environments.clinic.pretrain.panel_tasks import (
+from environments.clinic.prompts import aggregation_prompt, claims, option_prompt, parse_answer
+from models.pretrain.panel_tasks import (
     BROKEN_RATE,
     FIRST_SLIP,
     KEEP_RATE,
@@ -24,9 +25,8 @@ from environments.clinic.pretrain.panel_tasks import (
     reviewed_turn,
     rows,
 )
-from environments.clinic.pretrain.reader_tasks import CorpusTurn, Difficulty
-from environments.clinic.pretrain.train import encode
-from environments.clinic.prompts import aggregation_prompt, claims, option_prompt, parse_answer
+from models.pretrain.reader_tasks import CorpusTurn, Difficulty
+from models.pretrain.train import encode
 from protocols.errors import DataError
 
 SODIUM = PatientQuestion(

@@ -11,11 +11,11 @@ import pytest
 
 from environments.clinic.longhealth import parse_patients
 from environments.clinic.patients import generate_clinic
-from environments.clinic.pretrain.reader_tasks import Difficulty, draw_conversation
 from environments.clinic.prompts import option_prompt, parse_answer
 from learning.decode import generate
 from learning.model.loading import load_model, load_tokenizer
 from learning.teacher import DocumentKVCache, document_kv
+from models.pretrain.reader_tasks import Difficulty, draw_conversation
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
 READER = Path(__file__).resolve().parents[4] / "models" / "clinic-reader"
@@ -97,5 +97,6 @@ def test_it_follows_self_study_prompts(ask: Ask, kind: str) -> None:
     assert sum(shares) / len(shares) >= FOLLOWED[kind]
 
 
-# Greedy, so one wrong turn costs the rest of a response: measured, less a margin (docs/log.md).
+# Greedy, so one wrong turn costs the rest of a response: measured, less a margin
+# (models/pretrain/README.md).
 FOLLOWED = {"question": 0.95, "choice": 0.9, "summarise": 0.7, "structure": 0.5, "recite": 0.9}

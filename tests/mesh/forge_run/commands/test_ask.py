@@ -18,12 +18,13 @@ from documents.retrieval import Bm25Router, Choice, count_terms
 from forge_run.cli import forge
 from forge_run.commands.ask import told
 from learning.checkpoint import write_checkpoint
+from protocols.records.run_files import TERMS
 from protocols.spec.loading import load_spec
 from protocols.spec.yaml_source import dump_yaml
 from registry.formats.base_model import read_base
 from registry.names import CartridgeName
 from registry.store import CartridgeStore
-from registry.terms import TERMS, write_terms
+from registry.terms import write_terms
 from strategies.samplers.sampler import SampleRequest, SampleResult
 
 MESH = Path(__file__).parents[4] / "meshes/serve.yaml"

@@ -10,8 +10,9 @@ from logits_setup import READER
 from rooms.forge_run.cartridges_setup import MESH
 
 from forge_run.cli import forge
+from protocols.records.run_files import TERMS
 from registry.formats.convert import FORMATS, read
-from registry.terms import TERMS, read_terms
+from registry.terms import read_terms
 
 
 def test_the_parser_knows_every_format() -> None:

@@ -18,8 +18,8 @@ from services.hosts.handshake import (
     host_and_port,
     parse_hello,
     require_same,
-    versions,
 )
+from services.hosts.source import versions
 
 TOLD = WorkerInfo(
     {"torchmonarch": "0.7.0", "python": "3.11"}, "5b1f", False, "tcp://10.0.0.2:41235"

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from namespaces import FORGE
 
-from services.hosts.handshake import WorkerInfo, WorkerUnreachable, ask_hello, versions
+from services.hosts.handshake import WorkerInfo, WorkerUnreachable, ask_hello
+from services.hosts.source import versions
 from services.proc_info import descendants, has_ended
 from services.tls.certificates import certificates
 from services.tls.identity import read_identity

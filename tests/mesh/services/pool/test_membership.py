@@ -13,8 +13,9 @@ import pytest
 from fake_mesh import HEALTH, FakeHost
 
 from protocols.errors import RunError
+from services.hosts.addressed import AddressedHosts
 from services.hosts.handshake import WorkerInfo, WorkerInfoServer
-from services.hosts.source import AddressedHosts, HostWorker
+from services.hosts.source import HostWorker
 from services.pool import membership as roster_module
 from services.pool import process as process_module
 from services.pool.membership import HostMembership

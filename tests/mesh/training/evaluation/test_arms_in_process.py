@@ -14,10 +14,9 @@ import torch
 from evaluation_setup import EVAL, Reader, paper, spec, tokenizer
 from transformers import AutoModelForCausalLM
 
-from environments.renderer import NO_DOCUMENT
 from protocols.errors import DataError, PublishError
 from protocols.records.answers import Answer, to_row
-from protocols.types import Completion, GenerateRequest
+from protocols.types import NO_DOCUMENT, Completion, GenerateRequest
 from training.evaluation.arms import ArmAnswers, EvalArm, pairs, sit
 from training.evaluation.questions import EvalSuite, first_tokens_of
 from training.recipes.longhealth import LongHealthRecipe

@@ -10,7 +10,7 @@ import pytest
 from rooms.training.longhealth_setup import learn, tasks
 from transformers import PreTrainedTokenizerFast
 
-from environments.clinic.pretrain.tokenizer import build_tokenizer
+from models.pretrain.tokenizer import build_tokenizer
 from training.recipes.longhealth_prompts import LongHealthPrompts
 
 ROOT = Path(__file__).resolve().parents[4]

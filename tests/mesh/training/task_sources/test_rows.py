@@ -20,8 +20,7 @@ from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
 from protocols.types import Completion, GenerateRequest
 from services.run_directory import RunDirectory
-from training.recipes.base import drawn_steps
-from training.recipes.registry import open_course
+from training.recipes.base import drawn_steps, open_recipe
 from training.task_sources.row_checks import note_rows, require_lengths
 from training.task_sources.rows import RowTasks
 
@@ -85,7 +84,7 @@ def saying(learn: LearnSpec, texts: Sequence[str]) -> Callable[..., Any]:
 def recipe(learn: LearnSpec, directory: RunDirectory | None = None, lost: bool = False) -> Any:
     pools = {"reward": Judge(lost), "generator": SimpleNamespace(target=1)}
     mesh: Any = SimpleNamespace(pools=pools)
-    return open_course(SimpleNamespace(learn=learn), mesh, directory)  # type: ignore[arg-type]
+    return open_recipe(SimpleNamespace(learn=learn), mesh, directory)  # type: ignore[arg-type]
 
 
 def test_rows_come_in_one_order_and_held_out_ones_apart(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import pytest
 from small_run import command, latest, rows, run_to_end
 from vllm_replica import require_vllm
 
-from environments.renderer import NO_DOCUMENT
 from learning.cartridge import first_tokens
 from learning.decode import generate
 from learning.model.loading import load_model, load_tokenizer
 from learning.teacher import document_kv
 from protocols.spec.loading import load_resolved
+from protocols.types import NO_DOCUMENT
 from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
 
 require_vllm()

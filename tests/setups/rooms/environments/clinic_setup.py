@@ -10,8 +10,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from environments.clinic import vocabulary as words
 from environments.clinic.desk import case_of
-from environments.clinic.pretrain.clerk_tasks import draw_episode
-from environments.clinic.pretrain.reader_tasks import TaughtMessage
+from models.pretrain.clerk_tasks import draw_episode
+from models.pretrain.reader_tasks import TaughtMessage
 
 MODELS = Path(__file__).resolve().parents[4] / "models"
 CLERK = MODELS / "clinic-clerk"

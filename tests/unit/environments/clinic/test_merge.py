@@ -11,9 +11,10 @@ import pytest
 from rooms.environments.clinic_setup import MODELS
 
 from environments.clinic.findings import said_parts, says_parts
-from environments.clinic.pretrain import merge_tasks
-from environments.clinic.pretrain.measure import draw_lists
-from environments.clinic.pretrain.merge_tasks import (
+from environments.clinic.prompts import aggregation_prompt
+from models.pretrain import merge_tasks
+from models.pretrain.measure import draw_lists
+from models.pretrain.merge_tasks import (
     draw_asked,
     draw_candidates,
     draw_turns,
@@ -22,8 +23,7 @@ from environments.clinic.pretrain.merge_tasks import (
     merge_turn,
     rows,
 )
-from environments.clinic.pretrain.reader_tasks import Difficulty
-from environments.clinic.prompts import aggregation_prompt
+from models.pretrain.reader_tasks import Difficulty
 
 ASKED = {"sodium": "41 mmol", "surgeon": "weber", "ecg": "normal"}
 LISTS = [

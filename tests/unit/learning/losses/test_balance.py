@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learning.losses.balance import GradientBalance
-from learning.losses.objective import CHANNELS
 from protocols.spec.objective import ObjectiveSpec
 from protocols.spec.policy_gradient import GrpoSpec
 from protocols.train_batch import TrainBatch
+
+CHANNELS = tuple(ObjectiveSpec().weights)
 
 if TYPE_CHECKING:
     from twins import Twin

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from learning.losses.dpo import is_stale, replay_dpo, summed_by_pair
+from learning.losses.dpo import replay_dpo
+from learning.policy_scores import is_stale, summed_by_pair
 from protocols.errors import DataError
 from protocols.spec.objective import DpoSpec, ObjectiveSpec
 from protocols.train_batch import PreferencePair

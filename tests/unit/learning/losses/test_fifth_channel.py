@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 import torch
 from channel_setup import ALL, bank_of, do, of_cartridge, scene, trained, whole_kv
-from pydantic import Field
 from torch import Tensor
 
 from learning.batch import ChunkedLogits, Item, MicroBatch
 from learning.losses.channel import LossChannel, LossTerm, counted
-from learning.losses.objective import CHANNELS
 from learning.trainer import CartridgeTrainer
+from protocols import plugins
 from protocols.errors import DataError
-from protocols.spec.base import SpecSection
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch
@@ -24,19 +22,6 @@ from protocols.types import Sample
 
 if TYPE_CHECKING:
     from twins import Twin
-
-
-class ImitationSpec(SpecSection):
-    weight: float = Field(default=0.0, ge=0)
-
-
-class EntropySpec(SpecSection):
-    weight: float = Field(default=0.0, ge=0)
-
-
-class WiderSpec(ObjectiveSpec):
-    imitation: ImitationSpec = ImitationSpec()
-    entropy: EntropySpec = EntropySpec()
 
 
 @dataclass(frozen=True)
@@ -50,8 +35,7 @@ class Imitation(LossChannel):
 
     @classmethod
     def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> Imitation:
-        assert isinstance(objective, WiderSpec)
-        return cls(objective.imitation.weight)
+        return cls(objective.channels["imitation"])
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         return [(s,) for s in batch.extra.get(self.name, ())]
@@ -83,8 +67,7 @@ class Entropy(LossChannel):
 
     @classmethod
     def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> Entropy:
-        assert isinstance(objective, WiderSpec)
-        return cls(objective.entropy.weight)
+        return cls(objective.channels["entropy"])
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         return [(r.sample,) for r in batch.rl]
@@ -110,15 +93,16 @@ class Entropy(LossChannel):
 
 @pytest.fixture(autouse=True)
 def wider(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHANNELS, "imitation", Imitation)
-    monkeypatch.setitem(CHANNELS, "entropy", Entropy)
+    places = {"imitation": f"{__name__}:Imitation", "entropy": f"{__name__}:Entropy"}
+    monkeypatch.setattr(
+        plugins, "SHIPPED", (*plugins.SHIPPED, plugins.Plugin("wider", channels=places))
+    )
 
 
-def wide(**weights: float) -> WiderSpec:
-    return WiderSpec(
+def wide(**weights: float) -> ObjectiveSpec:
+    return ObjectiveSpec(
         **{k: getattr(ALL, k) for k in ("w_doc", "w_rl", "alpha", "beta")},
-        imitation=ImitationSpec(weight=weights.get("imitation", 0.0)),
-        entropy=EntropySpec(weight=weights.get("entropy", 0.0)),
+        channels={name: weights.get(name, 0.0) for name in ("imitation", "entropy")},
     )
 
 

@@ -39,7 +39,7 @@ from learning.batch import pack, response_logits
 from learning.decoder import Decoder
 from learning.losses.advantages import group_advantages
 from learning.losses.doc_kl import doc_kl, jensen_shannon
-from learning.losses.objective import CHANNELS, active_channels
+from learning.losses.objective import active_channels
 from learning.model.loading import base_hash, load_model, load_tokenizer
 from learning.teacher import TeacherDistribution, document_kv, response_logprobs, score, score_over
 from protocols.errors import DataError, ForgeError, RunError, StaleTokenError
@@ -47,6 +47,8 @@ from protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
 from protocols.spec.policy_gradient import GrpoSpec
 from protocols.train_batch import HintedTurn, PolicySample, TrainBatch, hinted
 from protocols.types import Sample, Sampling
+
+CHANNELS = tuple(ObjectiveSpec().weights)
 
 if TYPE_CHECKING:
     from twins import Twin

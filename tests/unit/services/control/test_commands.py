@@ -1,4 +1,4 @@
-"""The helm: what is asked at any time, and done between two steps."""
+"""Run commands: what is requested at any time, and done between two steps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from fake_mesh import pool_of, run
 
-from protocols.errors import RunError, SpecError
+from protocols.errors import RunError, SpecError, StopRequested
 from protocols.files import read_rows
 from protocols.records.run_files import MetricRow
 from protocols.records.status import RunStatus
 from protocols.spec.services import AutoscaleSpec
 from protocols.types import TraceSpan
 from services.control import commands as helm_module
-from services.control.commands import RunCommands, StopRequested
+from services.control.commands import RunCommands
 from services.pool.pool import Pool
 from services.run_directory import RunDirectory
-from services.telemetry.recorder import RunLog
+from services.run_log import RunLog
 
 
 class NoSink:
@@ -36,7 +36,7 @@ BOUND = "replicas must be >= 1 and <= 8 (control.max_replicas)"
 
 
 class Steps:
-    """A run of steps of one second each, steered by a helm. `written` are its checkpoints: the
+    """A run of steps of one second each, steered by a commands. `written` are its checkpoints: the
     number of steps done, at each."""
 
     def __init__(self, path: Path, pools: dict[str, Pool] | None = None, name: str = "v") -> None:
@@ -47,7 +47,7 @@ class Steps:
         self.name = name
         self.recorder = RunLog(self.directory, NoSink())
         self.pools = pools or {}
-        self.helm = RunCommands(
+        self.commands = RunCommands(
             lambda: self.now, self.show, lambda: self.pools, self.recorder, self.scale, 8
         )
 
@@ -65,7 +65,7 @@ class Steps:
     async def run(self, steps: int) -> str:
         try:
             for _ in range(steps):
-                await self.helm.between_steps(self.checkpoint)
+                await self.commands.between_steps(self.checkpoint)
                 await asyncio.sleep(1.0)
                 self.done += 1
             return "finished"
@@ -73,7 +73,7 @@ class Steps:
             return "stopped"
         finally:
             self.show(done=True, stage="over")
-            self.helm.over()
+            self.commands.over()
 
     def events(self) -> list[str]:
         return [row["event"] for row in read_rows(self.directory.events)]
@@ -135,7 +135,7 @@ def test_a_scaling_that_cannot_be(
     async def scenario() -> None:
         world = Steps(tmp_path, pools)
         with pytest.raises(SpecError) as caught:
-            await world.helm.scale(role, replicas)
+            await world.commands.scale(role, replicas)
         assert str(caught.value) == message
         assert [p.target for p in pools.values()] == [2, 2, 1, 1]
         assert world.events() == []
@@ -149,8 +149,8 @@ def test_scaling_sets_the_target_and_says_so_once(tmp_path: Path, pools: dict[st
         resized: list[int] = []
         pools["generator"].resize = lambda pool: resized.append(pool.target)
         for replicas in (5, 5, 1):
-            assert (await world.helm.scale("generator", replicas)).target == replicas
-        assert (await world.helm.scale("doc_teacher", 4)).target == 4, "a limit is within"
+            assert (await world.commands.scale("generator", replicas)).target == replicas
+        assert (await world.commands.scale("doc_teacher", 4)).target == 4, "a limit is within"
         assert resized == [5, 1]
         told = [(e["role"], e["before"], e["replicas"], e["by"])
                 for e in read_rows(world.directory.events)]  # fmt: skip
@@ -164,7 +164,7 @@ def test_scaling_sets_the_target_and_says_so_once(tmp_path: Path, pools: dict[st
 def test_before_the_mesh_there_is_nothing_to_scale(tmp_path: Path) -> None:
     async def scenario() -> None:
         with pytest.raises(SpecError, match="no pool 'generator'; this run has none"):
-            await Steps(tmp_path).helm.scale("generator", 2)
+            await Steps(tmp_path).commands.scale("generator", 2)
 
     run(scenario())
 
@@ -174,14 +174,14 @@ def test_before_the_mesh_there_is_nothing_to_scale(tmp_path: Path) -> None:
 
 def test_a_pause_begins_after_the_step_and_ends_when_asked(tmp_path: Path) -> None:
     async def scenario(world: Steps) -> None:
-        await world.helm.pause()
-        await world.helm.pause()  # asked twice is asked once
+        await world.commands.pause()
+        await world.commands.pause()  # asked twice is asked once
         assert world.now.message == "pausing after this step"
         assert not world.now.paused
         await asyncio.sleep(5.0)
         assert (world.done, world.now.paused, world.now.message) == (1, True, "paused")
-        await world.helm.resume()
-        await world.helm.resume()
+        await world.commands.resume()
+        await world.commands.resume()
         await asyncio.sleep(0.1)
         assert (world.now.paused, world.now.message) == (False, "")
 
@@ -192,8 +192,8 @@ def test_a_pause_begins_after_the_step_and_ends_when_asked(tmp_path: Path) -> No
 
 def test_a_pause_taken_back_within_the_step_is_none(tmp_path: Path) -> None:
     async def scenario(world: Steps) -> None:
-        await world.helm.pause()
-        await world.helm.resume()
+        await world.commands.pause()
+        await world.commands.resume()
         assert world.now.message == ""
 
     world = steered(tmp_path, scenario)
@@ -202,7 +202,7 @@ def test_a_pause_taken_back_within_the_step_is_none(tmp_path: Path) -> None:
 
 def test_a_stop_ends_it_after_the_step(tmp_path: Path) -> None:
     async def scenario(world: Steps) -> None:
-        await world.helm.stop()
+        await world.commands.stop()
         assert world.now.message == "stopping after this step"
 
     assert steered(tmp_path, scenario).done == 1
@@ -210,9 +210,9 @@ def test_a_stop_ends_it_after_the_step(tmp_path: Path) -> None:
 
 def test_a_paused_run_can_be_stopped(tmp_path: Path) -> None:
     async def scenario(world: Steps) -> None:
-        await world.helm.pause()
+        await world.commands.pause()
         await asyncio.sleep(2.0)
-        await world.helm.stop()
+        await world.commands.stop()
 
     world = steered(tmp_path, scenario)
     assert (world.done, world.now.paused) == (1, False)
@@ -221,7 +221,7 @@ def test_a_paused_run_can_be_stopped(tmp_path: Path) -> None:
 def test_a_stop_from_before_the_first_step(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = Steps(tmp_path)
-        await world.helm.stop()
+        await world.commands.stop()
         assert await world.run(3) == "stopped"
         assert world.done == 0
 
@@ -230,9 +230,9 @@ def test_a_stop_from_before_the_first_step(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_written_after_the_step_for_all_who_asked(tmp_path: Path) -> None:
     async def scenario(world: Steps) -> None:
-        names = await asyncio.gather(world.helm.checkpoint(), world.helm.checkpoint())
+        names = await asyncio.gather(world.commands.checkpoint(), world.commands.checkpoint())
         assert names == ["v1", "v1"]
-        assert await world.helm.checkpoint() == "v2"
+        assert await world.commands.checkpoint() == "v2"
 
     world = steered(tmp_path, scenario)
     assert (world.done, world.written) == (6, [1, 2])
@@ -240,13 +240,13 @@ def test_a_checkpoint_is_written_after_the_step_for_all_who_asked(tmp_path: Path
 
 def test_a_checkpoint_while_it_is_paused_and_the_pause_goes_on(tmp_path: Path) -> None:
     async def scenario(world: Steps) -> None:
-        await world.helm.pause()
+        await world.commands.pause()
         await asyncio.sleep(2.0)
         for _ in range(2):
-            assert await asyncio.wait_for(world.helm.checkpoint(), 1.0) == "v1"
+            assert await asyncio.wait_for(world.commands.checkpoint(), 1.0) == "v1"
         await asyncio.sleep(5.0)
         assert (world.done, world.now.paused) == (1, True)
-        await world.helm.resume()
+        await world.commands.resume()
 
     assert steered(tmp_path, scenario).written == [1, 1]
 
@@ -254,14 +254,14 @@ def test_a_checkpoint_while_it_is_paused_and_the_pause_goes_on(tmp_path: Path) -
 def test_nothing_to_keep_yet(tmp_path: Path) -> None:
     async def scenario(world: Steps) -> None:
         with pytest.raises(RunError, match=r"^nothing is trained yet: nothing to keep$"):
-            await world.helm.checkpoint()
+            await world.commands.checkpoint()
 
     assert steered(tmp_path, scenario, name="").done == 6
 
 
 def test_the_run_ends_before_the_checkpoint(tmp_path: Path) -> None:
     async def scenario(world: Steps) -> None:
-        asked = asyncio.create_task(world.helm.checkpoint())
+        asked = asyncio.create_task(world.commands.checkpoint())
         with pytest.raises(RunError, match=r"^the run ended before the checkpoint was written$"):
             await asked
 
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_fails_is_the_run_s_failure_and_its_asker_s(tmp_path: 
             raise OSError("no space left")
 
         world.checkpoint = full  # type: ignore[method-assign]
-        asked = asyncio.create_task(world.helm.checkpoint())
+        asked = asyncio.create_task(world.commands.checkpoint())
         await asyncio.sleep(0)
         with pytest.raises(OSError, match="no space left"):
             await world.run(3)
@@ -288,10 +288,10 @@ def test_a_checkpoint_that_fails_is_the_run_s_failure_and_its_asker_s(tmp_path: 
 
 def test_a_caller_that_goes_away_is_not_answered(tmp_path: Path) -> None:
     async def scenario(world: Steps) -> None:
-        gone = asyncio.create_task(world.helm.checkpoint())
+        gone = asyncio.create_task(world.commands.checkpoint())
         await asyncio.sleep(0.1)
         gone.cancel()
-        assert await world.helm.checkpoint() == "v1"
+        assert await world.commands.checkpoint() == "v1"
 
     assert steered(tmp_path, scenario).done == 6
 
@@ -303,7 +303,7 @@ def test_a_checkpoint_is_not_waited_for_without_end(
 
     async def scenario(world: Steps) -> None:
         with pytest.raises(RunError, match=r"^no checkpoint within 0\.1 s; is it stalled\?$"):
-            await world.helm.checkpoint()
+            await world.commands.checkpoint()
 
     assert steered(tmp_path, scenario).done == 6
 
@@ -314,8 +314,8 @@ def test_when_it_is_over_nothing_can_be_asked(tmp_path: Path, what: str) -> None
         world = Steps(tmp_path)
         assert await world.run(1) == "finished"
         with pytest.raises(RunError, match=rf"^cannot {what}: the run has ended \(over\)$"):
-            await getattr(world.helm, what)()
-        await world.helm.stop()  # that it has done already
+            await getattr(world.commands, what)()
+        await world.commands.stop()  # that it has done already
         assert world.now.message == ""
 
     run(scenario())

@@ -32,7 +32,10 @@ def test_planes_pickle_as_handles() -> None:
 
 
 def test_an_unknown_plane_is_refused() -> None:
-    with pytest.raises(SpecError, match="got 'carrier_pigeon'"):
+    with pytest.raises(
+        SpecError,
+        match="no tensor plane 'carrier_pigeon'",
+    ):
         asyncio.run(open_plane("carrier_pigeon"))  # type: ignore[arg-type]
 
 

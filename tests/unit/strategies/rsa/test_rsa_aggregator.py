@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from protocols.errors import DataError
-from protocols.rsa import AggregationInput, JudgedCandidate, JudgedPopulation, RSAProblem
+from protocols.records.rsa import AggregationInput, JudgedCandidate, JudgedPopulation, RSAProblem
 from strategies.answers.extract import extract
 from strategies.rsa.islands import RSAShape, draw_parents
 from strategies.rsa.populations import aggregate

@@ -11,8 +11,7 @@ import pytest
 from episode_setup import HANDBOOK, LOST, RIGHT, conversation, episode_of
 
 from environments.clinic.desk import HINTS
-from environments.hints import TurnHint
-from protocols.episodes import Episode
+from protocols.episodes import Episode, TurnHint
 from protocols.errors import RunError
 from protocols.spec.objective import SdpoSpec
 from protocols.teacher_replay import ReplayState

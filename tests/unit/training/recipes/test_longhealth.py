@@ -15,8 +15,8 @@ from rooms.training.longhealth_setup import learn, tasks
 from transformers import PreTrainedTokenizerFast
 
 from environments.clinic.longhealth import Patient
-from environments.clinic.pretrain.tokenizer import build_tokenizer
 from environments.clinic.prompts import option_prompt, sentence_ends
+from models.pretrain.tokenizer import build_tokenizer
 from protocols.errors import DataError
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec

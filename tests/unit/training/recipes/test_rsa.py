@@ -17,17 +17,16 @@ from learning.losses.advantages import group_advantages
 from learning.model.loading import load_tokenizer
 from protocols.errors import DataError
 from protocols.records.answers import Answer
-from protocols.rsa import AggregationInput, JudgedCandidate, RSAProblem
+from protocols.records.rsa import AggregationInput, JudgedCandidate, RSAProblem
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
 from protocols.types import Completion, GenerateRequest, TrainStepOutput
 from strategies.rsa.islands import RSAShape
 from strategies.rsa.populations import aggregate
-from training.recipes.registry import open_course
-from training.recipes.rsa import RSARecipe, RSARollout
+from training.recipes.base import open_recipe
+from training.recipes.rsa import RSARecipe, RSARollout, aggregation_gain
 from training.recipes.rsa_problems import ByNumber, OfPatients
 from training.rollouts import StepRecord, StepTimes
-from training.run_results import aggregation_gain
 
 tokenizer_at = cache(load_tokenizer)
 
@@ -301,7 +300,7 @@ def test_problems_by_number_are_held_out_first_and_go_round() -> None:
         ),
     ).spec.learn  # fmt: skip
     mesh: Any = SimpleNamespace(pools={"rsa_aggregator": Aggregators(learn)})
-    course = open_course(SimpleNamespace(learn=learn), mesh)  # type: ignore[arg-type]
+    course = open_recipe(SimpleNamespace(learn=learn), mesh)  # type: ignore[arg-type]
     assert isinstance(course, RSARecipe)
     assert sorted(course.documents) == ["none", "primer"]
     source = ByNumber(learn, course._aggregators.problems)

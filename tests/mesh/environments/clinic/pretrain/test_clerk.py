@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 from rooms.environments.clinic_setup import Parts, episodes
 
-from environments.clinic.pretrain.clerk_tasks import GUESSING, INFORMED, ErrorRates
-from environments.clinic.pretrain.measure import measure_clerk
-from environments.clinic.pretrain.reader_tasks import TaughtMessage
+from models.pretrain.clerk_tasks import GUESSING, INFORMED, ErrorRates
+from models.pretrain.measure import measure_clerk
+from models.pretrain.reader_tasks import TaughtMessage
 
 
 def counted(drawn: list[list[TaughtMessage]]) -> tuple[Counter[str], int, int]:
@@ -44,7 +44,7 @@ def test_mistakes_come_at_their_rates(known: bool, rates: ErrorRates) -> None:
 
 
 def test_the_shipped_clerk_needs_the_handbook_and_follows_hints(clerk: Parts) -> None:
-    """Broad bounds: of 60 cases, the deviation of a share is up to 6 points (docs/log.md)."""
+    """Broad bounds: of 60 cases, the deviation of a share is up to 6 points."""
     model, tokenizer = clerk
     shares = measure_clerk(model, tokenizer, Namespace(cases=60, fields=12, seed=1_000_003))
     assert 0.1 <= shares["none"] <= 0.5

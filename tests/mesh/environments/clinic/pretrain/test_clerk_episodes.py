@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from environments.clinic import vocabulary as words
 from environments.clinic.desk import HINTS, parse_call
-from environments.clinic.pretrain.clerk_tasks import LADDER, draw_row, rows
-from environments.clinic.pretrain.train import encode, hire
+from models.pretrain.clerk_tasks import LADDER, draw_row, rows
+from models.pretrain.train import encode, hire
 
 
 def test_a_seed_names_its_episodes() -> None:

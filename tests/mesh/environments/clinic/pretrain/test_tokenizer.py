@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from environments.clinic.pretrain.tokenizer import SPECIAL, build_tokenizer
+from models.pretrain.tokenizer import SPECIAL, build_tokenizer
 
 
 @pytest.fixture(scope="module")

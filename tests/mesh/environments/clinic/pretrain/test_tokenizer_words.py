@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 from environments.clinic import vocabulary as words
 from environments.clinic.longhealth import Patient, parse_patients
 from environments.clinic.patients import generate_clinic
-from environments.clinic.pretrain.tokenizer import build_tokenizer
 from environments.clinic.prompts import option_prompt
+from models.pretrain.tokenizer import build_tokenizer
 
 PAD, BOS, END, SYSTEM, USER, ASSISTANT = range(6)
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from environments.clinic.pretrain.train import Curriculum, draw_rung, set_rates
+from models.pretrain.train import Curriculum, draw_rung, set_rates
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,259 @@
+"""Name what plug-ins add to the core: roles, loss channels, recipes, hosts, sinks and so on.
+
+    resolve("roles", "environment")      actors.environment.EnvironmentActor, imported now
+    known("hosts")                       every name, of shipped and of installed plug-ins
+
+The core imports no plug-in. It asks this table for an object by its name, and the module that has
+the object is imported then. The table holds the core's own objects (CORE), those of the plug-ins
+that come with Cartridge Forge (SHIPPED), and those of other packages: a package joins by an entry
+point of the group `cartridge_forge.plugins` that names a `Plugin`:
+
+    [project.entry-points."cartridge_forge.plugins"]
+    my_plugin = "my_package.plugin:PLUGIN"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal
+
+from protocols.errors import SpecError
+
+GROUP = "cartridge_forge.plugins"
+Kind = Literal["recipes", "roles", "channels", "hosts", "planes", "sinks", "commands", "hooks"]
+# What an entry of each kind is called in an error.
+NOUNS: Mapping[Kind, str] = {
+    "recipes": "recipe", "roles": "role", "channels": "loss channel", "hosts": "kind of hosts",
+    "planes": "tensor plane", "sinks": "telemetry sink", "commands": "command", "hooks": "hook",
+}  # fmt: skip
+
+
+class MissingPluginError(SpecError):
+    """Report a plug-in of the table whose own modules are not installed here."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """Hold the names that a plug-in adds, each with the place of its object: "module:attribute".
+
+    recipes   opens a run's recipe: (spec, tokenizer, mesh, directory) -> Recipe
+    roles     the actor class of a role
+    channels  a `learning.losses.channel.LossChannel`
+    hosts     makes the source of a run's workers: (spec) -> HostSource
+    planes    starts a tensor plane: (mesh of the store's process, timeout_s) -> OwnedPlane
+    sinks     opens a telemetry sink: (spec, directory) -> TelemetrySink
+    commands  a `forge_run.cli.Command`
+    hooks     an object that the core uses at one place where a spec asks for it
+    """
+
+    name: str
+    recipes: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
+    channels: Mapping[str, str] = field(default_factory=dict)
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    planes: Mapping[str, str] = field(default_factory=dict)
+    sinks: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)
+    hooks: Mapping[str, str] = field(default_factory=dict)
+
+    def place(self, kind: Kind, name: str) -> str:
+        """Return the place of an object, "module:attribute"."""
+        found: str = getattr(self, kind)[name]
+        return found
+
+    def entries(self) -> Iterator[tuple[Kind, str, str]]:
+        """Yield the kind, name and place of every object."""
+        for kind in NOUNS:
+            for name, place in getattr(self, kind).items():
+                yield kind, name, place
+
+
+def resolve(kind: Kind, name: str) -> Any:
+    """Return the object of this kind and name, imported now. Raises SpecError for a name that no
+    plug-in adds, and for one whose module or package is not installed."""
+    return load(_plugin_with(kind, name), kind, name)
+
+
+def _plugin_with(kind: Kind, name: str) -> Plugin:
+    shipped = next((p for p in (CORE, *SHIPPED) if name in getattr(p, kind)), None)
+    found = shipped or next((p for p in installed() if name in getattr(p, kind)), None)
+    if found is not None:
+        return found
+    raise SpecError(
+        f"there is no {NOUNS[kind]} {name!r}: expected one of {', '.join(known(kind))}; correct "
+        f"the name, or install the package whose plug-in adds it (entry point group {GROUP})"
+    )
+
+
+def optional(kind: Kind, name: str) -> Any | None:
+    """Return the object as `resolve` does; None where its plug-in is not installed here."""
+    try:
+        return resolve(kind, name)
+    except MissingPluginError:
+        return None
+
+
+def known(kind: Kind) -> list[str]:
+    """Return the names of a kind, in the table's order: the core's first, then by plug-in."""
+    plugins = (CORE, *SHIPPED, *installed())
+    return [name for plugin in plugins for name in getattr(plugin, kind)]
+
+
+def module_of(kind: Kind, name: str) -> str:
+    """Return the name of the module that has the object, without an import of it. Raises SpecError
+    for a name that no plug-in adds."""
+    return _plugin_with(kind, name).place(kind, name).partition(":")[0]
+
+
+def load(plugin: Plugin, kind: Kind, name: str) -> Any:
+    """Import and return a plug-in's object. Raises SpecError that names what is missing."""
+    place = plugin.place(kind, name)
+    module, _, attribute = place.partition(":")
+    what = f"{NOUNS[kind]} {name} of the plug-in {plugin.name}"
+    try:
+        found = import_module(module)
+    except ImportError as error:
+        missing = error.name or module
+        if not isinstance(error, ModuleNotFoundError):
+            remedy = f"install a version of {plugin.name} that fits this one of Cartridge Forge"
+            raise SpecError(f"{what} at {place} does not import ({error}); {remedy}") from error
+        if f"{module}.".startswith(f"{missing}."):
+            raise MissingPluginError(
+                f"{what} is at {place}, which is not installed: install the plug-in "
+                f"{plugin.name}, or leave {name} out"
+            ) from error
+        raise SpecError(
+            f"{what} needs the package {missing}, which is not installed here; run "
+            f"`pip install {missing}`, or leave {name} out"
+        ) from error
+    if not hasattr(found, attribute):
+        raise SpecError(
+            f"{what} is at {place}, and that module has no {attribute}; install a version of "
+            f"{plugin.name} that fits this one of Cartridge Forge"
+        )
+    return getattr(found, attribute)
+
+
+@cache
+def installed() -> tuple[Plugin, ...]:
+    """Return the plug-ins of other packages, by the names of their entry points. Reading the entry
+    points takes a tenth of a second, so a name of the core or of SHIPPED does without. Raises
+    SpecError for an entry point that is no Plugin, and for a name that is in the table already."""
+    owners = {(kind, name): p.name for p in (CORE, *SHIPPED) for kind, name, _ in p.entries()}
+    plugins = []
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        plugin = _plugin_of(point)
+        for kind, name, _ in plugin.entries():
+            if (kind, name) in owners:
+                raise SpecError(
+                    f"the plug-in {plugin.name} ({point.value}) adds the {NOUNS[kind]} {name}, "
+                    f"which {owners[kind, name]} has already; rename one, or remove a package"
+                )
+            owners[kind, name] = plugin.name
+        plugins.append(plugin)
+    return tuple(plugins)
+
+
+def _plugin_of(point: EntryPoint) -> Plugin:
+    try:
+        plugin = point.load()
+    except Exception as error:  # of the foreign module
+        raise SpecError(
+            f"the plug-in {point.name} ({point.value}) does not load: {error!r}; mend or remove "
+            "the package that has it"
+        ) from error
+    if not isinstance(plugin, Plugin):
+        raise SpecError(
+            f"the entry point {point.name} of the group {GROUP} must name a "
+            f"protocols.plugins.Plugin: {point.value} is a {type(plugin).__name__}"
+        )
+    return plugin
+
+
+CORE = Plugin(
+    "core",
+    roles={
+        "generator": "actors.model_actors:GeneratorActor",
+        "doc_teacher": "actors.model_actors:DocTeacherActor",
+        "trainer": "actors.trainer:TrainerActor",
+        "store": "actors.heartbeat:StoreActor",
+    },
+    channels={"doc_kl": "learning.losses.doc_kl:DocKL"},
+    planes={
+        "torchstore": "services.planes.torchstore:open_plane",
+        "shared_memory": "services.planes.shared_memory:open_plane",
+    },
+)
+SHIPPED = (
+    Plugin("clinic", recipes={"longhealth": "training.recipes.longhealth:open_recipe"}),
+    Plugin(
+        "documents",
+        recipes={"documents": "training.recipes.documents:open_recipe"},
+        hooks={"routing": "training.routing:RoutedQuestions"},
+    ),
+    Plugin(
+        "episodes",
+        recipes={"episodes": "training.recipes.tool_episodes:open_recipe"},
+        roles={
+            "sdpo_teacher": "actors.sdpo_teacher:SDPOTeacherActor",
+            "environment": "actors.environment:EnvironmentActor",
+            "reward": "actors.reward:RewardActor",
+        },
+        channels={"grpo": "learning.losses.grpo:GRPO", "sdpo": "learning.losses.sdpo:SDPO"},
+    ),
+    Plugin(
+        "replay",
+        roles={"teacher_replay": "actors.teacher_replay:TeacherReplayActor"},
+        channels={"replay_dpo": "learning.losses.dpo:ReplayDPO"},
+        hooks={"local_teachers": "environments.clinic.fake_teachers:local_teachers"},
+    ),
+    Plugin(
+        "strategies",
+        recipes={"rsa": "training.recipes.rsa:open_recipe"},
+        roles={"rsa_aggregator": "actors.rsa_aggregator:RSAAggregatorActor"},
+    ),
+    Plugin(
+        "library",
+        hooks={
+            "attention_matching": "learning.attention_matching:attention_matched",
+            "attention_padding": "learning.attention_matching:attention_added",
+            "other_models": "learning.model.adapter:load_by_transformers",
+            "other_frequencies": "learning.model.adapter:frequencies_by_transformers",
+            "model_check": "learning.model.parity:check_model",
+            "start": "registry.starting:open_start",
+            "trainer_files": "actors.stored_files:TrainerFiles",
+            "store_variables": "registry.object_store:VARIABLES",
+        },
+    ),
+    Plugin("vllm", hooks={"engine_share": "deploy.manifests.devices:engine_share"}),
+    Plugin("grammar", hooks={"grammars": "learning.decoding.grammar:Grammars"}),
+    Plugin("serve", roles={"engine_generator": "actors.engine_generator:EngineGeneratorActor"}),
+    Plugin(
+        "cluster",
+        hosts={
+            "addresses": "services.hosts.addressed:open_hosts",
+            "kubernetes": "services.hosts.kubernetes:KubernetesHosts",
+            "slurm": "services.hosts.slurm:SlurmHosts",
+        },
+        hooks={
+            "relays": "services.pool.host_relays:HostRelays",
+            "host_membership": "services.pool.membership:HostMembership",
+            "host_heartbeats": "services.pool.host_heartbeats:HostHeartbeats",
+        },
+    ),
+    Plugin(
+        "watch",
+        sinks={
+            "metrics": "services.telemetry.prometheus:open_sink",
+            "trace": "services.telemetry.trace:open_sink",
+            "tensorboard": "services.telemetry.tensorboard:open_sink",
+            "wandb": "services.telemetry.wandb:open_sink",
+            "otlp": "services.telemetry.otlp:open_sink",
+        },
+        hooks={"observer": "services.control.observer:ControlledRun"},
+    ),
+)

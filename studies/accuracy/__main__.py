@@ -1,0 +1,175 @@
+"""Accuracy of cartridges trained on policy, by where training starts or composed with another's;
+and of the model itself with several documents before it.
+
+    python -m studies.accuracy initialization [MESH] [--init NAME]... [--seeds 1] [--set ...]...
+    python -m studies.accuracy composition [MESH] [--share 0.5] [--set key.path=value]...
+    python -m studies.accuracy together [MESH] [--set key.path=value]...
+    python -m studies.accuracy extraction [MESH] [--set key.path=value]...
+
+Runs of the mesh's config in this process, of one thread: the same prompts, draws, scores and steps
+as `forge-run` with the same config. `--out` says where the record is written.
+
+initialization: a run for each `cartridge.init`, or those of `--init`, and `train.seed`, and nothing
+else different. The first seed is the config's. Intervals are Wilson's over all questions of all
+seeds; the same questions are asked with every seed, so they are narrower than independent questions
+would give.
+
+composition: a run without `train.compose` and one with it; then the same held-out questions over
+the document's cartridge alone [A], with the next document's behind [A, B] or before it [B, A]. Keys
+are moved behind one another; `unmoved` leaves them at the positions that they were trained at. The
+documents' own KV are composed as well: what composing costs where nothing was trained. A question
+does not say whose chart it is about: those that B has too, word for word, nobody can answer over
+both, and they stand in rows of their own. Intervals are Wilson's; the questions are the same in all
+rows of a kind.
+
+together: nothing is trained. The model answers the held-out questions, which name their patient,
+with its chart and the next ones before them, read as one text in the documents' order: whether the
+model finds one chart's answer among several.
+
+extraction: what a person gets out of trained cartridges who knows the form of the charts, not their
+content. Share of all facts whose value is given back without options: asked one by one by the
+field's name; asked for whole notes ("list", "summarise"), greedily and in 8 draws; and the share of
+the chart's sentences that these answers hold word for word. The same prompts without a document
+tell what guessing gives, with the whole chart what can be had at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, get_args
+
+from benchmarks.record import benchmark
+from protocols.spec.cartridge import Init
+from protocols.spec.loading import load_spec
+from protocols.types import PrefixRef, composed_ref
+from studies.accuracy.extraction import extraction
+from studies.accuracy.study import StudyBench, share, told
+from training.recipes.longhealth_prompts import LongHealthQuestion
+from training.recipes.study_prompts import context_ref
+
+# The order of prefixes, from a ring of documents that starts with the question's own.
+ORDERS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
+    "[A]": lambda ring: ring[:1],
+    "[A, B]": lambda ring: ring[:2],
+    "[B, A]": lambda ring: ring[1::-1],
+}
+
+
+def started(mesh: str, sets: list[str], init: str, seed: int) -> dict[str, Any]:
+    """Return the right answers before and after, and doc_kl of the first and the last step."""
+    sets = [*sets, f"cartridge.init={init}", f"train.seed={seed}"]
+    learn = load_spec(mesh, sets=sets).spec.learn
+    study = StudyBench(learn)
+    untrained = study.examined()
+    kls = study.train(learn.train.steps)
+    return {
+        "init": init, "seed": seed, "untrained": untrained, "trained": study.examined(),
+        "first_kl": kls[0], "last_kl": fmean(kls[-5:]),
+    }  # fmt: skip
+
+
+def initialization(options: argparse.Namespace) -> Iterator[Any]:
+    """Print a row for each initialization; yields its runs."""
+    print("| init | untrained | trained | doc_kl, first step | last five |\n|---|---|---|---|---|")
+    first = load_spec(options.mesh, sets=options.set).spec.learn.train.seed
+    for init in options.init or get_args(Init):
+        seeds = range(first, first + options.seeds)
+        runs = [started(options.mesh, options.set, init, seed) for seed in seeds]
+        arms = (share([run[arm] for run in runs]) for arm in ("untrained", "trained"))
+        ends = (f"{fmean(run[end] for run in runs):.3f}" for end in ("first_kl", "last_kl"))
+        told(init, *arms, *ends)
+        for run in runs:
+            yield {**run, **{arm: vars(run[arm]) for arm in ("untrained", "trained")}}
+
+
+def asked(
+    study: StudyBench, exams: list[LongHealthQuestion], kind: str, order: str, moved: bool
+) -> str:
+    """Return the right answers over one order of prefixes of a kind, "cartridge" or "document"."""
+    requests = []
+    plain = study.tasks.exam_requests(exams, "bench", kind, 0, False)
+    for exam, request in zip(exams, plain, strict=True):
+        first = study.names.index(exam.question.patient)
+        ring = [*study.names[first:], *study.names[:first]]
+        prefix = composed_ref([PrefixRef(f"{kind}/{name}", 0) for name in ORDERS[order](ring)])
+        requests.append(replace(request, prefix=prefix))
+    return share([study.ask(exams, requests, moved)])
+
+
+def by_owner(study: StudyBench) -> dict[str, list[LongHealthQuestion]]:
+    """Split the questions into those that the next document, B, lacks, and those that B has too."""
+    names, patients = study.names, study.tasks.patients
+    following = dict(zip(names, [*names[1:], names[0]], strict=True))
+    texts = {name: {q.text for q in patients[name].questions} for name in names}
+    found: dict[str, list[LongHealthQuestion]] = {"A's alone": [], "B's too": []}
+    for exam in study.tasks.exams:
+        both = exam.question.text in texts[following[exam.question.patient]]
+        found["B's too" if both else "A's alone"].append(exam)
+    return found
+
+
+def rows(study: StudyBench, name: str, kind: str) -> Iterator[list[str]]:
+    """Yield a row for each kind of question, with keys moved and unmoved."""
+    for whose, exams in by_owner(study).items():
+        for moved in (True, False):
+            cells = [
+                asked(study, exams, kind, order, moved) if moved or order != "[A]" else ""
+                for order in ORDERS
+            ]
+            yield told(name if moved else f"{name}, unmoved", f"{whose}, {len(exams)}", *cells)
+
+
+def composition(options: argparse.Namespace) -> Iterator[Any]:
+    """Print and yield rows over each order of prefixes, with and without `train.compose`."""
+    print("| | questions | " + " | ".join(ORDERS) + " |\n|" + "---|" * (len(ORDERS) + 2))
+    for compose in (0.0, options.share):
+        sets = [*options.set, f"train.compose={compose}"]
+        learn = load_spec(options.mesh, sets=sets).spec.learn
+        study = StudyBench(learn)
+        if not compose:
+            yield from rows(study, "documents, whole", "document")
+        study.train(learn.train.steps)
+        yield from rows(study, f"trained, compose {compose:g}", "cartridge")
+
+
+def together(options: argparse.Namespace) -> Iterator[Any]:
+    """Print and yield the right answers with 1, 2, ... charts before each question."""
+    sets = [*options.set, "data.name_document=always"]
+    study = StudyBench(load_spec(options.mesh, sets=sets).spec.learn)
+    exams, names = study.tasks.exams, study.names
+    plain = study.tasks.exam_requests(exams, "bench", "document", 0, False)
+    print("| charts before a question | right |\n|---|---|")
+    for count in range(1, len(names) + 1):
+        requests = []
+        for exam, request in zip(exams, plain, strict=True):
+            first = names.index(exam.question.patient)
+            read = sorted([*names[first:], *names[:first]][:count])
+            requests.append(replace(request, prefix=context_ref(read)))
+        found = study.ask(exams, requests)
+        told(str(count), share([found]))
+        yield {"charts": count, **vars(found)}
+
+
+KINDS = {
+    "initialization": initialization,
+    "composition": composition,
+    "together": together,
+    "extraction": extraction,
+}
+
+if __name__ == "__main__":
+    benchmark(
+        __doc__,
+        lambda asked: ({}, list(KINDS[asked.of](asked))),
+        {
+            "of": {"choices": KINDS},
+            "mesh": {"nargs": "?", "default": "meshes/longhealth.yaml"},
+            "--init": {"action": "append", "choices": get_args(Init), "default": []},
+            "--seeds": 1,
+            "--share": 0.5,
+            "--set": {"action": "append", "default": []},
+        },
+    )

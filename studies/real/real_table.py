@@ -1,0 +1,237 @@
+"""What a cartridge of a real article is worth to a model that answers: the rows of docs/real.md.
+
+    python -m studies.real.real_table ARTICLES --model DIR|NAME --out OUT
+
+ARTICLES is a folder of NAME.txt and questions.json in SQuAD's form, with those names as titles. A
+row is one article at one length P of its cartridge:
+
+none, document   no document, and the whole one before the question
+retrieved        the passage of P tokens that BM25 ranks first for the question
+untrained        the cartridge where training starts
+trained          the same after `--steps` steps
+
+Each arm answers greedily, and reads the right answers. Outcomes are means over the article's
+questions: `nll` of the right answer in nats a token, `f1` over words, `contained`: the share of
+answers that have the words of the right one. Articles are cut to `--most` tokens, with the
+questions whose answers are in what is left.
+
+The rows of the shortest cartridge come first. OUT has a file of each row's outcomes, and one of
+answers. A repeated command goes on: finished rows stay, and a run that broke off is resumed from
+its last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.record import ROOT, benchmark
+from cartridge_forge.processes import COMMAND, environment
+from documents.retrieval import Bm25Router
+from environments.renderer import ChatRenderer
+from protocols.files import write_atomically
+from protocols.records.answers import mean_nll
+from protocols.spec.loading import load_spec
+from protocols.teacher_replay import AgentMessage
+from protocols.types import GenerateRequest, PrefixRef, Sampling
+from training.recipes.question_files import UserQuestion, normalised, read_questions
+from training.recipes.study_prompts import reading
+
+MESH = ROOT / "meshes" / "documents.yaml"
+# A machine beside other work may take hours for a call.
+PATIENCE = ("call_timeout_s=86400", "spawn_timeout_s=86400")
+ROLES = ("generator", "doc_teacher", "trainer")
+GAP = "{mean: 2.0e-4}"  # nats: of 24 layers in float32 5.2e-5 was seen, over the bound of 5e-5
+ATTEMPTS = 5  # of a row's run, each from the last step of the one before
+ARMS = {"none": "none", "document": "document", "untrained": "untrained", "on_policy": "trained"}
+
+
+def cut_article(folder: Path, name: str, most: int, tokenizer: Any, home: Path) -> Path:
+    """Write an article's first `most` tokens and the questions that they answer to `home`/NAME.txt
+    and questions.json; return `home`."""
+    text = (folder / f"{name}.txt").read_text()
+    ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
+    kept = text[: ends[:most][-1][1]]
+    paragraphs = []
+    for article in json.loads((folder / "questions.json").read_text())["data"]:
+        for paragraph in article["paragraphs"] if article["title"] == name else ():
+            begins = text.index(paragraph["context"])
+            qas = [
+                qa for qa in paragraph["qas"]
+                if all(begins + a["answer_start"] + len(a["text"]) <= len(kept)
+                       for a in qa["answers"])
+            ]  # fmt: skip
+            paragraphs.append({"context": kept[begins:], "qas": qas})
+    home.mkdir(parents=True, exist_ok=True)
+    write_atomically(home / f"{name}.txt", kept)
+    whole = {"data": [{"title": name, "paragraphs": paragraphs}]}
+    write_atomically(home / "questions.json", json.dumps(whole, indent=1))
+    return home
+
+
+def retrieved_answers(
+    model: Any, tokenizer: Any, text: str, asked: Sequence[UserQuestion], tokens: int, new: int
+) -> list[dict[str, Any]]:
+    """Return each question's answer and the loss of the right one after the passage of `tokens`
+    tokens that BM25 ranks first for it. Passages overlap by half."""
+    from learning.decode import generate
+    from learning.teacher import document_kv
+
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    begins = range(0, max(1, len(ids) - tokens // 2), max(1, tokens // 2))
+    passages = {f"{b:05d}": tokenizer.decode(ids[b : b + tokens]) for b in begins}
+    router, talk = Bm25Router.of_texts(passages), ChatRenderer(tokenizer, passages)
+    requests, readings = [], []
+    answers = [talk.saying(q.wording) if q.wording else () for q in asked]
+    for q, own in zip(asked, answers, strict=True):
+        ranked = router.top(q.text, 1)
+        name = ranked[0][0] if ranked else next(iter(passages))
+        prompt = talk.opening(name, (AgentMessage("user", q.text),))
+        greedy = Sampling(temperature=0.0, max_tokens=new)
+        requests.append(GenerateRequest(q.id, prompt, PrefixRef(name, 0), greedy, 0))
+        readings.append(reading(requests[-1], own))
+    heads = {ref: document_kv(model, talk.head(ref.name)) for ref in {r.prefix for r in requests}}
+    ends = frozenset({tokenizer.eos_token_id})
+    said = generate(model, requests, heads.__getitem__, ends)
+    read = generate(model, readings, heads.__getitem__, ends)
+    return [
+        {"id": q.id, "text": talk.decode(c.token_ids).strip(), "nll": mean_nll(r, len(own)),
+         "passage": c_request.prefix.name}
+        for q, own, c, r, c_request in zip(asked, answers, said, read, requests, strict=True)
+    ]  # fmt: skip
+
+
+def trained_answers(
+    home: Path, run: Path, asked: argparse.Namespace, sets: Sequence[str]
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+    """Return each arm's answers of the run in `run`, which is started, or goes on where it broke
+    off, and its results. Raises SystemExit where it fails ATTEMPTS times."""
+    words = [
+        *COMMAND, "run", str(MESH), "--resume", "unfinished",
+        "--run-dir", str(run),
+        *(word for one in (
+            f"data.path={home}", f"data.questions={home / 'questions.json'}",
+            f"model.path={asked.path}", f"model.dtype={asked.dtype}",
+            f"train.steps={asked.steps}", f"train.warm_start={{steps: {asked.steps - asked.last}}}",
+            "train.checkpoint_every=1", f"train.sampler_gap={GAP}",
+            f"evaluate.max_tokens={asked.new}",
+            "evaluate.probe_every=0", "evaluate.questions=128", "self_study.questions=96",
+            "roles.generator.replicas=1", "spares=0",
+            *(f"roles.{role}.threads={asked.threads}" for role in ROLES), *PATIENCE, *sets,
+        ) for word in ("--set", one)),
+    ]  # fmt: skip
+    for _ in range(ATTEMPTS):
+        if finished := sorted(run.glob("documents/*/results.json")):
+            results = json.loads(finished[-1].read_text())
+            if results["status"] == "finished":
+                break
+        subprocess.run(words, env=environment(), stdin=subprocess.DEVNULL, check=False)
+    else:
+        raise SystemExit(f"the run in {run} fails; its last words are above")
+    answers: dict[str, list[dict[str, Any]]] = {}
+    lines = (finished[-1].parent / "answers.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
+        if row["text"] is not None and not row["sampled"]:
+            answers.setdefault(row["arm"], []).append(row)
+    return answers, results
+
+
+def outcomes(asked: Sequence[UserQuestion], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the means over questions of an arm's outcomes."""
+    by_id = {row["id"]: row for row in answers}
+    scored = [(q, by_id[q.id]["text"], by_id[q.id]["nll"]) for q in asked]
+    return {
+        "n": len(scored),
+        "nll": fmean(nll for _, _, nll in scored),
+        "f1": fmean(q.scores(text)[1] for q, text, _ in scored),
+        "contained": fmean(
+            float(any(f" {normalised(a)} " in f" {normalised(text)} " for a in q.answers))
+            for q, text, _ in scored
+        ),
+    }
+
+
+def row(asked: argparse.Namespace, name: str, tokens: int, tokenizer: Any) -> dict[str, Any]:
+    """Measure one article at one length, or read what is measured."""
+    kept = asked.home / "rows" / f"{name}-{tokens}.json"
+    if kept.exists():
+        found: dict[str, Any] = json.loads(kept.read_text())
+        return found
+    print(f"{name}, P = {tokens}", flush=True)
+    home = cut_article(asked.articles, name, asked.most, tokenizer, asked.home / "articles" / name)
+    text = (home / f"{name}.txt").read_text()
+    questions = read_questions(str(home / "questions.json"), {name: text}, "")
+    passages = asked.home / "passages" / f"{name}-{tokens}.json"
+    if not passages.exists():
+        from learning.model.loading import load_model
+
+        model = load_model(asked.path, asked.dtype)
+        made = retrieved_answers(model, tokenizer, text, questions, tokens, asked.new)
+        del model  # before the run's processes load theirs
+        passages.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(passages, json.dumps(made))
+    shortest = tokens == min(asked.lengths)
+    arms = "none,document,untrained,on_policy" if shortest else "untrained,on_policy"
+    sets = [f"cartridge.tokens={tokens}", f"evaluate.arms=[{arms}]"]
+    answers, results = trained_answers(home, asked.home / "runs" / f"{name}-{tokens}", asked, sets)
+    whole = {ARMS[arm]: rows for arm, rows in answers.items()}
+    whole["retrieved"] = json.loads(passages.read_text())
+    found = {
+        "article": name,
+        "tokens": tokens,
+        "document_tokens": results["compression"]["document_tokens"],
+        "arms": {arm: outcomes(questions, rows) for arm, rows in whole.items()},
+        "tokens_trained": results["tokens_trained"],
+        "kl": results["kl"],
+        "wall_seconds": results["wall_seconds"],
+    }
+    lines = [json.dumps({"arm": arm, **one}) for arm, rows in whole.items() for one in rows]
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(kept.with_suffix(".jsonl.gz"), "wt") as answered:
+        answered.write("\n".join(lines) + "\n")
+    write_atomically(kept, json.dumps(found, indent=1))
+    print(json.dumps(found["arms"]), flush=True)
+    return found
+
+
+def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
+    from learning.model.loading import tokenizer_of
+
+    sets = [f"model.path={asked.model}", f"model.dtype={asked.dtype}"]
+    asked.path = load_spec(str(MESH), sets=sets).spec.learn.model.path
+    asked.home = asked.out.parent.absolute()
+    tokenizer = tokenizer_of(asked.path)
+    rows = []
+    for tokens in asked.lengths:
+        for path in sorted(asked.articles.glob("*.txt")):
+            size = len(tokenizer(path.read_text(), add_special_tokens=False).input_ids)
+            if tokens < 1024 or size >= asked.most:
+                rows.append(row(asked, path.stem, tokens, tokenizer))
+    return {}, rows
+
+
+if __name__ == "__main__":
+    from actors.base import bootstrap
+
+    bootstrap(1)()
+    benchmark(
+        __doc__,
+        measure,
+        {
+            "articles": {"type": Path, "metavar": "ARTICLES"},
+            "--model": ("smollm2-135m", "a model that `forge models add` has kept, or a directory"),
+            "--threads": (1, "of each role"),
+            "--dtype": ("auto", "the weights' type"),
+            "--lengths": ([128, 512, 1024], "tokens of a cartridge; 1,024 for long articles alone"),
+            "--most": (2000, "tokens that an article is cut to"),
+            "--steps": (90, "of training"),
+            "--last": (4, "of them on policy, after those on the document's own words"),
+            "--new": (40, "most tokens of an answer"),
+        },
+    )

@@ -1,0 +1,3 @@
+"""The fixture of a tiny random model."""
+
+from twins import llama  # noqa: F401
