@@ -18,12 +18,10 @@ from environments.renderer import ChatRenderer
 from protocols.episodes import EnvironmentRequest, Episode, Observation, Task, Turn
 from protocols.errors import PublishError
 from protocols.ports import Generate
-from protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.types import BARE, Completion, GenerateRequest, PrefixRef, Sampling
 
 Moving = Callable[[Sequence[EnvironmentRequest]], Awaitable[Sequence[Observation]]]
 Ended = Callable[[Sequence[Episode]], Awaitable[None]]
-
-BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
 
 
 def over_cartridge(version: int) -> Callable[[Task], PrefixRef]:

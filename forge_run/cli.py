@@ -29,6 +29,17 @@ INTERRUPTED = 130  # a shell's code for a process that Ctrl-C ended
 FORMATS = ("forge", "hazy", "peft", "tokasaurus")
 DTYPES = ("float32", "bfloat16", "float16")
 
+# The modules of commands that are not in forge_run.commands, by the name in `Command.handler`.
+ELSEWHERE = {
+    "compare": "forge_run.commands.compare",
+    "control": "forge_run.commands.control",
+    "runs": "forge_run.commands.runs",
+    "experiments.ablation": "forge_run.experiments.ablation",
+    "experiments.env_check": "forge_run.experiments.env_check",
+    "experiments.sweep": "forge_run.experiments.sweep",
+    "ui.command": "forge_run.ui.command",
+}
+
 Option = tuple[str, dict[str, Any]]  # its name, and the arguments of add_argument
 
 

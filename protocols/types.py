@@ -45,6 +45,10 @@ class PrefixRef:
         return (PrefixRef(self.name, self.version), *self.then)
 
 
+BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
+"""No document before the tokens."""
+
+
 def composed_ref(parts: Sequence[PrefixRef]) -> PrefixRef:
     """Return the composition of single prefixes, at least one, in this order."""
     first, *others = parts

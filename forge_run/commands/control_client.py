@@ -19,10 +19,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 from pydantic import SecretStr
 
-from forge_run.arguments import MOST
 from protocols.errors import ControlError, DataError
 from protocols.files import utc_text
-from protocols.records.status import PoolStatus, RunStatus
+from protocols.records.status import MOST, PoolStatus, RunStatus
 from protocols.wire import control_pb2 as pb
 from protocols.wire.control_messages import RUN_KEY, pool_status, run_status
 from protocols.wire.control_pb2_grpc import ControlStub

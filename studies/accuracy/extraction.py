@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from environments.clinic.prompts import sentences, structure_prompt, summarise_prompt
-from environments.rollout import BARE
 from learning.decode import generate
 from protocols.seeds import stream_seed
 from protocols.spec.loading import load_spec
 from protocols.teacher_replay import AgentMessage
-from protocols.types import NO_DOCUMENT, GenerateRequest, PrefixRef, Sampling
+from protocols.types import BARE, NO_DOCUMENT, GenerateRequest, PrefixRef, Sampling
 from studies.accuracy.study import RightCount, StudyBench, share, told
 from training.recipes.study_prompts import titled
 

@@ -17,7 +17,6 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
-from environments.rollout import BARE
 from protocols.errors import PublishError
 from protocols.records.answers import mean_nll, to_row
 from protocols.records.evaluation import AfterOwn, EvalRow, Forgetting, PairedDifference, Perplexity
@@ -30,7 +29,7 @@ from protocols.records.intervals import (
 from protocols.records.run_files import Agreement
 from protocols.seeds import stream_seed
 from protocols.spec.experiments import EvalSpec
-from protocols.types import SEPARATOR, Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.types import BARE, SEPARATOR, Completion, GenerateRequest, PrefixRef, Sampling
 from training.evaluation.questions import EvalQuestion, EvalSuite, QuestionReading
 from training.recipes.agreement import HeldOutQuestion, StudyQuestion, compared, users_answer
 from training.recipes.question_files import UserQuestion

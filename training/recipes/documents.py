@@ -24,7 +24,6 @@ from documents.rows.records import DatasetRow
 from documents.synthesis import model_name, read_rows, write_study
 from documents.synthesis_rows import StudyRow
 from environments.renderer import ChatRenderer
-from environments.rollout import BARE
 from protocols.errors import DataError
 from protocols.files import json_lines, write_atomically
 from protocols.records.answers import KeepAnswers
@@ -35,7 +34,7 @@ from protocols.spec.learn import LearnSpec
 from protocols.spec.users.documents import SelfStudySpec
 from protocols.spec.users.rows import ROW_SOURCES
 from protocols.train_batch import PrecomputedScores, TrainBatch
-from protocols.types import NO_DOCUMENT, GenerateRequest, Sampling
+from protocols.types import BARE, NO_DOCUMENT, GenerateRequest, Sampling
 from services.mesh import Mesh
 from services.run_directory import RunDirectory
 from strategies.samplers.token_sampler import TokenSampler

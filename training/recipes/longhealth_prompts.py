@@ -40,7 +40,6 @@ from environments.clinic.prompts import (
     sentence_ends,
 )
 from environments.renderer import ChatRenderer
-from environments.rollout import BARE
 from protocols.errors import DataError
 from protocols.layout import layout_of
 from protocols.records.answers import Answer, hash_of
@@ -48,7 +47,7 @@ from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
 from protocols.spec.users.data import DataSpec
 from protocols.teacher_replay import AgentMessage
-from protocols.types import NO_DOCUMENT, GenerateRequest, PrefixRef, Sampling
+from protocols.types import BARE, NO_DOCUMENT, GenerateRequest, PrefixRef, Sampling
 from training.recipes.base import Route, own_cartridge
 from training.recipes.study_prompts import (
     context_choice,

@@ -20,7 +20,6 @@ from pydantic import TypeAdapter
 from environments.episode_files import to_row
 from environments.failures import all_failed
 from environments.renderer import ChatRenderer
-from environments.rollout import BARE
 from environments.training_signals import rl_samples, turn_samples
 from learning.losses.advantages import varying
 from protocols.episodes import Episode, Observation, Task, Turn
@@ -38,7 +37,7 @@ from protocols.records.run_files import (
 from protocols.spec.learn import LearnSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import TrainBatch
-from protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.types import BARE, NO_DOCUMENT, Completion, GenerateRequest, PrefixRef, Sampling
 from services.clients import Replied
 from services.mesh import Mesh
 from services.pool.pool import gather

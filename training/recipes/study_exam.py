@@ -16,13 +16,12 @@ from dataclasses import replace
 
 from documents.corpus import Corpus
 from environments.renderer import ChatRenderer
-from environments.rollout import BARE
 from protocols.records.answers import Answer, KeepAnswers, mean_nll
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
 from protocols.teacher_replay import AgentMessage
-from protocols.types import NO_DOCUMENT, GenerateRequest, PrefixRef, Sampling
+from protocols.types import BARE, NO_DOCUMENT, GenerateRequest, PrefixRef, Sampling
 from training.recipes.agreement import (
     HeldOutQuestion,
     StudyQuestion,

@@ -18,13 +18,12 @@ from documents.rows.records import DatasetRow
 from documents.synthesis_rows import StudyRow
 from environments.clinic.longhealth import contains_words, spaced
 from environments.renderer import ChatRenderer
-from environments.rollout import BARE
 from learning.model.control_tokens import require_text
 from protocols.errors import CheckpointError, DataError
 from protocols.files import write_atomically
 from protocols.records.answers import mean_nll
 from protocols.spec.learn import LearnSpec
-from protocols.types import Completion, GenerateRequest, Sampling
+from protocols.types import BARE, Completion, GenerateRequest, Sampling
 from services.run_directory import RunDirectory
 from training.recipes.agreement import StudyQuestion
 from training.recipes.question_files import UserQuestion

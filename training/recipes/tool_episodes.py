@@ -25,7 +25,7 @@ from environments.failures import all_failed, commonest_reason, not_judged
 from environments.hints import expected_of
 from environments.monitors import count_flags, environment_counts
 from environments.renderer import ChatRenderer
-from environments.rollout import BARE, Ended, Moving, over_cartridge, over_document
+from environments.rollout import Ended, Moving, over_cartridge, over_document
 from environments.single_turn import answer_rows
 from environments.training_signals import (
     branch_samples,
@@ -45,7 +45,7 @@ from protocols.spec.mesh import HINTED_TEACHER
 from protocols.spec.users.rows import ROW_SOURCES
 from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import HintedTurn, PreferencePair, TrainBatch, hinted
-from protocols.types import NO_DOCUMENT, PrefixRef, Sampling
+from protocols.types import BARE, NO_DOCUMENT, PrefixRef, Sampling
 from services.mesh import Mesh
 from services.role_clients.episodes import EnvironmentClient
 from services.run_directory import RunDirectory

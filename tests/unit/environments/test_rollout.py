@@ -18,10 +18,10 @@ from episode_setup import (
     task,
 )
 
-from environments.rollout import BARE, over_cartridge, run_episodes
+from environments.rollout import over_cartridge, run_episodes
 from protocols.episodes import EnvironmentRequest, Episode, Observation, Task
 from protocols.errors import PublishError
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, refused
+from protocols.types import BARE, Completion, GenerateRequest, PrefixRef, Sampling, refused
 
 TALK = conversation()
 
