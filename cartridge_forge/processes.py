@@ -9,10 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from protocols.errors import DataError, ForgeError, RunError, SpecError
-from protocols.files import REPOSITORY
+from cartridge_forge.protocols.errors import DataError, ForgeError, RunError, SpecError
+from cartridge_forge.protocols.files import REPOSITORY
 
-COMMAND = (sys.executable, "-c", "import sys; from forge_run.cli import forge; sys.exit(forge())")
+COMMAND = (
+    sys.executable,
+    "-c",
+    "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())",
+)
 
 
 def environment() -> dict[str, str]:

@@ -6,8 +6,8 @@ import argparse
 import re
 from typing import Any, NoReturn
 
-from protocols.errors import DataError, SpecError
-from protocols.records.status import MOST
+from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.records.status import MOST
 
 GRACE_SECONDS = 6.0  # with it, a run that is told to stop has ended within 10 s
 

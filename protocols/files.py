@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from protocols.errors import CheckpointError, RunError
-from protocols.reserve import with_room
+from cartridge_forge.protocols.errors import CheckpointError, RunError
+from cartridge_forge.protocols.reserve import with_room
 
 _OFFSET = time.time() - time.monotonic()
 

@@ -21,7 +21,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
-from protocols.errors import SpecError
+from cartridge_forge.protocols.errors import SpecError
 
 GROUP = "cartridge_forge.plugins"
 Kind = Literal["recipes", "roles", "channels", "hosts", "planes", "sinks", "commands", "hooks"]
@@ -177,83 +177,97 @@ def _plugin_of(point: EntryPoint) -> Plugin:
 CORE = Plugin(
     "core",
     roles={
-        "generator": "actors.model_actors:GeneratorActor",
-        "doc_teacher": "actors.model_actors:DocTeacherActor",
-        "trainer": "actors.trainer:TrainerActor",
-        "store": "actors.heartbeat:StoreActor",
+        "generator": "cartridge_forge.actors.model_actors:GeneratorActor",
+        "doc_teacher": "cartridge_forge.actors.model_actors:DocTeacherActor",
+        "trainer": "cartridge_forge.actors.trainer:TrainerActor",
+        "store": "cartridge_forge.actors.heartbeat:StoreActor",
     },
-    channels={"doc_kl": "learning.losses.doc_kl:DocKL"},
+    channels={"doc_kl": "cartridge_forge.learning.losses.doc_kl:DocKL"},
     planes={
-        "torchstore": "services.planes.torchstore:open_plane",
-        "shared_memory": "services.planes.shared_memory:open_plane",
+        "torchstore": "cartridge_forge.services.planes.torchstore:open_plane",
+        "shared_memory": "cartridge_forge.services.planes.shared_memory:open_plane",
     },
 )
 SHIPPED = (
-    Plugin("clinic", recipes={"longhealth": "training.recipes.longhealth:open_recipe"}),
+    Plugin(
+        "clinic",
+        recipes={"longhealth": "cartridge_forge.plugins.documents.study.longhealth:open_recipe"},
+    ),
     Plugin(
         "documents",
-        recipes={"documents": "training.recipes.documents:open_recipe"},
-        hooks={"routing": "training.routing:RoutedQuestions"},
+        recipes={"documents": "cartridge_forge.plugins.documents.study.recipe:open_recipe"},
+        hooks={"routing": "cartridge_forge.plugins.documents.study.routing:RoutedQuestions"},
     ),
     Plugin(
         "episodes",
-        recipes={"episodes": "training.recipes.tool_episodes:open_recipe"},
+        recipes={"episodes": "cartridge_forge.plugins.episodes.recipe:open_recipe"},
         roles={
-            "sdpo_teacher": "actors.sdpo_teacher:SDPOTeacherActor",
-            "environment": "actors.environment:EnvironmentActor",
-            "reward": "actors.reward:RewardActor",
+            "sdpo_teacher": "cartridge_forge.actors.sdpo_teacher:SDPOTeacherActor",
+            "environment": "cartridge_forge.actors.environment:EnvironmentActor",
+            "reward": "cartridge_forge.actors.reward:RewardActor",
         },
-        channels={"grpo": "learning.losses.grpo:GRPO", "sdpo": "learning.losses.sdpo:SDPO"},
+        channels={
+            "grpo": "cartridge_forge.plugins.episodes.losses.grpo:GRPO",
+            "sdpo": "cartridge_forge.plugins.episodes.losses.sdpo:SDPO",
+        },
     ),
     Plugin(
         "replay",
-        roles={"teacher_replay": "actors.teacher_replay:TeacherReplayActor"},
-        channels={"replay_dpo": "learning.losses.dpo:ReplayDPO"},
-        hooks={"local_teachers": "environments.clinic.fake_teachers:local_teachers"},
+        roles={"teacher_replay": "cartridge_forge.actors.teacher_replay:TeacherReplayActor"},
+        channels={"replay_dpo": "cartridge_forge.plugins.replay.dpo:ReplayDPO"},
+        hooks={"local_teachers": "cartridge_forge.plugins.replay.clinic_teachers:local_teachers"},
     ),
     Plugin(
         "strategies",
-        recipes={"rsa": "training.recipes.rsa:open_recipe"},
-        roles={"rsa_aggregator": "actors.rsa_aggregator:RSAAggregatorActor"},
+        recipes={"rsa": "cartridge_forge.plugins.rsa.recipe:open_recipe"},
+        roles={"rsa_aggregator": "cartridge_forge.actors.rsa_aggregator:RSAAggregatorActor"},
     ),
     Plugin(
         "library",
         hooks={
-            "attention_matching": "learning.attention_matching:attention_matched",
-            "attention_padding": "learning.attention_matching:attention_added",
-            "other_models": "learning.model.adapter:load_by_transformers",
-            "other_frequencies": "learning.model.adapter:frequencies_by_transformers",
-            "model_check": "learning.model.parity:check_model",
-            "start": "registry.starting:open_start",
-            "trainer_files": "actors.stored_files:TrainerFiles",
-            "store_variables": "registry.object_store:VARIABLES",
+            "attention_matching": "cartridge_forge.plugins.library.attention_matching:attention_matched",
+            "attention_padding": "cartridge_forge.plugins.library.attention_matching:attention_added",
+            "other_models": "cartridge_forge.plugins.library.models.adapter:load_by_transformers",
+            "other_frequencies": "cartridge_forge.plugins.library.models.adapter:frequencies_by_transformers",
+            "model_check": "cartridge_forge.plugins.library.models.parity:check_model",
+            "start": "cartridge_forge.plugins.library.starting:open_start",
+            "trainer_files": "cartridge_forge.plugins.library.stored_files:TrainerFiles",
+            "store_variables": "cartridge_forge.plugins.library.object_store:VARIABLES",
         },
     ),
-    Plugin("vllm", hooks={"engine_share": "deploy.manifests.devices:engine_share"}),
-    Plugin("grammar", hooks={"grammars": "learning.decoding.grammar:Grammars"}),
-    Plugin("serve", roles={"engine_generator": "actors.engine_generator:EngineGeneratorActor"}),
+    Plugin(
+        "vllm",
+        hooks={"engine_share": "cartridge_forge.plugins.cluster.manifests.devices:engine_share"},
+    ),
+    Plugin("grammar", hooks={"grammars": "cartridge_forge.plugins.grammar.grammar:Grammars"}),
+    Plugin(
+        "serve",
+        roles={
+            "engine_generator": "cartridge_forge.plugins.serve.engine.engine_generator:EngineGeneratorActor"
+        },
+    ),
     Plugin(
         "cluster",
         hosts={
-            "addresses": "services.hosts.addressed:open_hosts",
-            "kubernetes": "services.hosts.kubernetes:KubernetesHosts",
-            "slurm": "services.hosts.slurm:SlurmHosts",
+            "addresses": "cartridge_forge.plugins.cluster.hosts.addressed:open_hosts",
+            "kubernetes": "cartridge_forge.plugins.cluster.hosts.kubernetes:KubernetesHosts",
+            "slurm": "cartridge_forge.plugins.cluster.hosts.slurm:SlurmHosts",
         },
         hooks={
-            "relays": "services.pool.host_relays:HostRelays",
-            "host_membership": "services.pool.membership:HostMembership",
-            "host_heartbeats": "services.pool.host_heartbeats:HostHeartbeats",
+            "relays": "cartridge_forge.plugins.cluster.relays.host_relays:HostRelays",
+            "host_membership": "cartridge_forge.plugins.cluster.hosts.membership:HostMembership",
+            "host_heartbeats": "cartridge_forge.plugins.cluster.hosts.host_heartbeats:HostHeartbeats",
         },
     ),
     Plugin(
         "watch",
         sinks={
-            "metrics": "services.telemetry.prometheus:open_sink",
-            "trace": "services.telemetry.trace:open_sink",
-            "tensorboard": "services.telemetry.tensorboard:open_sink",
-            "wandb": "services.telemetry.wandb:open_sink",
-            "otlp": "services.telemetry.otlp:open_sink",
+            "metrics": "cartridge_forge.plugins.watch.telemetry.prometheus:open_sink",
+            "trace": "cartridge_forge.plugins.watch.telemetry.trace:open_sink",
+            "tensorboard": "cartridge_forge.plugins.watch.telemetry.tensorboard:open_sink",
+            "wandb": "cartridge_forge.plugins.watch.telemetry.wandb:open_sink",
+            "otlp": "cartridge_forge.plugins.watch.telemetry.otlp:open_sink",
         },
-        hooks={"observer": "services.control.observer:ControlledRun"},
+        hooks={"observer": "cartridge_forge.plugins.watch.control.observer:ControlledRun"},
     ),
 )

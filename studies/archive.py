@@ -23,8 +23,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from protocols.errors import DataError, SpecError
-from protocols.files import REPOSITORY, iter_rows, json_lines, write_atomically
+from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.files import REPOSITORY, iter_rows, json_lines, write_atomically
 
 HOME = Path(__file__).parent
 RUNS = "runs.json"

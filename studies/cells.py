@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from protocols.records.intervals import mean_interval, wilson_interval
+from cartridge_forge.plugins.statistics.intervals import mean_interval, wilson_interval
 
 Units = dict[Any, float]  # an outcome by document, desk or article
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocols.files import REPOSITORY
+from cartridge_forge.protocols.files import REPOSITORY
 from studies.tables import table_lines
 
 # Pages of results: none of their tables is without a mark.

@@ -20,15 +20,15 @@ from typing import Any
 
 import yaml
 
-from environments.clinic.prompts import said_answer
-from forge_run.console import duration, interval, percent
-from forge_run.formatting import seconds_text
-from protocols.records.intervals import holm, mean_p, wilson_interval
+from cartridge_forge.plugins.clinic.prompts import said_answer
+from cartridge_forge.plugins.evaluate.comparison import AnswerSource, compare_groups, grouped
+from cartridge_forge.plugins.statistics.intervals import holm, mean_p, wilson_interval
+from cartridge_forge.plugins.watch.console import duration, interval, percent
+from cartridge_forge.protocols.formatting import seconds_text
 from studies import archive
 from studies.archive import KeptRun, document, rows
 from studies.cells import Units, counted, decided, p_value, paired, points, shares, spread, table
 from studies.registered import AFTER_OWN, ANSWERS, COMPARISONS, OTHER_ARMS, REGISTERED
-from training.evaluation.comparison import AnswerSource, compare_groups, grouped
 
 Cells = list[str]
 Table = tuple[Sequence[str], list[Cells]]  # heads and body

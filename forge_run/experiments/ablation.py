@@ -17,14 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge_run.experiments.child_run import run_side_by_side
-from forge_run.experiments.sweep import PLAIN, planned, sweep
-from forge_run.experiments.table import table
-from forge_run.experiments.trials import Trial, require_all
-from forge_run.formatting import TableSection
-from protocols.errors import SpecError
-from protocols.spec.experiments import SweepSpec
-from protocols.spec.loading import load_spec
+from cartridge_forge.forge_run.experiments.child_run import run_side_by_side
+from cartridge_forge.forge_run.experiments.sweep import PLAIN, planned, sweep
+from cartridge_forge.forge_run.experiments.table import table
+from cartridge_forge.forge_run.experiments.trials import Trial, require_all
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.formatting import TableSection
+from cartridge_forge.protocols.spec.experiments import SweepSpec
+from cartridge_forge.protocols.spec.loading import load_spec
 
 # Keys that switch off an arm's channels. They override the user's --set.
 NO_DOC, NO_SDPO = {"objective.w_doc": 0}, {"objective.alpha": 0}

@@ -16,9 +16,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from forge_run.experiments.child_run import run_side_by_side
-from forge_run.experiments.table import SweepRow, gather, markdown, page_of, plots, table
-from forge_run.experiments.trials import (
+from cartridge_forge.forge_run.experiments.child_run import run_side_by_side
+from cartridge_forge.forge_run.experiments.table import (
+    SweepRow,
+    gather,
+    markdown,
+    page_of,
+    plots,
+    table,
+)
+from cartridge_forge.forge_run.experiments.trials import (
     Runner,
     Trial,
     read_runs,
@@ -26,12 +33,12 @@ from forge_run.experiments.trials import (
     runs_of,
     write_record,
 )
-from forge_run.formatting import TableSection, count_text
-from protocols.errors import SpecError
-from protocols.files import write_atomically
-from protocols.spec.experiments import SweepSpec
-from protocols.spec.loading import load_file, load_spec
-from services.run_directory import RunDirectory
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.files import write_atomically
+from cartridge_forge.protocols.formatting import TableSection, count_text
+from cartridge_forge.protocols.spec.experiments import SweepSpec
+from cartridge_forge.protocols.spec.loading import load_file, load_spec
+from cartridge_forge.services.run_directory import RunDirectory
 
 # Keys that save time and do not change the table. The sweep's own keys override them.
 PLAIN = ("evaluate.probe_every=0", "evaluate.sampled=false")
@@ -87,7 +94,10 @@ def sweep(
     for trial, run in runs_of(plan, root, record, runner, say):
         done[trial.name] = run
         if spec.frontier is not None:
-            from forge_run.commands.frontier import measure, measured  # which import torch
+            from cartridge_forge.forge_run.commands.frontier import (  # which import torch
+                measure,
+                measured,
+            )
 
             if not measured(run, spec.frontier):
                 measure(run, spec.frontier, say)

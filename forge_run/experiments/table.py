@@ -13,10 +13,11 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from forge_run.console import UNKNOWN, percent
-from forge_run.experiments.trials import Trial
-from forge_run.formatting import TableSection, count_text, markdown_table, markdown_text
-from forge_run.report.plots import (
+from cartridge_forge.forge_run.experiments.trials import Trial
+from cartridge_forge.plugins.replay.ledger import RunSpending
+from cartridge_forge.plugins.statistics.intervals import mean_interval
+from cartridge_forge.plugins.watch.console import UNKNOWN, percent
+from cartridge_forge.plugins.watch.report.plots import (
     HUES,
     MARKERS,
     Plot,
@@ -26,12 +27,16 @@ from forge_run.report.plots import (
     legend,
     share_axes,
 )
-from forge_run.report.template import Block, render
-from protocols.errors import RunError
-from protocols.records.intervals import mean_interval
-from protocols.spec.experiments import SweepSpec
-from services.run_directory import RunDirectory, iter_rows
-from teachers.ledger import RunSpending
+from cartridge_forge.plugins.watch.report.template import Block, render
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.formatting import (
+    TableSection,
+    count_text,
+    markdown_table,
+    markdown_text,
+)
+from cartridge_forge.protocols.spec.experiments import SweepSpec
+from cartridge_forge.services.run_directory import RunDirectory, iter_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.manifests.sizing import (
+from cartridge_forge.forge_run.plan import channels, datasets, documents, inputs, roofline, sizing
+from cartridge_forge.forge_run.plan.inputs import at_hand, tokenizer_at
+from cartridge_forge.forge_run.plan.roofline import (
+    A100,
+    H200,
+    MFU,
+    DevicePeaks,
+    PhaseCost,
+    Workload,
+    divided,
+)
+from cartridge_forge.forge_run.preflight import resolved_place, slow_products, unmet
+from cartridge_forge.learning.decoder_config import decoder_config
+from cartridge_forge.plugins.cluster.manifests.sizing import (
     TRAINER_BYTES,
     ModelSize,
     checkpoint_bytes,
@@ -24,26 +37,20 @@ from deploy.manifests.sizing import (
     touched_bytes,
     trainable_numbers,
 )
-from forge_run.formatting import TableSection, bytes_text, count_text, facts, lines, seconds_text
-from forge_run.plan import channels, datasets, documents, inputs, roofline, sizing
-from forge_run.plan.inputs import at_hand, tokenizer_at
-from forge_run.plan.roofline import (
-    A100,
-    H200,
-    MFU,
-    DevicePeaks,
-    PhaseCost,
-    Workload,
-    divided,
+from cartridge_forge.protocols.formatting import (
+    TableSection,
+    bytes_text,
+    count_text,
+    facts,
+    lines,
+    seconds_text,
 )
-from forge_run.preflight import resolved_place, slow_products, unmet
-from learning.decoder_config import decoder_config
-from protocols.layout import CartridgeLayout, length_warning
-from protocols.spec.learn import LearnSpec
-from protocols.spec.mesh import RunSpec
-from protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
-from protocols.spec.users.rows import ROW_SOURCES
-from protocols.spec.yaml_source import SourceLocation
+from cartridge_forge.protocols.layout import CartridgeLayout, length_warning
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
+from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
+from cartridge_forge.protocols.spec.yaml_source import SourceLocation
 
 AT_RUN_TIME = "measured at run time"
 
@@ -441,11 +448,11 @@ def _contexts(learn: LearnSpec) -> tuple[CartridgeLayout, Mapping[str, int]] | N
     if tokenizer is None or (data.source == "documents" and data.path is None):
         return None
     if learn.self_study is not None:
-        from training.recipes.study_material import read_material
+        from cartridge_forge.plugins.documents.study.material import read_material
 
         parts, _ = read_material(learn, tokenizer)
         return parts.layout, {name: len(part.tokens) for name, part in parts.parts.items()}
-    from training.recipes.longhealth_prompts import open_prompts
+    from cartridge_forge.plugins.documents.study.longhealth_prompts import open_prompts
 
     prompts = open_prompts(learn, tokenizer)
     return prompts.layout, {name: len(prompts.documents[name]) for name in prompts.texts}

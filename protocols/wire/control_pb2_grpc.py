@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protocols.wire import control_pb2 as protocols_dot_wire_dot_control__pb2
+from cartridge_forge.protocols.wire import control_pb2 as protocols_dot_wire_dot_control__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__

@@ -15,8 +15,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocols.errors import DataError
-from protocols.files import REPOSITORY
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.files import REPOSITORY
 
 NAME = "clinic_desk"
 TEMPLATE = REPOSITORY / "recipes" / "openenv" / NAME

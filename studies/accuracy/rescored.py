@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from strategies.answers.squad import squad_scores
+from cartridge_forge.plugins.strategies.answers.squad import squad_scores
 from studies import archive
 
 FILES = ("answers.jsonl", "eval_answers.jsonl")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from forge_run.report.plots import Plot, hue, legend
-from protocols.files import write_atomically
+from cartridge_forge.plugins.watch.report.plots import Plot, hue, legend
+from cartridge_forge.protocols.files import write_atomically
 from studies import archive
 from studies.registered import ANSWERS
 from studies.tables import article_outcomes

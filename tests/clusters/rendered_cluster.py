@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from deploy.checks.check import check_objects
-from deploy.checks.findings import Manifest
-from deploy.manifests.overlays import build
-from forge_run.cli import parsed_elsewhere
+from cartridge_forge.forge_run.cli import parsed_elsewhere
+from cartridge_forge.plugins.cluster.checks.check import check_objects
+from cartridge_forge.plugins.cluster.checks.findings import Manifest
+from cartridge_forge.plugins.cluster.manifests.overlays import build
 
 
 def values(folder: Path, **given: Any) -> Path:

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from deploy.checks.check import check_objects
-from deploy.checks.findings import Manifest
-from deploy.manifests.overlays import build, targets
-from forge_run.cli import parsed_elsewhere
-from forge_run.commands.k8s import render
-from protocols.errors import SpecError
+from cartridge_forge.forge_run.cli import parsed_elsewhere
+from cartridge_forge.forge_run.commands.k8s import render
+from cartridge_forge.plugins.cluster.checks.check import check_objects
+from cartridge_forge.plugins.cluster.checks.findings import Manifest
+from cartridge_forge.plugins.cluster.manifests.overlays import build, targets
+from cartridge_forge.protocols.errors import SpecError
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "k8s"

@@ -16,29 +16,29 @@ from pathlib import Path
 
 import pytest
 
-from protocols.plugins import CORE, SHIPPED
+from cartridge_forge.protocols.plugins import CORE, SHIPPED
 
 ROOT = Path(__file__).parents[2]
 # The core, as patterns of paths; "!" takes files out again. Once the others lie in plugins/, it is
 # the folders of the core.
 PATTERNS = (
-    "protocols/*", "!protocols/wire/*", "!protocols/records/rsa.py",
-    "!protocols/records/evaluation.py", "!protocols/records/gold.py",
-    "!protocols/records/intervals.py", "!protocols/limited_process.py",
-    "learning/*", "!learning/model/adapter.py", "!learning/model/parity.py",
-    "!learning/model/short_config.py", "!learning/losses/grpo.py", "!learning/losses/sdpo.py",
-    "!learning/losses/dpo.py", "!learning/losses/advantages.py",
-    "!learning/attention_matching.py", "!learning/decoding/grammar.py",
-    "!learning/decoding/engine.py", "!learning/model/calibration.py",
+    "protocols/*", "!protocols/wire/*", "!plugins/strategies/rsa/records.py",
+    "!plugins/evaluate/records.py", "!plugins/statistics/gold.py",
+    "!plugins/statistics/intervals.py", "!plugins/sandbox/limited_process.py",
+    "learning/*", "!plugins/library/models/adapter.py", "!plugins/library/models/parity.py",
+    "!plugins/library/models/short_config.py", "!plugins/episodes/losses/grpo.py", "!plugins/episodes/losses/sdpo.py",
+    "!plugins/replay/dpo.py", "!plugins/episodes/losses/advantages.py",
+    "!plugins/library/attention_matching.py", "!plugins/grammar/grammar.py",
+    "!plugins/serve/engine/engine.py", "!plugins/evaluate/calibration.py",
     "actors/__init__.py", "actors/base.py", "actors/heartbeat.py", "actors/ports.py",
     "actors/model_actors.py", "actors/trainer.py",
-    "services/*", "!services/telemetry/*", "!services/control/*", "!services/tls/*",
-    "!services/hosts/*", "services/hosts/__init__.py", "services/hosts/source.py",
-    "!services/planes/relay*", "!services/pool/host_relays.py",
-    "!services/pool/host_heartbeats.py", "!services/pool/membership.py",
-    "!services/stored_runs/*", "!services/run_lease.py", "!services/role_clients/*",
-    "training/*.py", "!training/*/*", "!training/routing.py",
-    "training/recipes/__init__.py", "training/recipes/base.py", "environments/renderer.py",
+    "services/*", "!plugins/watch/telemetry/*", "!plugins/watch/control/*", "!plugins/cluster/tls/*",
+    "!plugins/cluster/hosts/*", "plugins/cluster/hosts/__init__.py", "services/pool/hosts.py",
+    "!services/planes/relay*", "!plugins/cluster/relays/host_relays.py",
+    "!plugins/cluster/hosts/host_heartbeats.py", "!plugins/cluster/hosts/membership.py",
+    "!services/stored_runs/*", "!plugins/library/run_lease.py", "!services/role_clients/*",
+    "training/*.py", "!training/*/*", "!plugins/documents/study/routing.py",
+    "training/recipes/__init__.py", "training/recipe.py", "training/renderer.py",
 )  # fmt: skip
 MOST_LOADED, MOST_LINES = 95, 15_000  # of `import training.loop`
 OPTIONAL_PACKAGES = (
@@ -131,19 +131,19 @@ def test_the_core_imports_nothing_optional() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "from learning.losses.grpo import GRPO",
-        "import learning.losses.grpo",
-        "from learning.losses import grpo",
-        "def f():\n    from learning.losses.grpo import GRPO",
-        "if TYPE_CHECKING:\n    from learning.losses.grpo import GRPO",
-        "import_module('learning.losses.grpo')",
-        "PLACE = 'learning.losses.grpo:GRPO'",
+        "from cartridge_forge.plugins.episodes.losses.grpo import GRPO",
+        "import cartridge_forge.plugins.episodes.losses.grpo",
+        "from cartridge_forge.learning.losses import grpo",
+        "def f():\n    from cartridge_forge.plugins.episodes.losses.grpo import GRPO",
+        "if TYPE_CHECKING:\n    from cartridge_forge.plugins.episodes.losses.grpo import GRPO",
+        "import_module('cartridge_forge.plugins.episodes.losses.grpo')",
+        "PLACE = 'cartridge_forge.plugins.episodes.losses.grpo:GRPO'",
     ],
 )
 def test_an_import_of_something_optional_is_seen(line: str) -> None:
     (reported,) = set(optional_imports("learning/step.py", line))
     assert reported.startswith("learning/step.py:")
-    assert "learning.losses.grpo" in reported
+    assert "cartridge_forge.plugins.episodes.losses.grpo" in reported
 
 
 def test_no_place_of_the_table_but_the_cores_is_of_the_core() -> None:
@@ -177,7 +177,7 @@ from importlib import import_module
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
 for module in {modules}:
     import_module(module)
-from protocols.plugins import optional, resolve
+from cartridge_forge.protocols.plugins import optional, resolve
 assert optional("hooks", "observer") is None
 try:
     resolve("roles", "environment")
@@ -205,7 +205,7 @@ def test_every_module_of_the_core_imports_where_nothing_else_is(tmp_path: Path) 
 
 
 def test_the_import_of_the_loop_loads_little() -> None:
-    loaded = loaded_by("training.loop")
+    loaded = loaded_by("cartridge_forge.training.loop")
     of_rooms = set(rooms())
     ours = [Path(file) for name, file in loaded.items() if name.partition(".")[0] in of_rooms]
     assert not [f for f in ours if not is_core(f.relative_to(ROOT).as_posix())]
@@ -216,7 +216,11 @@ def test_the_import_of_the_loop_loads_little() -> None:
 
 
 def test_a_trainer_of_doc_kl_loads_no_other_channel() -> None:
-    channels = {"learning.losses.grpo", "learning.losses.sdpo", "learning.losses.dpo"}
+    channels = {
+        "cartridge_forge.plugins.episodes.losses.grpo",
+        "cartridge_forge.plugins.episodes.losses.sdpo",
+        "cartridge_forge.plugins.replay.dpo",
+    }
     loaded = loaded_by("learning.trainer, learning.losses.objective, learning.losses.doc_kl")
-    assert "learning.losses.doc_kl" in loaded
+    assert "cartridge_forge.learning.losses.doc_kl" in loaded
     assert not channels & loaded.keys()

@@ -12,8 +12,8 @@ from reference_pages.markdown import cell
 from reference_pages.schemas import schema_name
 from reference_pages.write import REFERENCE, written
 
-from protocols.spec.keys import CONFIG_FILE, FILES, MESH_FILE, other_kind
-from protocols.spec.yaml_source import read_yaml
+from cartridge_forge.protocols.spec.keys import CONFIG_FILE, FILES, MESH_FILE, other_kind
+from cartridge_forge.protocols.spec.yaml_source import read_yaml
 
 ROOT = Path(__file__).parents[2]
 GENERATED = written()

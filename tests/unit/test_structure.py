@@ -79,9 +79,9 @@ def test_endpoint_names_stand_in_one_module() -> None:
     }
     assert named == {
         "services/clients.py",
-        "services/role_clients/episodes.py",
-        "services/role_clients/replay.py",
-        "services/role_clients/rsa.py",
+        "plugins/episodes/clients.py",
+        "plugins/replay/client.py",
+        "plugins/rsa/client.py",
     }
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from environments.clinic.desk import draw_case, draw_desk
-from protocols.errors import DataError
+from cartridge_forge.plugins.clinic.desk import draw_case, draw_desk
+from cartridge_forge.protocols.errors import DataError
 from recipes.openenv.pack import NAME, modules, pack
 
 PLAY = """

@@ -14,9 +14,9 @@ from rooms.services.dying_engines import (
 )
 from small_run import rows
 
-from protocols.errors import EngineKilledError
-from protocols.plugins import CORE
-from services.run_directory import RunDirectory
+from cartridge_forge.protocols.errors import EngineKilledError
+from cartridge_forge.protocols.plugins import CORE
+from cartridge_forge.services.run_directory import RunDirectory
 
 STEPS = 3
 

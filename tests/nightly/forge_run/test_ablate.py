@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from small_run import ROOT, run_to_end, running
 
-from forge_run.experiments.child_run import ChildRun, run_side_by_side
-from protocols.errors import RunError
-from protocols.files import read_rows
+from cartridge_forge.forge_run.experiments.child_run import ChildRun, run_side_by_side
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.files import read_rows
 
 pytestmark = [pytest.mark.timeout(900)]
 
@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {
 
 
 def command(root: Path, **sets: Any) -> list[str]:
-    code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+    code = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
     mesh = str(ROOT / "meshes" / "three_channels.yaml")
     words = [sys.executable, "-c", code, "ablate", mesh, "--run-dir", str(root), "--seeds", "1"]
     for key, value in {**SMALL, **sets}.items():

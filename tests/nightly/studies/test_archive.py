@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from protocols.errors import DataError, SpecError
-from protocols.files import REPOSITORY, iter_rows, json_lines
-from protocols.records.answers import Answer, to_row
+from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.files import REPOSITORY, iter_rows, json_lines
+from cartridge_forge.protocols.records.answers import Answer, to_row
 from studies import archive, pages, tables
 from studies.archive import KeptRun
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocols.files import json_lines
+from cartridge_forge.protocols.files import json_lines
 from studies import archive
 from studies.archive import KeptRun
 

@@ -29,8 +29,8 @@ from benchmarks.simulation.mesh import (
     reading,
     simulate,
 )
-from protocols.errors import SpecError
-from protocols.spec.loading import load_spec
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.loading import load_spec
 from studies import archive
 
 NOTHING = MeasuredCosts()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protocols.files import REPOSITORY
+from cartridge_forge.protocols.files import REPOSITORY
 from studies import archive, pages, tables
 
 RECORDED = pages.recorded()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protocols.files import REPOSITORY, replacing
+from cartridge_forge.protocols.files import REPOSITORY, replacing
 
 
 @pytest.mark.parametrize("old", [None, "file", "folder"])

@@ -8,20 +8,20 @@ from typing import ClassVar
 
 import pytest
 
-from environments.episode_files import to_row
-from forge_run.experiments.ablation import ablation
-from forge_run.experiments.child_run import ChildRun
-from forge_run.experiments.sweep import sweep
-from forge_run.experiments.table import table
-from forge_run.experiments.trials import Trial
-from protocols.episodes import Episode, Observation, Task, Turn
-from protocols.errors import RunError, SpecError
-from protocols.records.run_files import ArmResult, MetricRow, RunOutcome, RunResults
-from protocols.spec.yaml_source import dump_yaml
-from protocols.teacher_replay import NANO, AgentMessage
-from protocols.types import Sampling
-from services.run_directory import RunDirectory
-from teachers.budget import ANSWERED
+from cartridge_forge.forge_run.experiments.ablation import ablation
+from cartridge_forge.forge_run.experiments.child_run import ChildRun
+from cartridge_forge.forge_run.experiments.sweep import sweep
+from cartridge_forge.forge_run.experiments.table import table
+from cartridge_forge.forge_run.experiments.trials import Trial
+from cartridge_forge.plugins.episodes.environments.episode_files import to_row
+from cartridge_forge.plugins.replay.budget import ANSWERED
+from cartridge_forge.protocols.episodes import Episode, Observation, Task, Turn
+from cartridge_forge.protocols.errors import RunError, SpecError
+from cartridge_forge.protocols.records.run_files import ArmResult, MetricRow, RunOutcome, RunResults
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.protocols.teacher_replay import NANO, AgentMessage
+from cartridge_forge.protocols.types import Sampling
+from cartridge_forge.services.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).parents[4]
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from rooms.forge_run.sweep_setup import MESH, REPOSITORY, SPEC, plan_of
 
-from forge_run.experiments.sweep import at_once, planned
-from forge_run.experiments.trials import unfit
-from protocols.errors import SpecError
-from protocols.spec.experiments import SweepSpec
-from protocols.spec.loading import load_file
-from protocols.spec.yaml_source import dump_yaml
-from services.run_directory import RunDirectory
+from cartridge_forge.forge_run.experiments.sweep import at_once, planned
+from cartridge_forge.forge_run.experiments.trials import unfit
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.experiments import SweepSpec
+from cartridge_forge.protocols.spec.loading import load_file
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.services.run_directory import RunDirectory
 
 
 def test_every_combination_is_planned_with_its_keys() -> None:
