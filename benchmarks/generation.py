@@ -104,7 +104,7 @@ def backends(tokens: int) -> dict[str, Backend]:
     import os
 
     from cartridge_forge.actors.base import ModelSource, NoPlane
-    from cartridge_forge.plugins.serve.engine.engine_generator import environment
+    from cartridge_forge.actors.engine_generator import environment
 
     path = str(READER)
     draws = random.Random("generation/document")

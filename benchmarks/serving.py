@@ -47,10 +47,16 @@ PATIENCE = 300.0
 STEP = 0.01
 # Imports of the server before it starts a process, and a generator's work before it is ready.
 ALONE = {
-    "door's imports": "import cartridge_forge.forge_run.commands.serve, cartridge_forge.services.roles, cartridge_forge.plugins.serve.app, uvicorn",
-    "generator's imports": "import cartridge_forge.actors.model_actors, transformers.models.llama.modeling_llama",
+    "door's imports": (
+        "import cartridge_forge.forge_run.commands.serve, cartridge_forge.services.roles; "
+        "import cartridge_forge.plugins.serve.app, uvicorn"
+    ),
+    "generator's imports": (
+        "import cartridge_forge.actors.model_actors, transformers.models.llama.modeling_llama"
+    ),
     "generator's imports and model": (
-        "import cartridge_forge.actors.model_actors; from cartridge_forge.learning.model.loading import load_model; "
+        "import cartridge_forge.actors.model_actors; "
+        "from cartridge_forge.learning.model.loading import load_model; "
         "load_model('models/clinic-reader')"
     ),
 }

@@ -41,8 +41,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.meters import Laps, processor_seconds
 from benchmarks.record import ROOT, benchmark
 from cartridge_forge.actors.base import ModelSource, bootstrap
+from cartridge_forge.actors.engine_generator import EngineGeneratorActor
 from cartridge_forge.actors.model_actors import GeneratorActor
-from cartridge_forge.plugins.serve.engine.engine_generator import EngineGeneratorActor
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.types import (
     CartridgeSnapshot,

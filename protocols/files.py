@@ -24,6 +24,9 @@ _OFFSET = time.time() - time.monotonic()
 REPOSITORY = Path(__file__).resolve().parents[1]
 """The directory of configs/ and deploy/monitoring/, in a checkout and in an installed wheel."""
 
+IMPORT_FOLDER = Path(__file__).parents[2]
+"""The directory that holds the package: what a child process needs on its path to import it."""
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:

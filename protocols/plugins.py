@@ -174,6 +174,7 @@ def _plugin_of(point: EntryPoint) -> Plugin:
     return plugin
 
 
+PLUGINS = "cartridge_forge.plugins"
 CORE = Plugin(
     "core",
     roles={
@@ -191,83 +192,81 @@ CORE = Plugin(
 SHIPPED = (
     Plugin(
         "clinic",
-        recipes={"longhealth": "cartridge_forge.plugins.documents.study.longhealth:open_recipe"},
+        recipes={"longhealth": f"{PLUGINS}.documents.study.longhealth:open_recipe"},
     ),
     Plugin(
         "documents",
-        recipes={"documents": "cartridge_forge.plugins.documents.study.recipe:open_recipe"},
-        hooks={"routing": "cartridge_forge.plugins.documents.study.routing:RoutedQuestions"},
+        recipes={"documents": f"{PLUGINS}.documents.study.recipe:open_recipe"},
+        hooks={"routing": f"{PLUGINS}.documents.study.routing:RoutedQuestions"},
     ),
     Plugin(
         "episodes",
-        recipes={"episodes": "cartridge_forge.plugins.episodes.recipe:open_recipe"},
+        recipes={"episodes": f"{PLUGINS}.episodes.recipe:open_recipe"},
         roles={
             "sdpo_teacher": "cartridge_forge.actors.sdpo_teacher:SDPOTeacherActor",
             "environment": "cartridge_forge.actors.environment:EnvironmentActor",
             "reward": "cartridge_forge.actors.reward:RewardActor",
         },
         channels={
-            "grpo": "cartridge_forge.plugins.episodes.losses.grpo:GRPO",
-            "sdpo": "cartridge_forge.plugins.episodes.losses.sdpo:SDPO",
+            "grpo": f"{PLUGINS}.episodes.losses.grpo:GRPO",
+            "sdpo": f"{PLUGINS}.episodes.losses.sdpo:SDPO",
         },
     ),
     Plugin(
         "replay",
         roles={"teacher_replay": "cartridge_forge.actors.teacher_replay:TeacherReplayActor"},
-        channels={"replay_dpo": "cartridge_forge.plugins.replay.dpo:ReplayDPO"},
-        hooks={"local_teachers": "cartridge_forge.plugins.replay.clinic_teachers:local_teachers"},
+        channels={"replay_dpo": f"{PLUGINS}.replay.dpo:ReplayDPO"},
+        hooks={"local_teachers": f"{PLUGINS}.replay.clinic_teachers:local_teachers"},
     ),
     Plugin(
         "strategies",
-        recipes={"rsa": "cartridge_forge.plugins.rsa.recipe:open_recipe"},
+        recipes={"rsa": f"{PLUGINS}.rsa.recipe:open_recipe"},
         roles={"rsa_aggregator": "cartridge_forge.actors.rsa_aggregator:RSAAggregatorActor"},
     ),
     Plugin(
         "library",
         hooks={
-            "attention_matching": "cartridge_forge.plugins.library.attention_matching:attention_matched",
-            "attention_padding": "cartridge_forge.plugins.library.attention_matching:attention_added",
-            "other_models": "cartridge_forge.plugins.library.models.adapter:load_by_transformers",
-            "other_frequencies": "cartridge_forge.plugins.library.models.adapter:frequencies_by_transformers",
-            "model_check": "cartridge_forge.plugins.library.models.parity:check_model",
-            "start": "cartridge_forge.plugins.library.starting:open_start",
-            "trainer_files": "cartridge_forge.plugins.library.stored_files:TrainerFiles",
-            "store_variables": "cartridge_forge.plugins.library.object_store:VARIABLES",
+            "attention_matching": f"{PLUGINS}.library.attention_matching:attention_matched",
+            "attention_padding": f"{PLUGINS}.library.attention_matching:attention_added",
+            "other_models": f"{PLUGINS}.library.models.adapter:load_by_transformers",
+            "other_frequencies": f"{PLUGINS}.library.models.adapter:frequencies_by_transformers",
+            "model_check": f"{PLUGINS}.library.models.parity:check_model",
+            "start": f"{PLUGINS}.library.starting:open_start",
+            "trainer_files": f"{PLUGINS}.library.stored_files:TrainerFiles",
+            "store_variables": f"{PLUGINS}.library.object_store:VARIABLES",
         },
     ),
     Plugin(
         "vllm",
-        hooks={"engine_share": "cartridge_forge.plugins.cluster.manifests.devices:engine_share"},
+        hooks={"engine_share": f"{PLUGINS}.cluster.manifests.devices:engine_share"},
     ),
-    Plugin("grammar", hooks={"grammars": "cartridge_forge.plugins.grammar.grammar:Grammars"}),
+    Plugin("grammar", hooks={"grammars": f"{PLUGINS}.grammar.grammar:Grammars"}),
     Plugin(
         "serve",
-        roles={
-            "engine_generator": "cartridge_forge.plugins.serve.engine.engine_generator:EngineGeneratorActor"
-        },
+        roles={"engine_generator": "cartridge_forge.actors.engine_generator:EngineGeneratorActor"},
     ),
     Plugin(
         "cluster",
         hosts={
-            "addresses": "cartridge_forge.plugins.cluster.hosts.addressed:open_hosts",
-            "kubernetes": "cartridge_forge.plugins.cluster.hosts.kubernetes:KubernetesHosts",
-            "slurm": "cartridge_forge.plugins.cluster.hosts.slurm:SlurmHosts",
+            "addresses": f"{PLUGINS}.cluster.hosts.addressed:open_hosts",
+            "kubernetes": f"{PLUGINS}.cluster.hosts.kubernetes:KubernetesHosts",
+            "slurm": f"{PLUGINS}.cluster.hosts.slurm:SlurmHosts",
         },
         hooks={
-            "relays": "cartridge_forge.plugins.cluster.relays.host_relays:HostRelays",
-            "host_membership": "cartridge_forge.plugins.cluster.hosts.membership:HostMembership",
-            "host_heartbeats": "cartridge_forge.plugins.cluster.hosts.host_heartbeats:HostHeartbeats",
+            "relays": f"{PLUGINS}.cluster.relays.host_relays:HostRelays",
+            "host_membership": f"{PLUGINS}.cluster.hosts.membership:HostMembership",
+            "host_heartbeats": f"{PLUGINS}.cluster.hosts.host_heartbeats:HostHeartbeats",
         },
     ),
     Plugin(
         "watch",
         sinks={
-            "metrics": "cartridge_forge.plugins.watch.telemetry.prometheus:open_sink",
-            "trace": "cartridge_forge.plugins.watch.telemetry.trace:open_sink",
-            "tensorboard": "cartridge_forge.plugins.watch.telemetry.tensorboard:open_sink",
-            "wandb": "cartridge_forge.plugins.watch.telemetry.wandb:open_sink",
-            "otlp": "cartridge_forge.plugins.watch.telemetry.otlp:open_sink",
+            "metrics": f"{PLUGINS}.watch.telemetry.prometheus:open_sink",
+            "trace": f"{PLUGINS}.watch.telemetry.trace:open_sink",
+            "tensorboard": f"{PLUGINS}.watch.telemetry.tensorboard:open_sink",
+            "wandb": f"{PLUGINS}.watch.telemetry.wandb:open_sink",
+            "otlp": f"{PLUGINS}.watch.telemetry.otlp:open_sink",
         },
-        hooks={"observer": "cartridge_forge.plugins.watch.control.observer:ControlledRun"},
+        hooks={"observer": f"{PLUGINS}.watch.control.observer:ControlledRun"},
     ),
 )

@@ -18,10 +18,10 @@ from benchmarks.gpu.phase_step import bounds, synchronize
 from benchmarks.gpu.rows import Check, Outcome
 from benchmarks.gpu.scene import NAME, CheckScene
 from cartridge_forge.actors.base import ModelSource, NoPlane, missing_vllm
+from cartridge_forge.actors.engine_generator import build_engine, environment
 from cartridge_forge.forge_run.plan.roofline import DevicePeaks
 from cartridge_forge.plugins.cluster.manifests.devices import process_bytes
 from cartridge_forge.plugins.cluster.manifests.sizing import model_size
-from cartridge_forge.plugins.serve.engine.engine_generator import build_engine, environment
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.types import Completion, GenerateRequest
 

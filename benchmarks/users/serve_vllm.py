@@ -7,7 +7,7 @@ float32 and the same bounds of a step. They take turns in every round, in any or
 of streams: chat completions over HTTP, sampled at temperature 2, streamed. No cartridge is named.
 Ratios are of `forge serve` over vLLM's own within a round, medians over the rounds. vLLM sends a
 stream's tokens in messages of `--stream-interval`, by default each for itself; `forge serve` sends
-the first at once, and what follows every 20 ms (plugins/serve/engine/engine_generator.py).
+the first at once, and what follows every 20 ms (actors/engine_generator.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ask the gRPC health service of a control plane whether it serves.
 
-`python -m cartridge_forge.forge_run.commands.health_check HOST:PORT [DIR [TOKEN_ENV]]` exits with 0 where it
-serves. DIR has ca.crt, tls.crt and tls.key. kubelet's own gRPC probe supports neither TLS nor a
-token.
+`python -m cartridge_forge.forge_run.commands.health_check HOST:PORT [DIR [TOKEN_ENV]]` exits with 0
+where it serves. DIR has ca.crt, tls.crt and tls.key. kubelet's own gRPC probe supports neither TLS
+nor a token.
 """
 
 from __future__ import annotations

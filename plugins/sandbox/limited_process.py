@@ -1,6 +1,7 @@
 """Call a function on input from outside in a process of its own, with limits of time and memory.
 
-    with LimitedProcess("cartridge_forge.plugins.documents.reading_process:read", ProcessLimits()) as process:
+    read = "cartridge_forge.plugins.documents.reading_process:read"
+    with LimitedProcess(read, ProcessLimits()) as process:
         texts = process.call({"suffix": ".pdf"}, data)
 
 Requests and replies are JSON and bytes over a socket, no pickle. The process starts at the first
@@ -29,7 +30,7 @@ from types import TracebackType
 from typing import Any
 
 from cartridge_forge.protocols.errors import DataError, RunError
-from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.files import IMPORT_FOLDER
 from cartridge_forge.protocols.secrets import confined
 
 # Of a start: a hundred times what it takes on an idle core. An end is seen at once, so the limit is
@@ -180,7 +181,7 @@ class LimitedProcess:
                 ],
                 env={
                     **confined(os.environ),
-                    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *self._paths]),
+                    "PYTHONPATH": os.pathsep.join([str(IMPORT_FOLDER), *self._paths]),
                 },
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, start_new_session=True,

@@ -29,11 +29,11 @@ from transformers import (
 )
 
 from cartridge_forge.actors.base import ModelSource, bootstrap, missing_vllm
+from cartridge_forge.actors.engine_generator import EngineGeneratorActor
 from cartridge_forge.learning.cartridge import composed
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, text_of
 from cartridge_forge.learning.teacher import context_ids, document_kv
-from cartridge_forge.plugins.serve.engine.engine_generator import EngineGeneratorActor
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.types import (
     CartridgeSnapshot,

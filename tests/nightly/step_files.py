@@ -36,11 +36,10 @@ BEGIN, END = "training/loop.py OnPolicyLoop.step", "training/training_run.py Tra
 BESIDE = (
     "plugins/watch/control/", "plugins/watch/telemetry/", "services/run_directory.py",
     "services/proc_info.py", "services/pool/autoscale.py", "services/pool/health.py",
-    "services/pool/lifecycle.py", "plugins/cluster/hosts/membership.py", "services/pool/placement.py",
-    "services/pool/process.py", "services/pool/process_manager.py", "services/pool/service.py",
-    "plugins/cluster/hosts/host_heartbeats.py", "plugins/cluster/hosts/", "services/forkserver/",
-    "actors/heartbeat.py", "plugins/cluster/hosts/host_beats.py", "learning/losses/token_scores.py",
-    "protocols/files.py", "protocols/records/",
+    "services/pool/lifecycle.py", "services/pool/placement.py", "services/pool/process.py",
+    "services/pool/process_manager.py", "services/pool/service.py", "services/pool/hosts.py",
+    "plugins/cluster/hosts/", "services/forkserver/", "actors/heartbeat.py",
+    "learning/losses/token_scores.py", "protocols/files.py", "protocols/records/",
     "protocols/wire/", "training/controller.py", "training/training_run.py",
     "forge_run/",
 )  # fmt: skip

@@ -30,7 +30,8 @@ from typing import IO, Any
 from small_run import ROOT, Running
 
 MODULES = (
-    "cartridge_forge.forge_run.cli", "cartridge_forge.forge_run.launch", "cartridge_forge.plugins.watch.pages.export", "torch.distributed.checkpoint",
+    "cartridge_forge.forge_run.cli", "cartridge_forge.forge_run.launch",
+    "cartridge_forge.plugins.watch.pages.export", "torch.distributed.checkpoint",
     "matplotlib.figure", "matplotlib.backends.backend_svg", "grpc", "openai.resources.chat",
 )  # fmt: skip
 NUMBER = struct.Struct("i")

@@ -1,7 +1,8 @@
 """Heartbeats of two hosts with four processes each: how many messages they are, and what is found
 by them; prints one JSON object.
 
-Runs in a network namespace of its own (tests/nightly/plugins/cluster/hosts/test_heartbeats.py judges).
+Runs in a network namespace of its own; tests/nightly/plugins/cluster/hosts/test_heartbeats.py
+judges.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def console_scripts(folder: Path) -> Path:
     """Write `forge` and `forge-run` of this tree and this Python, and return their folder."""
     folder.mkdir(parents=True)
     for name, function in (("forge", "forge"), ("forge-run", "forge_run"), ("python", "")):
-        code = f'-c "import sys; from cartridge_forge.forge_run.cli import {function}; sys.exit({function}())"'
+        command = f"from cartridge_forge.forge_run.cli import {function}; sys.exit({function}())"
+        code = f'-c "import sys; {command}"'
         words = f'exec "{sys.executable}" {code if function else ""} "$@"'
         (folder / name).write_text(f"#!/bin/sh\n{words}\n")
         (folder / name).chmod(0o755)

@@ -1,8 +1,8 @@
 """Size one replica of each role, from the model's shape and the spec: memory by item, and its pod.
 
 Weights, KV, cartridges and optimizer state are counted. Activations are a formula, which a test
-compares with torch's saved tensors (tests/unit/plugins/cluster/manifests/test_sizing.py). The interpreter
-and HEADROOM are allowances. No cluster has confirmed them.
+compares with torch's saved tensors (tests/unit/plugins/cluster/manifests/test_sizing.py). The
+interpreter and HEADROOM are allowances. No cluster has confirmed them.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Literal
 
 from cartridge_forge.actors.base import ModelSource, NoPlane, keep_freed_memory
-from cartridge_forge.learning.model.loading import checked_model, load_tokenizer
-from cartridge_forge.plugins.serve.engine.engine_generator import (
+from cartridge_forge.actors.engine_generator import (
     build_engine,
     environment,
     read_cartridge,
 )
+from cartridge_forge.learning.model.loading import checked_model, load_tokenizer
 from cartridge_forge.plugins.serve.engine.engine_thread import EngineThread
 from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 from cartridge_forge.protocols.spec.sections import GeneratorSpec

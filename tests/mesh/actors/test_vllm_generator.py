@@ -17,8 +17,8 @@ import torch
 from monarch.actor import concurrent_endpoint
 from vllm_replica import Replica, over, over_all, prompts, replica, require_vllm, tiny_model
 
+from cartridge_forge.actors.engine_generator import EngineGeneratorActor
 from cartridge_forge.learning.cartridge import fingerprint
-from cartridge_forge.plugins.serve.engine.engine_generator import EngineGeneratorActor
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling

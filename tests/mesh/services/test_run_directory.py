@@ -481,7 +481,8 @@ def test_a_taken_id_is_not_taken_again(tmp_path: Path, monkeypatch: pytest.Monke
 def test_processes_that_start_at_once_get_different_runs(tmp_path: Path) -> None:
     code = (
         "import sys; from datetime import datetime; from pathlib import Path; "
-        "from cartridge_forge.services.run_directory import RunDirectory as R; when = datetime(2026, 7, 26); "
+        "from cartridge_forge.services.run_directory import RunDirectory as R; "
+        "when = datetime(2026, 7, 26); "
         "print(*[R.create(Path(sys.argv[1]), 'm', '', now=when).id for _ in range(20)])"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

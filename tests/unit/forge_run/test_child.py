@@ -76,7 +76,8 @@ def test_beside_torch_the_function_is_called_here(monkeypatch: pytest.MonkeyPatc
 
 def test_only_its_plane_brings_torch_into_the_client_of_a_run() -> None:
     script = (
-        "import cartridge_forge.actors.base, cartridge_forge.forge_run.launch, cartridge_forge.forge_run.opening, cartridge_forge.services.planes.open\n"
+        "import cartridge_forge.actors.base, cartridge_forge.forge_run.launch\n"
+        "import cartridge_forge.forge_run.opening, cartridge_forge.services.planes.open\n"
         "import cartridge_forge.services.role_processes, cartridge_forge.training.controller\n"
         "print('torch' in sys.modules)"
     )

@@ -57,8 +57,8 @@ def test_an_unknown_name_is_refused_with_the_known_ones_and_the_remedy() -> None
     [
         ("nowhere.at_all:Thing", "is at nowhere.at_all:Thing, which is not installed: install the "
          "plug-in far, or leave thing out"),
-        ("cartridge_forge.services.roles:Thing", "is at services.roles:Thing, and that module has no Thing; "
-         "install a version of far"),
+        ("cartridge_forge.services.roles:Thing", "is at cartridge_forge.services.roles:Thing, and "
+         "that module has no Thing; install a version of far"),
     ],
 )  # fmt: skip
 def test_a_place_that_is_not_there_is_refused(

@@ -25,7 +25,7 @@ def test_a_clock_that_is_set_back_ends_no_span_before_its_beginning(
 WALL_CLOCK = {
     "learning/model/verdicts.py": "an age of files; a clock that was set back keeps no note",
     "protocols/files.py": "once, when the process begins",
-    "plugins/library/store.py": "the age of what was left behind, which must be in nobody's use as well",
+    "plugins/library/store.py": "the age of what was left behind, and is in nobody's use",
     "plugins/serve/handler.py": "a field of a reply",
     "plugins/serve/routes/models.py": "a field of a reply",
     "plugins/watch/telemetry/tensorboard.py": "the times of records",
@@ -33,8 +33,8 @@ WALL_CLOCK = {
     "plugins/replay/panel.py": "the time of a record",
 }
 ROOMS = (
-    "actors", "cartridge_forge", "deploy", "documents", "environments", "forge_run", "learning",
-    "protocols", "registry", "services", "serving", "strategies", "teachers", "training",
+    "actors", "cartridge_forge", "forge_run", "learning", "plugins", "protocols", "services",
+    "training",
 )  # fmt: skip
 
 

@@ -83,7 +83,8 @@ def test_mistakes_are_told_with_their_remedy(
 
 def test_a_mistake_is_answered_without_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from cartridge_forge.forge_run.cli import forge; forge(['make', sys.argv[1]]); "
+        "import sys; from cartridge_forge.forge_run.cli import forge; "
+        "forge(['make', sys.argv[1]]); "
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 0

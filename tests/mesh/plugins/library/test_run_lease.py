@@ -54,7 +54,8 @@ def test_it_is_held_once_and_again_after_its_end(tmp_path: Path, said: list[str]
 
 def test_of_two_that_come_at_once_one_is_refused(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from cartridge_forge.plugins.library.run_lease import hold_lease\n"
+        "import sys; from pathlib import Path\n"
+        "from cartridge_forge.plugins.library.run_lease import hold_lease\n"
         "from cartridge_forge.protocols.errors import RunError\n"
         "sys.stdin.readline()\n"
         "try:\n"

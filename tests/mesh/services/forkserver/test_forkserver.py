@@ -223,8 +223,9 @@ def test_forked_processes_share_the_memory_of_a_model_that_was_read_ahead(tmp_pa
 
 
 def own_share(path: str, model: list[str]) -> float:
+    modules = ["cartridge_forge.learning.model.loading"]
     done = subprocess.run(
-        [sys.executable, "-c", LOADER, json.dumps([path, ["cartridge_forge.learning.model.loading"], model])],
+        [sys.executable, "-c", LOADER, json.dumps([path, modules, model])],
         capture_output=True, text=True, timeout=5 * TIMEOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

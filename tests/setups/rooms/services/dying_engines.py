@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from cartridge_forge.actors.base import ModelSource
+from cartridge_forge.actors.engine_generator import EngineGeneratorActor
 from cartridge_forge.actors.model_actors import DocTeacherActor, GeneratorActor
-from cartridge_forge.plugins.serve.engine.engine_generator import EngineGeneratorActor
 from cartridge_forge.protocols.types import PrefixRef
 
 POISON = (1313, 1313, 1313)  # in a prompt; nothing samples it

@@ -140,8 +140,10 @@ def test_prefix_tuning_is_read_with_the_logits_that_peft_has(tmp_path: Path) -> 
 def test_an_export_has_the_same_bytes_in_every_process(made: CartridgeFile, tmp_path: Path) -> None:
     source = write(made, tmp_path, "forge")
     code = (
-        "import sys; from pathlib import Path; from cartridge_forge.plugins.library.formats.convert import read; "
-        "from cartridge_forge.plugins.library.formats.peft import save; save(read(Path(sys.argv[1])), Path(sys.argv[2]))"
+        "import sys; from pathlib import Path; "
+        "from cartridge_forge.plugins.library.formats.convert import read; "
+        "from cartridge_forge.plugins.library.formats.peft import save; "
+        "save(read(Path(sys.argv[1])), Path(sys.argv[2]))"
     )
     contents = set()
     for number in range(6):

@@ -33,7 +33,10 @@ def test_the_same_files_give_the_same_bytes(run: RunDirectory, tmp_path: Path) -
     # Another process, another place, another hash seed.
     copy = tmp_path / "longhealth" / run.id
     shutil.copytree(run.path, copy, ignore=shutil.ignore_patterns("report.html"))
-    code = "import sys; from pathlib import Path; from cartridge_forge.plugins.watch.pages.export import write_report; "
+    code = (
+        "import sys; from pathlib import Path; "
+        "from cartridge_forge.plugins.watch.pages.export import write_report; "
+    )
     subprocess.run(
         [sys.executable, "-c", code + "write_report(Path(sys.argv[1]))", str(copy)],
         check=True,

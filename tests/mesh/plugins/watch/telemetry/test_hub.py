@@ -69,10 +69,9 @@ def test_a_spec_opens_all_that_it_names(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_controllers_process_stays_light() -> None:
     code = (
         "import sys\n"
-        "import services.telemetry.hub\n"
+        "import cartridge_forge.plugins.watch.telemetry.hub\n"
         "assert 'prometheus_client' not in sys.modules\n"
-        "import cartridge_forge.plugins.watch.telemetry.prometheus, cartridge_forge.plugins.watch.telemetry.trace\n"
-        "import cartridge_forge.plugins.watch.telemetry.tensorboard, cartridge_forge.plugins.watch.telemetry.otlp\n"
+        "from cartridge_forge.plugins.watch.telemetry import otlp, prometheus, tensorboard, trace\n"
         "heavy = {'torch', 'tensorflow', 'wandb', 'grpc', 'pandas'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -183,7 +183,10 @@ def test_marks_tell_which_files_grew(run: RunDirectory) -> None:
 
 
 def test_a_server_of_pages_imports_no_torch() -> None:
-    code = "import sys, cartridge_forge.plugins.watch.ui.app; print([m for m in ('torch', 'monarch') if m in sys.modules])"
+    code = (
+        "import sys, cartridge_forge.plugins.watch.ui.app; "
+        "print([m for m in ('torch', 'monarch') if m in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
         cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},

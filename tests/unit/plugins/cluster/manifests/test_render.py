@@ -71,7 +71,7 @@ def test_memory_of_a_3b_model_by_hand() -> None:
     # 8 GiB of pages) + 2 GiB.
     # Document teacher: 20 documents' KV less the GPU's 11.27 GB, in the host: 16.25 GB, less than
     # 1.25 x (6.43 + 11.27 + 0.5 of scores + 0.8 of logits) + 2 GiB.
-    # Trainer: 1.25 x 62.2 GB, whose items tests/unit/plugins/cluster/manifests/test_sizing.py works out.
+    # Trainer: 1.25 x 62.2 GB, whose items test_sizing.py beside this file works out.
     spec = load_spec(str(REPOSITORY / "meshes" / "longhealth_3b.yaml")).spec
     found = {name: pod_resources(spec, name, role, LLAMA_3B) for name, role in spec.roles}
     assert found == {
