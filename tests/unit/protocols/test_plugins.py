@@ -98,7 +98,8 @@ from typing import ClassVar
 from cartridge_forge.forge_run.cli import Command
 from monarch.actor import Actor, endpoint
 from cartridge_forge.protocols.plugins import Plugin
-from cartridge_forge.learning.losses.channel import Item, LossChannel, LossTerm, counted
+from cartridge_forge.learning.batch import Item
+from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, counted
 
 
 class EchoActor(Actor):
