@@ -118,7 +118,7 @@ class Likelihood(LossChannel):
     weight: float
 
     @classmethod
-    def of(cls, objective, loss):
+    def from_spec(cls, objective, loss):
         return cls(objective.channels["likelihood"])
 
     def samples(self, batch):
