@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-STATIC = Path(__file__).parents[2] / "pages" / "static"
+STATIC = Path(__file__).parents[1] / "pages" / "static"
 _OWN = (STATIC / "app.css").read_text(encoding="utf-8")
 PAGE_STYLE = (STATIC / "vendor/uPlot.min.css").read_text(encoding="utf-8") + "\n" + _OWN
 

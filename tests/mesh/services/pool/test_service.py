@@ -114,7 +114,7 @@ async def serving(**options: Any) -> AsyncIterator[Service]:
 def is_ours(task: asyncio.Task[Any]) -> bool:
     """Of Monarch's own, the stop of a process that died may take its time."""
     code = Path(task.get_coro().cr_code.co_filename)
-    return code.is_relative_to(Path(__file__).parents[4] / "services")
+    return code.is_relative_to(Path(__file__).parents[4] / "cartridge_forge" / "services")
 
 
 def children() -> list[int]:
