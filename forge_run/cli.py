@@ -458,9 +458,8 @@ def _run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
         handler = options.pop("handler")
         if isinstance(handler, str):
             module, _, function = handler.partition(":")
-            if not module.startswith(("experiments.", "ui.")):
-                module = f"commands.{module}"
-            handler = getattr(import_module(f"forge_run.{module}"), function)
+            module = ELSEWHERE.get(module, f"cartridge_forge.forge_run.commands.{module}")
+            handler = getattr(import_module(module), function)
         reply = handler(**options)
         if isinstance(reply, int):
             return reply

@@ -176,7 +176,7 @@ async def _measure(
     show: Callable[[EvalRow], None],
 ) -> list[ArmAnswers]:
     from cartridge_forge.plugins.evaluate.arms import sit
-    from cartridge_forge.plugins.serve.pool_backend import cartridge_pool
+    from cartridge_forge.plugins.serve.engine.pool_backend import cartridge_pool
 
     most = spec.max_tokens or run.learn.evaluate.max_tokens
     held = cartridge_pool(run.spec, entry.documents, paper.end_ids, entry.cartridges)

@@ -106,7 +106,7 @@ async def _measure(
         chosen_checkpoint,
         read_cartridges,
     )
-    from cartridge_forge.plugins.serve.pool_backend import cartridge_pool
+    from cartridge_forge.plugins.serve.engine.pool_backend import cartridge_pool
     from cartridge_forge.plugins.strategies.judges.opening import opened_judge
     from cartridge_forge.plugins.strategies.samplers.sampler import AlternatingSampler
     from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler

@@ -216,7 +216,7 @@ class ServeProcess:
         from cartridge_forge.plugins.serve.access.connections import LimitedServer, limited
         from cartridge_forge.plugins.serve.app import create_server
         from cartridge_forge.plugins.serve.backend import RequestLimits, ServerConfig
-        from cartridge_forge.plugins.serve.pool_backend import PoolBackend
+        from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
         from cartridge_forge.plugins.serve.strategy_runner import CatalogueStrategies
 
         spec, http = self.spec, self.spec.http

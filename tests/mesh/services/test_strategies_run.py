@@ -21,7 +21,7 @@ from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.clinic.longhealth import parse_patients
 from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.clinic.prompts import option_prompt
-from cartridge_forge.plugins.serve.pool_backend import PoolBackend
+from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
 from cartridge_forge.plugins.strategies.catalog import STRATEGIES, parse, run
 from cartridge_forge.plugins.strategies.problem import StrategyResult
 from cartridge_forge.plugins.strategies.samplers.sampler import Sampler

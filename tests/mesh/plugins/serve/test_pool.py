@@ -23,7 +23,7 @@ from safetensors.torch import save
 from serving_setup import END, MODEL, QUESTION, add_cartridge, cartridge, new_house
 
 from cartridge_forge.plugins.serve.app import Server, create_server
-from cartridge_forge.plugins.serve.pool_backend import PoolBackend
+from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
 from cartridge_forge.protocols.spec.loading import load_serve
 from cartridge_forge.protocols.types import TraceSpan
 from cartridge_forge.services.mesh import open_generators

@@ -8,7 +8,7 @@ from pathlib import Path
 from cartridge_forge.learning.model.loading import load_model
 from cartridge_forge.plugins.evaluate.calibration import MachineRates, measure_rates
 
-READER = Path(__file__).parents[3] / "models" / "clinic-reader"
+READER = Path(__file__).parents[4] / "models" / "clinic-reader"
 
 
 def test_rates_are_tokens_over_seconds() -> None:

@@ -1,3 +1,4 @@
 """The fixtures that the tests of this folder share."""
 
 from rooms.teachers.panel_setup import path, provider  # noqa: F401
+from twins import llama  # noqa: F401

@@ -20,7 +20,7 @@ from serving_setup import END, MODEL, new_house
 from vllm_replica import require_vllm
 
 from cartridge_forge.plugins.serve.app import create_server
-from cartridge_forge.plugins.serve.pool_backend import PoolBackend
+from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.plugins import SHIPPED
 from cartridge_forge.protocols.spec.loading import load_serve

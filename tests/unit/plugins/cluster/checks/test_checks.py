@@ -12,6 +12,7 @@ from manifest_checks.check import committed, drift
 from manifest_faults import COMMAND_FAULTS, FAULTS, Fault
 
 from cartridge_forge.forge_run.cli import parsed_elsewhere
+from cartridge_forge.plugins.cluster.checks import schemas
 from cartridge_forge.plugins.cluster.checks.check import check_objects
 from cartridge_forge.plugins.cluster.checks.findings import Manifest
 from cartridge_forge.plugins.cluster.manifests.overlays import build, targets
@@ -101,7 +102,7 @@ def test_the_check_names_target_check_and_object() -> None:
 
 
 def test_definitions_say_where_they_come_from() -> None:
-    kinds = Path(check.__file__).parents[3] / "deploy" / "checks" / "kinds"
+    kinds = Path(schemas.__file__).parent / "kinds"
     paths = sorted(kinds.glob("*.yaml"))
     assert len(paths) == 4
     for path in paths:

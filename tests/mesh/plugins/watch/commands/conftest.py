@@ -1,0 +1,3 @@
+"""The fixtures that the tests of this folder share."""
+
+from rooms.forge_run.control_setup import home, running  # noqa: F401
