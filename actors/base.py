@@ -26,8 +26,8 @@ from protocols.types import TensorRef
 if TYPE_CHECKING:  # a process sets its number of threads before torch is imported
     import torch
 
-    from learning.model.decoder import LanguageModel
-    from learning.model.document_kv import DocumentKVCache, HostCache
+    from learning.decoder import LanguageModel
+    from learning.teacher import DocumentKVCache, HostCache
 
 KEPT_BYTES = 256 * 1024**2
 GIVE_BACK_SECONDS = 2.0
@@ -81,8 +81,7 @@ class ModelSource:
         self, read: Callable[[tuple[int, ...]], torch.Tensor], spill: HostCache | None = None
     ) -> DocumentKVCache:
         """Return a cache of the documents' KV, which `read` computes with the loaded model."""
-        from learning.model.document_kv import DocumentKVCache
-        from learning.model.kv_files import KVFiles
+        from learning.teacher import DocumentKVCache, KVFiles
 
         files = None if self.kv_files is None else KVFiles(Path(self.kv_files))
         return DocumentKVCache(read, self.documents, self.max_kv_bytes, spill, files)
@@ -107,7 +106,7 @@ class NoPlane:
 @dataclass(frozen=True)
 class RankPlace:
     """Hold the rank and world size of a process, and the URL of the file at which the ranks meet
-    (`learning.model.distributed.join`); "" for a single process."""
+    (`learning.ranks.join`); "" for a single process."""
 
     rank: int = 0
     world: int = 1

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from actors.base import VLLM_REMEDY, ModelSource, missing_vllm
 from actors.engine_thread import Engine, EngineThread, Told
-from learning.cartridge.versions import get_missing, since_of
+from learning.cartridge import get_missing, since_of
 from learning.decoding.engine import TorchEngine
 from learning.decoding.grammar import Grammars
-from learning.model.document_kv import document_kv
 from learning.model.loading import flush_denormals, text_of, tokenizer_of
+from learning.teacher import document_kv
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
 from protocols.spec.sections import GeneratorSpec

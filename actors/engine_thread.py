@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from learning.cartridge.versions import CartridgeId, VersionLedger
+from learning.cartridge import CartridgeId, VersionLedger
 from learning.decoding.engine import PassError
 from protocols.errors import EngineDied, ForgeError, PublishError
 from protocols.types import (

@@ -19,21 +19,19 @@ from monarch.actor import Actor, endpoint
 from torch import Tensor
 
 from actors.base import FreedMemory, ModelSource, RankPlace
-from learning.cartridge.composition import composed
-from learning.cartridge.fingerprint import Fingerprints
-from learning.cartridge.versions import CartridgeVersions, get_missing, since_of
-from learning.decoding.decode_batch import GrammarCompiler, generate
-from learning.model.decoder import LanguageModel
-from learning.model.distributed import divide_base, join
-from learning.model.document_kv import document_kv, host_spill, own_document_kv
+from learning.batch import context_of
+from learning.cartridge import CartridgeVersions, Fingerprints, composed, get_missing, since_of
+from learning.decode import GrammarCompiler, generate
+from learning.decoder import LanguageModel
 from learning.model.loading import (
     claim_device,
     flush_denormals,
     text_of,
     tokenizer_of,
 )
-from learning.packing import context_of
-from learning.scoring import contexts_of, score_kept
+from learning.model.parallel import divide_base
+from learning.ranks import join
+from learning.teacher import contexts_of, document_kv, host_spill, own_document_kv, score_kept
 from protocols.errors import EngineDied, ForgeError
 from protocols.plugins import resolve
 from protocols.ports import TensorPlane

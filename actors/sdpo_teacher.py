@@ -10,9 +10,9 @@ from torch import Tensor
 
 from actors.base import ModelSource
 from actors.model_actors import CartridgeReaderActor, engine_errors
-from learning.cartridge.versions import CartridgeVersions, since_of
+from learning.cartridge import CartridgeVersions, since_of
 from learning.policy_scores import with_references
-from learning.scoring import score_kept
+from learning.teacher import score_kept
 from protocols.train_batch import PreferencePair, ReferenceOutput
 from protocols.types import CartridgeSnapshot, Sample, ScoreOutput
 
@@ -52,7 +52,7 @@ class SDPOTeacherActor(CartridgeReaderActor):
         prefixes = self._prefixes(self._reads_hints, [s.cartridge for s in samples], version)
         with engine_errors():
             tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
-        served = {name: self._fingerprints.of(kv) for name, kv in prefixes.items()}
+        served = {name: self._fingerprints.fingerprint(kv) for name, kv in prefixes.items()}
         seconds = time.perf_counter() - begun
         self._freed.give_back()
         packet = await self._put(stem, tensors)

@@ -23,24 +23,21 @@ from torch import Tensor
 
 from actors.base import ModelSource, RankPlace, give_back_now
 from actors.model_actors import ModelActor
-from learning.cartridge.bank import CartridgeBank
-from learning.cartridge.fingerprint import Fingerprints
-from learning.cartridge.initialization import CartridgeInit, Start, initial_bank
-from learning.cartridge.sources import init_sources
-from learning.cartridge.versions import put_changed
+from learning.cartridge import CartridgeBank, Fingerprints, put_changed
 from learning.checkpoint import read_checkpoint
-from learning.model.decoder import LanguageModel
-from learning.model.distributed import divide_base, join, shard_base
-from learning.model.document_kv import document_kv
+from learning.decoder import LanguageModel
+from learning.initialization import CartridgeInit, Start, init_sources, initial_bank
 from learning.model.loading import claim_device, text_ids
+from learning.model.parallel import divide_base, shard_base
 from learning.policy_scores import document_logprobs
-from learning.sampler_gap import gap_bounds
-from learning.scoring import TeacherDistribution, joined, of_stored
+from learning.ranks import join
+from learning.teacher import TeacherDistribution, document_kv, joined, of_stored
 from learning.trainer import CartridgeTrainer
 from protocols.errors import DataError, PlaneError, PublishError
 from protocols.plugins import resolve
 from protocols.records.run_files import StoredPlace
 from protocols.spec.learn import LearnSpec
+from protocols.spec.sections import gap_bounds
 from protocols.train_batch import (
     PrecomputedScores,
     PreferencePair,
@@ -101,7 +98,7 @@ class TrainerActor(ModelActor):
             shard_base(model, self._ranks)
         else:
             model.to(device)
-        own = self._ranks.own(names)
+        own = self._ranks.cartridges(names)
         part = replace(base, cartridges={name: base.cartridges[name] for name in own})
         bank = bank_of(model, part, learn, {name: given[name] for name in own if name in given})
         self._files = None
@@ -182,7 +179,7 @@ class TrainerActor(ModelActor):
             scores["doc_teacher"] = scores["doc_teacher"].rows(marks.nonzero().flatten())
         batch = replace(lesson, scores=scores)
         begun = time.perf_counter()
-        output = self._trainer.step_on(batch, version)
+        output = self._trainer.step(batch, version)
         self._freed.give_back()
         self._keep_last_state()
         output = replace(
@@ -267,7 +264,7 @@ class TrainerActor(ModelActor):
     async def _put_own(self, version: int, there: CartridgeSnapshot) -> CartridgeSnapshot:
         """Put this rank's cartridges of `version` that differ from those `there`."""
         snapshot = self._trainer.snapshot(version)
-        stem, of = f"{PUBLISHED}{version}", self._fingerprints.of
+        stem, of = f"{PUBLISHED}{version}", self._fingerprints.fingerprint
         cartridges = await put_changed(
             partial(self._put, stem), snapshot.since, snapshot.kv, of, there.cartridges
         )

@@ -43,16 +43,16 @@ from benchmarks.meters import (
 )
 from benchmarks.record import benchmark
 from benchmarks.step import CARTRIDGE, CONFIG, FROZEN, KEEP_TOP, MODEL, samples_of
-from learning.cartridge.bank import first_tokens
+from learning.batch import ChunkedLogits, Reader, chunk_tokens, token_logprobs
+from learning.cartridge import first_tokens
+from learning.decoder import LanguageModel
 from learning.losses.doc_kl import doc_kl_tokens
 from learning.losses.objective import active_channels
 from learning.losses.sdpo import sdpo_tokens
-from learning.model.decoder import LanguageModel
 from learning.model.loading import load_model
-from learning.packing import ChunkedLogits, Reader, chunk_tokens, token_logprobs
-from learning.progress import CartridgeProgress, LearningRateSchedule
-from learning.scoring import TeacherDistribution, score_kept, top_k
-from learning.step import train_step
+from learning.step import StepOptions, train_step
+from learning.teacher import TeacherDistribution, score_kept, top_k
+from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample
@@ -199,9 +199,15 @@ def stepping(model: LanguageModel, samples: list[Sample], cartridges: int) -> Ca
     rest = LearningRateSchedule(0.0, 0, 1)
     progress = {name: CartridgeProgress(part, rest) for name, part in bank.trainable.items()}
     return partial(
-        train_step, model, bank, progress, batch, active_channels(ObjectiveSpec()),
-        clip=1.0, row_tokens=CONFIG.row_tokens, version=0, staleness=0,
-    )  # fmt: skip
+        train_step,
+        model,
+        bank,
+        progress,
+        batch,
+        active_channels(ObjectiveSpec()),
+        0,
+        StepOptions(clip=1.0, row_tokens=CONFIG.row_tokens, staleness=0),
+    )
 
 
 def flat_ratios(asked: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:

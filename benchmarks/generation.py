@@ -121,8 +121,8 @@ def backends(tokens: int) -> dict[str, Backend]:
 
     from learning.decoding.engine import TorchEngine
     from learning.decoding.grammar import Grammars
-    from learning.model.document_kv import document_kv
     from learning.model.loading import flush_denormals, load_model
+    from learning.teacher import document_kv
     from protocols.spec.sections import GeneratorSpec
 
     torch.set_num_threads(1)

@@ -182,7 +182,7 @@ class Count:
 @contextmanager
 def counted(parameters: Iterator[Tensor] | None = None) -> Iterator[Count]:
     """Count the block's work, on one thread: the counters see their own alone, and not the passes
-    that run beside each other (`learning.model.cores`). `parameters` are not counted as saved."""
+    that run beside each other (`learning.ranks`). `parameters` are not counted as saved."""
     count = Count()
     known = {p.untyped_storage()._cdata for p in parameters or ()}
     kept: dict[int, Any] = {}  # storages, kept alive so that no id is reused

@@ -19,9 +19,9 @@ from benchmarks.meters import one_thread
 from benchmarks.record import ROOT, benchmark
 from environments.clinic.prompts import option_prompt
 from environments.renderer import ChatRenderer
-from learning.decoding.decode_batch import generate
-from learning.model.document_kv import document_kv
+from learning.decode import generate
 from learning.model.loading import load_model, load_tokenizer
+from learning.teacher import document_kv
 from protocols.spec.users.data import DataSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from strategies.rsa.engine import RSAEngine

@@ -41,13 +41,19 @@ from benchmarks.generation import filled_cache
 from benchmarks.meters import FigureTable, Laps, one_thread
 from benchmarks.record import ROOT, benchmark
 from forge_run.report.plots import Plot, hue, legend
-from learning.cartridge.bank import CartridgeBank, first_tokens
-from learning.decoding.decode_batch import generate
-from learning.losses.doc_kl import doc_kl_tokens
-from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.batch import context_of
+from learning.cartridge import CartridgeBank, first_tokens
+from learning.decode import generate
+from learning.losses.doc_kl import doc_batch, doc_kl_tokens
 from learning.model.loading import load_model
-from learning.packing import context_of
-from learning.scoring import TeacherDistribution, contexts_of, score_kept, top_k
+from learning.teacher import (
+    DocumentKVCache,
+    TeacherDistribution,
+    contexts_of,
+    document_kv,
+    score_kept,
+    top_k,
+)
 from learning.trainer import CartridgeTrainer
 from protocols.files import flush
 from protocols.spec.objective import LossSpec
@@ -185,7 +191,7 @@ async def compare(
             **score_kept(model, samples, prefixes, CONFIG.row_tokens, KEEP_TOP, prefix=context_of)
         )
         laps.done("teacher")
-        result = trainer.step(samples, teacher, version)
+        result = trainer.step(doc_batch(samples, teacher), version)
         laps.loss, laps.norm = result.kl, result.grad_norm
         laps.done("train")
         kv = trainer.snapshot(version + 1).kv["d"]

@@ -32,8 +32,8 @@ from benchmarks.meters import FigureTable, one_thread
 from benchmarks.record import benchmark
 from forge_run.formatting import bytes_text, count_text
 from forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost
-from learning.model.attention import layout_of
-from learning.packing import pack
+from learning.attention import layout_of
+from learning.batch import pack
 from services.planes.shared_memory import SharedMemoryPlane
 
 GOAL = 2.0  # times the cached bound, of the whole step
@@ -138,9 +138,9 @@ def _real_layouts() -> Iterator[None]:
 
     places = {
         "learning.step.pack": pack,
-        "learning.scoring.pack": pack,
+        "learning.teacher.pack": pack,
         "benchmarks.gpu.phase_step.pack": pack,
-        "learning.model.attention.layout_of": layout_of,
+        "learning.attention.layout_of": layout_of,
         "torch.unique": torch.unique,
     }
     with ExitStack() as stack:

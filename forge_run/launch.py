@@ -264,7 +264,7 @@ def _drive(
             if caught.first and asked is None:
                 asked = time.monotonic()
                 _answer(controller.ask_to_stop.call_one(), STATUS_TIMEOUT, lost)
-                for name in ("forge_run.pages.export", "learning.last_state"):
+                for name in ("forge_run.pages.export", "learning.checkpoint"):
                     import_module(name)  # 1 to 2 s, while the step ends
             late = asked is not None and time.monotonic() - asked > grace_s
             if late or caught.count > 1:

@@ -11,7 +11,7 @@ from deploy.manifests.devices import GB, device_loads
 from deploy.manifests.run_volume import NO_LEDGER, shares_no_ledger
 from deploy.manifests.sizing import known_size, tensor_parallel
 from forge_run.formatting import bytes_text
-from learning.model.decoder_config import decoder_config
+from learning.decoder_config import decoder_config
 from protocols.secrets import secret_text
 from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.hosts import HostsSpec, is_loopback_host, is_tls

@@ -1,5 +1,7 @@
-"""Write checkpoints atomically: a safetensors file of each cartridge and one JSON manifest, all
-checksummed.
+"""Write a trainer's state to files: checkpoints to resume from, and the last state of a live run.
+
+A checkpoint is a safetensors file of each cartridge and one JSON manifest, all checksummed, written
+atomically.
 
     checkpoints/version-000040/cartridge-0000-000040.safetensors
     checkpoints/version-000040/cartridge-0001-000012.safetensors   unchanged since version 12
@@ -14,6 +16,21 @@ Ranks that hold cartridges of their own write the files of these into the same d
 the manifest: a checkpoint does not tell by how many it was written.
 
 Checkpoints of schema 2 hold all cartridges stacked in one file; they are still read.
+
+The last state is kept so that the replacement of a lost trainer continues from it.
+
+    last-state/cartridge-0000-000041-9c1d02aa.safetensors   numbers and moments since version 41
+    last-state/published-0000-000040-51f0be17.safetensors   the copy published with version 40
+    last-state/manifest.json                                {"facts": ..., "files": {...}, ...}
+
+A step writes the parts that it changed and then the manifest, which is renamed into place: it names
+every file of the state, so a crash at any point leaves the state before it or the new one, whole.
+Files that the manifest does not name are deleted after that. A file's name ends with the CRC of its
+tensors: another content never replaces a file that the manifest names. Ranks that hold cartridges
+of their own write the parts of these, and rank 0 the manifest.
+
+It survives the trainer's process but not the machine: nothing is flushed to disk. A CRC costs
+nothing beside the writing.
 """
 
 from __future__ import annotations
@@ -23,17 +40,18 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learning.host_memory import each, to_host
-from learning.model.distributed import ALONE, ProcessGroup
+from learning.ranks import ALONE, ProcessGroup, map_large, to_host
 from protocols.errors import CheckpointError, DamagedError
 from protocols.files import flush, sha256_of
 from protocols.reserve import with_room
@@ -77,22 +95,22 @@ def part_index(part: str) -> int:
     return int(part.split("-")[1])
 
 
-def united(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def united(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the facts of a whole checkpoint from those of its writers, each of which has other
     cartridges. "published" lists by version what each of "names" has had since when."""
-    first, *others = told
-    if not others:
+    first, *rest_of = parts
+    if not rest_of:
         return first
     published = {}
     for version in first["published"]:
         since = {
             name: at
-            for one in told
+            for one in parts
             for name, at in zip(one["cartridges"], one["published"][version], strict=True)
         }
         published[version] = [since[name] for name in first["names"]]
-    own = {name: of for one in told for name, of in one["cartridges"].items()}
-    return {**first, "cartridges": dict(sorted(own.items())), "published": published}
+    cartridges = {name: facts for one in parts for name, facts in one["cartridges"].items()}
+    return {**first, "cartridges": dict(sorted(cartridges.items())), "published": published}
 
 
 def write_checkpoint(
@@ -100,21 +118,21 @@ def write_checkpoint(
     name: str,
     checkpoint: Checkpoint,
     keep: int,
-    before: Path | None = None,
+    previous: Path | None = None,
     writers: ProcessGroup = ALONE,
 ) -> Path:
     """Write `directory/name` atomically and return its path. Delete all checkpoints but the newest
     `keep` and the last of every arm, which holds that arm's result.
 
-    `before` is a checkpoint from which the trainer went on to this one: parts of the same name are
-    taken from it. A whole checkpoint of this name has the same state and is left unchanged. A
+    `previous` is a checkpoint from which the trainer went on to this one: parts of the same name
+    are taken from it. A whole checkpoint of this name has the same state and is left unchanged. A
     damaged one (the run was resumed from the one before it) is replaced.
 
     All `writers` call it, each with its own cartridges; it returns when the checkpoint is whole.
     """
     final = directory / name
-    whole = writers.leads and final.exists() and _is_whole(final)
-    if writers.gather({"whole": whole})[0]["whole"]:
+    is_whole = writers.leads and final.exists() and _is_whole(final)
+    if writers.gather({"whole": is_whole})[0]["whole"]:
         return final
     partial = directory / f".{name}.partial"
     if writers.leads:
@@ -122,11 +140,11 @@ def write_checkpoint(
         partial.mkdir()  # no parents: nobody makes a run's directory again that was removed
     writers.gather({})
     try:
-        files = with_room(partial, lambda: _fill(partial, checkpoint, before))
-        told = writers.gather({"files": files, "facts": checkpoint.facts})
+        files = with_room(partial, lambda: _fill(partial, checkpoint, previous))
+        reports = writers.gather({"files": files, "facts": checkpoint.facts})
         if writers.leads:
-            with_room(partial, lambda: _close(partial, told))
-            _put(partial, final, keep)
+            with_room(partial, lambda: _close(partial, reports))
+            _publish(partial, final, keep)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -134,7 +152,7 @@ def write_checkpoint(
     return final
 
 
-def _put(partial: Path, final: Path, keep: int) -> None:
+def _publish(partial: Path, final: Path, keep: int) -> None:
     """Give a checkpoint its name, and delete those that need not be kept."""
     directory = final.parent
     if final.exists():
@@ -147,27 +165,27 @@ def _put(partial: Path, final: Path, keep: int) -> None:
             shutil.rmtree(old)
 
 
-def _fill(partial: Path, checkpoint: Checkpoint, before: Path | None) -> dict[str, str]:
+def _fill(partial: Path, checkpoint: Checkpoint, previous: Path | None) -> dict[str, str]:
     """Write the files of a checkpoint's parts in the directory `partial`; return their checksums by
     part."""
-    known = {} if before is None else _files(before)
+    checksums = {} if previous is None else _files(previous)
 
     def fill(part: str) -> str:
         path = partial / f"{part}{SUFFIX}"
         path.unlink(missing_ok=True)  # of a try that met a full disk
-        if before is not None and _taken(before / path.name, path, known.get(part)):
-            return known[part]
+        if previous is not None and _linked(previous / path.name, path, checksums.get(part)):
+            return checksums[part]
         save_tensors(on_host(checkpoint.parts[part]), path)
         return sha256_of(path)
 
-    digests = each(fill, checkpoint.parts, parts_bytes(checkpoint.parts))
+    digests = map_large(fill, checkpoint.parts, parts_bytes(checkpoint.parts))
     return dict(zip(checkpoint.parts, digests, strict=True))
 
 
-def _close(partial: Path, told: Sequence[dict[str, Any]]) -> None:
+def _close(partial: Path, reports: Sequence[dict[str, Any]]) -> None:
     """Write the manifest of what all writers told, and flush every file."""
-    facts = united([one["facts"] for one in told])
-    files = {part: digest for one in told for part, digest in one["files"].items()}
+    facts = united([one["facts"] for one in reports])
+    files = {part: digest for one in reports for part, digest in one["files"].items()}
     manifest = {"schema": SCHEMA, "files": files, "facts": facts}
     manifest["facts_sha256"] = _facts_sha256(facts)
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
@@ -203,13 +221,13 @@ def is_checkpoint(path: Path) -> bool:
 def last_of_arms(directory: Path) -> dict[str, Path]:
     """Return the newest checkpoint of each arm by the manifests alone. Checkpoints that cannot be
     read or have no arm are skipped."""
-    found = {}
+    paths = {}
     for path in list_checkpoints(directory):
         try:
-            found[str(json.loads((path / MANIFEST).read_text())["facts"]["arm"])] = path
+            paths[str(json.loads((path / MANIFEST).read_text())["facts"]["arm"])] = path
         except (OSError, ValueError, KeyError, TypeError):
             continue
-    return found
+    return paths
 
 
 def newest_whole(
@@ -311,8 +329,8 @@ def _unstacked(facts: dict[str, Any], stacked: Mapping[str, Tensor]) -> Checkpoi
         }
         for i in range(len(facts["names"]))
     }
-    own = {name: dict(common) for name in facts["names"]}
-    return Checkpoint({**facts, "cartridges": own}, parts)
+    cartridges = {name: dict(common) for name in facts["names"]}
+    return Checkpoint({**facts, "cartridges": cartridges}, parts)
 
 
 def _files(checkpoint: Path) -> dict[str, str]:
@@ -323,7 +341,7 @@ def _files(checkpoint: Path) -> dict[str, str]:
         return {}
 
 
-def _taken(source: Path, path: Path, stated: str | None) -> bool:
+def _linked(source: Path, path: Path, stated: str | None) -> bool:
     """Link a file to `path`, or copy it; return False, with no file there, where it does not match
     the checksum `stated`."""
     if stated is None or not source.is_file() or sha256_of(source) != stated:
@@ -344,9 +362,114 @@ def _is_whole(path: Path) -> bool:
 
 
 def _instead(path: Path) -> str:
-    others = [p for p in list_checkpoints(path.parent) if p.name < path.name]
-    return f"; the one before it is {others[-1]}" if others else "; there is none before it"
+    older = [p for p in list_checkpoints(path.parent) if p.name < path.name]
+    return f"; the one before it is {older[-1]}" if older else "; there is none before it"
 
 
 def _facts_sha256(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+PARTIAL = ".partial"
+
+
+class LastState:
+    """Write and read the state in the directory `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: dict[str, str] = {}  # by part: its file, of the state written or read last
+
+    def write(self, state: Checkpoint, writers: ProcessGroup = ALONE) -> None:
+        """Replace the state on disk. Parts that the state written or read before has are not
+        written again. All `writers` call it, each with its own cartridges."""
+        own_files = with_room(self._path / MANIFEST, lambda: self._fill(state))
+        reports = writers.gather({"files": own_files, "facts": state.facts})
+        if writers.leads:
+            facts = united([one["facts"] for one in reports])
+            files = {part: file for one in reports for part, file in one["files"].items()}
+            with_room(self._path / MANIFEST, lambda: self._close(facts, files))
+        writers.gather({})  # nobody writes the next state while rank 0 deletes files
+        self._files = own_files
+
+    def _fill(self, state: Checkpoint) -> dict[str, str]:
+        """Write the parts; return the names of their files."""
+        self._path.mkdir(exist_ok=True)  # no parents: a removed run's directory is not made again
+        new = {part: x for part, x in state.parts.items() if part not in self._files}
+        wrote = map_large(self._write, new.items(), parts_bytes(new))
+        files = self._files | dict(zip(new, wrote, strict=True))
+        return {part: files[part] for part in state.parts}
+
+    def _close(self, facts: dict[str, Any], files: Mapping[str, str]) -> None:
+        """Write the manifest and delete the files that it does not name."""
+        state = json.dumps({"facts": facts, "files": files})
+        manifest = json.dumps({"crc32": f"{zlib.crc32(state.encode()):08x}", "state": state})
+        partial = self._path / f"{MANIFEST}{PARTIAL}"
+        partial.write_text(manifest)
+        partial.replace(self._path / MANIFEST)
+        for file in self._path.iterdir():
+            if file.name not in (*files.values(), MANIFEST):
+                file.unlink()
+
+    def forget(self) -> None:
+        """Write every part of the next state: its line is another than that of the one on disk."""
+        self._files = {}
+
+    def read(self, wanted: Callable[[str], bool] = lambda part: True) -> Checkpoint | None:
+        """Return the state on disk, of its parts those that are `wanted`; None where none was
+        written. Raises CheckpointError for a damaged one, and for one of an earlier version."""
+        old = self._path.with_name(self._path.name + SUFFIX)
+        if old.exists():
+            raise CheckpointError(
+                f"the trainer's last state {old} was written by an earlier version of "
+                "cartridge-forge; end the run and resume it from its last checkpoint"
+            )
+        if not (self._path / MANIFEST).exists():
+            return None
+        try:
+            manifest = json.loads((self._path / MANIFEST).read_text())
+            if f"{zlib.crc32(manifest['state'].encode()):08x}" != manifest["crc32"]:
+                raise ValueError(f"{MANIFEST} does not match its checksum")
+            state = json.loads(manifest["state"])
+            files = {part: file for part, file in state["files"].items() if wanted(part)}
+            parts = {part: self._read(part, file) for part, file in files.items()}
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the trainer's last state {self._path} cannot be read: {error}; end the run and "
+                "resume it from its last checkpoint"
+            ) from error
+        self._files = files
+        return Checkpoint(state["facts"], parts)
+
+    def _write(self, item: tuple[str, Mapping[str, Tensor]]) -> str:
+        """Write a part and its tensors; return the name of its file."""
+        part, tensors = item[0], on_host(item[1])
+        name = _file_name(part, tensors)
+        partial = self._path / f"{name}{PARTIAL}"
+        save_tensors(tensors, partial)
+        partial.replace(self._path / name)
+        return name
+
+    def _read(self, part: str, file: str) -> dict[str, Tensor]:
+        tensors = load_file(self._path / file)
+        if _file_name(part, tensors) != file:
+            raise ValueError(f"{file} does not match its checksum")
+        return tensors
+
+
+def last_version(path: Path) -> int | None:
+    """Return the version of the state in the directory `path`, by its manifest alone; None for none
+    that can be read."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        return int(json.loads(manifest["state"])["facts"]["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _file_name(part: str, tensors: Mapping[str, Tensor]) -> str:
+    crc = 0
+    for name in sorted(tensors):
+        crc = zlib.crc32(name.encode(), crc)
+        crc = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, crc)
+    return f"{part}-{crc:08x}{SUFFIX}"

@@ -18,10 +18,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from learning.model.decoder import LanguageModel
-from learning.model.distributed import ALONE, ProcessGroup, is_sharded
-from learning.packing import check_rows, token_logprobs
-from learning.scoring import TeacherDistribution, response_logprobs
+from learning.batch import check_rows, token_logprobs
+from learning.decoder import LanguageModel
+from learning.ranks import ALONE, ProcessGroup
+from learning.teacher import TeacherDistribution, response_logprobs
 from protocols.errors import DataError, StaleTokenError
 from protocols.train_batch import PolicySample, PreferencePair, TrainBatch, completions
 from protocols.types import Sample
@@ -53,7 +53,7 @@ def shared_logprobs(
         parts += [[]] * (rounds - len(parts))
         parts = parts[ranks.data_rank :: ranks.data_world]
     for part in parts:
-        if not part and not is_sharded(model):
+        if not part and not model.sharded:
             continue  # a sharded base is gathered by all ranks in every pass
         logprobs = response_logprobs(model, [samples[i] for i in part], prefixes, row_tokens)
         at = [t for i in part for t in range(begins[i], begins[i + 1])]
@@ -117,7 +117,7 @@ def check_policy(
         raise StaleTokenError(
             f"RL sample {s.id} was sampled by versions {sorted(own)}, and version {version} is "
             "being trained: give scores of old, the log-probabilities under the versions that "
-            "sampled it (learning.scoring.response_logprobs); nothing was trained on it"
+            "sampled it (learning.teacher.response_logprobs); nothing was trained on it"
         )
 
 

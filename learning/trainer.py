@@ -5,33 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from learning.cartridge.bank import CartridgeBank
-from learning.checkpoint import Checkpoint, part_index, write_checkpoint
-from learning.last_state import LastState
-from learning.losses.balance import GradientBalance
+from learning.cartridge import CartridgeBank
+from learning.checkpoint import Checkpoint, LastState, part_index, write_checkpoint
+from learning.decoder import LanguageModel
 from learning.losses.channel import LossChannel
 from learning.losses.objective import active_channels
-from learning.model.decoder import LanguageModel
-from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.loading import base_hash
 from learning.policy_scores import check_policy, shared_logprobs, with_references
-from learning.progress import CartridgeProgress, LearningRateSchedule, tensor_rms
-from learning.sampler_gap import GapBounds
-from learning.scoring import TeacherDistribution, score_over
-from learning.step import train_step
-from learning.token_scores import TokenScores
-from learning.trainer_state import Snapshots, TrainerSnapshot, TrainerState
+from learning.ranks import ALONE, ProcessGroup
+from learning.step import StepOptions, train_step
+from learning.teacher import score_over
+from learning.trainer_state import (
+    CartridgeProgress,
+    LearningRateSchedule,
+    Snapshots,
+    TrainerSnapshot,
+    TrainerState,
+    tensor_rms,
+)
 from learning.updates import run_updates
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.spec.sections import TrainSpec
+from protocols.spec.sections import GapBounds, TrainSpec
 from protocols.train_batch import PreferencePair, TrainBatch
 from protocols.types import Sample, SampleScores, TrainStepOutput
+
+if TYPE_CHECKING:  # for objectives that balance their channels
+    from learning.losses.balance import GradientBalance
 
 
 class CartridgeTrainer:
@@ -45,7 +50,7 @@ class CartridgeTrainer:
     its own cartridges into the same files.
 
     Each cartridge is trained by itself: its optimizer, schedule and clip norm are its own
-    (`learning.progress`), and a step changes those that the batch has a loss for.
+    (`learning.trainer_state`), and a step changes those that the batch has a loss for.
     """
 
     def __init__(
@@ -116,30 +121,22 @@ class CartridgeTrainer:
         if arm == state.arm and state.step == 0:
             return state.version
         state.version += 1
-        for name, own in state.progress.items():
+        for name, learner in state.progress.items():
             planned = max(1, (updates or {}).get(name, steps))
             warmup = min(self.spec.warmup_steps, max(1, planned // 2))
-            since = state.version if own.steps or own.since < 0 else own.since
+            since = state.version if learner.steps or learner.since < 0 else learner.since
             with torch.no_grad():
-                own.parameter.copy_(self._initial[name])
+                learner.parameter.copy_(self._initial[name])
                 if state.hinted is not None:
                     state.hinted[name].copy_(self._initial[name])
-            own.restart(LearningRateSchedule(self.spec.lr, warmup, planned), since)
+            learner.restart(LearningRateSchedule(self.spec.lr, warmup, planned), since)
         if state.reference is not None:
             state.reference = dict(self._initial)
         state.arm, state.step, state.last = arm, 0, None
         self._keep()
         return state.version
 
-    def step(
-        self, samples: Sequence[Sample], teacher: TeacherDistribution, version: int
-    ) -> TrainStepOutput:
-        """Run `step_on` with document distillation samples only."""
-        return self.step_on(
-            TrainBatch(doc=tuple(samples), scores={"doc_teacher": teacher}), version
-        )
-
-    def step_on(self, batch: TrainBatch, version: int) -> TrainStepOutput:
+    def step(self, batch: TrainBatch, version: int) -> TrainStepOutput:
         """Train one rollout on `version`, which must be the current one, and advance the version:
         one optimizer update, or `train.updates_per_rollout * train.minibatches` of them. Raises
         StaleTokenError for any other version. The version just trained returns its output again.
@@ -158,12 +155,12 @@ class CartridgeTrainer:
         state.version += 1
         state.last = result
         for name in [name for name in result.cartridges if name in state.progress]:
-            own = state.progress[name]
-            own.steps += 1
-            own.since = state.version
+            learner = state.progress[name]
+            learner.steps += 1
+            learner.since = state.version
             if state.hinted is not None and (decay := self._objective.hinted_decay) is not None:
                 with torch.no_grad():
-                    state.hinted[name].lerp_(own.parameter, 1.0 - decay)
+                    state.hinted[name].lerp_(learner.parameter, 1.0 - decay)
         self._keep()
         return result
 
@@ -172,27 +169,34 @@ class CartridgeTrainer:
         spec = self.spec
         state = self._state
         channels = [now for c in self._channels if (now := c.at(state.step)).weight]
-        scores = TokenScores() if self._keep_token_scores else None
+        scores = None
+        if self._keep_token_scores:
+            from learning.losses.token_scores import (
+                TokenScores,  # an observer: no number depends on it
+            )
+
+            scores = TokenScores()
+        options = StepOptions(
+            clip=spec.clip,
+            row_tokens=spec.row_tokens,
+            staleness=spec.staleness,
+            micro_tokens=self._objective.micro_tokens,
+            logit_bytes=spec.logit_chunk_mb * 2**20,
+            recompute_layers=spec.recompute_layers,
+            observe=None if scores is None else scores.add,
+        )
+        every = self._objective.compare_every
+        first_options = replace(
+            options,
+            gap_bounds=self._gap_bounds,  # later updates' cartridges are not the sampler's
+            compare_gradients=every > 0 and state.step % every == 0,
+        )
 
         def update(part: TrainBatch, first: bool) -> TrainStepOutput:
             return train_step(
-                self.model,
-                self.bank,
-                state.progress,
-                part,
-                channels,
-                clip=spec.clip,
-                row_tokens=spec.row_tokens,
-                version=version,
-                staleness=spec.staleness,
-                micro_tokens=self._objective.micro_tokens,
-                compare_gradients=first and self._compares(),
-                gap_bounds=self._gap_bounds if first else None,  # later ones are not the sampler's
-                logit_bytes=spec.logit_chunk_mb * 2**20,
-                recompute_layers=spec.recompute_layers,
-                observe=None if scores is None else scores.add,
-                ranks=self._ranks,
-            )
+                self.model, self.bank, state.progress, part, channels, version,
+                first_options if first else options, self._ranks,
+            )  # fmt: skip
 
         batch = self._completed(batch, channels, version)
         if spec.updates_per_rollout * spec.minibatches == 1:
@@ -214,6 +218,8 @@ class CartridgeTrainer:
         spec = self._objective
         if spec.balance != "gradient_norm" or len(self._channels) < 2:
             return None
+        from learning.losses.balance import GradientBalance
+
         return GradientBalance(spec.balance_every, spec.balance_bound)
 
     def _completed(
@@ -233,10 +239,10 @@ class CartridgeTrainer:
             refresh = self._objective.grpo.kl_refresh
             reference = self._state.reference
             assert reference is not None, "kept since the arm began"
-            for name in self._own(r.sample for r in batch.rl):
-                own = self._state.progress[name]
-                if refresh and own.steps % refresh == 0:
-                    reference[name] = own.parameter.detach().clone()
+            for name in self._cartridges_of(r.sample for r in batch.rl):
+                learner = self._state.progress[name]
+                if refresh and learner.steps % refresh == 0:
+                    reference[name] = learner.parameter.detach().clone()
             scores["ref"] = self._logprobs(batch, reference)
         if spec.minibatches > 1:
             for channel in channels:
@@ -247,19 +253,19 @@ class CartridgeTrainer:
         """Return the log-probabilities of the episodes' response tokens over their cartridges with
         these trainable tokens."""
         samples = [r.sample for r in batch.rl]
-        names = self._own(samples)
+        names = self._cartridges_of(samples)
         return shared_logprobs(
             self.model,
             samples,
-            {name: self.bank.whole(name, trainable[name].detach()) for name in names},
+            {name: self.bank.full(name, trainable[name].detach()) for name in names},
             row_tokens=self.spec.row_tokens,
             micro_tokens=self._objective.micro_tokens,
             ranks=self._ranks,
         )
 
-    def _own(self, of: Iterable[Sample | PreferencePair]) -> list[str]:
+    def _cartridges_of(self, texts: Iterable[Sample | PreferencePair]) -> list[str]:
         """Return the cartridges of these samples that this rank holds."""
-        return sorted({one.cartridge for one in of} & self._state.progress.keys())
+        return sorted({one.cartridge for one in texts} & self._state.progress.keys())
 
     def _keeps_reference(self) -> bool:
         return any("ref" in channel.references(1) for channel in self._channels)
@@ -270,30 +276,28 @@ class CartridgeTrainer:
         the arm's first version. All ranks must call it."""
         first = self.version - self._state.step
         prefixes = {
-            name: self.bank.whole(name, self._initial[name]).to(self.model.dtype)
-            for name in self._own(pairs)
+            name: self.bank.full(name, self._initial[name]).to(self.model.dtype)
+            for name in self._cartridges_of(pairs)
         }
         mine = [i for i, pair in enumerate(pairs) if pair.cartridge in prefixes]
         with self._ranks.abreast():
-            found = with_references(
+            scored = with_references(
                 self.model, [pairs[i] for i in mine], prefixes, self.spec.row_tokens, first, 0
             )
-            told = [[i, p.ref_chosen, p.ref_rejected] for i, p in zip(mine, found, strict=True)]
-            of = {i: reference for i, *reference in self._of_all(told)}
+            rows = [[i, p.ref_chosen, p.ref_rejected] for i, p in zip(mine, scored, strict=True)]
+            references = {i: reference for i, *reference in self._of_all(rows)}
         return [
-            replace(pair, ref_chosen=of[i][0], ref_rejected=of[i][1], ref_version=first)
+            replace(
+                pair, ref_chosen=references[i][0], ref_rejected=references[i][1], ref_version=first
+            )
             for i, pair in enumerate(pairs)
         ]
 
-    def _of_all(self, told: list[list[Any]]) -> list[list[Any]]:
+    def _of_all(self, rows: list[list[Any]]) -> list[list[Any]]:
         """Return what ranks that stand apart found for their own cartridges, together."""
         if not self._ranks.apart:
-            return told
-        return [row for one in self._ranks.gather({"told": told}) for row in one["told"]]
-
-    def _compares(self) -> bool:
-        every = self._objective.compare_every
-        return every > 0 and self._state.step % every == 0
+            return rows
+        return [row for one in self._ranks.gather({"told": rows}) for row in one["told"]]
 
     def snapshot(self, version: int) -> TrainerSnapshot:
         """Return a version to publish, now or again. Raises PublishError for any version but the
@@ -301,13 +305,13 @@ class CartridgeTrainer:
         state = self._state
         if version == state.version:
             self._snapshots.add(version, state.since, self.bank, state.hinted)
-        found = self._snapshots.get(version)
-        if found is None:
+        snapshot = self._snapshots.get(version)
+        if snapshot is None:
             raise PublishError(
                 f"version {version} cannot be published: the trainer stands at {state.version} and "
                 f"still has {self._snapshots.versions}"
             )
-        return found
+        return snapshot
 
     @torch.no_grad()
     def greedy_deficit(self, samples: Sequence[Sample], version: int) -> list[float]:
@@ -318,16 +322,16 @@ class CartridgeTrainer:
             raise PublishError(
                 f"version {version} cannot be scored: the trainer stands at {self.version}"
             )
-        found: list[list[Any]] = []
+        rows: list[list[Any]] = []
         for i, s in enumerate(samples):
             if self._ranks.apart and s.cartridge not in self.bank.names:
                 continue  # another rank's
             (kv,) = self.bank.kv([s.cartridge])
-            given = {s.cartridge: kv.to(self.model.dtype)}
-            logits = score_over(self.model, [s], given, self.spec.row_tokens).float()
-            own = logits.gather(-1, torch.tensor(s.response_ids)[:, None].to(logits.device))
-            found.append([i, (logits.max(-1).values - own[:, 0]).max().item()])
-        return [deficit for _, deficit in sorted(self._of_all(found))]
+            prefixes = {s.cartridge: kv.to(self.model.dtype)}
+            logits = score_over(self.model, [s], prefixes, self.spec.row_tokens).float()
+            response = logits.gather(-1, torch.tensor(s.response_ids)[:, None].to(logits.device))
+            rows.append([i, (logits.max(-1).values - response[:, 0]).max().item()])
+        return [deficit for _, deficit in sorted(self._of_all(rows))]
 
     def base_hash(self) -> str:
         """Return the SHA-256 of the base as it is now; for a sharded base all ranks must call
@@ -351,7 +355,7 @@ class CartridgeTrainer:
                     name,
                     self._state.checkpoint(position),
                     keep=self.spec.keep_checkpoints,
-                    before=self._checkpoint,
+                    previous=self._checkpoint,
                     writers=self._writers,
                 )
             self._checkpoint = directory / name
@@ -383,8 +387,8 @@ class CartridgeTrainer:
         progress may sample with: they are published again if the tensor plane is lost."""
         if self._last_state is not None and self._writes:
             oldest = self.version - self.spec.staleness
-            held = [self._snapshots.get(v) for v in self._snapshots.versions if v >= oldest]
-            state = self._state.checkpoint({}, [s for s in held if s is not None])
+            snapshots = [self._snapshots.get(v) for v in self._snapshots.versions if v >= oldest]
+            state = self._state.checkpoint({}, [s for s in snapshots if s is not None])
             with self._ranks.abreast():
                 self._last_state.write(state, self._writers)
 

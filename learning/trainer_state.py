@@ -1,26 +1,162 @@
 """Hold the state of a trainer that its next step depends on; turn it into a checkpoint and back.
 
-Beside it, `Snapshots` keeps the versions that may be published, now or again. Random streams have
-no state: every draw has a generator named by seed, step and index.
+Every cartridge of a bank has its own progress: optimizer, schedule and counts. A step that has no
+loss-bearing token for a cartridge changes none of them, so what a cartridge becomes does not depend
+on the others of a run.
+
+Beside the state, `Snapshots` keeps the versions that may be published, now or again. Random streams
+have no state: every draw has a generator named by seed, step and index.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
-from learning.cartridge.bank import CartridgeBank
+from learning.cartridge import CartridgeBank
 from learning.checkpoint import CARTRIDGE, Checkpoint, part_name
-from learning.progress import CartridgeProgress, LearningRateSchedule
 from protocols.errors import CheckpointError
 from protocols.types import TrainStepOutput
 
+if TYPE_CHECKING:  # for objectives that balance their channels
+    from learning.losses.balance import GradientBalance
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Compute the learning rate over `steps`: linear warm-up, then cosine down to a tenth of the
+    peak."""
+
+    lr: float
+    warmup_steps: int
+    steps: int
+
+    def at(self, step: int) -> float:
+        """Return the learning rate of 0-based `step`."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        decay_steps = max(1, self.steps - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / decay_steps)
+        return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass(frozen=True)
+class HeldProgress:
+    """Hold copies of what one optimizer update changes."""
+
+    numbers: Tensor
+    moments: Mapping[str, Tensor]
+    balance: Mapping[str, Any]
+
+
+def tensor_rms(kv: Tensor) -> Tensor:
+    """Return the root mean square of each layer's keys and of its values, [L, 2, 1, 1, 1], of a
+    cartridge [L, 2, H_kv, P, D]."""
+    return kv.detach().square().mean(dim=(2, 3, 4), keepdim=True).sqrt()
+
+
+class CartridgeProgress:
+    """Train one parameter with Adam of its own, without weight decay.
+
+    steps    steps of the arm that trained the cartridge
+    since    the version that last changed its numbers
+    moments  Adam's tensors by name; none before the first update
+    balance  of the channels' gradients; None where the weights are taken as they are
+    scale    what the learning rate is multiplied by, broadcast over the parameter; None: nothing
+    """
+
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        schedule: LearningRateSchedule,
+        balance: GradientBalance | None = None,
+        scale: Tensor | None = None,
+    ) -> None:
+        self.parameter, self.schedule, self.balance = parameter, schedule, balance
+        self._scale = scale
+        self.since, self.steps = -1, 0
+        self.moments: dict[str, Tensor] = {}
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate of the cartridge's next step."""
+        return self.schedule.at(self.steps)
+
+    def restart(
+        self,
+        schedule: LearningRateSchedule,
+        since: int,
+        steps: int = 0,
+        moments: Mapping[str, Tensor] | None = None,
+        balance: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Stand at these counts, moments (copied) and means of the balance; by default at the start
+        of an arm. The parameter is not changed."""
+        self.schedule, self.since, self.steps = schedule, since, steps
+        self.moments = {
+            # The count of updates stays on the host, wherever the moments are.
+            name: t.clone() if name == "step" else t.to(self.parameter, copy=True)
+            for name, t in (moments or {}).items()
+        }
+        if self.balance is not None:
+            self.balance.restore(balance or {})
+
+    def update(self, clip: float) -> float:
+        """Clip the parameter's gradient to the norm `clip` and make one update; return the norm
+        before."""
+        norm = torch.nn.utils.clip_grad_norm_([self.parameter], clip)
+        if self._scale is None:
+            self._adam()
+            return norm.item()
+        numbers = self.parameter.detach().clone()
+        self._adam()
+        with torch.no_grad():  # Adam's step is proportional to its rate, without weight decay
+            self.parameter.copy_(numbers.addcmul(self.parameter - numbers, self._scale))
+        return norm.item()
+
+    @torch.no_grad()
+    def _adam(self) -> None:
+        """Make one step of Adam, by the function that `torch.optim.Adam` calls. An object of that
+        class imports torch's compiler when it is made: 900 modules that nothing else here needs."""
+        parameter, moments = self.parameter, self.moments
+        if not moments:
+            moments["step"] = torch.tensor(0.0)
+            moments |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        assert parameter.grad is not None
+        adam(
+            [parameter], [parameter.grad], [moments["exp_avg"]], [moments["exp_avg_sq"]], [],
+            [moments["step"]], lr=self.lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    def hold(self) -> HeldProgress:
+        """Return copies of what an update changes."""
+        return HeldProgress(
+            self.parameter.detach().clone(),
+            {name: tensor.clone() for name, tensor in self.moments.items()},
+            {} if self.balance is None else self.balance.state(),
+        )
+
+    def take_back(self, copies: HeldProgress) -> None:
+        """Return to what `hold` copied."""
+        with torch.no_grad():
+            self.parameter.copy_(copies.numbers)
+        self.parameter.grad = None
+        self.moments = dict(copies.moments)
+        if self.balance is not None:
+            self.balance.restore(copies.balance)
+
+
 PUBLISHED = "published"  # begins the name of a part with a copy that was published
 MOMENTS = "adam."
+# Of a step's output: its time, its tokens' scores, and its version, which is stored beside it.
+NOT_STORED = ("compute_seconds", "token_scores", "version")
 
 
 @dataclass(frozen=True)
@@ -70,7 +206,7 @@ class TrainerState:
     @property
     def since(self) -> dict[str, int]:
         """Return by cartridge the version that last changed its numbers."""
-        return {name: own.since for name, own in self.progress.items()}
+        return {name: progress.since for name, progress in self.progress.items()}
 
     def checkpoint(
         self, position: dict[str, Any], snapshots: Sequence[TrainerSnapshot] = ()
@@ -82,21 +218,23 @@ class TrainerState:
             "version": self.version,
             "arm": self.arm,
             "step": self.step,
-            "last": None if self.last is None else _told(self.last),
+            "last": None
+            if self.last is None
+            else {k: v for k, v in asdict(self.last).items() if k not in NOT_STORED},
             "base_hash": self.base_hash,
             "position": position,
-            "cartridges": {name: _facts(own) for name, own in self.progress.items()},
+            "cartridges": {name: _facts(progress) for name, progress in self.progress.items()},
             "published": {
                 str(snapshot.version): [snapshot.since[name] for name in self.bank.names]
                 for snapshot in snapshots
             },
         }
         parts: dict[str, dict[str, Tensor]] = {}
-        for name, own in self.progress.items():
+        for name, progress in self.progress.items():
             i = self.names.index(name)
-            parts[part_name(CARTRIDGE, i, own.since)] = self._tensors(name)
+            parts[part_name(CARTRIDGE, i, progress.since)] = self._tensors(name)
             for snapshot in snapshots:
-                if snapshot.since[name] != own.since:
+                if snapshot.since[name] != progress.since:
                     parts[part_name(PUBLISHED, i, snapshot.since[name])] = {
                         "kv": snapshot.kv[name],
                         **({} if snapshot.hinted is None else {"hinted": snapshot.hinted[name]}),
@@ -109,21 +247,21 @@ class TrainerState:
         base, other cartridges or another objective."""
         facts = checkpoint.facts
         self._check(checkpoint)
-        for name, own in self.progress.items():
-            tensors, told = checkpoint.cartridge(name), facts["cartridges"][name]
+        for name, progress in self.progress.items():
+            tensors, counts = checkpoint.cartridge(name), facts["cartridges"][name]
             with torch.no_grad():
-                own.parameter.copy_(tensors["trainable"])
+                progress.parameter.copy_(tensors["trainable"])
                 self.bank.frozen[name].copy_(tensors["frozen"])
             if self.hinted is not None:
-                self.hinted[name] = tensors["hinted"].to(own.parameter, copy=True)
+                self.hinted[name] = tensors["hinted"].to(progress.parameter, copy=True)
             if self.reference is not None:
-                self.reference[name] = tensors["reference"].to(own.parameter, copy=True)
-            own.restart(
-                LearningRateSchedule(lr, told["warmup_steps"], told["steps"]),
-                told["since"],
-                told["step"],
+                self.reference[name] = tensors["reference"].to(progress.parameter, copy=True)
+            progress.restart(
+                LearningRateSchedule(lr, counts["warmup_steps"], counts["steps"]),
+                counts["since"],
+                counts["step"],
                 {k.removeprefix(MOMENTS): v for k, v in tensors.items() if k.startswith(MOMENTS)},
-                told.get("balance", {}),  # none in those of older versions
+                counts.get("balance", {}),  # none in those of older versions
             )
         self.version, self.arm, self.step = facts["version"], facts["arm"], facts["step"]
         last = facts["last"]
@@ -131,11 +269,11 @@ class TrainerState:
         return self._snapshots(checkpoint, dtype)
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
-        own = self.progress[name]
+        progress = self.progress[name]
         return {
-            "trainable": own.parameter.detach(),
+            "trainable": progress.parameter.detach(),
             "frozen": self.bank.frozen[name],
-            **{f"{MOMENTS}{k}": v for k, v in own.moments.items()},
+            **{f"{MOMENTS}{k}": v for k, v in progress.moments.items()},
             **({} if self.hinted is None else {"hinted": self.hinted[name]}),
             **({} if self.reference is None else {"reference": self.reference[name]}),
         }
@@ -147,23 +285,23 @@ class TrainerState:
                 "the checkpoint was made with other base weights; resume with the model.path of "
                 "its run"
             )
-        held = {
+        stored_shapes = {
             name: [tuple(checkpoint.cartridge(name)[k].shape) for k in ("frozen", "trainable")]
             for name in facts["names"]
             if name in self.progress
         }
         bank = self.bank
-        here = {
+        bank_shapes = {
             name: [tuple(part[name].shape) for part in (bank.frozen, bank.trainable)]
             for name in bank.names
         }
-        if set(facts["names"]) != set(self.names) or held != here:
+        if set(facts["names"]) != set(self.names) or stored_shapes != bank_shapes:
             raise CheckpointError(
                 f"the checkpoint holds cartridges {facts['names']} of shapes (frozen, trainable) "
-                f"{_shapes(held)}, this run has {list(self.names)} of {_shapes(here)}; resume with "
-                "the spec of its run"
+                f"{_shapes(stored_shapes)}, this run has {list(self.names)} of "
+                f"{_shapes(bank_shapes)}; resume with the spec of its run"
             )
-        holds = set.intersection(*(set(checkpoint.cartridge(name)) for name in held))
+        holds = set.intersection(*(set(checkpoint.cartridge(name)) for name in stored_shapes))
         if (self.hinted is not None) != ("hinted" in holds):
             raise CheckpointError(
                 "the checkpoint was made with another teacher of hints; resume with the "
@@ -186,23 +324,23 @@ class TrainerState:
                 copies[i, since] = self._copies(name, dtype) if stored is None else stored
             return copies[i, since]
 
-        found = []
+        snapshots = []
         for version, since in checkpoint.facts.get("published", {}).items():
             sinces = dict(zip(self.names, since, strict=True))
-            of = {n: copy(self.names.index(n), n, sinces[n]) for n in self.bank.names}
-            kv = {name: tensors["kv"] for name, tensors in of.items()}
+            tensors_of = {n: copy(self.names.index(n), n, sinces[n]) for n in self.bank.names}
+            kv = {name: tensors["kv"] for name, tensors in tensors_of.items()}
             hinted = None
             if self.hinted is not None:
-                hinted = {name: tensors["hinted"] for name, tensors in of.items()}
-            own = {name: sinces[name] for name in self.bank.names}
-            found.append(TrainerSnapshot(int(version), own, kv, hinted))
-        return found
+                hinted = {name: tensors["hinted"] for name, tensors in tensors_of.items()}
+            since_of = {name: sinces[name] for name in self.bank.names}
+            snapshots.append(TrainerSnapshot(int(version), since_of, kv, hinted))
+        return snapshots
 
     def _copies(self, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
         parts = {"kv": self.progress[name].parameter.detach()}
         if self.hinted is not None:
             parts["hinted"] = self.hinted[name]
-        return {key: self.bank.whole(name, part).to(dtype) for key, part in parts.items()}
+        return {key: self.bank.full(name, part).to(dtype) for key, part in parts.items()}
 
 
 @torch.no_grad()
@@ -212,24 +350,28 @@ def take_snapshot(
     version: int,
     since: Mapping[str, int],
     dtype: torch.dtype,
-    before: TrainerSnapshot | None,
+    previous: TrainerSnapshot | None,
 ) -> TrainerSnapshot:
     """Return the bank at `version`. `hinted` are the trainable parts of the cartridges that read
-    hints. Copies of cartridges unchanged after the snapshot `before` are shared with it."""
+    hints. Copies of cartridges unchanged after the snapshot `previous` are shared with it."""
 
-    def copies(parts: Mapping[str, Tensor], held: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    def copies(
+        parts: Mapping[str, Tensor], previous_kv: Mapping[str, Tensor] | None
+    ) -> dict[str, Tensor]:
         return {
-            name: held[name]
-            if held is not None and before is not None and before.since[name] == since[name]
-            else bank.whole(name, part.detach()).to(dtype)
+            name: previous_kv[name]
+            if previous_kv is not None
+            and previous is not None
+            and previous.since[name] == since[name]
+            else bank.full(name, part.detach()).to(dtype)
             for name, part in parts.items()
         }
 
     return TrainerSnapshot(
         version,
         dict(since),
-        copies(bank.trainable, None if before is None else before.kv),
-        None if hinted is None else copies(hinted, None if before is None else before.hinted),
+        copies(bank.trainable, None if previous is None else previous.kv),
+        None if hinted is None else copies(hinted, None if previous is None else previous.hinted),
     )
 
 
@@ -238,7 +380,7 @@ class Snapshots:
 
     def __init__(self, dtype: torch.dtype, keep: int) -> None:
         self._dtype, self._keep = dtype, keep
-        self._held: dict[int, TrainerSnapshot] = {}
+        self._snapshots: dict[int, TrainerSnapshot] = {}
 
     def add(
         self,
@@ -248,24 +390,26 @@ class Snapshots:
         hinted: Mapping[str, Tensor] | None,
     ) -> None:
         """Copy the bank at `version`, unless that is held."""
-        if version not in self._held:
-            before = self._held[max(self._held)] if self._held else None
-            self._held[version] = take_snapshot(bank, hinted, version, since, self._dtype, before)
-            for old in sorted(self._held)[: -self._keep]:
-                del self._held[old]
+        if version not in self._snapshots:
+            previous = self._snapshots[max(self._snapshots)] if self._snapshots else None
+            self._snapshots[version] = take_snapshot(
+                bank, hinted, version, since, self._dtype, previous
+            )
+            for old in sorted(self._snapshots)[: -self._keep]:
+                del self._snapshots[old]
 
     def get(self, version: int) -> TrainerSnapshot | None:
         """Return a version; None where it is not held."""
-        return self._held.get(version)
+        return self._snapshots.get(version)
 
     @property
     def versions(self) -> list[int]:
         """Return the versions held, oldest first."""
-        return sorted(self._held)
+        return sorted(self._snapshots)
 
     def restore(self, snapshots: Iterable[TrainerSnapshot]) -> None:
         """Hold these instead."""
-        self._held = {snapshot.version: snapshot for snapshot in snapshots}
+        self._snapshots = {snapshot.version: snapshot for snapshot in snapshots}
 
 
 def _shapes(shapes: Mapping[str, list[tuple[int, ...]]]) -> list[list[tuple[int, ...]]]:
@@ -273,18 +417,11 @@ def _shapes(shapes: Mapping[str, list[tuple[int, ...]]]) -> list[list[tuple[int,
     return [list(pair) for pair in dict.fromkeys(tuple(one) for one in shapes.values())]
 
 
-def _facts(own: CartridgeProgress) -> dict[str, Any]:
+def _facts(progress: CartridgeProgress) -> dict[str, Any]:
     return {
-        "since": own.since,
-        "step": own.steps,
-        "steps": own.schedule.steps,
-        "warmup_steps": own.schedule.warmup_steps,
-        **({} if own.balance is None else {"balance": own.balance.state()}),
+        "since": progress.since,
+        "step": progress.steps,
+        "steps": progress.schedule.steps,
+        "warmup_steps": progress.schedule.warmup_steps,
+        **({} if progress.balance is None else {"balance": progress.balance.state()}),
     }
-
-
-def _told(output: TrainStepOutput) -> dict[str, Any]:
-    """Return a step's output, JSON-able, without its time, its tokens' scores, and its version,
-    which is stored beside it."""
-    left_out = ("compute_seconds", "token_scores", "version")
-    return {k: v for k, v in asdict(output).items() if k not in left_out}

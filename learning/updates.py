@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learning.progress import CartridgeProgress
+from learning.trainer_state import CartridgeProgress
 from protocols.spec.mesh import HINTED_TEACHER
 from protocols.train_batch import TrainBatch
 from protocols.types import TrainStepOutput

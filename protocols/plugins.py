@@ -219,8 +219,8 @@ SHIPPED = (
     Plugin(
         "library",
         hooks={
-            "attention_matching": "learning.cartridge.attention_matching:attention_matched",
-            "attention_padding": "learning.cartridge.attention_matching:attention_added",
+            "attention_matching": "learning.attention_matching:attention_matched",
+            "attention_padding": "learning.attention_matching:attention_added",
             "other_models": "learning.model.adapter:load_by_transformers",
             "other_frequencies": "learning.model.adapter:frequencies_by_transformers",
             "model_check": "learning.model.parity:check_model",

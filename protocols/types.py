@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
+from protocols.errors import DataError
 from protocols.grammar import ResponseGrammar
 
 CARTRIDGE = "cartridge/"  # the names of prefixes that are trained cartridges begin with it
@@ -131,7 +132,7 @@ class Completion:
     log-probability) pairs, likeliest first, `prompt_top_logprobs[t]` those at the place of
     `prompt_logprobs[t]`. `dropped` counts sampled tokens that are left out
     because the response ended before them. `served` are the fingerprints
-    (`learning.cartridge.fingerprint`) of the cartridges in memory that the prefix's parts were read
+    (`learning.cartridge`) of the cartridges in memory that the prefix's parts were read
     from, "" for a document.
     """
 
@@ -235,7 +236,7 @@ class PublishedCartridge:
     """Refer to the numbers that cartridge `name` has since the version `since`.
 
     They are the tensor `name` [L, 2, H_kv, P, D] of `packet`, with post-RoPE keys at positions
-    0..P-1. `fingerprint` is the trainer's own of them (`learning.cartridge.fingerprint`).
+    0..P-1. `fingerprint` is the trainer's own of them (`learning.cartridge`).
     """
 
     name: str
@@ -365,7 +366,7 @@ class TrainStepOutput(TimedReply):
         {"grpo": {"value": -0.02, "count": 512, "weight": 1.0, "ratio": 1.0, "excluded": 2}}
 
     `cosines` is between channels' gradients: {"doc_kl/grpo": 0.31}. `sampler_gap` compares the
-    sampler with the trainer (`learning.sampler_gap`): {"mean": 1e-6, "signed": 2e-8, "max": 9e-6,
+    sampler with the trainer (`learning.step`): {"mean": 1e-6, "signed": 2e-8, "max": 9e-6,
     "tokens": 512}; empty where no token of the trained version was. `cartridges` holds the updates
     of the cartridges that had a loss: {"patient_01": {"lr": 0.02, "grad_norm": 0.3, "step": 12,
     "tokens": 212}}, with `step` the number of the cartridge's own step. `lr` is the largest of
@@ -405,3 +406,17 @@ class TraceSpan(NamedTuple):
     begin: float
     end: float
     facts: Mapping[str, str | int | float]
+
+
+def require_ids(ids: Sequence[int], vocabulary: int, place: str) -> None:
+    """Raise DataError for an id that a model of `vocabulary` embeddings does not have: they raise
+    for an unknown one, on a GPU for good. `place` says what the ids are of: "the prompt of request
+    r1"."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocabulary):
+        return
+    at, wrong = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocabulary)
+    raise DataError(
+        f"{place} has the token id {wrong} at {at}, and the model has ids from 0 to "
+        f"{vocabulary - 1}; tokenise with the tokenizer that belongs to the model, and leave the "
+        "text of tokens out that it has beyond the model's"
+    )

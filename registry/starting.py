@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-from learning.cartridge.fingerprint import fingerprint
-from learning.model.decoder import LanguageModel
+from learning.cartridge import fingerprint
+from learning.decoder import LanguageModel
 from learning.model.loading import base_hash
 from protocols.errors import CheckpointError, DataError
 from protocols.files import write_atomically

@@ -20,7 +20,7 @@ from pathlib import Path
 from monarch.actor import this_host
 
 from actors.base import ModelSource, NoPlane, warm_up
-from learning.model.token_ids import require_ids, vocabulary_of
+from learning.model.control_tokens import vocabulary_of
 from learning.model.verdicts import kept_verdict
 from protocols.errors import PlaneError
 from protocols.plugins import resolve
@@ -28,7 +28,7 @@ from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
 from protocols.spec.model import ModelSpec
 from protocols.spec.sections import GeneratorSpec
 from protocols.spec.services import HealthSpec
-from protocols.types import CartridgeSnapshot, TraceSpan
+from protocols.types import CartridgeSnapshot, TraceSpan, require_ids
 from services.clients import TrainerClient, use_plane
 from services.forkserver.client import bootstrap_command
 from services.hosts.source import HostSource, versions

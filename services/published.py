@@ -5,7 +5,7 @@
     hinted teacher -> ScoreOutput.served             -> PublishedCartridges.check_served
 
 A label says which version a replica believes that it serves. A fingerprint is of the numbers that
-it read (`learning.cartridge.fingerprint`).
+it read (`learning.cartridge`).
 """
 
 from __future__ import annotations

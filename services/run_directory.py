@@ -119,7 +119,7 @@ class RunDirectory:
     events = RunFile("events.jsonl")
     checkpoints = RunFile("checkpoints")
     last_state = RunFile("checkpoints/last-state")
-    document_kv = RunFile(".document-kv")  # while the run goes on (learning.model.kv_files)
+    document_kv = RunFile(".document-kv")  # while the run goes on (learning.teacher)
     run_state = RunFile("checkpoints/run-state.json")
     results = RunFile("results.json")
     report = RunFile("report.html")

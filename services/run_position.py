@@ -1,7 +1,7 @@
 """Find where a run goes on: at the trainer's last state where the run's own is of that step too, or
 at a checkpoint.
 
-    checkpoints/last-state/       the trainer's state, of every step (learning.last_state)
+    checkpoints/last-state/       the trainer's state, of every step (learning.checkpoint)
     checkpoints/run-state.json    the run's: {"version": 41, "state": {"arm": "on_policy", ...},
                                   "rows": {"metrics.jsonl": 8122, ...}}, with the files' sizes,
                                   and a line with the CRC-32 of this
@@ -84,7 +84,7 @@ def resume_point(
         return ResumePoint(checkpoint)
     if not usable:
         return ResumePoint(checkpoint)
-    from learning.last_state import last_version  # imports torch
+    from learning.checkpoint import last_version  # imports torch
 
     same = last_version(directory.last_state) == version
     return ResumePoint(checkpoint, state if same else None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from learning.decoding.stopping import Decode, TokenText
+from learning.stopping import Decode, TokenText
 from protocols.types import Completion, TokenChunk
 from protocols.wire.openai_chat import FinishReason
 

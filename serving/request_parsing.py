@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from learning.decoding.decode_batch import LEAST_MASS
+from learning.decode import LEAST_MASS
 from learning.decoding.grammar import Grammars
 from protocols.errors import DataError
 from protocols.grammar import ResponseGrammar

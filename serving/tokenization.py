@@ -18,11 +18,10 @@ from typing import Any
 
 from environments.renderer import ChatRenderer
 from learning.model.control_tokens import special_tokens
-from learning.model.token_ids import require_ids
 from protocols.errors import DataError
 from protocols.spec.serving import CallFormatName
 from protocols.teacher_replay import AgentMessage, AgentTool
-from protocols.types import NO_DOCUMENT
+from protocols.types import NO_DOCUMENT, require_ids
 from serving.errors import bad_request, refusing
 from serving.structured.call_formats import FORMATS, HERMES, HERMES_MARKS, format_of
 

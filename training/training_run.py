@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from learning.sampler_gap import gap_bounds
 from protocols.errors import CheckpointError, RunError, StaleTokenError, StopRequested
 from protocols.files import iter_rows
 from protocols.plugins import optional, resolve
@@ -21,6 +20,7 @@ from protocols.records.run_files import (
     RunOutcome,
 )
 from protocols.spec.mesh import RunSpec
+from protocols.spec.sections import gap_bounds
 from protocols.types import NO_DOCUMENT, SampleScores
 from services.clients import GeneratorClient, TrainerClient
 from services.mesh import Mesh

@@ -36,10 +36,8 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
 from actors.vllm.draws import GrammarFollower, SeededRow, leave_drawn
 from actors.vllm.kv_layout import KVFill, PromptCartridge, kv_heads, pieces, slots
-from learning.cartridge.composition import shifted
-from learning.cartridge.fingerprint import Fingerprints
-from learning.cartridge.versions import CartridgeId
-from learning.decoding.decode_batch import uniforms
+from learning.cartridge import CartridgeId, Fingerprints, shifted
+from learning.decode import uniforms
 from learning.decoding.grammar import Grammars
 from learning.model.control_tokens import token_count
 from learning.model.loading import frequencies_of, tokenizer_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learning.decoding.decode_batch import draw
+from learning.decode import draw
 from learning.decoding.grammar import GrammarMatcher
 from protocols.types import Sampling
 
@@ -35,7 +35,7 @@ class GrammarFollower:
 class SeededRow:
     """Hold a row of a batch whose next token is drawn, or at temperature 0 the likeliest.
 
-    `uniforms` are the request's draws (`learning.decoding.decode_batch.uniforms`). `tokens` is a
+    `uniforms` are the request's draws (`learning.decode.uniforms`). `tokens` is a
     list that the engine keeps filling, so its length is the index of the next draw. `grammar`
     leaves what may come next.
     """

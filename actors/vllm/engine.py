@@ -28,14 +28,12 @@ from actors.vllm import connector
 from actors.vllm.connector import DRAWN, LOADED, CartridgeConnector, CartridgeExtension, SeededDraw
 from actors.vllm.kv_layout import PLACEHOLDER, cache_salt, cartridges_of, check_shape
 from actors.vllm.outputs import completed, likeliest, of_prompt
-from learning.cartridge.fingerprint import joined_fingerprint
-from learning.cartridge.versions import CartridgeId
-from learning.decoding.decode_batch import DecodeState, new_row
+from learning.cartridge import CartridgeId, joined_fingerprint
+from learning.decode import DecodeState, new_row
 from learning.decoding.grammar import Grammars
-from learning.decoding.stopping import Decode
-from learning.model.document_kv import context_ids
 from learning.model.loading import frequencies_of
-from learning.model.token_ids import require_ids
+from learning.stopping import Decode
+from learning.teacher import context_ids
 from protocols.errors import DataError, PublishError, RunError
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import (
@@ -44,6 +42,7 @@ from protocols.types import (
     GenerateRequest,
     PrefixRef,
     TokenChunk,
+    require_ids,
 )
 from protocols.work import count
 
@@ -234,7 +233,7 @@ class VllmEngine:
             top = () if at is None else likeliest(at, row.top_wanted)
             row.add(token, at and at[token].logprob, top, token in ends)
         if key in self._streams and len(row.tokens) > told:
-            yield key, row.came(told)
+            yield key, row.chunk(told)
         if row.reason:
             if not output.finished:
                 self._engine.abort_request([key])

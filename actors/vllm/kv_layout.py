@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from learning.cartridge.versions import CartridgeId
+from learning.cartridge import CartridgeId
 from protocols.errors import DataError, PublishError
 from protocols.types import CARTRIDGE, PrefixRef
 

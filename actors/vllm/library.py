@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from actors.vllm.kv_layout import PromptCartridge
-from learning.cartridge.versions import CartridgeId
+from learning.cartridge import CartridgeId
 from protocols.errors import DataError, SpecError
 from registry.formats.base_model import misfits, misfits_of, read_base
 from registry.formats.forge import read

@@ -13,21 +13,28 @@ from torch.nn import functional as F
 from benchmarks.gpu.phase_step import synchronize
 from benchmarks.gpu.rows import Check, Outcome
 from benchmarks.gpu.scene import NAME, CheckScene
-from learning.decoding.decode_batch import generate
+from learning.attention import AttentionOptions, attend, layout_of
+from learning.batch import context_of, pack, response_logits, token_logprobs
+from learning.decode import generate
+from learning.decoder import Decoder
 from learning.losses.doc_kl import doc_kl
-from learning.model.attention import AttentionOptions, attend, layout_of
-from learning.model.decoder import Decoder
-from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.packing import context_of, pack, response_logits, token_logprobs
-from learning.sampler_gap import DEFAULTS
-from learning.scoring import TeacherDistribution, contexts_of, response_logprobs, score_kept, top_k
+from learning.teacher import (
+    DocumentKVCache,
+    TeacherDistribution,
+    contexts_of,
+    document_kv,
+    response_logprobs,
+    score_kept,
+    top_k,
+)
 from protocols.spec.objective import LossSpec
+from protocols.spec.sections import GAP_BOUNDS
 from protocols.types import Completion, Sample
 
 SPREADS = (1, 3, 6)  # standard deviations of scores
 OVER_TORCH = 1.5  # times the error of torch's own attention
 # Mean and largest, nats; a run refuses a step beyond them.
-EMBEDDED, ON_VLLM = DEFAULTS["bfloat16", "torch"], DEFAULTS["bfloat16", "vllm"]
+EMBEDDED, ON_VLLM = GAP_BOUNDS["bfloat16", "torch"], GAP_BOUNDS["bfloat16", "vllm"]
 # Nats, between bfloat16 and float32: its rounding alone. A wrong position or head costs whole nats.
 ROUNDED_MEAN, ROUNDED_MAX = 0.05, 0.5
 COSINE = 0.999  # of two gradients, of bfloat16 and of float32

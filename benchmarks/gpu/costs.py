@@ -20,12 +20,10 @@ from benchmarks.gpu.scene import NAME, CheckScene
 from deploy.manifests.sizing import model_size, role_needs
 from forge_run.formatting import bytes_text
 from forge_run.plan.roofline import DevicePeaks
-from learning.cartridge.bank import CartridgeBank
-from learning.cartridge.fingerprint import Fingerprints
-from learning.cartridge.versions import get_missing, put_changed
-from learning.model.document_kv import DocumentKVCache
-from learning.packing import context_of
-from learning.scoring import TeacherDistribution, contexts_of, score_kept
+from learning.batch import context_of
+from learning.cartridge import CartridgeBank, Fingerprints, get_missing, put_changed
+from learning.losses.doc_kl import doc_batch
+from learning.teacher import DocumentKVCache, TeacherDistribution, contexts_of, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.types import PublishedCartridge, Sample, TensorRef
 from services.planes.shared_memory import SharedMemoryPlane
@@ -159,7 +157,9 @@ def _published(scene: CheckScene) -> Outcome:
 
         try:
             since = dict.fromkeys(kv, 0)
-            putting, there = await lasts(put_changed(put, since, kv, Fingerprints().of, ()))
+            putting, there = await lasts(
+                put_changed(put, since, kv, Fingerprints().fingerprint, ())
+            )
             getting, _ = await lasts(load(there))
             return putting, getting
         finally:
@@ -230,7 +230,7 @@ def _train(scene: CheckScene) -> None:
     teacher = TeacherDistribution(
         indices=torch.arange(TOP, dtype=torch.int32).repeat(tokens, 1), logprobs=logits
     )
-    trainer.step(samples, teacher, trainer.version)
+    trainer.step(doc_batch(samples, teacher), trainer.version)
     trainer.snapshot(trainer.version)
 
 

@@ -1,7 +1,7 @@
 """One training step at a set size, phase by phase, over a random model, document and cartridge.
 
 rollout   learning.decoding.generate.generate over the shared cartridge
-teacher   learning.scoring.score_kept on the document's cached KV, the top 20 kept
+teacher   learning.teacher.score_kept on the document's cached KV, the top 20 kept
 student   learning.step.train_step: forward, backward, optimiser
 publish   one packed snapshot through the tensor plane to a reader's device
 """
@@ -24,18 +24,22 @@ from benchmarks.meters import Count, counted
 from benchmarks.record import ROOT
 from forge_run.plan import roofline
 from forge_run.plan.roofline import PhaseCost, Workload
-from learning.cartridge.bank import CartridgeBank
-from learning.decoding.decode_batch import generate
-from learning.decoding.decode_cache import DecodeAttention, DecodeCache
+from learning.batch import context_of, pack, response_logits
+from learning.cartridge import CartridgeBank
+from learning.decode import DecodeAttention, DecodeCache, generate
+from learning.decoder import Decoder
+from learning.decoder_config import decoder_config
 from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
-from learning.model.decoder import Decoder
-from learning.model.decoder_config import decoder_config
-from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.packing import context_of, pack, response_logits
-from learning.progress import CartridgeProgress, LearningRateSchedule
-from learning.scoring import TeacherDistribution, contexts_of, score_kept
-from learning.step import train_step
+from learning.step import StepOptions, train_step
+from learning.teacher import (
+    DocumentKVCache,
+    TeacherDistribution,
+    contexts_of,
+    document_kv,
+    score_kept,
+)
+from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from protocols.ports import TensorPlane
 from protocols.spec.model import ShapeSpec
 from protocols.spec.objective import LossSpec, ObjectiveSpec
@@ -216,12 +220,19 @@ class PhaseStep:
 
     def student(self, teacher: TeacherDistribution) -> None:
         train_step(
-            self.model, self.bank, self._progress,
+            self.model,
+            self.bank,
+            self._progress,
             TrainBatch(doc=self.samples, scores={"doc_teacher": teacher}),
-            active_channels(ObjectiveSpec()), clip=1.0,
-            row_tokens=self.setting.work.sample_tokens, version=0, staleness=0,
-            micro_tokens=self._micro_tokens,
-        )  # fmt: skip
+            active_channels(ObjectiveSpec()),
+            0,
+            StepOptions(
+                clip=1.0,
+                row_tokens=self.setting.work.sample_tokens,
+                staleness=0,
+                micro_tokens=self._micro_tokens,
+            ),
+        )
 
     def snapshot(self) -> Tensor:
         """Return the cartridge [L, 2, H_kv, P, D] as it is published."""

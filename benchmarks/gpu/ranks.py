@@ -26,11 +26,11 @@ import torch
 
 from benchmarks.meters import one_thread
 from benchmarks.record import ROOT, benchmark
-from learning.cartridge.bank import first_tokens
-from learning.model.distributed import join, leave
-from learning.model.document_kv import document_kv
+from learning.cartridge import first_tokens
+from learning.losses.doc_kl import doc_batch
 from learning.model.loading import load_model
-from learning.scoring import TeacherDistribution
+from learning.ranks import join, leave
+from learning.teacher import TeacherDistribution, document_kv
 from learning.trainer import CartridgeTrainer
 from protocols.spec.sections import TrainSpec
 from protocols.types import Sample
@@ -57,7 +57,7 @@ def train(rank: int, world: int, arm: str, meeting: str, steps: int, each: int, 
 
     names = [f"c{i}" for i in range(CARTRIDGES)]
     documents = {name: ids(2 * TOKENS) for name in names}
-    own = {name: document_kv(model, documents[name]) for name in ranks.own(names)}
+    own = {name: document_kv(model, documents[name]) for name in ranks.cartridges(names)}
     bank = first_tokens(own, TOKENS, 1)
     spec = TrainSpec(steps=99, row_tokens=256)
     trainer = CartridgeTrainer(model, bank, spec, ranks=ranks, names=names)
@@ -75,7 +75,7 @@ def train(rank: int, world: int, arm: str, meeting: str, steps: int, each: int, 
         begun = time.process_time(), time.perf_counter()
         now = [Sample(s.id, s.cartridge, s.prompt_ids, s.response_ids, (),
                       (version + turn,) * RESPONSE) for s in samples]  # fmt: skip
-        trainer.step(now, teacher, version + turn)
+        trainer.step(doc_batch(now, teacher), version + turn)
         lasted.append((time.process_time() - begun[0], time.perf_counter() - begun[1]))
     leave(ranks)
     out.write_text(json.dumps(lasted[1:]))

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from benchmarks.gpu.phase_step import SETTINGS, Setting, random_model
 from forge_run.plan.roofline import Workload
-from learning.model.decoder import WEIGHTS, Decoder
-from learning.model.document_kv import document_kv
+from learning.decoder import WEIGHTS, Decoder
+from learning.teacher import document_kv
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
 from protocols.spec.model import ShapeSpec

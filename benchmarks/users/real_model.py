@@ -44,9 +44,9 @@ class Sides:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from learning.cartridge.bank import first_tokens
-        from learning.model.document_kv import document_kv
+        from learning.cartridge import first_tokens
         from learning.model.loading import load_model, tokenizer_of
+        from learning.teacher import document_kv
         from learning.trainer import CartridgeTrainer
         from protocols.home import models_folder
         from protocols.spec.loading import load_spec
@@ -83,7 +83,7 @@ class Sides:
     # -- ours -----------------------------------------------------------------------------------
 
     def our_rollout(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        from learning.decoding.decode_batch import generate
+        from learning.decode import generate
         from protocols.types import GenerateRequest, PrefixRef, Sampling
 
         kv = self.trainer.bank.kv()[0].detach().to(self.dtype)
@@ -96,13 +96,15 @@ class Sides:
         return [found[request.id].token_ids for request in requests]
 
     def our_teacher(self, samples: Sequence[Any]) -> Any:
-        from learning.scoring import TeacherDistribution, score_kept
+        from learning.teacher import TeacherDistribution, score_kept
 
         rows, kept = self._learn.train.row_tokens, self._learn.teacher.top_k
         return TeacherDistribution(**score_kept(self.ours, samples, {"d": self.kv}, rows, kept))
 
     def our_training(self, samples: Sequence[Any], teacher: Any) -> float:
-        return float(self.trainer.step(samples, teacher, self.trainer.version).kl)
+        from learning.losses.doc_kl import doc_batch
+
+        return float(self.trainer.step(doc_batch(samples, teacher), self.trainer.version).kl)
 
     # -- transformers ---------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class Sides:
     def their_teacher(self, samples: Sequence[Any]) -> Any:
         import torch
 
-        from learning.scoring import TeacherDistribution, top_k
+        from learning.teacher import TeacherDistribution, top_k
 
         with torch.no_grad():
             logits = self._logits(samples, self.kv)

@@ -36,7 +36,7 @@ from benchmarks.record import ROOT, benchmark, median_ratio
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from learning.scoring import TeacherDistribution
+    from learning.teacher import TeacherDistribution
     from protocols.types import Sample
 
 MESH = ROOT / "meshes" / "longhealth.yaml"
@@ -57,9 +57,9 @@ class Scene:
     """Hold the job's prompts, model and documents, and the cartridges of every round."""
 
     def __init__(self) -> None:
-        from learning.cartridge.bank import first_tokens
-        from learning.model.document_kv import document_kv
+        from learning.cartridge import first_tokens
         from learning.model.loading import load_model, load_tokenizer
+        from learning.teacher import document_kv
         from protocols.spec.loading import load_spec
         from training.recipes.longhealth_prompts import open_prompts
 
@@ -76,9 +76,9 @@ class Scene:
 
     def batch(self, number: int) -> tuple[list[Sample], TeacherDistribution]:
         """Return the step's samples, those of a cartridge side by side, and the teacher's rows."""
-        from learning.decoding.decode_batch import generate
-        from learning.packing import context_of
-        from learning.scoring import TeacherDistribution, score_kept
+        from learning.batch import context_of
+        from learning.decode import generate
+        from learning.teacher import TeacherDistribution, score_kept
         from training.rollouts import as_sample
 
         kv = dict(zip(self.bank.names, self.bank.kv(), strict=True))
@@ -104,7 +104,7 @@ class Ours:
     """Train with the mesh's trainer."""
 
     def __init__(self, scene: Scene) -> None:
-        from learning.cartridge.bank import CartridgeBank
+        from learning.cartridge import CartridgeBank
         from learning.trainer import CartridgeTrainer
 
         learn, names = scene.learn, list(scene.bank.names)
@@ -121,7 +121,9 @@ class Ours:
             self.trainer.bank.trainable[name].copy_(part)
 
     def step(self, samples: Sequence[Sample], teacher: TeacherDistribution) -> Told:
-        out = self.trainer.step(samples, teacher, self.trainer.version)
+        from learning.losses.doc_kl import doc_batch
+
+        out = self.trainer.step(doc_batch(samples, teacher), self.trainer.version)
         return {name: told["grad_norm"] for name, told in out.cartridges.items()}
 
 

@@ -37,8 +37,8 @@ from vllm_server import StockServer, stock_server
 
 from benchmarks.record import benchmark
 from benchmarks.serving import client, cpu_seconds
-from learning.model.document_kv import document_kv
 from learning.model.loading import load_model
+from learning.teacher import document_kv
 from protocols.files import REPOSITORY
 from registry.formats.base_model import read_base
 from registry.store import CartridgeStore

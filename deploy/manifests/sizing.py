@@ -21,11 +21,11 @@ PROCESS_BYTES = 1 * GIB  # an interpreter with torch, transformers and Monarch
 TRAINER_BYTES = 16  # per trainable number: float32 master, gradient and Adam's two moments
 STATE_BYTES = 12  # per trainable number of a checkpoint: master and moments
 FLOAT = 4
-SCORE_BYTES = 256 * 2**20  # of a chunk's scores: learning.model.kernels' bound
+SCORE_BYTES = 256 * 2**20  # of a chunk's scores: learning.attention' bound
 READ_COPIES = 2  # of a chunk, float32: scores and weights
 TRAINED_COPIES = 4  # in the backward pass their gradients as well
 LOSS_COPIES = 3  # of the logits, float32: themselves, their log-softmax and its gradient
-LOGIT_BYTES = 256 * 2**20  # a teacher's logits at a time: learning.scoring's bound
+LOGIT_BYTES = 256 * 2**20  # a teacher's logits at a time: learning.teacher's bound
 HEADROOM = 1.25  # for the allocator's cache, and for uncounted memory
 
 
@@ -164,7 +164,7 @@ def tensor_parallel(learn: LearnSpec, name: str) -> int:
 
 def part_bytes(size: ModelSize, parts: int) -> int:
     """Return the bytes of the weights that one of so many processes holds. The vocabulary is
-    divided where its number is (`learning.model.tensor_parallel`)."""
+    divided where its number is (`learning.model.parallel`)."""
     shape = size.shape
     of_head = parts if shape.vocab % parts == 0 else 1
     numbers = body_parameters(shape) // parts + head_parameters(shape) // of_head

@@ -97,7 +97,7 @@ def _plan(
     from documents.corpus import read_parts
     from forge_run.plan.documents import require_documents
     from forge_run.plan.make import ModelBytes, cartridge_tokens, planned
-    from learning.calibration import measure_rates
+    from learning.model.calibration import measure_rates
     from learning.model.loading import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(learn.model.path)

@@ -177,8 +177,8 @@ class ServeProcess:
 
     async def run(self) -> None:
         """Serve until a signal. Raises ForgeError for generators that do not start or stay up."""
+        from learning.model.control_tokens import vocabulary_of
         from learning.model.loading import load_tokenizer
-        from learning.model.token_ids import vocabulary_of
         from services.mesh import open_generators
         from serving.tokenization import Tokenization
         from strategies.judges.opening import opened_judge

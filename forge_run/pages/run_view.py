@@ -13,7 +13,7 @@ from typing import Any
 from forge_run.pages.keyed_rows import KeyedRows
 from forge_run.pages.row_index import RowFacts, RowIndex
 from forge_run.pages.tail import FollowedRows
-from learning.decoding.stopping import TokenText
+from learning.stopping import TokenText
 from protocols.errors import ForgeError
 from protocols.records.token_scores import Likely, decoded, decoded_top
 from protocols.spec.loading import load_resolved

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from forge_run.formatting import bytes_text
-from learning.calibration import MachineRates
+from learning.model.calibration import MachineRates
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.users.documents import WRITTEN_KINDS, StudyKind
@@ -25,7 +25,7 @@ LEAST_QUESTIONS = 8
 EXAM_QUESTIONS = 8
 START_SECONDS, STEP_SECONDS = 20.0, 1.0  # of processes; of a step beside the model's work
 # Attention matching takes so many times the reading of a document, of which at most so many tokens
-# are read again (learning.cartridge.attention_matching; docs/log.md).
+# are read again (learning.attention_matching; docs/log.md).
 MATCHING, MATCHED_TOKENS = 3.0, 2048
 SLOWER = 2  # a document's later tokens read all before them; measured on 512 tokens
 READERS = 3  # generator, teacher and trainer each hold the model

@@ -37,7 +37,7 @@ from forge_run.plan.roofline import (
     divided,
 )
 from forge_run.preflight import resolved_place, slow_products, unmet
-from learning.model.decoder_config import decoder_config
+from learning.decoder_config import decoder_config
 from protocols.layout import length_warning
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import RunSpec

@@ -37,7 +37,7 @@ class AttentionKernel:
 
 
 FUSED = AttentionKernel(causal=True, backward=2.5)  # recomputes the scores in the backward
-# Forms hidden scores too, and again in the backward pass: learning.model.kernels.CHUNKED.
+# Forms hidden scores too, and again in the backward pass: learning.attention.CHUNKED.
 EXPLICIT = AttentionKernel(causal=False, backward=2.5)
 
 

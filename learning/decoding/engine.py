@@ -17,13 +17,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from learning.cartridge.composition import composed
-from learning.cartridge.fingerprint import Fingerprints
-from learning.cartridge.versions import CartridgeId
-from learning.decoding.decode_batch import DecodeBatch, DecodeState, new_row
+from learning.cartridge import CartridgeId, Fingerprints, composed
+from learning.decode import DecodeBatch, DecodeState, new_row
+from learning.decoder import LanguageModel
 from learning.decoding.grammar import Grammars
-from learning.decoding.stopping import Decode
-from learning.model.decoder import LanguageModel
+from learning.stopping import Decode
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 
@@ -179,7 +177,7 @@ class TorchEngine:
             row, told = self._rows[key], self._told[key]
             if len(row.tokens) > told:
                 self._told[key] = len(row.tokens)
-                yield key, row.came(told)
+                yield key, row.chunk(told)
         for key in [key for key, row in self._rows.items() if row.reason]:
             row = self._rows.pop(key)
             self._told.pop(key, None)

@@ -10,95 +10,38 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from learning.packing import ChunkedLogits, PackedTokens
-from learning.sampler_gap import SampledTokens
-from learning.scoring import TeacherDistribution
+from learning.batch import BatchReader, ChunkedLogits, MicroBatch
+from learning.teacher import TeacherDistribution
 from protocols.errors import DataError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
-from protocols.types import Sample
-
-# Index of a group in a channel's samples, and the group's response tokens that bear the loss.
-Item = tuple[int, Sequence[int]]
 
 
-@dataclass(frozen=True)
-class ChannelTokens:
-    """Locate one channel's n tokens of a micro-batch, item by item: each field is a slice or
-    indices [n].
-
-    items    the channel's items in this micro-batch
-    owners   the cartridge that each item trains, and the item's number of tokens
-    at       positions among the N tokens whose logits the student computes
-    first    the first of these N tokens that belongs to the channel's set
-    own      positions among the tokens of all the channel's items in the whole batch
-    inside   positions among all response tokens of the channel's set in the whole batch
-    """
-
-    items: Sequence[Item]
-    owners: Sequence[tuple[str, int]]
-    at: slice | Tensor
-    first: int
-    own: slice | Tensor
-    inside: slice | Tensor
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Hold the rows of one student forward and the tokens of every channel in them. `packed` covers
-    the N response tokens that bear a loss of any channel, set by set; `sampled` is the sampler's
-    record of them. `batch` is the whole batch of the step."""
-
-    batch: TrainBatch
-    packed: PackedTokens
-    tokens: Mapping[str, ChannelTokens]
-    sampled: SampledTokens
-
-
-class LossChannel(Protocol):
+class LossChannel(BatchReader, Protocol):
     """Define one term of the objective: the sum over cartridges of weight * total / denominator.
+    As a BatchReader it tells which samples it reads, and which of their tokens bear the loss.
 
-    Both are of the samples that train the cartridge, so what a cartridge learns does not depend on
-    the others in the batch.
+    Total and denominator are of the samples that train the cartridge, so what a cartridge learns
+    does not depend on the others in the batch.
 
-    name     the channel's name in `protocols.plugins`, and in metrics
-    reads    the set of samples that it reads; channels that name the same set share its logits
-    sampled  whether these samples carry the versions that sampled them: stale ones are refused
-    weight   a channel of weight 0 is left out of the step
+    weight  a channel of weight 0 is left out of the step
     """
 
-    name: ClassVar[str]
-    reads: ClassVar[str]
-    sampled: ClassVar[bool] = True
     weight: float
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> Self:
+    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> Self:
         """Return the channel; one of weight 0 is left out of every step."""
         ...
 
     def at(self, step: int) -> Self:
         """Return the channel for 0-based `step`."""
         return self
-
-    def samples(self, batch: TrainBatch) -> Sequence[tuple[Sample, ...]]:
-        """Return the whole set `reads`, in groups that no micro-batch divides."""
-        ...
-
-    def items(self, batch: TrainBatch) -> Sequence[Item]:
-        """Return the groups of `samples` that bear the loss, with their tokens. A group that is an
-        item of no channel is not read."""
-        ...
-
-    def check(self, batch: TrainBatch, version: int) -> None:
-        """Raise DataError for data that does not match, StaleTokenError for data that `version`
-        cannot be trained on."""
-        ...
 
     def references(self, updates: int) -> frozenset[str]:
         """Return the names of the log-probabilities in `batch.scores` that the trainer computes
@@ -155,34 +98,34 @@ class LossTerm:
         lengths = [n for _, n in self.owners]
         for (name, _), part in zip(self.owners, self.losses.split_with_sizes(lengths), strict=True):
             parts[name].append(part)
-        return {name: torch.cat(own).sum() for name, own in parts.items()}
+        return {name: torch.cat(losses).sum() for name, losses in parts.items()}
 
 
 def counted(owners: Iterable[tuple[str, int]]) -> dict[str, int]:
     """Return the sum of the numbers of each name."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name, n in owners:
-        found[name] = found.get(name, 0) + n
-    return found
+        counts[name] = counts.get(name, 0) + n
+    return counts
 
 
 def check_scores(batch: TrainBatch, name: str, tokens: int, *, needed: bool) -> None:
     """Raise DataError unless `batch.scores[name]` covers `tokens` tokens, or is absent and not
     needed."""
-    given = batch.scores.get(name)
-    if given is None:
+    scores = batch.scores.get(name)
+    if scores is None:
         if needed and tokens:
             raise DataError(
                 f"the batch has no {name}, which this objective needs; score its samples with "
-                "learning.scoring, or set the weight that asks for it to 0"
+                "learning.teacher, or set the weight that asks for it to 0"
             )
         return
-    held = given.tokens if isinstance(given, TeacherDistribution) else len(given)
-    if held != tokens:
+    covered = scores.tokens if isinstance(scores, TeacherDistribution) else len(scores)
+    if covered != tokens:
         raise DataError(
-            f"the batch's {name} speaks of {held} tokens and its samples have {tokens}; give one "
-            "entry for each response token, those not trained on included (of a hinted turn: for "
-            "each of its tokens)"
+            f"the batch's {name} speaks of {covered} tokens and its samples have {tokens}; give "
+            "one entry for each response token, those not trained on included (of a hinted turn: "
+            "for each of its tokens)"
         )
 
 
@@ -192,7 +135,7 @@ class LossAccumulator:
 
     def __init__(self, weights: Mapping[str, float], counts: Mapping[str, int]) -> None:
         """Take by channel its weight and its denominator over the whole batch."""
-        self._weights, self._whole = weights, counts
+        self._weights, self._totals = weights, counts
         self.values = dict.fromkeys(weights, 0.0)
         self._counts = dict.fromkeys(weights, 0)
         # by channel and fact: a sum, and what it is divided by
@@ -203,20 +146,20 @@ class LossAccumulator:
     def add(self, terms: Mapping[str, LossTerm]) -> None:
         """Add a micro-batch's terms."""
         for name, term in terms.items():
-            self.values[name] += (term.total.detach() / max(self._whole[name], 1)).item()
+            self.values[name] += (term.total.detach() / max(self._totals[name], 1)).item()
             self._counts[name] += term.count
             for fact, value in term.facts.items():
                 self._add_fact(name, fact, value.item(), term.items)
-            for fact, (part, whole) in term.shares.items():
-                self._add_fact(name, fact, part.item(), whole.item())
+            for fact, (part, divisor) in term.shares.items():
+                self._add_fact(name, fact, part.item(), divisor.item())
 
     def add_gradients(self, by_channel: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Add what `gradients_by_channel` found in a micro-batch."""
         for name, gradients in by_channel.items():
-            held = self._gradients.setdefault(name, {})
+            sums = self._gradients.setdefault(name, {})
             for cartridge, gradient in gradients.items():
-                known = held.get(cartridge)
-                held[cartridge] = gradient if known is None else known + gradient
+                total = sums.get(cartridge)
+                sums[cartridge] = gradient if total is None else total + gradient
 
     def sums(self) -> dict[str, Any]:
         """Return this rank's sums, JSON-able."""
@@ -224,7 +167,7 @@ class LossAccumulator:
             "values": self.values,
             "counts": self._counts,
             "facts": self._facts,
-            "compared": {name: list(held) for name, held in self._gradients.items()},
+            "compared": {name: list(gradients) for name, gradients in self._gradients.items()},
         }
 
     def merge(
@@ -235,77 +178,83 @@ class LossAccumulator:
     ) -> None:
         """Replace the sums by those of all ranks, added in the order of ranks. `add` sums gradients
         over the ranks; the cartridges `parameters` give the order and the shapes."""
-        first, *others = sums
+        first, *later = sums
         self.values, self._counts = dict(first["values"]), dict(first["counts"])
         self._facts = {name: dict(facts) for name, facts in first["facts"].items()}
-        for other in others:
+        for other in later:
             for name in self._weights:
                 self.values[name] += other["values"][name]
                 self._counts[name] += other["counts"][name]
-                for fact, (part, whole) in other["facts"][name].items():
-                    self._add_fact(name, fact, part, whole)
+                for fact, (part, divisor) in other["facts"][name].items():
+                    self._add_fact(name, fact, part, divisor)
         gradients: dict[str, dict[str, Tensor]] = {}
         for name in self._weights:
             compared = {cartridge for one in sums for cartridge in one["compared"].get(name, ())}
-            own = self._gradients.get(name, {})
+            local = self._gradients.get(name, {})
             for cartridge in [c for c in parameters if c in compared]:
-                gradient = own.get(cartridge, torch.zeros_like(parameters[cartridge]))
+                gradient = local.get(cartridge, torch.zeros_like(parameters[cartridge]))
                 gradients.setdefault(name, {})[cartridge] = gradient.contiguous()
-        add([gradient for held in gradients.values() for gradient in held.values()])
+        add(
+            [
+                gradient
+                for of_cartridges in gradients.values()
+                for gradient in of_cartridges.values()
+            ]
+        )
         self._gradients = gradients
 
     def terms(self, facts: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
         """Return by channel: value, count, weight, the means of its facts, and those given."""
-        found = {}
+        terms = {}
         for name, weight in self._weights.items():
-            counts = self._counts[name], self._whole[name]
+            counts = self._counts[name], self._totals[name]
             assert counts[0] == counts[1], (name, *counts)
-            found[name] = {
+            terms[name] = {
                 "value": self.values[name],
-                "count": self._whole[name],
+                "count": self._totals[name],
                 "weight": weight,
                 **{
-                    fact: part / whole if whole else 0.0
-                    for fact, (part, whole) in self._facts[name].items()
+                    fact: part / divisor if divisor else 0.0
+                    for fact, (part, divisor) in self._facts[name].items()
                 },
                 **facts.get(name, {}),
             }
-        return found
+        return terms
 
     def norms(self, cartridge: str) -> dict[str, float]:
         """Return the norm of each channel's own gradient of a cartridge, where gradients were
         added."""
         return {
-            name: _norm(held[cartridge])
-            for name, held in self._gradients.items()
-            if cartridge in held
+            name: _norm(gradients[cartridge])
+            for name, gradients in self._gradients.items()
+            if cartridge in gradients
         }
 
     def gradient(self, cartridge: str, coefficients: Mapping[str, float]) -> Tensor | None:
         """Return the sum of the channels' gradients of a cartridge times `coefficients`; None
         without any."""
         parts = [
-            coefficients[name] * held[cartridge]
-            for name, held in self._gradients.items()
-            if cartridge in held
+            coefficients[name] * gradients[cartridge]
+            for name, gradients in self._gradients.items()
+            if cartridge in gradients
         ]
         return sum(parts[1:], parts[0]) if parts else None
 
     def products(self) -> dict[str, list[float]]:
         """Return, of the gradients of every two channels and the cartridges that both train, their
         inner product and the square of each one's norm: {"doc_kl/grpo": [0.31, 1.0, 1.0]}."""
-        found = {}
+        products = {}
         for (a, of_a), (b, of_b) in combinations(self._gradients.items(), 2):
-            both = [cartridge for cartridge in of_a if cartridge in of_b]
-            if both:
-                first, second = _flat(of_a[c] for c in both), _flat(of_b[c] for c in both)
+            shared = [cartridge for cartridge in of_a if cartridge in of_b]
+            if shared:
+                first, second = _flat(of_a[c] for c in shared), _flat(of_b[c] for c in shared)
                 pairs = (first, second), (first, first), (second, second)
-                found[f"{a}/{b}"] = [(x @ y).item() for x, y in pairs]
-        return found
+                products[f"{a}/{b}"] = [(x @ y).item() for x, y in pairs]
+        return products
 
-    def _add_fact(self, name: str, fact: str, part: float, whole: float) -> None:
-        held = self._facts[name].get(fact, (0.0, 0.0))
-        self._facts[name][fact] = (held[0] + part, held[1] + whole)
+    def _add_fact(self, name: str, fact: str, part: float, divisor: float) -> None:
+        sums = self._facts[name].get(fact, (0.0, 0.0))
+        self._facts[name][fact] = (sums[0] + part, sums[1] + divisor)
 
 
 def gradients_of(
@@ -313,12 +262,12 @@ def gradients_of(
 ) -> dict[str, Tensor]:
     """Return the gradients of a loss by those of the cartridges `parameters` that it depends on;
     with `again` the graph is kept for another backward."""
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         loss, list(parameters.values()), retain_graph=again, allow_unused=True
     )
     return {
         name: gradient.contiguous()
-        for name, gradient in zip(parameters, found, strict=True)
+        for name, gradient in zip(parameters, gradients, strict=True)
         if gradient is not None
     }
 
@@ -332,14 +281,14 @@ def gradients_by_channel(
     """Return each channel's own gradients of the cartridges `parameters`; the graph is kept for a
     backward that trains. With `nothing`, a zero with graph, each of `channels` runs a backward:
     ranks that share a base must run equally many."""
-    found = {}
+    by_channel = {}
     for name in means if nothing is None else channels:
         mean = means.get(name, nothing)
         assert mean is not None
         gradients = gradients_of(mean, parameters, again=True)
         if name in means:
-            found[name] = gradients
-    return found
+            by_channel[name] = gradients
+    return by_channel
 
 
 def cosines(products: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
@@ -349,8 +298,8 @@ def cosines(products: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, floa
     sums: dict[str, list[float]] = {}
     for one in products:
         for pair, parts in one.items():
-            held = sums.get(pair, [0.0] * len(parts))
-            sums[pair] = [a + b for a, b in zip(held, parts, strict=True)]
+            total = sums.get(pair, [0.0] * len(parts))
+            sums[pair] = [a + b for a, b in zip(total, parts, strict=True)]
     return {
         pair: inner / math.sqrt(first * second)
         for pair, (inner, first, second) in sums.items()

@@ -20,6 +20,7 @@ Sources: Eyuboglu et al. 2025 (cartridges); Agarwal et al. 2024 (generalised JSD
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,16 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.losses.channel import (
-    Item,
-    LossChannel,
-    LossTerm,
-    MicroBatch,
-    check_scores,
-    counted,
-)
-from learning.packing import ChunkedLogits
-from learning.scoring import TeacherDistribution
+from learning.batch import ChunkedLogits, Item, MicroBatch
+from learning.losses.channel import LossChannel, LossTerm, check_scores, counted
+from learning.teacher import TeacherDistribution
 from protocols.errors import SpecError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
@@ -58,7 +52,7 @@ class DocKL(LossChannel):
     reads: ClassVar[str] = "doc"
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> DocKL:
+    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> DocKL:
         return cls(objective.w_doc, loss)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
@@ -77,37 +71,41 @@ class DocKL(LossChannel):
         teacher = batch.scores.get("doc_teacher")
         if teacher is None:
             return {}
-        each = _counted_as(teacher, self.spec)
+        per_token = _counted_as(teacher, self.spec)
         marks = zip(batch.doc, batch.doc_marks, strict=True)
-        return counted((sample.cartridge, sum(own) * each) for sample, own in marks)
+        return counted((sample.cartridge, sum(trained) * per_token) for sample, trained in marks)
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
-        teacher = micro.batch.scores["doc_teacher"].rows(tokens.own)
+        teacher = micro.batch.scores["doc_teacher"].rows(tokens.rows)
 
-        def distance(chunk: Tensor, of: slice) -> tuple[Tensor, ...]:
-            return (doc_kl_tokens(chunk, teacher.rows(of), self.spec),)
+        def distance(chunk: Tensor, span: slice) -> tuple[Tensor, ...]:
+            return (doc_kl_tokens(chunk, teacher.rows(span), self.spec),)
 
         (kl,) = logits.read(tokens.at, distance)
-        return LossTerm(kl, doc_kl_count(teacher, self.spec), len(kl), owners=tokens.owners)
+        return LossTerm(
+            kl, teacher.tokens * _counted_as(teacher, self.spec), len(kl), owners=tokens.owners
+        )
+
+
+def doc_batch(samples: Sequence[Sample], teacher: TeacherDistribution) -> TrainBatch:
+    """Return a batch of document distillation alone: samples, and the teacher's distribution at
+    each of their response tokens."""
+    return TrainBatch(doc=tuple(samples), scores={"doc_teacher": teacher})
 
 
 def doc_kl(student: Tensor, teacher: TeacherDistribution, spec: LossSpec) -> tuple[Tensor, int]:
     """Return (summed loss, denominator); the mean is sum / max(count, 1). student [N, V] are logits
     with gradient. The denominator is tokens, or (token, k) pairs for the form "pairs". N = 0 gives
     (0, 0) with a graph, never NaN."""
-    return doc_kl_tokens(student, teacher, spec).sum(), doc_kl_count(teacher, spec)
+    count = teacher.tokens * _counted_as(teacher, spec)
+    return doc_kl_tokens(student, teacher, spec).sum(), count
 
 
 def doc_kl_tokens(student: Tensor, teacher: TeacherDistribution, spec: LossSpec) -> Tensor:
     """Return each token's part of the summed loss, [N]."""
     log_s, log_t = aligned(student, teacher, spec.form, spec.temperature)
     return divergence(log_s, log_t, spec)
-
-
-def doc_kl_count(teacher: TeacherDistribution, spec: LossSpec) -> int:
-    """Return doc_kl's denominator, which does not depend on the student."""
-    return teacher.tokens * _counted_as(teacher, spec)
 
 
 def _counted_as(teacher: TeacherDistribution, spec: LossSpec) -> int:
@@ -156,9 +154,9 @@ def aligned(
 def divergence(log_s: Tensor, log_t: Tensor, spec: LossSpec) -> Tensor:
     """Return the divergence chosen by `spec` per token [N], from log-probabilities [N, K]."""
     if spec.direction == "forward":
-        return _kl(log_t, log_s)
+        return _kl_entries(log_t, log_s).sum(-1)
     if spec.direction == "reverse":
-        return _kl(log_s, log_t)
+        return _kl_entries(log_s, log_t).sum(-1)
     if spec.direction == "cross_entropy":
         return -(log_t.exp() * torch.where(log_t == IMPOSSIBLE, 0.0, log_s)).sum(-1)
     assert spec.beta is not None, "the section's own rule"
@@ -226,8 +224,8 @@ class _LogProbsAt(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, indices, total = ctx.saved_tensors
-        found = (logits - total).exp_().mul_(-grad.sum(-1, keepdim=True))
-        return found.scatter_add_(-1, indices, grad), None
+        by_logit = (logits - total).exp_().mul_(-grad.sum(-1, keepdim=True))
+        return by_logit.scatter_add_(-1, indices, grad), None
 
 
 def _student_tail(logits: Tensor, top_s: Tensor, indices: Tensor, resolved: Tensor) -> Tensor:
@@ -240,8 +238,8 @@ def _student_tail(logits: Tensor, top_s: Tensor, indices: Tensor, resolved: Tens
     (rows,) = (small & resolved).squeeze(-1).nonzero(as_tuple=True)
     if not len(rows):
         return log_tail(top_s)
-    rest = F.log_softmax(logits[rows], dim=-1).scatter(-1, indices[rows], IMPOSSIBLE)
-    return log_tail(top_s).index_put((rows,), _log_mass(rest))
+    tail = F.log_softmax(logits[rows], dim=-1).scatter(-1, indices[rows], IMPOSSIBLE)
+    return log_tail(top_s).index_put((rows,), _log_mass(tail))
 
 
 def _log_mass(logprobs: Tensor) -> Tensor:
@@ -250,11 +248,6 @@ def _log_mass(logprobs: Tensor) -> Tensor:
     empty = (logprobs == IMPOSSIBLE).all(-1, keepdim=True)
     total = torch.logsumexp(logprobs.masked_fill(empty, 0.0), dim=-1, keepdim=True)
     return total.masked_fill(empty, IMPOSSIBLE)
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return KL(p || q) per row."""
-    return _kl_entries(log_p, log_q).sum(-1)
 
 
 def _kl_entries(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -43,8 +43,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch, counted
-from learning.packing import ChunkedLogits
+from learning.batch import ChunkedLogits, Item, MicroBatch
+from learning.losses.channel import LossChannel, LossTerm, counted
 from learning.policy_scores import is_stale, summed_by_pair
 from protocols.errors import StaleTokenError
 from protocols.spec.objective import DpoSpec, LossSpec, ObjectiveSpec
@@ -64,7 +64,7 @@ class ReplayDPO(LossChannel):
     sampled: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> ReplayDPO:
+    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> ReplayDPO:
         return cls(objective.beta, objective.dpo)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:

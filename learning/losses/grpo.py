@@ -51,17 +51,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from learning.batch import ChannelTokens, ChunkedLogits, Item, MicroBatch
 from learning.losses.advantages import compared, group_advantages, shaped, varying
-from learning.losses.channel import (
-    ChannelTokens,
-    Item,
-    LossChannel,
-    LossTerm,
-    MicroBatch,
-    check_scores,
-    counted,
-)
-from learning.packing import ChunkedLogits
+from learning.losses.channel import LossChannel, LossTerm, check_scores, counted
 from learning.policy_scores import check_policy
 from protocols.errors import DataError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
@@ -87,7 +79,7 @@ class GRPO(LossChannel):
     reads: ClassVar[str] = "rl"
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> GRPO:
+    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> GRPO:
         return cls(objective.w_rl, objective.grpo)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:

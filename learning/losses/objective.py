@@ -18,7 +18,7 @@ def active_channels(objective: ObjectiveSpec, loss: LossSpec | None = None) -> l
     warm-up (`LossChannel.at`). Raises SpecError for one whose plug-in is not installed."""
     loss = loss or LossSpec()
     return [
-        resolve("channels", name).of(objective, loss)
+        resolve("channels", name).from_spec(objective, loss)
         for name, weight in objective.weights.items()
         if weight
     ]

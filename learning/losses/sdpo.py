@@ -34,19 +34,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from learning.losses.channel import (
-    Item,
-    LossChannel,
-    LossTerm,
-    MicroBatch,
-    check_scores,
-    counted,
-)
+from learning.batch import ChunkedLogits, Item, MicroBatch, token_logprobs
+from learning.losses.channel import LossChannel, LossTerm, check_scores, counted
 from learning.losses.doc_kl import aligned, jensen_shannon_entries, jensen_shannon_slopes
 from learning.losses.grpo import LOG_RATIO_BOUND, check_episodes, episodes_of, old_logprobs
-from learning.packing import ChunkedLogits, token_logprobs
 from learning.policy_scores import check_policy
-from learning.scoring import TeacherDistribution
+from learning.teacher import TeacherDistribution
 from protocols.errors import SpecError
 from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
 from protocols.train_batch import TrainBatch, hinted
@@ -67,7 +60,7 @@ class SDPO(LossChannel):
     reads: ClassVar[str] = "rl"
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> SDPO:
+    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> SDPO:
         return cls(objective.alpha, objective.sdpo, objective.alpha_warmup_steps)
 
     def at(self, step: int) -> SDPO:
@@ -98,7 +91,7 @@ class SDPO(LossChannel):
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
-        teacher = micro.batch.scores["sdpo_teacher"].rows(tokens.own)
+        teacher = micro.batch.scores["sdpo_teacher"].rows(tokens.rows)
         turns = logits.targets[tokens.at]
         sampled = old_logprobs(logits.logprobs(tokens.at, tokens.first), micro.batch, tokens)
 

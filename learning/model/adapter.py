@@ -1,4 +1,4 @@
-"""Run a model that `learning.model.decoder` does not know through transformers.
+"""Run a model that `learning.decoder` does not know through transformers.
 
     attention   ours is registered with transformers as the implementation "cartridge"
     mask        transformers makes one for each kind of layer; ours brings to the layers the
@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,10 +32,9 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from learning.model.attention import AttentionOptions
-from learning.model.decoder import Attention, LanguageModel
+from learning.attention import AttentionOptions
+from learning.decoder import Attention, KeyFrequencies, LanguageModel, half_split, pair_frequencies
 from learning.model.hub import model_files
-from learning.model.key_frequencies import KeyFrequencies, fitted, stacked
 from protocols.errors import DataError
 from protocols.work import count
 
@@ -51,6 +51,7 @@ NO_EFFECT = frozenset(
 # Frequencies that change with the length of the text: the angle depends on more than the position.
 BY_LENGTH = ("dynamic", "longrope")
 KV_HEADS = "num_key_value_heads"
+FIT = 1e-4  # of the largest key: how exactly a turned key is met in float32
 LEAST_POSITIONS = 512  # of a model with such frequencies: below, no document fits
 DEQUANTIZED = ("mxfp4", "fp8")  # methods whose weights transformers makes whole on any device
 
@@ -495,3 +496,29 @@ def _refusal(path: str, family: str, error: Exception) -> DataError:
 
 AttentionInterface.register(IMPLEMENTATION, flat_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, layer_mask)
+
+
+def stacked(layers: Sequence[KeyFrequencies]) -> KeyFrequencies:
+    """Return the frequencies of all layers from those of each."""
+    return KeyFrequencies(
+        torch.cat([one.values for one in layers]), torch.cat([one.partners for one in layers])
+    )
+
+
+def fitted(before: Tensor, after: Tensor, known: Sequence[Tensor]) -> KeyFrequencies | None:
+    """Return which of the `known` frequencies, [n] each, turn keys [T, H_kv, D] of tokens into
+    those one position `after`, and which pairs; None where none does."""
+    keys, moved = (x.transpose(0, 1)[None].double() for x in (before, after))
+    for found in _candidates(known, keys.shape[-1]):
+        if (found.turned(keys, 1) - moved).abs().amax() <= FIT * keys.abs().amax():
+            return found
+    return None
+
+
+def _candidates(known: Sequence[Tensor], size: int) -> Iterator[KeyFrequencies]:
+    yield half_split(torch.zeros(0), size)  # a layer without positions
+    for frequencies in known:
+        rest = size - 2 * len(frequencies)
+        if rest >= 0:
+            for begin, interleaved, way in product({0, rest}, (False, True), (1, -1)):
+                yield pair_frequencies(way * frequencies, size, begin, interleaved)

@@ -114,3 +114,14 @@ def _content(token: Any) -> str:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""
+
+
+def vocabulary_of(model: Path) -> int | None:
+    """Return how many token ids a model's embeddings have by its config.json, which its tokenizer
+    may have more or fewer of; None where no config is here, or it does not say."""
+    try:
+        config = json.loads((model / "config.json").read_bytes())
+        stated = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return stated if isinstance(stated, int) else None

@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from learning.decoder import (
+    INDEX,
+    WEIGHTS,
+    KeyFrequencies,
+    LanguageModel,
+    half_split,
+    load_decoder,
+    rope_frequencies,
+)
+from learning.decoder_config import DecoderConfig, decoder_config
 from learning.model.control_tokens import special_tokens, token_count
-from learning.model.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder, rope_frequencies
-from learning.model.decoder_config import DecoderConfig, decoder_config
-from learning.model.distributed import whole
 from learning.model.hub import model_files
-from learning.model.key_frequencies import KeyFrequencies, half_split
-from learning.model.tensor_parallel import whole_weight
 from learning.model.verdicts import ModelVerdict, keep_verdict, kept_verdict
 from protocols.errors import DataError, SpecError
 from protocols.plugins import optional, resolve
@@ -210,10 +215,15 @@ def base_hash(model: LanguageModel) -> str:
     digest = hashlib.sha256()
     for name, tensor, rows in sorted(model.weights(), key=lambda one: one[0]):
         digest.update(name.encode())
+        weight = tensor.detach()
+        if model.sharded or model.tensor is not None:
+            from learning.model.parallel import whole_weight
+
+            weight = whole_weight(name, weight, rows, model)
+        else:
+            weight = weight[rows]
         # A copy: numpy would pin the memory of a gathered weight, which its owner frees.
-        own = whole(tensor.detach())[rows]
-        held = whole_weight(name, own, model.vocabulary, model.tensor).clone().cpu()
-        digest.update(held.view(torch.uint8).numpy().data)
+        digest.update(weight.clone().cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

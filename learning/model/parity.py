@@ -38,14 +38,13 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from learning.attention import FlatAttention, Observer
+from learning.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder
+from learning.decoder_config import decoder_config
 from learning.model.adapter import load_by_transformers
-from learning.model.attention import FlatAttention, Observer
-from learning.model.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder
-from learning.model.decoder_config import decoder_config
-from learning.model.distributed import vocabulary
-from learning.model.document_kv import document_kv
 from learning.model.short_config import FIXED_ROPES, ShortConfig, edited, short_configs
 from learning.model.verdicts import BOUND, WAYS, ModelVerdict, model_folder
+from learning.teacher import document_kv
 from protocols.errors import DataError
 
 TEXT, PREFIX, BEFORE = 48, 20, 56  # tokens: the text, its part that is a prefix, the text before it
@@ -192,7 +191,7 @@ def _ways(
     rest = at[PREFIX:TEXT]
 
     # From short to long: a module may keep what the longest text before made of it.
-    logits = vocabulary(ours)
+    logits = ours.projection()
     kv = document_kv(ours, text[:PREFIX].tolist())
     behind = _hidden(ours, text[PREFIX:], rest, [TEXT - PREFIX], kv)
     plain = _hidden(ours, text, at[:TEXT], [TEXT], none)

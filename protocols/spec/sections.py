@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -178,6 +179,33 @@ class SamplerGapSpec(SpecSection):
     )
     max: float | None = Field(
         default=None, gt=0, description="most |difference| of a token; null: by dtype and backend"
+    )
+
+
+# Largest mean and largest value of |gap|, nats. Measured over clean runs, with margin: docs/log.md.
+GAP_BOUNDS = {
+    ("float32", "torch"): (5e-5, 5e-3),
+    ("float32", "vllm"): (5e-5, 5e-3),
+    ("bfloat16", "torch"): (0.06, 1.0),
+    ("bfloat16", "vllm"): (0.06, 1.0),  # a 3B model on an H200: 0.036 and 0.20
+}
+
+
+@dataclass(frozen=True)
+class GapBounds:
+    """Hold the bounds of one step: `mean` and `max` of |gap| over its tokens, nats."""
+
+    mean: float
+    max: float
+
+
+def gap_bounds(spec: SamplerGapSpec | None, dtype: str, backend: str) -> GapBounds | None:
+    """Return the bounds of `train.sampler_gap`, or None where it is switched off."""
+    if spec is None:
+        return None
+    mean, most = GAP_BOUNDS[dtype, backend]
+    return GapBounds(
+        mean if spec.mean is None else spec.mean, most if spec.max is None else spec.max
     )
 
 

@@ -1,4 +1,4 @@
-"""Compute a transformers model's logits at response tokens, in the order of `learning.packing`.
+"""Compute a transformers model's logits at response tokens, in the order of `learning.batch`.
 
 TRL pads prompts on the left. Over a cartridge that moves a prompt: the cartridge's keys are rotated
 for positions 0..P-1, a model that is given no positions counts the padding, and the prompt then

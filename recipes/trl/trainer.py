@@ -27,12 +27,12 @@ from peft import PeftModel, PeftType
 from torch import Tensor
 from trl import GRPOTrainer
 
+from learning.batch import token_logprobs
 from learning.losses.doc_kl import doc_kl
 from learning.losses.dpo import replay_dpo
 from learning.losses.sdpo import alpha_at, sdpo_term, sdpo_tokens
-from learning.packing import token_logprobs
 from learning.policy_scores import summed_by_pair
-from learning.scoring import TeacherDistribution
+from learning.teacher import TeacherDistribution
 from protocols.errors import DataError, SpecError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import PreferencePair, completions

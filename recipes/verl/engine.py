@@ -24,10 +24,10 @@ from verl.utils import tensordict_utils
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
 
-from learning.cartridge.bank import CartridgeBank
+from learning.batch import pack, response_tokens, token_logprobs
+from learning.cartridge import CartridgeBank
 from learning.model.loading import claim_device, load_model
-from learning.packing import pack, response_tokens, token_logprobs
-from learning.progress import CartridgeProgress, LearningRateSchedule
+from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from protocols.errors import DataError, RunError, SpecError
 from protocols.types import Sample
 from registry.formats.cartridge_file import CartridgeFile
@@ -72,7 +72,7 @@ class CartridgeEngine(BaseEngine):
         self._file = read(Path(path))
         self._begin = self._config.hf_config.bos_token_id
         self._set(self._file.kv)
-        self._initial = self.bank.whole(NAME, self.bank.trainable[NAME]).detach()
+        self._initial = self.bank.full(NAME, self.bank.trainable[NAME]).detach()
 
     def _set(self, kv: Tensor) -> None:
         """Stand at these numbers [L, 2, H_kv, P, D], with no step done."""

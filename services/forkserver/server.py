@@ -37,9 +37,9 @@ PRELOAD = (
     "transformers.tokenization_utils_tokenizers",
     "protocols.spec.loading",
     "learning.trainer",
-    "learning.scoring",
+    "learning.teacher",
     "learning.policy_scores",
-    "learning.decoding.decode_batch",
+    "learning.decode",
     "learning.losses.objective",
     "environments.renderer",
 )

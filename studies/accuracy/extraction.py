@@ -8,7 +8,7 @@ from typing import Any
 
 from environments.clinic.prompts import sentences, structure_prompt, summarise_prompt
 from environments.rollout import BARE
-from learning.decoding.decode_batch import generate
+from learning.decode import generate
 from protocols.seeds import stream_seed
 from protocols.spec.loading import load_spec
 from protocols.teacher_replay import AgentMessage

@@ -9,14 +9,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.meters import one_thread
-from learning.cartridge.composition import composed
-from learning.cartridge.initialization import CartridgeInit, initial_bank
-from learning.cartridge.sources import init_sources
-from learning.decoding.decode_batch import generate
-from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.batch import context_of
+from learning.cartridge import composed
+from learning.decode import generate
+from learning.initialization import CartridgeInit, init_sources, initial_bank
 from learning.model.loading import load_model, load_tokenizer, text_ids
-from learning.packing import context_of
-from learning.scoring import TeacherDistribution, contexts_of, score_kept
+from learning.teacher import (
+    DocumentKVCache,
+    TeacherDistribution,
+    contexts_of,
+    document_kv,
+    score_kept,
+)
 from learning.trainer import CartridgeTrainer
 from protocols.records.intervals import wilson_interval
 from protocols.spec.learn import LearnSpec
@@ -80,7 +84,7 @@ class StudyBench:
                 prefix=context_of,
             )
             batch = TrainBatch(doc=samples, scores={"doc_teacher": TeacherDistribution(**scored)})
-            kls.append(trainer.step_on(batch, trainer.version).kl)
+            kls.append(trainer.step(batch, trainer.version).kl)
         return kls
 
     def prefix(self, ref: PrefixRef) -> Tensor:

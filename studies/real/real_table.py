@@ -80,8 +80,8 @@ def retrieved_answers(
 ) -> list[dict[str, Any]]:
     """Return each question's answer and the loss of the right one after the passage of `tokens`
     tokens that BM25 ranks first for it. Passages overlap by half."""
-    from learning.decoding.decode_batch import generate
-    from learning.model.document_kv import document_kv
+    from learning.decode import generate
+    from learning.teacher import document_kv
 
     ids = tokenizer(text, add_special_tokens=False).input_ids
     begins = range(0, max(1, len(ids) - tokens // 2), max(1, tokens // 2))

@@ -30,10 +30,10 @@ from transformers import (
 
 from actors.base import ModelSource, bootstrap, missing_vllm
 from actors.engine_generator import EngineGeneratorActor
-from learning.cartridge.composition import composed
-from learning.decoding.decode_batch import generate
-from learning.model.document_kv import context_ids, document_kv
+from learning.cartridge import composed
+from learning.decode import generate
 from learning.model.loading import load_model, text_of
+from learning.teacher import context_ids, document_kv
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import (
     CartridgeSnapshot,

@@ -15,8 +15,8 @@ from monarch.actor import endpoint
 from torch import Tensor
 
 from actors.model_actors import GeneratorActor
-from learning.cartridge.versions import since_of
-from learning.decoding.decode_batch import generate
+from learning.cartridge import since_of
+from learning.decode import generate
 from protocols.types import (
     CARTRIDGE,
     CartridgeSnapshot,

@@ -39,7 +39,7 @@ BESIDE = (
     "services/pool/lifecycle.py", "services/pool/membership.py", "services/pool/placement.py",
     "services/pool/process.py", "services/pool/process_manager.py", "services/pool/service.py",
     "services/pool/host_heartbeats.py", "services/hosts/", "services/forkserver/",
-    "actors/heartbeat.py", "actors/host_beats.py",
+    "actors/heartbeat.py", "actors/host_beats.py", "learning/losses/token_scores.py",
     "protocols/files.py", "protocols/records/",
     "protocols/wire/", "training/controller.py", "training/training_run.py",
     "forge_run/",

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learning.cartridge.bank import CartridgeBank, first_tokens
+from learning.cartridge import CartridgeBank, first_tokens
 from learning.losses.balance import GradientBalance
 from learning.losses.objective import active_channels
 from learning.policy_scores import with_references
-from learning.progress import CartridgeProgress, LearningRateSchedule
-from learning.sampler_gap import GapBounds
-from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
-from learning.step import train_step
+from learning.step import StepOptions, train_step
+from learning.teacher import TeacherDistribution, response_logprobs, score, score_over
+from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from learning.updates import Share, part_of
 from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.spec.sections import TrainSpec
+from protocols.spec.sections import GapBounds, TrainSpec
 from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch, hinted
 from protocols.types import Sample, Sampling, TrainStepOutput
 
@@ -224,15 +223,17 @@ def do(
         progress or progress_of(bank),
         batch,
         active_channels(objective, loss),
-        clip=1e9,
-        row_tokens=row_tokens,
-        version=version,
-        staleness=staleness,
-        micro_tokens=micro_tokens,
-        compare_gradients=compare_gradients,
-        logit_bytes=logit_bytes,
-        recompute_layers=recompute_layers,
-        gap_bounds=gap_bounds,
+        version,
+        StepOptions(
+            clip=1e9,
+            row_tokens=row_tokens,
+            staleness=staleness,
+            micro_tokens=micro_tokens,
+            logit_bytes=logit_bytes,
+            recompute_layers=recompute_layers,
+            gap_bounds=gap_bounds,
+            compare_gradients=compare_gradients,
+        ),
     )
     return Done(result, gradients(bank), trained(bank))
 

@@ -15,9 +15,9 @@ from format_setup import checkpoint_of
 from torch import Tensor
 
 from learning.checkpoint import write_checkpoint
-from learning.decoding.decode_batch import generate
-from learning.model.document_kv import context_ids, document_kv
+from learning.decode import generate
 from learning.model.loading import load_model, load_tokenizer
+from learning.teacher import context_ids, document_kv
 from protocols.spec.experiments import EvalSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from learning.model.attention import FlatAttention
-from learning.model.decoder import LanguageModel
-from learning.model.document_kv import document_kv
+from learning.attention import FlatAttention
+from learning.decoder import LanguageModel
 from learning.model.loading import load_model
+from learning.teacher import document_kv
 from registry.formats.base_model import made_for, read_base
 from registry.formats.cartridge_file import CartridgeFile
 

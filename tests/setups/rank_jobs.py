@@ -29,22 +29,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from twins import Twin, build
 
-from learning.cartridge.attention_matching import attention_matched
-from learning.cartridge.bank import first_tokens
+from learning.attention_matching import attention_matched
+from learning.batch import LOGIT_BYTES
+from learning.cartridge import first_tokens
 from learning.checkpoint import read_checkpoint
-from learning.model.decoder import LanguageModel
-from learning.model.distributed import (
-    ALONE,
-    ProcessGroup,
-    divide_base,
-    join,
-    leave,
-    shard_base,
-)
-from learning.model.document_kv import document_kv, own_document_kv
+from learning.decoder import LanguageModel
+from learning.losses.doc_kl import doc_batch
 from learning.model.loading import load_model
-from learning.packing import LOGIT_BYTES
-from learning.scoring import TeacherDistribution, response_logprobs
+from learning.model.parallel import divide_base, shard_base
+from learning.ranks import ALONE, ProcessGroup, join, leave
+from learning.teacher import TeacherDistribution, document_kv, own_document_kv, response_logprobs
 from learning.trainer import CartridgeTrainer
 from protocols.spec.policy_gradient import GrpoSpec
 from protocols.spec.sections import TrainSpec
@@ -92,7 +86,7 @@ def lessons_of(twin: Twin) -> list[TrainBatch]:
 def trainer_of(
     twin: Twin, train: TrainSpec = TRAIN, ranks: ProcessGroup = ALONE, **more: Any
 ) -> CartridgeTrainer:
-    bank = first_tokens({n: twin.kv[n] for n in ranks.own("ab")}, 8, 1)
+    bank = first_tokens({n: twin.kv[n] for n in ranks.cartridges("ab")}, 8, 1)
     return CartridgeTrainer(
         twin.model, bank, train, objective=OBJECTIVE, ranks=ranks, names="ab", **more
     )
@@ -100,7 +94,7 @@ def trainer_of(
 
 def curve(trainer: CartridgeTrainer, house: House, start: int = 0, stop: int = STEPS) -> list[Any]:
     return [
-        asdict(trainer.step_on(house.lessons[v], v)) | {"token_scores": dict(trainer.token_scores)}
+        asdict(trainer.step(house.lessons[v], v)) | {"token_scores": dict(trainer.token_scores)}
         for v in range(start, stop)
     ]
 
@@ -191,7 +185,7 @@ def divided_reader(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any
         alone = ranks if name == "divided" else ALONE
         trainer = CartridgeTrainer(model, bank, TRAIN, objective=whole, ranks=alone)
         trainer.begin("doc", 3)
-        result = trainer.step(samples, TeacherDistribution(logits=logits), 0)
+        result = trainer.step(doc_batch(samples, TeacherDistribution(logits=logits)), 0)
         grad = trainer.bank.trainable["p"].grad
         assert grad is not None
         done[name] = {
@@ -229,7 +223,7 @@ def tied(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
         bank = first_tokens({"p": kv}, 8, 1)
         trainer = CartridgeTrainer(model, bank, spec, objective=whole, ranks=ranks)
         trainer.begin("doc", 3)
-        result = trainer.step(samples, TeacherDistribution(logits=logits), 0)
+        result = trainer.step(doc_batch(samples, TeacherDistribution(logits=logits)), 0)
         done[name] = {
             "kv": hashlib.sha256(kv.numpy().tobytes()).hexdigest(),
             "base_hash": trainer.base_hash(),
@@ -266,7 +260,7 @@ def torn(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
             kv = {"fails": fail, "silent": silent, "dies": die}[job]
             trainer.bank.kv = kv  # type: ignore[method-assign]
     try:
-        trainer.step_on(house.lessons[0], 0)
+        trainer.step(house.lessons[0], 0)
     except Exception as error:
         return {
             "error": f"{type(error).__name__}: {error}",
@@ -295,7 +289,7 @@ def nan(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     batch = house.lessons[0]
     pairs = [replace(batch.pairs[0], ref_chosen=float("nan")), *batch.pairs[1:]]
     try:
-        trainer.step_on(replace(batch, pairs=pairs), 0)
+        trainer.step(replace(batch, pairs=pairs), 0)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
     return {"error": message, "results": curve(trainer, house, 0, 1), "bits": bits(trainer)}

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from actors.engine_thread import Engine, EngineThread
 from learning.decoding.engine import TorchEngine
 from learning.decoding.grammar import Grammars
-from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import load_model, load_tokenizer, text_of, tokenizer_of
+from learning.teacher import DocumentKVCache, document_kv
 from protocols.errors import DataError
 from protocols.spec.serving import ApiKeySpec, HttpSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk

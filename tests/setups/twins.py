@@ -21,9 +21,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from learning.model.decoder import LanguageModel
-from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.decoder import LanguageModel
 from learning.model.loading import load_model
+from learning.teacher import DocumentKVCache, document_kv
 from protocols.types import Sample
 
 VOCAB = 97

@@ -55,7 +55,7 @@ WORD_START = re.compile(r"\S")
 @dataclass(frozen=True)
 class QuestionReading:
     """Hold `answer_ids` after a prompt, with a prefix and without any. `about` names the contexts
-    that the prompt is about, as one text (`learning.model.document_kv.context_ids`)."""
+    that the prompt is about, as one text (`learning.teacher.context_ids`)."""
 
     id: str
     about: str

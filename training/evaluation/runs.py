@@ -17,10 +17,9 @@ from torch import Tensor
 
 from documents.near_duplicates import LocatedText
 from environments.renderer import ChatRenderer
-from learning.cartridge.initialization import first_of_each
-from learning.cartridge.sources import parts_of
 from learning.checkpoint import last_of_arms
-from learning.model.document_kv import context_ids
+from learning.initialization import first_of_each, parts_of
+from learning.teacher import context_ids
 from protocols.errors import CheckpointError, DataError, SpecError
 from protocols.files import iter_rows
 from protocols.spec.learn import LearnSpec

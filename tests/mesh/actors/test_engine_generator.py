@@ -18,7 +18,7 @@ from vllm_replica import NO_END, Replica, over, prompts, require_vllm, tiny_mode
 from vllm_replica import replica as started
 
 from actors.base import missing_vllm
-from learning.decoding.decode_batch import generate
+from learning.decode import generate
 from learning.model.loading import text_of
 from protocols.errors import DataError, PublishError
 from protocols.types import Completion, GenerateRequest, StopCondition, TokenChunk, TokenPort

@@ -19,8 +19,8 @@ from environments.clinic.longhealth import parse_patients
 from environments.clinic.patients import generate_clinic
 from environments.clinic.prompts import option_prompt
 from environments.renderer import ChatRenderer
-from learning.model.document_kv import document_kv
 from learning.model.loading import load_model, load_tokenizer
+from learning.teacher import document_kv
 from strategies.rsa.engine import RSAEngine
 
 MODEL = str(Path(__file__).parents[3] / "models" / "clinic-panel")

@@ -18,7 +18,7 @@ from monarch.actor import concurrent_endpoint
 from vllm_replica import Replica, over, over_all, prompts, replica, require_vllm, tiny_model
 
 from actors.engine_generator import EngineGeneratorActor
-from learning.cartridge.fingerprint import fingerprint
+from learning.cartridge import fingerprint
 from protocols.errors import DataError, PublishError
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import GenerateRequest, PrefixRef, Sampling

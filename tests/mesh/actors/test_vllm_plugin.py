@@ -23,7 +23,7 @@ from vllm_replica import prompts, require_vllm
 from vllm_server import StockServer, refusals, stock_server
 
 from actors.vllm.kv_layout import PLACEHOLDER
-from learning.decoding.decode_batch import generate
+from learning.decode import generate
 from learning.model.loading import load_model
 from protocols.files import REPOSITORY
 from protocols.types import GenerateRequest, PrefixRef, Sampling

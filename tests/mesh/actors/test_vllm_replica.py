@@ -13,7 +13,7 @@ from monarch.actor import concurrent_endpoint
 from vllm_replica import END, Replica, Tiny, over, over_all, replica, require_vllm, tiny_model
 
 from actors.engine_generator import EngineGeneratorActor
-from learning.decoding.decode_batch import generate
+from learning.decode import generate
 from services.pool.replica import EngineLost, ReplicaLost
 
 require_vllm()

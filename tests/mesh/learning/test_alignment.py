@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rooms.learning.alignment_setup import ZERO, packed_of, per_token, student
 
-from learning.scoring import TeacherDistribution, score, top_k
+from learning.teacher import TeacherDistribution, score, top_k
 
 if TYPE_CHECKING:
     from collections.abc import Callable

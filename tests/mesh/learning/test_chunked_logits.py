@@ -8,8 +8,8 @@ import torch
 from channel_setup import ALL, bank_of, changed, do, scene, scored
 from twins import Twin
 
-from learning.packing import LOGIT_BYTES
-from learning.scoring import TeacherDistribution, top_k
+from learning.batch import LOGIT_BYTES
+from learning.teacher import TeacherDistribution, top_k
 from protocols.spec.objective import LossSpec, SdpoSpec
 from protocols.spec.policy_gradient import GrpoSpec
 

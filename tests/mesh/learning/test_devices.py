@@ -15,10 +15,10 @@ from rooms.learning.devices_setup import OBJECTIVE, TRAIN, same, trainer_of
 from second_device import Elsewhere
 
 from learning.checkpoint import read_checkpoint
-from learning.decoding.decode_batch import generate
+from learning.decode import generate
 from learning.decoding.engine import TorchEngine
 from learning.policy_scores import with_references
-from learning.scoring import score_kept
+from learning.teacher import score_kept
 from protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from protocols.spec.sections import TrainSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
@@ -125,7 +125,7 @@ def test_all_channels_train_where_the_model_is(
     for turn in range(3):
         v = theirs.version
         batch = scene(llama, theirs.bank, v, version=v)
-        same(ours.step_on(batch, v), theirs.step_on(batch, v))
+        same(ours.step(batch, v), theirs.step(batch, v))
         one, other = ours.snapshot(v + 1).kv, theirs.snapshot(v + 1).kv
         assert list(one) == ["a", "b"]
         for name, kv in one.items():

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rooms.learning.trainer_setup import Killed, copied, killed, same, trainer_of
 
-from learning.scoring import TeacherDistribution, score
+from learning.losses.doc_kl import doc_batch
+from learning.teacher import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def outcomes(trainer: CartridgeTrainer, twin: Twin, make_samples: MakeSamples, c
     """One call of the controller: what it answers."""
     kind, _, version = call.partition(" ")
     if kind == "step":
-        return trainer.step(*batch(twin, make_samples, int(version)), int(version))
+        return trainer.step(doc_batch(*batch(twin, make_samples, int(version))), int(version))
     if kind == "publish":
         snapshot = trainer.snapshot(int(version))
         return snapshot.since, {name: kv.tolist() for name, kv in snapshot.kv.items()}

@@ -11,12 +11,13 @@ import pytest
 import torch
 from channel_setup import ALL, bank_of, changed, prefixes, scene, trained
 
-from learning.cartridge.bank import first_tokens
+from learning.cartridge import first_tokens
 from learning.checkpoint import read_checkpoint
+from learning.losses.doc_kl import doc_batch
 from learning.losses.objective import active_channels
 from learning.policy_scores import with_references
-from learning.scoring import TeacherDistribution, score
 from learning.step import train_step
+from learning.teacher import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.records.token_scores import TOP, decoded, decoded_top
 from protocols.spec.objective import LossSpec, ObjectiveSpec
@@ -52,12 +53,12 @@ def test_alpha_warms_up_with_the_arm_s_steps(llama: Twin) -> None:
     alphas = []
     for _ in range(4):
         v = trainer.version
-        result = trainer.step_on(scene(llama, trainer.bank, v, version=v), v)
+        result = trainer.step(scene(llama, trainer.bank, v, version=v), v)
         alphas.append(result.terms.get("sdpo", {"weight": 0.0})["weight"])
     assert alphas == pytest.approx([0.0, 0.2, 0.4, 0.4])
     trainer.begin("again", 5)
     v = trainer.version
-    assert "sdpo" not in trainer.step_on(scene(llama, trainer.bank, v, version=v), v).terms
+    assert "sdpo" not in trainer.step(scene(llama, trainer.bank, v, version=v), v).terms
 
 
 def test_a_replaced_trainer_answers_what_was_done_with_every_term(
@@ -69,12 +70,12 @@ def test_a_replaced_trainer_answers_what_was_done_with_every_term(
     for _ in range(2):
         v = first.version
         batches.append(scene(llama, first.bank, v, version=v))
-        done = first.step_on(batches[-1], v)
+        done = first.step(batches[-1], v)
     assert done.terms.keys() == {"doc_kl", "grpo", "sdpo", "replay_dpo"}
     assert len(done.cosines) == 6
     second = trainer_of(llama, last_state=tmp_path / "state")
     assert second.recover() == first.version == 2
-    assert second.step_on(batches[-1], 1) == done
+    assert second.step(batches[-1], 1) == done
     assert torch.equal(trained(second.bank), trained(first.bank))
 
 
@@ -89,11 +90,11 @@ def test_a_resumed_trainer_balances_to_the_bit(llama: Twin, tmp_path: Path, ever
         if v == 2:
             saved = whole.save(tmp_path, {}, 2)
         batches.append(scene(llama, whole.bank, v, version=v))
-        last = whole.step_on(batches[-1], v)
+        last = whole.step(batches[-1], v)
     resumed = trainer_of(llama, objective)
     resumed.restore(read_checkpoint(saved))
     for v in (2, 3):
-        again = resumed.step_on(batches[v], v)
+        again = resumed.step(batches[v], v)
     assert again == last
     assert torch.equal(trained(resumed.bank), trained(whole.bank))
     # Its mean is of several steps; "sdpo" warms up and has one step fewer.
@@ -104,12 +105,12 @@ def test_a_resumed_trainer_balances_to_the_bit(llama: Twin, tmp_path: Path, ever
 def test_a_checkpoint_without_running_norms_begins_them(llama: Twin, tmp_path: Path) -> None:
     old = trainer_of(llama, changed(WARMING, balance="none"))
     old.begin("all", 4)
-    old.step_on(scene(llama, old.bank, 0, version=0), 0)
+    old.step(scene(llama, old.bank, 0, version=0), 0)
     checkpoint = read_checkpoint(old.save(tmp_path, {}, 1))
     assert "balance" not in checkpoint.facts["cartridges"]["a"]
     new = trainer_of(llama)
     new.restore(checkpoint)
-    term = new.step_on(scene(llama, new.bank, 1, version=1), 1).terms["grpo"]
+    term = new.step(scene(llama, new.bank, 1, version=1), 1).terms["grpo"]
     assert term["mean_grad_norm"] == pytest.approx(term["grad_norm"])
 
 
@@ -118,7 +119,7 @@ def test_an_arm_begins_without_the_norms_of_the_arm_before(llama: Twin) -> None:
     for arm in ("all", "again"):
         trainer.begin(arm, 4)
         v = trainer.version
-        term = trainer.step_on(scene(llama, trainer.bank, v, version=v), v).terms["grpo"]
+        term = trainer.step(scene(llama, trainer.bank, v, version=v), v).terms["grpo"]
         assert term["mean_grad_norm"] == pytest.approx(term["grad_norm"])
 
 
@@ -129,7 +130,7 @@ def test_one_channel_is_trained_as_its_weight_says_to_the_bit(llama: Twin) -> No
         alone = changed(WARMING, w_doc=0.0, alpha=0.0, beta=0.0, compare_every=0, balance=balance)
         trainer = trainer_of(llama, alone)
         trainer.begin("grpo", 2)
-        done = trainer.step_on(scene(llama, trainer.bank), 0)
+        done = trainer.step(scene(llama, trainer.bank), 0)
         results.append((done, trained(trainer.bank)))
     (plain, first), (balanced, second) = results
     assert plain == balanced
@@ -145,7 +146,7 @@ def test_references_are_of_the_untrained_cartridges(llama: Twin, tmp_path: Path)
     lacking = [replace(p, ref_version=-1) for p in scene(llama, bank).pairs]
     expected = with_references(llama.model, lacking, prefixes(bank), TRAIN.row_tokens, 0, 0)
     for v in range(2):
-        trainer.step_on(scene(llama, trainer.bank, v, version=v), v)
+        trainer.step(scene(llama, trainer.bank, v, version=v), v)
         assert trainer.references(lacking) == expected
     assert not torch.equal(trained(trainer.bank), trained(bank))
     (one,) = trainer.references(lacking[:1])
@@ -171,8 +172,8 @@ def test_documents_alone_are_the_step_of_samples_and_teacher(
     teacher = TeacherDistribution(logits=score(llama.model, samples, llama.cached(), 64))
     for trainer in (ours, theirs):
         trainer.begin("on_policy", 2)
-    done = ours.step(samples, teacher, 0)
-    assert done == theirs.step_on(TrainBatch(doc=samples, scores={"doc_teacher": teacher}), 0)
+    done = ours.step(doc_batch(samples, teacher), 0)
+    assert done == theirs.step(TrainBatch(doc=samples, scores={"doc_teacher": teacher}), 0)
     assert done.terms["doc_kl"]["value"] == done.kl > 0
     assert torch.equal(trained(ours.bank), trained(theirs.bank))
 
@@ -182,9 +183,9 @@ def test_what_bounds_memory_and_the_form_of_doc_kl_reach_the_step(
 ) -> None:
     asked: list[dict[str, Any]] = []
 
-    def step(*given: Any, **bounds: Any) -> Any:
-        asked.append({"channels": given[4], **bounds})
-        return train_step(*given, **bounds)
+    def step(*given: Any) -> Any:
+        asked.append({"channels": given[4], **vars(given[6])})
+        return train_step(*given)
 
     monkeypatch.setattr("learning.trainer.train_step", step)
     spec = TrainSpec(steps=1, row_tokens=24, logit_chunk_mb=3, recompute_layers=True)
@@ -192,7 +193,7 @@ def test_what_bounds_memory_and_the_form_of_doc_kl_reach_the_step(
     bank = first_tokens({n: llama.kv[n] for n in "ab"}, 8, 1)
     trainer = CartridgeTrainer(llama.model, bank, spec, objective=WARMING, loss=loss)
     trainer.begin("all", 1)
-    trainer.step_on(scene(llama, bank), 0)
+    trainer.step(scene(llama, bank), 0)
     (given,) = asked
     assert (given["logit_bytes"], given["recompute_layers"]) == (3 * 2**20, True)
     assert (given["micro_tokens"], given["compare_gradients"]) == (40, True)
@@ -216,7 +217,7 @@ def scores_of(twin: Twin, updates: int) -> tuple[dict[str, list[float | None]], 
         doc_trained=[tuple(own) for own in MARKS],
         scores={**given.scores, "doc_teacher": teacher},
     )
-    result = trainer.step_on(batch, 0)
+    result = trainer.step(batch, 0)
     return {id: decoded(of["kl"]) for id, of in trainer.token_scores.items()}, result
 
 
@@ -234,7 +235,7 @@ def test_the_teacher_s_likeliest_tokens_are_kept_in_order(llama: Twin) -> None:
     trainer = CartridgeTrainer(llama.model, bank, TRAIN, objective=ALL, keep_token_scores=True)
     trainer.begin("all", 5)
     batch = scene(llama, trainer.bank, 0)
-    trainer.step_on(batch, 0)
+    trainer.step(batch, 0)
     logits = batch.scores["doc_teacher"].logits
     assert logits is not None
     probabilities, tokens = logits.double().softmax(-1).topk(TOP)
@@ -250,5 +251,5 @@ def test_the_teacher_s_likeliest_tokens_are_kept_in_order(llama: Twin) -> None:
 def test_the_tokens_scores_are_kept_where_they_are_asked_for(llama: Twin) -> None:
     trainer = trainer_of(llama)
     trainer.begin("all", 5)
-    trainer.step_on(scene(llama, trainer.bank, 0), 0)
+    trainer.step(scene(llama, trainer.bank, 0), 0)
     assert trainer.token_scores == {}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from small_run import ROOT, command, latest, rows, run_to_end
 
-from learning.model.document_kv import document_kv
 from learning.model.loading import load_model
+from learning.teacher import document_kv
 from protocols.files import read_rows
 from registry.formats import convert, run_checkpoint
 from registry.formats.base_model import read_base

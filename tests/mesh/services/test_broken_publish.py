@@ -12,7 +12,7 @@ from loop_setup import run_with, small_spec
 from monarch.actor import endpoint
 
 from actors.model_actors import GeneratorActor
-from learning.cartridge.versions import since_of
+from learning.cartridge import since_of
 from protocols.errors import PublishError, StaleTokenError
 from protocols.types import CartridgeSnapshot, GenerateOutput, GenerateRequest, PrefixRef
 from services import roles
@@ -35,7 +35,7 @@ class Lying(Deaf):
 
     @endpoint
     async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
-        from learning.decoding.decode_batch import generate
+        from learning.decode import generate
 
         old = [
             r

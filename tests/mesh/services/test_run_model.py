@@ -20,8 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from learning.checkpoint import Checkpoint, newest_whole, write_checkpoint
-from learning.last_state import LastState
+from learning.checkpoint import Checkpoint, LastState, newest_whole, write_checkpoint
 from protocols import files, reserve
 from protocols.records.run_files import MetricRow, RolloutRow
 from services.run_directory import RunDirectory

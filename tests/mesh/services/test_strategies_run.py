@@ -19,9 +19,9 @@ from environments.clinic.longhealth import parse_patients
 from environments.clinic.patients import generate_clinic
 from environments.clinic.prompts import option_prompt
 from environments.renderer import ChatRenderer
-from learning.decoding.decode_batch import generate
-from learning.model.document_kv import document_kv
+from learning.decode import generate
 from learning.model.loading import load_model, load_tokenizer
+from learning.teacher import document_kv
 from protocols.spec.mesh import RoleSpec
 from protocols.spec.model import ModelSpec
 from protocols.spec.sections import GeneratorSpec

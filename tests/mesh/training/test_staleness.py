@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop_setup import House, delays, drive, run, sampled_versions, turns_of
 
-from learning.cartridge.versions import VersionLedger
+from learning.cartridge import VersionLedger
 from protocols.errors import PublishError, StaleTokenError
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample, TrainStepOutput

@@ -13,13 +13,12 @@ import torch
 from logits_setup import DOCUMENT, READER
 from safetensors.torch import load_file
 
-from learning.cartridge.bank import CartridgeBank
+from learning.cartridge import CartridgeBank
 from learning.losses.objective import active_channels
-from learning.model.document_kv import document_kv
 from learning.model.loading import load_model, load_tokenizer
-from learning.progress import CartridgeProgress, LearningRateSchedule
-from learning.scoring import TeacherDistribution, score_over
-from learning.step import train_step
+from learning.step import StepOptions, train_step
+from learning.teacher import TeacherDistribution, document_kv, score_over
+from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from protocols.files import REPOSITORY
 from protocols.spec.objective import ObjectiveSpec
 from protocols.spec.policy_gradient import GrpoSpec
@@ -124,7 +123,13 @@ def ours(
     objective = ObjectiveSpec(**weights, balance="none", grpo=GrpoSpec(mismatch=None))
     channels = active_channels(objective)
     done = train_step(
-        model, bank, progress, batch, channels, clip=1e9, row_tokens=400, version=0, staleness=0
+        model,
+        bank,
+        progress,
+        batch,
+        channels,
+        0,
+        StepOptions(clip=1e9, row_tokens=400, staleness=0),
     )
     gradient = bank.trainable["c"].grad
     assert gradient is not None

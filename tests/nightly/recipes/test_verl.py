@@ -13,11 +13,11 @@ import torch
 from logits_setup import READER, ours, trained
 from safetensors.torch import load_file
 
-from learning.cartridge.bank import CartridgeBank
+from learning.cartridge import CartridgeBank
 from learning.losses.objective import active_channels
-from learning.progress import CartridgeProgress, LearningRateSchedule
-from learning.scoring import response_logprobs
-from learning.step import train_step
+from learning.step import StepOptions, train_step
+from learning.teacher import response_logprobs
+from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from protocols.files import REPOSITORY
 from protocols.spec.objective import ObjectiveSpec
 from protocols.spec.policy_gradient import GrpoSpec
@@ -85,9 +85,14 @@ def test_a_mini_batch_is_ours(tmp_path: Path, micro: int) -> None:
     )  # fmt: skip
     batch = TrainBatch(rl=rl, scores={"old": old})
     result = train_step(
-        ours(), bank, progress, batch, active_channels(objective), clip=1e9, row_tokens=400,
-        version=0, staleness=0,
-    )  # fmt: skip
+        ours(),
+        bank,
+        progress,
+        batch,
+        active_channels(objective),
+        0,
+        StepOptions(clip=1e9, row_tokens=400, staleness=0),
+    )
     gradient = bank.trainable["c"].grad
     assert gradient is not None
     assert result.terms["grpo"]["clipped"] > 0

@@ -15,12 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from learning.cartridge.bank import first_tokens
-from learning.model.attention import FlatAttention
-from learning.model.decoder import LanguageModel
-from learning.model.document_kv import document_kv
+from learning.attention import FlatAttention
+from learning.cartridge import first_tokens
+from learning.decoder import LanguageModel
+from learning.losses.doc_kl import doc_batch
 from learning.model.loading import load_model, load_tokenizer, tokenizer_of
-from learning.scoring import TeacherDistribution, score_kept
+from learning.teacher import TeacherDistribution, document_kv, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.errors import DataError
 from protocols.spec.loading import load_spec
@@ -148,6 +148,8 @@ def test_gemma_3_equals_transformers_and_trains_over_token_ids(home: Path) -> No
             for b in (40, 90, 140)
         ]  # fmt: skip
         scores = score_kept(model, samples, {"d": kv}, learn.train.row_tokens, learn.teacher.top_k)
-        losses.append(float(trainer.step(samples, TeacherDistribution(**scores), version).kl))
+        losses.append(
+            float(trainer.step(doc_batch(samples, TeacherDistribution(**scores)), version).kl)
+        )
     assert losses[0] > losses[1] > losses[2] > 0
     assert json.loads((home / "gemma3-270m" / "model.json").read_text())["bytes"] == 1_072_419_256

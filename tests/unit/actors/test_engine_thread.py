@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.engine_thread import EngineDied, EngineThread
-from learning.cartridge.versions import CartridgeId
+from learning.cartridge import CartridgeId
 from protocols.errors import DataError, PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TokenChunk
 

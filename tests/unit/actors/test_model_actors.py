@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actors.sdpo_teacher import SDPOTeacherActor
-from learning.cartridge.versions import CartridgeVersions
+from learning.cartridge import CartridgeVersions
 from protocols.errors import PlaneError
 from protocols.types import CartridgeSnapshot, PublishedCartridge, TensorLayout, TensorRef
 

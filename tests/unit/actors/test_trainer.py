@@ -12,10 +12,10 @@ from small_run import MESH
 
 from actors.base import ModelSource, NoPlane
 from actors.trainer import TrainerActor
-from learning.cartridge.initialization import CartridgeInit, InitSource, sampled_chunks
-from learning.model.distributed import ALONE, ProcessGroup
-from learning.model.document_kv import document_kv
+from learning.initialization import CartridgeInit, InitSource, sampled_chunks
 from learning.model.loading import load_model
+from learning.ranks import ALONE, ProcessGroup
+from learning.teacher import document_kv
 from protocols.errors import PlaneError
 from protocols.spec.loading import load_spec
 from protocols.train_batch import PrecomputedScores, TeacherScores

@@ -20,8 +20,8 @@ from deploy.manifests.sizing import (
 )
 from forge_run.plan import roofline
 from forge_run.plan.roofline import EXPLICIT, Workload
-from learning.decoding.decode_cache import DecodeCache
-from learning.model.document_kv import PREFILL_CHUNK, document_kv
+from learning.decode import DecodeCache
+from learning.teacher import PREFILL_CHUNK, document_kv
 from protocols.spec.model import ShapeSpec
 from services.planes.codec import layout_of, packed_bytes
 
@@ -33,7 +33,7 @@ TINY = SETTINGS["tiny"]
 @pytest.fixture(autouse=True)
 def without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a CPU are padded by up to 31 rows, which no analysis counts."""
-    monkeypatch.setattr("learning.model.linear.PADDED_TO", 1)
+    monkeypatch.setattr("learning.decoder.PADDED_TO", 1)
 
 
 @pytest.fixture(scope="module")

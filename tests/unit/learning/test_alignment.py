@@ -13,12 +13,11 @@ import torch
 from channel_setup import progress_of
 from rooms.learning.alignment_setup import ZERO, packed_of, per_token, student
 
-from learning.cartridge.bank import CartridgeBank
+from learning.batch import PackedTokens
+from learning.cartridge import CartridgeBank
 from learning.losses.objective import active_channels
-from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.packing import PackedTokens
-from learning.scoring import TeacherDistribution, score
-from learning.step import train_step
+from learning.step import StepOptions, train_step
+from learning.teacher import DocumentKVCache, TeacherDistribution, document_kv, score
 from protocols.spec.objective import ObjectiveSpec
 from protocols.train_batch import TrainBatch
 
@@ -57,10 +56,8 @@ def test_a_training_step_on_the_whole_document_has_nothing_to_learn(
         progress_of(bank, lr=0.0),
         TrainBatch(doc=samples, scores={"doc_teacher": teacher}),
         active_channels(ObjectiveSpec()),
-        clip=1.0,
-        row_tokens=32,
-        version=0,
-        staleness=0,
+        0,
+        StepOptions(clip=1.0, row_tokens=32, staleness=0),
     )
     assert abs(result.kl) < ZERO
     assert result.grad_norm < 1e-4

@@ -230,7 +230,7 @@ def test_what_did_not_change_is_linked_from_the_checkpoint_before(tmp_path: Path
     first = write_checkpoint(tmp_path, "version-000002", numbered({"a": 2, "b": 1}, 2), 1)
     held = inodes(first)
     second = write_checkpoint(
-        tmp_path, "version-000004", numbered({"a": 4, "b": 1}, 4), 1, before=first
+        tmp_path, "version-000004", numbered({"a": 4, "b": 1}, 4), 1, previous=first
     )
     assert list_checkpoints(tmp_path) == [second]  # and the links outlive the first
     assert inodes(second).keys() == {
@@ -260,7 +260,7 @@ def test_what_cannot_be_linked_is_copied_or_written_anew(
     else:
         monkeypatch.setattr(checkpoint.os, "link", unsupported)
     state = numbered({"a": 4, "b": 1}, 4)
-    second = write_checkpoint(tmp_path, "version-000004", state, 9, before=first)
+    second = write_checkpoint(tmp_path, "version-000004", state, 9, previous=first)
     assert not set(inodes(first).values()) & set(inodes(second).values())
     b = read_checkpoint(second).cartridge("b")
     assert torch.equal(b["trainable"], state.cartridge("b")["trainable"])

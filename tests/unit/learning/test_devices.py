@@ -13,11 +13,10 @@ from rooms.learning.devices_setup import same, trainer_of
 from second_device import Elsewhere, elsewhere
 from twins import NEAR
 
-from learning.cartridge.composition import student_prefixes
-from learning.cartridge.initialization import INITS, PADS, CartridgeInit, InitSource, initial_bank
-from learning.model.document_kv import document_kv
+from learning.cartridge import student_prefixes
+from learning.initialization import INITS, PADS, CartridgeInit, InitSource, initial_bank
 from learning.model.loading import base_hash, claim_device
-from learning.scoring import TeacherDistribution, score_kept
+from learning.teacher import TeacherDistribution, document_kv, score_kept
 from protocols.errors import SpecError
 from protocols.train_batch import TrainBatch
 
@@ -112,7 +111,7 @@ def test_a_top_k_teacher_off_the_host(llama: Twin, there: Twin) -> None:
         doc = scene(llama, trainer_of(llama).bank).doc
         scores = score_kept(llama.model, doc, llama.kv, 24, 5)
         results.append(
-            trainer.step_on(
+            trainer.step(
                 TrainBatch(doc=doc, scores={"doc_teacher": TeacherDistribution(**scores)}), 0
             )
         )

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from learning.cartridge.bank import CartridgeBank
-from learning.checkpoint import Checkpoint, part_name
-from learning.last_state import LastState
-from learning.progress import CartridgeProgress, LearningRateSchedule
-from learning.trainer_state import TrainerState
+from learning.cartridge import CartridgeBank
+from learning.checkpoint import Checkpoint, LastState, part_name
+from learning.trainer_state import CartridgeProgress, LearningRateSchedule, TrainerState
 from protocols.errors import CheckpointError
 
 NAMES = [f"p{i}" for i in range(20)]
@@ -81,7 +79,7 @@ class Writes:
     made: list[str] = field(default_factory=list)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        from learning import last_state
+        from learning import checkpoint as last_state
 
         save, text, replace = last_state.save_tensors, Path.write_text, Path.replace
 

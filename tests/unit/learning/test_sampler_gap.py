@@ -13,20 +13,20 @@ from channel_setup import ALL, Done, bank_of, changed, do, prefixes, scene, trai
 from rooms.learning.random_rounding import random_rounding
 from torch import Tensor
 
-from learning.decoding import decode_cache
-from learning.decoding.decode_batch import generate
-from learning.model import attention, kernels
-from learning.model.decoder import LanguageModel
-from learning.model.document_kv import document_kv
+from learning import attention
+from learning import attention as kernels
+from learning import decode as decode_cache
+from learning.batch import ChunkedLogits, sampled_tokens
+from learning.decode import generate
+from learning.decoder import LanguageModel
 from learning.model.loading import load_model
-from learning.packing import ChunkedLogits
-from learning.sampler_gap import DEFAULTS, GapBounds, SamplerGap, gap_bounds, sampled_tokens
-from learning.scoring import response_logprobs
+from learning.step import SamplerGap
+from learning.teacher import document_kv, response_logprobs
 from learning.trainer import CartridgeTrainer
 from protocols.errors import PublishError, StaleTokenError
 from protocols.files import REPOSITORY
 from protocols.spec.objective import ObjectiveSpec
-from protocols.spec.sections import SamplerGapSpec, TrainSpec
+from protocols.spec.sections import GAP_BOUNDS, GapBounds, SamplerGapSpec, TrainSpec, gap_bounds
 from protocols.train_batch import PolicySample, TrainBatch
 from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 
@@ -118,10 +118,10 @@ def test_a_bound_is_passed_at_its_value(bounds: tuple[float, float] | None, pass
 
 
 def test_defaults_are_by_dtype_and_backend() -> None:
-    for (dtype, backend), values in DEFAULTS.items():
+    for (dtype, backend), values in GAP_BOUNDS.items():
         assert gap_bounds(SamplerGapSpec(), dtype, backend) == GapBounds(*values)
     assert gap_bounds(SamplerGapSpec(mean=0.5), "float32", "torch") == GapBounds(
-        0.5, DEFAULTS["float32", "torch"][1]
+        0.5, GAP_BOUNDS["float32", "torch"][1]
     )
     assert gap_bounds(None, "float32", "torch") is None
 

@@ -26,9 +26,9 @@ from torch.nn import functional as F
 
 from learning.losses.objective import active_channels
 from learning.model.loading import base_hash, load_model
-from learning.progress import CartridgeProgress, LearningRateSchedule
-from learning.scoring import TeacherDistribution, score, top_k
-from learning.step import check_fresh, train_step
+from learning.step import StepOptions, check_fresh, train_step
+from learning.teacher import TeacherDistribution, score, top_k
+from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from protocols.errors import RunError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from twins import Twin
 
-    from learning.cartridge.bank import CartridgeBank
+    from learning.cartridge import CartridgeBank
     from protocols.types import Sample, TrainStepOutput
 
     MakeSamples = Callable[..., list[Sample]]
@@ -48,7 +48,7 @@ SHAPES = (("a", 4, 5), ("b", 2, 3), ("a", 6, 7), ("b", 3, 1))
 NO_CLIP = 1e9
 UPDATE = """
 import sys, torch
-from learning.progress import CartridgeProgress, LearningRateSchedule
+from learning.trainer_state import CartridgeProgress, LearningRateSchedule
 
 parameter = torch.nn.Parameter(torch.zeros(4))
 parameter.grad = torch.ones(4)
@@ -84,10 +84,8 @@ def step(
         progress,
         TrainBatch(doc=samples, scores={"doc_teacher": teacher or teacher_of(twin, samples)}),
         active_channels(ObjectiveSpec(), loss),
-        clip=clip,
-        row_tokens=20,
-        version=version,
-        staleness=staleness,
+        version,
+        StepOptions(clip=clip, row_tokens=20, staleness=staleness),
     )
 
 

@@ -11,10 +11,11 @@ import torch
 from channel_setup import prefixes, trained
 from rooms.learning.trainer_setup import CONFIG, copied, parts, same, trainer_of
 
-from learning.cartridge.bank import first_tokens
+from learning.cartridge import first_tokens
 from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
+from learning.losses.doc_kl import doc_batch
 from learning.model.loading import base_hash, load_model
-from learning.scoring import TeacherDistribution, score
+from learning.teacher import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 
@@ -42,7 +43,7 @@ def advance(
     results = []
     for _ in range(steps):
         v = trainer.version
-        results.append(trainer.step(*batch(twin, make_samples, v), v))
+        results.append(trainer.step(doc_batch(*batch(twin, make_samples, v)), v))
     return results
 
 
@@ -159,7 +160,9 @@ def test_a_step_on_another_version_is_refused(
         StaleTokenError,
         match=f"asked to train version {version}, and the trainer stands at 2: a step was lost",
     ):
-        trainer.step(make_samples(("a", 4, 5), version=version), TeacherDistribution(), version)
+        trainer.step(
+            doc_batch(make_samples(("a", 4, 5), version=version), TeacherDistribution()), version
+        )
     assert torch.equal(trained(trainer.bank), before)
     assert trainer.version == 2
 
@@ -171,10 +174,10 @@ def test_a_refused_batch_makes_no_version(llama: Twin, make_samples: MakeSamples
     samples = make_samples(("a", 4, 5), version=1)
     teacher = TeacherDistribution(logits=score(llama.model, samples, llama.cached(), 64))
     with pytest.raises(StaleTokenError, match=r"train\.staleness 1"):
-        trainer.step(samples, teacher, 3)
+        trainer.step(doc_batch(samples, teacher), 3)
     assert trainer.version == 3
     fresh = [replace(s, versions=(2,) * 5) for s in samples]
-    assert trainer.step(fresh, teacher, 3).stale_tokens == 5
+    assert trainer.step(doc_batch(fresh, teacher), 3).stale_tokens == 5
     assert trainer.version == 4
 
 
@@ -278,15 +281,18 @@ def test_a_step_asked_again_answers_the_same_and_trains_nothing(
     assert first != second
     before = copied(trainer)
     # Whatever it is asked with: the answer is of what was trained.
-    assert trainer.step(make_samples(("b", 1, 1), version=1), TeacherDistribution(), 1) == second
+    assert (
+        trainer.step(doc_batch(make_samples(("b", 1, 1), version=1), TeacherDistribution()), 1)
+        == second
+    )
     assert trainer.version == 2
     same(copied(trainer), before)
     # The step before the last is past, and so are those of another arm.
     with pytest.raises(StaleTokenError, match="version 0, and the trainer stands at 2"):
-        trainer.step(*batch(llama, make_samples, 0), 0)
+        trainer.step(doc_batch(*batch(llama, make_samples, 0)), 0)
     trainer.begin("offline", 5)
     with pytest.raises(StaleTokenError, match="version 2, and the trainer stands at 3"):
-        trainer.step(*batch(llama, make_samples, 2), 2)
+        trainer.step(doc_batch(*batch(llama, make_samples, 2)), 2)
 
 
 def test_the_start_of_an_arm_asked_again_makes_no_version(
@@ -338,7 +344,7 @@ def test_a_restored_checkpoint_replaces_a_later_last_state(
     successor = trainer_of(llama, last_state=path)
     assert successor.recover() == 1
     same(copied(successor), there)
-    assert successor.step([], TeacherDistribution(), 0) == first, (
+    assert successor.step(doc_batch([], TeacherDistribution()), 0) == first, (
         "a checkpoint knows its last answer too"
     )
 
@@ -388,6 +394,6 @@ def test_a_rate_relative_to_the_root_mean_square_moves_each_tensor_by_its_share(
     trainer.begin("on_policy", 10)
     samples = make_samples(("a", 4, 5), seed=0, version=0)
     teacher = TeacherDistribution(logits=score(twin.model, samples, twin.cached(), 64))
-    trainer.step(samples, teacher, 0)
+    trainer.step(doc_batch(samples, teacher), 0)
     moved = (trainer.bank.trainable["a"].detach() - before).abs().amax(dim=(2, 3, 4))
     torch.testing.assert_close(moved, 0.02 * before_rms, rtol=1e-3, atol=0)

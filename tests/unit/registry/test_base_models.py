@@ -18,8 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from forge_run.cli import forge
-from learning.model.attention import FlatAttention
-from learning.model.decoder import LanguageModel
+from learning.attention import FlatAttention
+from learning.decoder import LanguageModel
 from learning.model.loading import load_model, load_tokenizer
 from protocols.errors import DataError, SpecError
 from protocols.spec.loading import load_spec

@@ -32,7 +32,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from learning.model.attention import FlatAttention
+from learning.attention import FlatAttention
 from learning.model.loading import load_model, load_tokenizer, tokenizer_of
 from protocols.errors import DataError
 from registry.base_models.kept import add_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from format_setup import ROPE, cartridge, checkpoint_of, write
 
-from learning.cartridge.fingerprint import fingerprint
+from learning.cartridge import fingerprint
 from learning.checkpoint import write_checkpoint
 from protocols.errors import CheckpointError, DataError
 from protocols.spec.cartridge import CartridgeSpec, StartSpec

@@ -17,7 +17,7 @@ CHECKPOINT = "from version-000004, after step 4 of on_policy"
 
 
 def last_state(run: RunDirectory, version: int) -> None:
-    """Its manifest, as `learning.last_state` writes it."""
+    """Its manifest, as `learning.checkpoint` writes it."""
     run.last_state.mkdir(exist_ok=True)
     state = json.dumps({"facts": {"version": version}, "files": {}})
     (run.last_state / "manifest.json").write_text(json.dumps({"crc32": "0", "state": state}))

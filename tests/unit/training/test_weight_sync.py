@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_mesh import FakeProcess, House, house, run
 
-from learning.cartridge.versions import VersionLedger, get_missing, since_of
+from learning.cartridge import VersionLedger, get_missing, since_of
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.spec.mesh import RoleSpec
 from protocols.types import CartridgeSnapshot, PublishedCartridge, TensorLayout, TensorRef

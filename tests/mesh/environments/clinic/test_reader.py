@@ -12,9 +12,9 @@ import pytest
 from environments.clinic.longhealth import parse_patients
 from environments.clinic.patients import generate_clinic
 from environments.clinic.prompts import option_prompt, parse_answer
-from learning.decoding.decode_batch import generate
-from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.decode import generate
 from learning.model.loading import load_model, load_tokenizer
+from learning.teacher import DocumentKVCache, document_kv
 from models.pretrain.reader_tasks import Difficulty, draw_conversation
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 

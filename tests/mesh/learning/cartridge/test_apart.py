@@ -80,9 +80,9 @@ def test_two_together_become_what_each_becomes_alone(
         trainer.begin("on_policy", STEPS, planned)
     for v, batch in enumerate(lessons):
         before = state_of(both, "b")
-        found = both.step_on(batch, v)
+        found = both.step(batch, v)
         for name, trainer in alone.items():
-            own = trainer.step_on(of_cartridge(batch, name), v)
+            own = trainer.step(of_cartridge(batch, name), v)
             assert own.cartridges.get(name) == found.cartridges.get(name)
             expected = state_of(trainer, name)
             assert state_of(both, name).keys() == expected.keys()
@@ -105,9 +105,9 @@ def test_in_one_forward_they_are_equal_but_for_rounding(
     for trainer in (both, *alone.values()):
         trainer.begin("on_policy", STEPS)
     batch = lessons[0]
-    both.step_on(batch, 0)
+    both.step(batch, 0)
     for name, trainer in alone.items():
-        trainer.step_on(of_cartridge(batch, name), 0)
+        trainer.step(of_cartridge(batch, name), 0)
         theirs, ours = (t._state.progress[name].moments["exp_avg"] for t in (trainer, both))
         scale = theirs.abs().max().item()
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * scale)
@@ -118,7 +118,7 @@ def test_a_rare_cartridge_s_rate_falls_over_its_own_steps(
 ) -> None:
     trainer = trainer_of(llama, "ab", ObjectiveSpec(), warmup_steps=0)
     trainer.begin("on_policy", STEPS, {"b": 3})
-    rates = [dict(trainer.step_on(batch, v).cartridges) for v, batch in enumerate(lessons)]
+    rates = [dict(trainer.step(batch, v).cartridges) for v, batch in enumerate(lessons)]
     # From 1 to .1 along a cosine, at 0, 1/3 and 2/3 of the way.
     assert [r["b"]["lr"] for r in rates if "b" in r] == pytest.approx([0.02, 0.0155, 0.0065])
     assert len([r["a"]["lr"] for r in rates]) == 5
@@ -131,7 +131,7 @@ def test_a_snapshot_shares_what_did_not_change(llama: Twin, lessons: list[TrainB
     trainer.begin("on_policy", STEPS)
     taken = [trainer.snapshot(0)]
     for v, batch in enumerate(lessons[:3]):
-        trainer.step_on(batch, v)
+        trainer.step(batch, v)
         taken.append(trainer.snapshot(v + 1))
     assert [dict(s.since) for s in taken] == [
         {"a": 0, "b": 0}, {"a": 1, "b": 1}, {"a": 2, "b": 1}, {"a": 3, "b": 3},
@@ -145,7 +145,7 @@ def test_a_snapshot_shares_what_did_not_change(llama: Twin, lessons: list[TrainB
     # Another arm starts from the untrained cartridges, as another version.
     trainer.begin("offline", STEPS)
     assert dict(trainer.snapshot(4).since) == {"a": 4, "b": 4}
-    trainer.step_on(replace(of_cartridge(scene(llama, bank_of(llama), 4, 4), "a")), 4)
+    trainer.step(replace(of_cartridge(scene(llama, bank_of(llama), 4, 4), "a")), 4)
     trainer.begin("again", STEPS)
     assert dict(trainer.snapshot(6).since) == {"a": 6, "b": 4}, "b was never trained"
 
@@ -159,7 +159,7 @@ def test_a_successor_publishes_the_same_and_shares_the_same(
     lost.begin("on_policy", STEPS)
     lost.snapshot(0)
     for v, batch in enumerate(lessons[:4]):
-        lost.step_on(batch, v)
+        lost.step(batch, v)
         if v < 3:
             lost.snapshot(v + 1)
     successor = trainer_of(llama, "ab", objective, tmp_path / "last", staleness=staleness)
@@ -176,7 +176,7 @@ def test_a_successor_publishes_the_same_and_shares_the_same(
         successor.snapshot(3 - staleness)
     if staleness:
         assert successor.snapshot(4).kv["b"] is successor.snapshot(3).kv["b"]
-    both = [t.step_on(lessons[4], 4) for t in (lost, successor)]
+    both = [t.step(lessons[4], 4) for t in (lost, successor)]
     assert both[0] == both[1]
 
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_links_what_a_step_left_alone(
     trainer = trainer_of(llama, "ab", ALL)
     trainer.begin("on_policy", STEPS, {"b": 3})
     for v, batch in enumerate(lessons[:2]):
-        trainer.step_on(batch, v)
+        trainer.step(batch, v)
         trainer.save(tmp_path, {}, v + 1)
     first, second = list_checkpoints(tmp_path)
     names = [sorted(p.name for p in path.glob("cartridge-*")) for path in (first, second)]
@@ -197,7 +197,7 @@ def test_a_checkpoint_links_what_a_step_left_alone(
     resumed = trainer_of(llama, "ab", ALL)
     resumed.restore(read_checkpoint(second))
     for v, batch in enumerate(lessons[2:], start=2):
-        assert resumed.step_on(batch, v) == trainer.step_on(batch, v)
+        assert resumed.step(batch, v) == trainer.step(batch, v)
     (tmp_path / "further").mkdir()
     resumed.save(tmp_path / "further", {}, STEPS)
     for name in "ab":
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_all_cartridges_together_goes_on(
     trainer = trainer_of(llama, "a", ALL)
     trainer.begin("on_policy", STEPS)
     batches = [of_cartridge(batch, "a") for batch in lessons]
-    trainer.step_on(batches[0], 0)
+    trainer.step(batches[0], 0)
     new = read_checkpoint(trainer.save(tmp_path, {"step": 1}, 1))
     own = new.facts["cartridges"]["a"]
     facts = {k: v for k, v in new.facts.items() if k not in ("cartridges", "published")}
@@ -221,7 +221,7 @@ def test_a_checkpoint_of_all_cartridges_together_goes_on(
     old = write_stacked(tmp_path / "old/version-000001", facts, stacked)
     resumed = trainer_of(llama, "a", ALL)
     assert resumed.restore(read_checkpoint(old)) == {"step": 1}
-    assert resumed.step_on(batches[1], 1) == trainer.step_on(batches[1], 1)
+    assert resumed.step(batches[1], 1) == trainer.step(batches[1], 1)
 
 
 def write_stacked(path: Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
@@ -240,6 +240,6 @@ def write_stacked(path: Path, facts: dict[str, Any], tensors: dict[str, Tensor])
 def test_the_output_is_json(llama: Twin, lessons: list[TrainBatch]) -> None:
     trainer = trainer_of(llama, "ab", ALL)
     trainer.begin("on_policy", STEPS)
-    told = asdict(trainer.step_on(lessons[0], 0))
+    told = asdict(trainer.step(lessons[0], 0))
     assert json.loads(json.dumps(told["cartridges"])) == told["cartridges"]
     assert {name: own["tokens"] for name, own in told["cartridges"].items()} == {"a": 25, "b": 19}

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.cartridge.versions import CartridgeVersions
-from learning.decoding import decode_batch
-from learning.decoding.decode_batch import DecodeBatch, draw, generate
+from learning import decode as decode_batch
+from learning.cartridge import CartridgeVersions
+from learning.decode import DecodeBatch, draw, generate
 from protocols.errors import DataError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
@@ -172,7 +172,7 @@ def test_very_uneven_groups_are_decoded_together_without_further_rows(
             batches.append(len(rows))
             super().__init__(model, rows, *rest)
 
-    monkeypatch.setattr("learning.decoding.decode_batch.DecodeBatch", Recorded)
+    monkeypatch.setattr("learning.decode.DecodeBatch", Recorded)
     done = generate(twin.model, requests, lookup(twin), NO_END)
     assert batches == [8]
     assert [c.token_ids for c in done] == [by_transformers(twin, r, NO_END) for r in requests]

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learning.decoding.decode_batch import generate
+from learning.decode import generate
 from learning.decoding.engine import TorchEngine
 from learning.decoding.grammar import Grammars
-from learning.model.document_kv import document_kv
 from learning.model.loading import load_model, text_of, tokenizer_of
+from learning.teacher import document_kv
 from protocols.errors import DataError
 from protocols.grammar import GrammarKind, ResponseGrammar
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling

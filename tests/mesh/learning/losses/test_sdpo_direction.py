@@ -19,13 +19,12 @@ from environments.hints import failed_turns, template_hint
 from environments.renderer import ChatRenderer
 from environments.rollout import over_cartridge, run_episodes
 from environments.training_signals import hinted_turns, rl_samples, turn_samples
-from learning.cartridge.bank import CartridgeBank, first_tokens
-from learning.decoding.decode_batch import generate
+from learning.cartridge import CartridgeBank, first_tokens
+from learning.decode import generate
 from learning.losses.objective import active_channels
-from learning.model.document_kv import document_kv
 from learning.model.loading import load_model, load_tokenizer
-from learning.scoring import TeacherDistribution, response_logprobs, score_over
-from learning.step import train_step
+from learning.step import StepOptions, train_step
+from learning.teacher import TeacherDistribution, document_kv, response_logprobs, score_over
 from protocols.episodes import EnvironmentRequest, Observation, Task
 from protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from protocols.teacher_replay import AgentMessage
@@ -69,11 +68,8 @@ class DeskScene:
             self.batch,
             # doc_kl is compared and hardly trained
             active_channels(ObjectiveSpec(w_doc=1e-12, alpha=1e6, sdpo=sdpo)),
-            clip=STEP,
-            row_tokens=ROW_TOKENS,
-            version=0,
-            staleness=0,
-            compare_gradients=True,
+            0,
+            StepOptions(clip=STEP, row_tokens=ROW_TOKENS, staleness=0, compare_gradients=True),
         )
         return self.log_right(bank) - before, done
 

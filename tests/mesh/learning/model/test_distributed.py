@@ -15,11 +15,11 @@ from rank_jobs import JOBS, STEPS, held_bytes
 from safetensors.torch import load_file
 from twins import Twin
 
-from learning.checkpoint import read_checkpoint
-from learning.last_state import LastState
-from learning.model.decoder import LanguageModel
-from learning.model.distributed import ALONE, ProcessGroup, divide_base, join
+from learning.checkpoint import LastState, read_checkpoint
+from learning.decoder import LanguageModel
 from learning.model.loading import load_model
+from learning.model.parallel import divide_base
+from learning.ranks import ALONE, ProcessGroup, join
 from protocols.errors import DataError, RunError
 from protocols.records.token_scores import decoded
 

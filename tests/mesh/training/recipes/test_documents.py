@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from documents.synthesis import read_rows
-from learning.decoding.decode_batch import generate
-from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.decode import generate
 from learning.model.loading import load_model, load_tokenizer
+from learning.teacher import DocumentKVCache, document_kv
 from protocols.errors import CheckpointError, DataError
 from protocols.records.answers import Answer, KeepAnswers
 from protocols.records.run_files import MeasuredAccuracy

@@ -8,10 +8,10 @@ import pytest
 from small_run import command, latest, rows, run_to_end
 from vllm_replica import require_vllm
 
-from learning.cartridge.bank import first_tokens
-from learning.decoding.decode_batch import generate
-from learning.model.document_kv import document_kv
+from learning.cartridge import first_tokens
+from learning.decode import generate
 from learning.model.loading import load_model, load_tokenizer
+from learning.teacher import document_kv
 from protocols.spec.loading import load_resolved
 from protocols.types import NO_DOCUMENT
 from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients

@@ -8,10 +8,9 @@ from channel_setup import loss_form
 from torch import Tensor
 from twins import Twin
 
+from learning.batch import PackedTokens, pack, response_logits
 from learning.losses.doc_kl import doc_kl
-from learning.model.document_kv import document_kv
-from learning.packing import PackedTokens, pack, response_logits
-from learning.scoring import TeacherDistribution
+from learning.teacher import TeacherDistribution, document_kv
 from protocols.spec.objective import LossSpec
 from protocols.types import Sample
 

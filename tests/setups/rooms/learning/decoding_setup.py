@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from twins import Twin
 
-from learning.decoding.decode_batch import generate
+from learning.decode import generate
 from learning.decoding.engine import TorchEngine
 from protocols.errors import DataError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, StopCondition

@@ -12,7 +12,7 @@ from channel_setup import ALL, changed
 from second_device import elsewhere
 from twins import Twin
 
-from learning.cartridge.bank import first_tokens
+from learning.cartridge import first_tokens
 from learning.trainer import CartridgeTrainer
 from protocols.spec.objective import ObjectiveSpec
 from protocols.spec.sections import TrainSpec

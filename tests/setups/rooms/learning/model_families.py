@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from learning.decoding.decode_batch import generate
-from learning.model.attention import FlatAttention
-from learning.model.decoder import LanguageModel
-from learning.model.document_kv import document_kv
+from learning.attention import FlatAttention
+from learning.decode import generate
+from learning.decoder import LanguageModel
 from learning.model.loading import load_model
+from learning.teacher import document_kv
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
 SHAPE = {

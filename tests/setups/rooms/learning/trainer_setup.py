@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from twins import Twin
 
-from learning.cartridge.bank import first_tokens
+from learning.cartridge import first_tokens
 from learning.trainer import CartridgeTrainer
 from protocols.spec.sections import TrainSpec
 

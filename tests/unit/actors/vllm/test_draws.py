@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from actors.vllm.draws import SeededRow, leave_drawn
-from learning.decoding.decode_batch import draw, uniforms
+from learning.decode import draw, uniforms
 from protocols.types import Sampling
 
 PLAIN, CUT = Sampling(1.0), Sampling(0.7, 0.8, 5)

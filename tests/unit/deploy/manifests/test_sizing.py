@@ -32,14 +32,13 @@ from deploy.manifests.sizing import (
 from forge_run.cli import forge
 from forge_run.commands.k8s import model_size
 from forge_run.plan.sizing import step_bytes
-from learning.cartridge.bank import first_tokens
+from learning import attention as kernels
+from learning.batch import pack, response_logits
+from learning.cartridge import first_tokens
 from learning.checkpoint import write_checkpoint
-from learning.model import kernels
-from learning.model.document_kv import document_kv
-from learning.model.linear import SMALLEST
+from learning.decoder import SMALLEST
 from learning.model.loading import load_model
-from learning.packing import pack, response_logits
-from learning.scoring import top_k
+from learning.teacher import document_kv, top_k
 from learning.trainer_state import TrainerState
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import HINTED_TEACHER

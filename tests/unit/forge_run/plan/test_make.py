@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge_run.plan.make import MakePlan, ModelBytes, cartridge_tokens, planned
-from learning.calibration import MachineRates
+from learning.model.calibration import MachineRates
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from twins import NEAR
 
-from learning.cartridge.attention_matching import (
+from learning.attention import FlatAttention
+from learning.attention_matching import (
     MOST_ROWS,
     ROW,
     ReferenceRows,
@@ -22,10 +23,9 @@ from learning.cartridge.attention_matching import (
     reference_rows,
     row_starts,
 )
-from learning.cartridge.composition import shifted
-from learning.model.attention import FlatAttention
-from learning.model.document_kv import document_kv
-from learning.packing import pack, response_logits
+from learning.batch import pack, response_logits
+from learning.cartridge import shifted
+from learning.teacher import document_kv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

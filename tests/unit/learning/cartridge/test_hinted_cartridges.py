@@ -10,7 +10,8 @@ import torch
 from channel_setup import bank_of, prefixes
 
 from learning.checkpoint import read_checkpoint
-from learning.scoring import TeacherDistribution, score
+from learning.losses.doc_kl import doc_batch
+from learning.teacher import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, PublishError
 from protocols.spec.objective import ObjectiveSpec, SdpoSpec
@@ -45,7 +46,7 @@ def advance(trainer: CartridgeTrainer, twin: Twin, make_samples: MakeSamples) ->
     v = trainer.version
     samples = make_samples(("a", 4, 5), ("b", 2, 3), seed=v, version=v)
     logits = score(twin.model, samples, twin.cached(), 64)
-    trainer.step(samples, TeacherDistribution(logits=logits), v)
+    trainer.step(doc_batch(samples, TeacherDistribution(logits=logits)), v)
     return torch.stack(list(prefixes(trainer.bank).values()))
 
 

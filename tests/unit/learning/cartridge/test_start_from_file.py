@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from learning.cartridge.initialization import CartridgeInit, initial_bank
 from learning.checkpoint import read_checkpoint
-from learning.scoring import TeacherDistribution, score
+from learning.initialization import CartridgeInit, initial_bank
+from learning.losses.doc_kl import doc_batch
+from learning.teacher import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.spec.sections import TrainSpec
 from registry.formats import convert, run_checkpoint
@@ -32,7 +33,7 @@ def train(trainer: CartridgeTrainer, twin: Twin, make_samples: MakeSamples) -> N
     for version in range(3):
         samples = make_samples(("a", 4, 5), ("b", 2, 3), seed=version, version=version)
         teacher = TeacherDistribution(logits=score(twin.model, samples, twin.cached(), 64))
-        trainer.step(samples, teacher, version)
+        trainer.step(doc_batch(samples, teacher), version)
 
 
 def foreign(twin: Twin, file: Path, spelling: str, frozen: int) -> Path:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from learning.cartridge.fingerprint import Fingerprints, fingerprint
-from learning.cartridge.versions import (
+from learning.cartridge import (
     CartridgeVersions,
+    Fingerprints,
+    fingerprint,
     get_missing,
     packet_names,
     put_changed,
@@ -51,7 +52,9 @@ class Files:
             self._puts += 1
             return await self.plane.put(f"cartridges/{self._puts}", group)
 
-        self.published = await put_changed(put, since, tensors, self._prints.of, self.published)
+        self.published = await put_changed(
+            put, since, tensors, self._prints.fingerprint, self.published
+        )
         return self.published
 
 
@@ -113,7 +116,7 @@ def test_what_did_not_change_is_not_hashed_again(
         hashed.append(one)
         return [str(len(hashed))]
 
-    monkeypatch.setattr("learning.cartridge.fingerprint.head_digests", counting)
+    monkeypatch.setattr("learning.cartridge.head_digests", counting)
 
     async def work(files: Files) -> None:
         tensors = {name: kv(i) for i, name in enumerate(NAMES)}

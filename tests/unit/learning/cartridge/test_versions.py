@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learning.cartridge.versions import CartridgeVersions, VersionLedger
+from learning.cartridge import CartridgeVersions, VersionLedger
 from protocols.errors import PublishError
 from protocols.types import PrefixRef, composed_ref
 

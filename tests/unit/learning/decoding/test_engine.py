@@ -10,9 +10,8 @@ import pytest
 import torch
 from rooms.learning.decoding_setup import ASKED, END, alone, decode, engine, request
 
-from learning.cartridge.composition import composed
-from learning.cartridge.fingerprint import fingerprint
-from learning.decoding.decode_batch import generate
+from learning.cartridge import composed, fingerprint
+from learning.decode import generate
 from learning.decoding.engine import PassError, TorchEngine
 from protocols.errors import DataError, PublishError
 from protocols.types import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learning.decoding.stopping import UNFINISHED, StopChecker, StopMatch, TokenText
+from learning.stopping import UNFINISHED, StopChecker, StopMatch, TokenText
 from protocols.errors import DataError
 from protocols.types import StopCondition
 

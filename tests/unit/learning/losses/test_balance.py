@@ -23,8 +23,8 @@ CHANNELS = tuple(ObjectiveSpec().weights)
 if TYPE_CHECKING:
     from twins import Twin
 
-    from learning.cartridge.bank import CartridgeBank
-    from learning.progress import CartridgeProgress
+    from learning.cartridge import CartridgeBank
+    from learning.trainer_state import CartridgeProgress
 
 WEIGHTS = dict(zip(CHANNELS, ("w_doc", "w_rl", "alpha", "beta"), strict=True))
 NONE = ObjectiveSpec(w_doc=0.0)

@@ -19,7 +19,7 @@ from learning.losses.doc_kl import (
     jensen_shannon,
     log_tail,
 )
-from learning.scoring import TeacherDistribution, joined, top_k
+from learning.teacher import TeacherDistribution, joined, top_k
 from protocols.errors import SpecError
 from protocols.spec.objective import LossSpec
 

@@ -10,8 +10,8 @@ import torch
 from channel_setup import ALL, bank_of, do, of_cartridge, scene, trained, whole_kv
 from torch import Tensor
 
-from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch, counted
-from learning.packing import ChunkedLogits
+from learning.batch import ChunkedLogits, Item, MicroBatch
+from learning.losses.channel import LossChannel, LossTerm, counted
 from learning.trainer import CartridgeTrainer
 from protocols import plugins
 from protocols.errors import DataError
@@ -34,7 +34,7 @@ class Imitation(LossChannel):
     sampled: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> Imitation:
+    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> Imitation:
         return cls(objective.channels["imitation"])
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
@@ -66,7 +66,7 @@ class Entropy(LossChannel):
     reads: ClassVar[str] = "rl"
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> Entropy:
+    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> Entropy:
         return cls(objective.channels["entropy"])
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
@@ -193,5 +193,5 @@ def test_a_trainer_takes_the_wider_section(llama: Twin) -> None:
     trainer.begin("on_policy", 1)
     wrong = replace(shown(llama), extra={"imitation": [Sample("x", "c", (4,), (5,), (), ())]})
     with pytest.raises(DataError, match="nobody demonstrates document c"):
-        trainer.step_on(wrong, 0)
-    assert trainer.step_on(shown(llama), 0).terms["imitation"]["count"] == 5
+        trainer.step(wrong, 0)
+    assert trainer.step(shown(llama), 0).terms["imitation"]["count"] == 5

@@ -35,14 +35,13 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
+from learning.batch import pack, response_logits
+from learning.decoder import Decoder
 from learning.losses.advantages import group_advantages
 from learning.losses.doc_kl import doc_kl, jensen_shannon
 from learning.losses.objective import active_channels
-from learning.model.decoder import Decoder
-from learning.model.document_kv import document_kv
 from learning.model.loading import base_hash, load_model, load_tokenizer
-from learning.packing import pack, response_logits
-from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
+from learning.teacher import TeacherDistribution, document_kv, response_logprobs, score, score_over
 from protocols.errors import DataError, ForgeError, RunError, StaleTokenError
 from protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
 from protocols.spec.policy_gradient import GrpoSpec
@@ -54,7 +53,7 @@ CHANNELS = tuple(ObjectiveSpec().weights)
 if TYPE_CHECKING:
     from twins import Twin
 
-    from learning.cartridge.bank import CartridgeBank
+    from learning.cartridge import CartridgeBank
 
 READER = Path(__file__).parents[4] / "models/clinic-reader"
 
@@ -198,7 +197,8 @@ def plain_grpo(twin: Twin, bank: CartridgeBank, rl: list[PolicySample]) -> Tenso
     advantages = group_advantages([r.reward for r in rl], [r.group for r in rl])
     of_token = [a for r, a in zip(rl, advantages, strict=True) for own in r.trained if own]
     own = torch.tensor([own for r in rl for own in r.trained])
-    packed = pack([r.sample for r in rl], {"a": 8, "b": 8}, 24).only(own)
+    packed = pack([r.sample for r in rl], {"a": 8, "b": 8}, 24)
+    packed = replace(packed, predicts=packed.predicts[own], targets=packed.targets[own])
     logits = response_logits(twin.model, packed, bank.kv(packed.names))
     pi = logits.log_softmax(-1).gather(-1, packed.targets[:, None])[:, 0]
     sampler = torch.tensor([x for r in rl for x in r.sample.sampler_logprobs])[own]

@@ -13,7 +13,7 @@ from torch import Tensor
 from learning.losses.channel import LossAccumulator, LossTerm
 from learning.losses.doc_kl import doc_kl
 from learning.losses.sdpo import alpha_at, sdpo_term, sdpo_tokens
-from learning.scoring import TeacherDistribution, top_k
+from learning.teacher import TeacherDistribution, top_k
 from protocols.errors import SpecError
 from protocols.spec.objective import SdpoSpec
 

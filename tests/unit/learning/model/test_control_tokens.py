@@ -12,7 +12,7 @@ import torch
 from rooms.environments.template_shapes import SHAPES, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from learning.decoding.decode_batch import generate
+from learning.decode import generate
 from learning.model.control_tokens import (
     require_text,
     special_in,
@@ -20,8 +20,8 @@ from learning.model.control_tokens import (
     stated_ends,
     token_count,
 )
-from learning.model.document_kv import document_kv
 from learning.model.loading import load_model, load_tokenizer, text_ids
+from learning.teacher import document_kv
 from protocols.errors import DataError
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 

@@ -19,8 +19,8 @@ from rooms.learning.model_families import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from learning.cartridge.composition import shifted
-from learning.decoding.decode_cache import COPIED
+from learning.cartridge import shifted
+from learning.decode import COPIED
 from learning.model.adapter import flat_attention
 from learning.model.loading import frequencies_of, load_model
 from protocols.errors import DataError
@@ -43,7 +43,7 @@ def test_drawn_tokens_are_the_likeliest(
     pair: FamilyPair, copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the prefix, which is copied to each row, or read apart."""
-    monkeypatch.setattr("learning.decoding.decode_batch.COPIED", copied)
+    monkeypatch.setattr("learning.decode.COPIED", copied)
     told, best = pair.drawn()
     assert told < NATS
     assert best < NATS

@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from twins import NEAR
 
-from learning.model import attention, kernels
+from learning import attention
+from learning import attention as kernels
+from learning.attention import AttentionOptions, FlatAttention, attend, layout_of
+from learning.batch import pack, response_logits
 from learning.model.adapter import load_by_transformers
-from learning.model.attention import AttentionOptions, FlatAttention, attend, layout_of
-from learning.packing import pack, response_logits
 
 if TYPE_CHECKING:
     from twins import Twin

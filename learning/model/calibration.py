@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from learning.decoding.decode_batch import generate
-from learning.model.attention import FlatAttention
-from learning.model.cores import beside, passes_beside
-from learning.model.decoder import LanguageModel
-from learning.model.document_kv import document_kv
+from learning.attention import FlatAttention
+from learning.decode import generate
+from learning.decoder import LanguageModel
+from learning.ranks import concurrently, passes_beside
+from learning.teacher import document_kv
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
 TRIAL_TOKENS = 32  # of the first pass, which is slower than those after it
@@ -62,7 +62,7 @@ def measure_rates(
         model.lm_head(hidden).float().logsumexp(-1).sum().backward()
 
     def train_all() -> None:
-        for _ in beside(train, [trained // passes] * passes, passes):
+        for _ in concurrently(train, [trained // passes] * passes, passes):
             pass
 
     asked = [

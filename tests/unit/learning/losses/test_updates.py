@@ -28,7 +28,7 @@ from twins import NEAR
 from learning.checkpoint import read_checkpoint
 from learning.losses.advantages import group_advantages
 from learning.policy_scores import shared_logprobs
-from learning.scoring import response_logprobs
+from learning.teacher import response_logprobs
 from learning.trainer import CartridgeTrainer
 from learning.updates import divide, joined_output
 from protocols.errors import RunError, StaleTokenError
@@ -179,8 +179,8 @@ def test_minibatches_hold_the_terms_of_the_whole(llama: Twin, baseline: str) -> 
     compared over the whole rollout."""
     batch = lesson(llama)
     form = changed(ALL, balance="none", grpo=GrpoSpec(baseline=baseline, zero_variance="keep"))
-    one = trainer_of(llama, form, lr=1e-12).step_on(batch, 0)
-    two = trainer_of(llama, form, lr=1e-12, minibatches=2, updates_per_rollout=3).step_on(batch, 0)
+    one = trainer_of(llama, form, lr=1e-12).step(batch, 0)
+    two = trainer_of(llama, form, lr=1e-12, minibatches=2, updates_per_rollout=3).step(batch, 0)
     assert one.terms["grpo"]["value"] != 0
     for name, term in one.terms.items():
         for fact, value in term.items():
@@ -233,7 +233,7 @@ def test_four_updates_are_those_of_plain_transformers(llama: Twin, old: str) -> 
     spec = GrpoSpec(old=old, mismatch=None, clip_low=0.05, clip_high=0.05)
     trainer = trainer_of(llama, changed(RL, grpo=spec), updates_per_rollout=4)
     assert lr_of(trainer) == 0.02
-    found = trainer.step_on(batch, 0)
+    found = trainer.step(batch, 0)
     expected = by_hand(llama, batch, 4, 0.05, 0.05)
     start = trained(bank_of(llama))
     moved = (expected - start).abs().mean().item()
@@ -245,14 +245,14 @@ def test_four_updates_are_those_of_plain_transformers(llama: Twin, old: str) -> 
 
 def test_clipping_binds_where_there_are_several_updates(llama: Twin) -> None:
     batch = lesson(llama)
-    one = trainer_of(llama).step_on(batch, 0).terms["grpo"]
+    one = trainer_of(llama).step(batch, 0).terms["grpo"]
     assert (one["ratio"], one["approx_kl"], one["clipped"]) == (1.0, 0.0, 0.0)
     assert "updates" not in one
     clipped, free = (
         trainer_of(llama, changed(RL, grpo=spec), updates_per_rollout=4)
         for spec in (GrpoSpec(), WIDE)
     )
-    four, wide = (t.step_on(batch, 0).terms["grpo"] for t in (clipped, free))
+    four, wide = (t.step(batch, 0).terms["grpo"] for t in (clipped, free))
     assert four["updates"] == 4
     assert four["ratio_last"] != pytest.approx(1.0, abs=1e-3)
     assert four["clipped"] == pytest.approx(four["clipped_low"] + four["clipped_high"])
@@ -274,7 +274,7 @@ def test_dual_clip_and_the_sequence_s_ratio_have_an_effect(
         for more in ({}, change)
     )  # fmt: skip
     for trainer in (plain, other):
-        trainer.step_on(batch, 0)
+        trainer.step(batch, 0)
     assert not torch.allclose(trained(plain.bank), trained(other.bank), atol=1e-4)
 
 
@@ -282,19 +282,19 @@ def test_an_exact_sampler_s_record_is_the_plain_policy_gradient(llama: Twin) -> 
     batch = lesson(llama)
     recorded = GrpoSpec(old="sampler", mismatch=None)
     ours, theirs = trainer_of(llama, changed(RL, grpo=recorded)), trainer_of(llama)
-    found = ours.step_on(batch, 0).terms["grpo"]
-    theirs.step_on(batch, 0)
+    found = ours.step(batch, 0).terms["grpo"]
+    theirs.step(batch, 0)
     assert found["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert "mismatch_weight" not in found
     torch.testing.assert_close(trained(ours.bank), trained(theirs.bank), rtol=0, atol=2e-3)
     # A tenth of a nat lower on every token: the ratio is exp(.1), not a weight beside it.
-    off = trainer_of(llama, changed(RL, grpo=recorded)).step_on(with_sampler(batch, 0.1), 0)
+    off = trainer_of(llama, changed(RL, grpo=recorded)).step(with_sampler(batch, 0.1), 0)
     assert off.terms["grpo"]["ratio"] == pytest.approx(1.1051709, abs=1e-4)
 
 
 def test_the_sampled_hints_get_the_policy_before_the_updates(llama: Twin) -> None:
     objective = changed(ALL, w_doc=0.0, w_rl=0.0, beta=0.0, sdpo=SdpoSpec(variant="sampled"))
-    found = trainer_of(llama, objective, updates_per_rollout=3).step_on(lesson(llama), 0)
+    found = trainer_of(llama, objective, updates_per_rollout=3).step(lesson(llama), 0)
     assert found.terms["sdpo"]["ratio_last"] != pytest.approx(1.0, abs=1e-3)
 
 
@@ -314,10 +314,10 @@ def test_another_version_s_episodes_are_not_given_this_one_s_ratio(llama: Twin) 
     batch = scene(llama, bank_of(llama), version=4)
     trainer = trainer_of(llama, updates_per_rollout=2, staleness=4)
     for _ in range(4):
-        trainer.step_on(TrainBatch(), trainer.version)
-    trainer.step_on(batch, 4)
+        trainer.step(TrainBatch(), trainer.version)
+    trainer.step(batch, 4)
     with pytest.raises(StaleTokenError, match=r"e0 was sampled by versions \[4\], and version 5"):
-        trainer.step_on(batch, 5)
+        trainer.step(batch, 5)
 
 
 # -- what a step leaves -----------------------------------------------------------------------
@@ -330,14 +330,14 @@ def test_an_update_that_fails_takes_those_before_it_back(llama: Twin) -> None:
         batch, pairs=[batch.pairs[0], replace(batch.pairs[1], ref_chosen=float("nan"))]
     )
     struck, calm = (trainer_of(llama, ALL, updates_per_rollout=2, minibatches=2) for _ in range(2))
-    struck.step_on(batch, 0)
+    struck.step(batch, 0)
     before = trained(struck.bank)
     later = exact(llama, scene(llama, bank_of(llama), 1, version=1))
     with pytest.raises(RunError, match="replay_dpo became nan"):
-        struck.step_on(replace(later, pairs=[replace(p, ref_version=1) for p in spoilt.pairs]), 1)
+        struck.step(replace(later, pairs=[replace(p, ref_version=1) for p in spoilt.pairs]), 1)
     assert torch.equal(trained(struck.bank), before)
-    calm.step_on(batch, 0)
-    assert struck.step_on(later, 1) == calm.step_on(later, 1)
+    calm.step(batch, 0)
+    assert struck.step(later, 1) == calm.step(later, 1)
     assert torch.equal(trained(struck.bank), trained(calm.bank))
 
 
@@ -345,26 +345,26 @@ def test_a_lost_reply_a_death_and_a_checkpoint_change_nothing(llama: Twin, tmp_p
     options = {"updates_per_rollout": 2, "minibatches": 2}
     batches = [lesson(llama), exact(llama, scene(llama, bank_of(llama), 1, version=1))]
     calm = trainer_of(llama, ALL, tmp_path / "calm", **options)
-    done = [calm.step_on(batch, v) for v, batch in enumerate(batches)]
+    done = [calm.step(batch, v) for v, batch in enumerate(batches)]
     first = trainer_of(llama, ALL, tmp_path / "struck", **options)
-    assert first.step_on(batches[0], 0) == done[0]
-    assert first.step_on(batches[0], 0) == done[0]  # the reply was lost
+    assert first.step(batches[0], 0) == done[0]
+    assert first.step(batches[0], 0) == done[0]  # the reply was lost
     path = first.save(tmp_path, {}, 1)
     second = trainer_of(llama, ALL, tmp_path / "struck", **options)
     assert second.recover() == 1
     third = trainer_of(llama, ALL, **options)
     third.restore(read_checkpoint(path))
     for trainer in (second, third):
-        assert trainer.step_on(batches[0], 0) == done[0]
-        assert trainer.step_on(batches[1], 1) == done[1]
+        assert trainer.step(batches[0], 0) == done[0]
+        assert trainer.step(batches[1], 1) == done[1]
         assert torch.equal(trained(trainer.bank), trained(calm.bank))
 
 
 def test_more_minibatches_than_groups_train_what_there_is(llama: Twin) -> None:
     batch = lesson(llama)
-    found = trainer_of(llama, minibatches=5).step_on(batch, 0)
+    found = trainer_of(llama, minibatches=5).step(batch, 0)
     assert found.terms["grpo"]["count"] == 22
-    empty = trainer_of(llama, minibatches=5).step_on(TrainBatch(), 0)
+    empty = trainer_of(llama, minibatches=5).step(TrainBatch(), 0)
     assert empty.terms["grpo"]["value"] == 0.0
 
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from learning.losses.channel import LossTerm, MicroBatch
+from learning.batch import MicroBatch
+from learning.losses.channel import LossTerm
 from learning.losses.doc_kl import DocKL
-from learning.model.distributed import ProcessGroup
-from learning.scoring import TeacherDistribution, top_k
+from learning.ranks import ProcessGroup
+from learning.teacher import TeacherDistribution, top_k
 from protocols.records.token_scores import TOP, Likely, encoded, encoded_top
 from protocols.types import SampleScores
 
@@ -31,7 +32,7 @@ class TokenScores:
             return
         losses, begin = term.losses.detach().float().tolist(), 0
         own = micro.tokens[DocKL.name]
-        likely = _likeliest(micro.batch.scores["doc_teacher"].rows(own.own))
+        likely = _likeliest(micro.batch.scores["doc_teacher"].rows(own.rows))
         for index, tokens in own.items:
             sample = micro.batch.doc[index]
             values: list[float | None] = [None] * len(sample.response_ids)

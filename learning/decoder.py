@@ -1,9 +1,15 @@
-"""Decode by models of the Llama family: Llama, SmolLM2, Qwen2, Qwen3 and Mistral.
+"""Compute models of the Llama family: Llama, SmolLM2, Qwen2, Qwen3 and Mistral.
 
 The weights are frozen. Tokens are one flat list, whose sequences and prefixes are known to the
-attention that a caller hands in (`learning.model.attention`), so that rollout, scoring and training
-run the same code. Projections of the same input are one matrix. The last layer computes its queries
-and what follows them only for tokens whose hidden state is read.
+attention that a caller hands in (`learning.attention`), so that rollout, scoring and training run
+the same code. Projections of the same input are one matrix. The last layer computes its queries and
+what follows them only for tokens whose hidden state is read.
+
+On a CPU large weights are multiplied through oneDNN: torch multiplies float32 by MKL, which takes
+1.0 to 2 times as long on AMD processors (docs/log.md, 2026-11-28). oneDNN rearranges a weight in
+each call; one that is `packed` before is read in less than half the time by few rows, as in
+decoding. Small weights in float32 stay with MKL. It is as fast there, and oneDNN would keep a
+compiled product for each number of rows: 50 to 120 MB in every process of a tiny model.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,11 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from learning.model.attention import AttentionOptions
-from learning.model.decoder_config import DecoderConfig
-from learning.model.key_frequencies import KeyFrequencies, half_split
-from learning.model.linear import linear, packed
-from learning.model.tensor_parallel import TensorRanks, embedded
+from learning.attention import AttentionOptions
+from learning.decoder_config import DecoderConfig
 from protocols.errors import DataError
 from protocols.spec.model import PACKED_BYTES
 from protocols.work import count
@@ -46,15 +50,52 @@ class Attention(Protocol):
         ...
 
 
+class TensorRanks(Protocol):
+    """Compute one rank's part of a base that `size` ranks divide (`learning.model.parallel`)."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        ...
+
+    def share(self, count: int) -> slice:
+        """Return this rank's part of `count` rows."""
+        ...
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return x. In the backward pass the gradients of all ranks are added."""
+        ...
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x."""
+        ...
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        """Return all ranks' parts of a tensor, joined along `dim`."""
+        ...
+
+    def embedded(self, embedding: nn.Module, ids: Tensor, vocabulary: int) -> Tensor:
+        """Return the embeddings [N, width] of ids [N] < `vocabulary`."""
+        ...
+
+    def projected(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int
+    ) -> Tensor:
+        """Return logits [n, V] in float32 of hidden states [n, width], whole on every rank."""
+        ...
+
+
 class LanguageModel(nn.Module):
     """Hold a frozen causal language model: its layers `base_model`, and the projection `lm_head`.
     `kv_shape` is (layers L, key/value heads H_kv, head size D), `vocabulary` the logits' width V,
     of which the tokenizer names the first `tokens`, None: all; `longest` the most positions that it
-    was made for, None where its config has none; `tensor` the ranks that divide it
-    (`learning.model.tensor_parallel`); `unmoved` why its keys cannot be moved to other positions,
-    "" where they can (`learning.model.parity`)."""
+    was made for, None where its config has none; `tensor` the ranks that divide it, None: it is
+    whole; `sharded` whether its weights are gathered in each pass (`learning.model.parallel`);
+    `unmoved` why its keys cannot be moved to other positions, "" where they can
+    (`learning.model.parity`)."""
 
-    tensor: TensorRanks = TensorRanks()
+    tensor: TensorRanks | None = None
+    sharded: bool = False
     base_model: Any
     lm_head: Any
     kv_shape: tuple[int, int, int]
@@ -100,16 +141,30 @@ class LanguageModel(nn.Module):
         weight of `lm_head`: a model may scale or cap around it."""
         return project(hidden)
 
+    def projection(self) -> Callable[[Tensor], Tensor]:
+        """Return the projection of hidden states [n, width] to logits [n, V] in float32. The head
+        of a sharded base is gathered now (all ranks must call this), and freed with the result."""
+        weight, bias = self.lm_head.weight, self.lm_head.bias
+        if self.sharded:
+            weight = gathered(weight)
+
+        def project(hidden: Tensor) -> Tensor:
+            if self.tensor is not None:
+                return self.tensor.projected(hidden, weight, bias, self.vocabulary)
+            return linear(hidden, weight, bias).float()
+
+        return lambda hidden: self.head(hidden, project)
+
     def own_heads(self, kv: Tensor) -> Tensor:
         """Return a prefix [L, 2, H_kv, P, D] by the heads that this rank computes; one that has
         those alone as it is."""
         heads = self.kv_shape[1]
-        if self.tensor.size == 1 or kv.shape[2] != heads:
+        if self.tensor is None or kv.shape[2] != heads:
             return kv
         return kv[:, :, self.tensor.share(heads)]
 
     def pack(self) -> None:
-        """Keep the weights a second time as `learning.model.linear` reads them fastest in few rows:
+        """Keep the weights a second time as `linear` reads them fastest in few rows:
         for a model that decodes. Where that does not help, or takes more than PACKED_BYTES, nothing
         is kept."""
 
@@ -126,6 +181,13 @@ class LanguageModel(nn.Module):
     def weights(self) -> Iterator[tuple[str, Tensor, slice]]:
         """Return the weights by their names in the files: a parameter, and which of its rows."""
         raise NotImplementedError
+
+
+def gathered(weight: Tensor) -> Tensor:
+    """Return a sharded weight gathered (all ranks must call this); any other as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 @contextmanager
@@ -152,7 +214,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.config, self._index = config, index
         self._options = AttentionOptions(config.head_dim**-0.5, config.windows[index])
-        self.tensor = TensorRanks()  # whose parts these are
+        self.tensor: TensorRanks | None = None  # whose parts these are
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
         inner = config.heads * config.head_dim
 
@@ -180,9 +242,12 @@ class DecoderLayer(nn.Module):
         """Return the layer's output [M, width] of the tokens `read` of x [N, width]; None: of all.
         `cos` and `sin` [N, 1, D] are of the tokens' positions."""
         config, size = self.config, self.config.head_dim
-        heads, kv_heads = config.heads // self.tensor.size, config.kv_heads // self.tensor.size
+        ranks = self.tensor
+        parts = 1 if ranks is None else ranks.size
+        heads, kv_heads = config.heads // parts, config.kv_heads // parts
         normed = F.rms_norm(x, (config.hidden,), self.input_norm, config.eps)
-        normed = self.tensor.enter(normed)
+        if ranks is not None:
+            normed = ranks.enter(normed)
         if read is None:
             projected = self._product("qkv", normed, self.qkv_bias).view(x.shape[0], -1, size)
             q, k, v = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
@@ -193,12 +258,12 @@ class DecoderLayer(nn.Module):
                 q = rotated(self._normed(q, self.q_norm), cos, sin)
                 k = rotated(self._normed(k, self.k_norm), cos, sin)
         else:
-            asked = heads * size
+            query_rows = heads * size
             bias = self.qkv_bias
-            of_q, of_kv = (None, None) if bias is None else (bias[:asked], bias[asked:])
-            q = linear(normed[read], self.qkv[:asked], of_q).view(len(read), heads, size)
+            of_q, of_kv = (None, None) if bias is None else (bias[:query_rows], bias[query_rows:])
+            q = linear(normed[read], self.qkv[:query_rows], of_q).view(len(read), heads, size)
             k, v = (
-                linear(normed, self.qkv[asked:], of_kv)
+                linear(normed, self.qkv[query_rows:], of_kv)
                 .view(len(x), 2 * kv_heads, size)
                 .chunk(2, dim=1)
             )
@@ -206,10 +271,12 @@ class DecoderLayer(nn.Module):
             k = rotated(self._normed(k, self.k_norm), cos, sin)
             x = x[read]
         count(k.shape[0])
-        seen = attention.attend(self._index, q, k, v, self._options)
-        x = x + self._summed("out", seen.flatten(1), self.out_bias)
+        attended = attention.attend(self._index, q, k, v, self._options)
+        x = x + self._summed("out", attended.flatten(1), self.out_bias)
         normed = F.rms_norm(x, (config.hidden,), self.post_norm, config.eps)
-        gate, up = self._product("gate_up", self.tensor.enter(normed)).chunk(2, dim=-1)
+        if ranks is not None:
+            normed = ranks.enter(normed)
+        gate, up = self._product("gate_up", normed).chunk(2, dim=-1)
         return x + self._summed("down", F.silu(gate) * up)
 
     def _product(self, name: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -217,10 +284,10 @@ class DecoderLayer(nn.Module):
 
     def _summed(self, name: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product with a weight that is divided by columns; the bias is added once."""
-        if self.tensor.size == 1:
+        if self.tensor is None:
             return self._product(name, x, bias)
-        found = self.tensor.total(self._product(name, x))
-        return found if bias is None else found + bias
+        total = self.tensor.total(self._product(name, x))
+        return total if bias is None else total + bias
 
     def _normed(self, heads: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
@@ -229,29 +296,29 @@ class DecoderLayer(nn.Module):
 
     def weights(self) -> Iterator[tuple[str, Tensor, slice]]:
         """Return the layer's weights by their names in the files: of a divided base, its parts."""
-        config, parts = self.config, self.tensor.size
-        asked = config.heads * config.head_dim // parts
-        held = config.kv_heads * config.head_dim // parts
+        config, parts = self.config, 1 if self.tensor is None else self.tensor.size
+        query_rows = config.heads * config.head_dim // parts
+        key_rows = config.kv_heads * config.head_dim // parts
         cuts = {
-            "q_proj": slice(asked),
-            "k_proj": slice(asked, asked + held),
-            "v_proj": slice(asked + held, None),
+            "q_proj": slice(query_rows),
+            "k_proj": slice(query_rows, query_rows + key_rows),
+            "v_proj": slice(query_rows + key_rows, None),
         }
-        whole, inner = slice(None), config.intermediate // parts
+        every, inner = slice(None), config.intermediate // parts
         for name, rows in cuts.items():
             yield f"self_attn.{name}.weight", self.qkv, rows
             if self.qkv_bias is not None:
                 yield f"self_attn.{name}.bias", self.qkv_bias, rows
         for name, parameter, rows in (
-            ("self_attn.o_proj.weight", self.out, whole),
-            ("self_attn.o_proj.bias", self.out_bias, whole),
-            ("self_attn.q_norm.weight", self.q_norm, whole),
-            ("self_attn.k_norm.weight", self.k_norm, whole),
+            ("self_attn.o_proj.weight", self.out, every),
+            ("self_attn.o_proj.bias", self.out_bias, every),
+            ("self_attn.q_norm.weight", self.q_norm, every),
+            ("self_attn.k_norm.weight", self.k_norm, every),
             ("mlp.gate_proj.weight", self.gate_up, slice(inner)),
             ("mlp.up_proj.weight", self.gate_up, slice(inner, None)),
-            ("mlp.down_proj.weight", self.down, whole),
-            ("input_layernorm.weight", self.input_norm, whole),
-            ("post_attention_layernorm.weight", self.post_norm, whole),
+            ("mlp.down_proj.weight", self.down, every),
+            ("input_layernorm.weight", self.input_norm, every),
+            ("post_attention_layernorm.weight", self.post_norm, every),
         ):
             if parameter is not None:
                 yield name, parameter, rows
@@ -268,8 +335,8 @@ def rope_frequencies(rope: Mapping[str, Any], size: int) -> Tensor:
         low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
         slower = frequencies / float(rope["factor"])
         turns = float(rope["original_max_position_embeddings"]) / (2 * math.pi / frequencies)
-        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        return (1 - kept) * slower + kept * frequencies
+        unscaled = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return (1 - unscaled) * slower + unscaled * frequencies
     return frequencies
 
 
@@ -284,7 +351,7 @@ class DecoderLayers(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.tensor = TensorRanks()
+        self.tensor: TensorRanks | None = None
         # Given its weights: drawing them on the meta device imports sympy and torch's compiler, a
         # second and 76 MB in every process.
         shape = config.vocabulary, config.hidden
@@ -299,12 +366,15 @@ class DecoderLayers(nn.Module):
     def forward(
         self, ids: Tensor, positions: Tensor, attention: Attention, read: Tensor | None
     ) -> Tensor:
-        x = embedded(self.embed_tokens, ids, self.config.vocabulary, self.tensor)
+        if self.tensor is None:
+            x = self.embed_tokens(ids)
+        else:
+            x = self.tensor.embedded(self.embed_tokens, ids, self.config.vocabulary)
         angles = positions[:, None].float() * self._frequencies.to(x.device)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         cos, sin = torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
-        *others, last = self.layers
-        for layer in others:
+        *inner, last = self.layers
+        for layer in inner:
             x = layer(x, cos, sin, attention, None)
         x = last(x, cos, sin, attention, read)
         return F.rms_norm(x, (self.config.hidden,), self.norm, self.config.eps)
@@ -363,9 +433,9 @@ def load_decoder(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> 
     of_name = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
     files: dict[str, Any] = {}
     parts: dict[int, list[Tensor]] = {}
-    held: dict[int, Tensor] = {}
+    parameters: dict[int, Tensor] = {}
     for name, parameter, _ in sorted(model.weights(), key=lambda one: one[2].start or 0):
-        held[id(parameter)] = parameter
+        parameters[id(parameter)] = parameter
         if name == "lm_head.weight" and config.tied:
             continue
         file = of_name.get(name, WEIGHTS)
@@ -377,11 +447,11 @@ def load_decoder(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> 
                 "set model.path to a whole model"
             )
         parts.setdefault(id(parameter), []).append(files[file].get_tensor(name).to(dtype))
-    found = {key: tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    weights = {key: tensors[0] if len(tensors) == 1 else torch.cat(tensors)
              for key, tensors in parts.items()}  # fmt: skip
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            tensor = found[id(parameter)]
+            tensor = weights[id(parameter)]
             if tensor.shape != parameter.shape:
                 raise DataError(
                     f"{directory} holds a weight of shape {tuple(tensor.shape)}, and its "
@@ -392,3 +462,100 @@ def load_decoder(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> 
     if config.tied:
         model.lm_head.weight = model.base_model.embed_tokens.weight
     return model
+
+
+@dataclass(frozen=True)
+class KeyFrequencies:
+    """Hold the radians per position `values` [L or 1, D], float64, by which each number of a key
+    turns with its partner, number `partners` [L or 1, D]; the first of a pair has a negative
+    one. A number that does not turn has 0."""
+
+    values: Tensor
+    partners: Tensor
+
+    def turned(self, keys: Tensor, by: int) -> Tensor:
+        """Return keys [L, H_kv, P, D] moved by `by` positions."""
+        angle = (self.values.to(keys.device) * by)[:, None, None]
+        partners = self.partners.to(keys.device)[:, None, None].expand(keys.shape)
+        return keys * angle.cos() + keys.gather(-1, partners) * angle.sin()
+
+
+def half_split(frequencies: Tensor, size: int) -> KeyFrequencies:
+    """Return n `frequencies` of keys of `size`, whose pairs are the numbers (i, i + n), as in
+    Llama's family."""
+    return pair_frequencies(frequencies, size, 0, interleaved=False)
+
+
+def pair_frequencies(
+    frequencies: Tensor, size: int, begin: int, interleaved: bool
+) -> KeyFrequencies:
+    """Return n `frequencies` of keys of `size`, whose pairs lie among 2n numbers from `begin` on:
+    neighbours where they are `interleaved`, else (i, i + n)."""
+    n = len(frequencies)
+    pairs = torch.arange(begin, begin + 2 * n)
+    first, second = (pairs[::2], pairs[1::2]) if interleaved else (pairs[:n], pairs[n:])
+    values, partners = torch.zeros(1, size, dtype=torch.float64), torch.arange(size)[None].clone()
+    values[0, first], values[0, second] = -frequencies.double(), frequencies.double()
+    partners[0, first], partners[0, second] = second, first
+    return KeyFrequencies(values, partners)
+
+
+# oneDNN compiles a product for each number of rows, 0.65 MB in 1 ms, and keeps 1,024 of them: a
+# trainer whose batches differ in length grew by 60 MB a step (docs/log.md, 2026-11-27).
+PADDED_TO = 32
+PACKED_FOR = 16  # rows
+# Its products have no autograd of their own.
+_ONEDNN: Any = torch.ops.mkldnn if torch._C._has_mkldnn else None
+SMALLEST = {torch.float32: 1 << 19}  # numbers of a weight for oneDNN
+if _ONEDNN is not None and _ONEDNN._is_mkldnn_bf16_supported():
+    SMALLEST[torch.bfloat16] = 0  # it refuses bfloat16 where the processor has no AVX-512
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None
+) -> Tensor:
+    """Return x [n, in] @ weight.T + bias, [n, out], as `torch.nn.functional.linear` does. Without
+    a gradient it reads the weight as `packed`, where that is given. The weight has no gradient."""
+    if not _is_multiplied(weight) or not (rows := x.shape[0]):
+        return F.linear(x, weight, bias)
+    if rows > PADDED_TO and rows % PADDED_TO:
+        x = F.pad(x, (0, 0, 0, -rows % PADDED_TO))
+    if torch.is_grad_enabled() and x.requires_grad:
+        product: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # torch's
+    else:
+        product = _product(x, weight if packed is None else packed, bias)
+    return product[:rows]
+
+
+def packed(weight: Tensor) -> Tensor | None:
+    """Return a copy of a weight [out, in] that `linear` reads faster in few rows, None where that
+    does not multiply by oneDNN."""
+    if not _is_multiplied(weight):
+        return None
+    copy: Tensor = _ONEDNN._reorder_linear_weight(weight, PACKED_FOR)
+    return copy
+
+
+def _is_multiplied(weight: Tensor) -> bool:
+    """Return whether oneDNN multiplies by the weight [out, in]."""
+    smallest = SMALLEST.get(weight.dtype)  # asked first: it is soon answered
+    if smallest is None or weight.numel() < smallest:
+        return False
+    return _ONEDNN is not None and weight.device.type == "cpu"
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = _ONEDNN._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return _product(grad.contiguous(), weight.t(), None), None, None

@@ -14,7 +14,7 @@ from twins import NEAR
 
 from learning.checkpoint import read_checkpoint
 from learning.policy_scores import document_logprobs
-from learning.scoring import TeacherDistribution, joined, response_logprobs, score, score_kept
+from learning.teacher import TeacherDistribution, joined, response_logprobs, score, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, DataError
 from protocols.spec.objective import ObjectiveSpec
@@ -71,7 +71,7 @@ def test_the_divergence_is_from_the_reference_s_own_numbers(
         batch = lesson(llama, v)
         d = logprobs(llama, batch, reference) - logprobs(llama, batch, prefixes(trainer.bank))
         expected = (d.exp() - d - 1).mean().item()
-        found = trainer.step_on(batch, v).terms["grpo"]["k3"]
+        found = trainer.step(batch, v).terms["grpo"]["k3"]
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
         assert (found < 1e-6) == same
 
@@ -79,14 +79,14 @@ def test_the_divergence_is_from_the_reference_s_own_numbers(
 @pytest.mark.parametrize("spec", [INITIAL, EVERY_TWO])
 def test_a_resumed_run_keeps_its_reference(llama: Twin, tmp_path: Path, spec: GrpoSpec) -> None:
     calm = trainer_of(llama, spec, tmp_path / "state")
-    done = [calm.step_on(lesson(llama, v), v) for v in range(3)]
+    done = [calm.step(lesson(llama, v), v) for v in range(3)]
     path = calm.save(tmp_path, {}, 3)
-    done.append(calm.step_on(lesson(llama, 3), 3))
+    done.append(calm.step(lesson(llama, 3), 3))
     resumed = trainer_of(llama, spec)
     resumed.restore(read_checkpoint(path))
     replaced = trainer_of(llama, spec, tmp_path / "state")
     assert replaced.recover() == 4
-    assert resumed.step_on(lesson(llama, 3), 3) == done[3] == replaced.step_on(lesson(llama, 3), 3)
+    assert resumed.step(lesson(llama, 3), 3) == done[3] == replaced.step(lesson(llama, 3), 3)
     for trainer in (resumed, replaced):
         assert torch.equal(trained(trainer.bank), trained(calm.bank))
         ours, theirs = trainer._state.reference, calm._state.reference
@@ -97,7 +97,7 @@ def test_a_resumed_run_keeps_its_reference(llama: Twin, tmp_path: Path, spec: Gr
 
 def test_a_checkpoint_without_a_reference_is_refused(llama: Twin, tmp_path: Path) -> None:
     plain = trainer_of(llama, GrpoSpec())
-    plain.step_on(TrainBatch(), 0)
+    plain.step(TrainBatch(), 0)
     state = read_checkpoint(plain.save(tmp_path, {}, 1))
     assert "reference" not in state.cartridge("a")
     with pytest.raises(CheckpointError, match=r"no reference for objective\.grpo\.kl"):
@@ -154,12 +154,12 @@ def test_the_document_as_reference_and_as_reward(llama: Twin) -> None:
     counted = torch.tensor([o and r.reward is not None for r in batch.rl for o in r.trained])
     d = (document - own)[counted]
     by_document = GrpoSpec(kl=0.5, kl_reference="document", zero_variance="keep", mismatch=None)
-    found = trainer_of(llama, by_document).step_on(batch, 0).terms["grpo"]
+    found = trainer_of(llama, by_document).step(batch, 0).terms["grpo"]
     assert found["k3"] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-4)
-    plain = trainer_of(llama, INITIAL).step_on(batch, 0).terms["grpo"]
+    plain = trainer_of(llama, INITIAL).step(batch, 0).terms["grpo"]
     priced = GrpoSpec(distill=0.25, zero_variance="keep", mismatch=None)
-    paid = trainer_of(llama, priced).step_on(batch, 0).terms["grpo"]
+    paid = trainer_of(llama, priced).step(batch, 0).terms["grpo"]
     assert paid["distilled"] == pytest.approx(-d.mean().item(), rel=1e-4)
     assert paid["value"] == pytest.approx(plain["value"] - 0.25 * d.mean().item(), rel=1e-4)
     with pytest.raises(DataError, match="the batch has no document"):
-        trainer_of(llama, priced).step_on(scored(batch, document=None), 0)
+        trainer_of(llama, priced).step(scored(batch, document=None), 0)

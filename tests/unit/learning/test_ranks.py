@@ -1,4 +1,4 @@
-"""Passes beside each other: their order, their threads and their errors, and the same step."""
+"""Ranks meet by the right interface; passes run beside each other, and large tensors by threads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ import pytest
 import torch
 from channel_setup import ALL, bank_of, do, scene
 
+from learning import ranks as cores
 from learning import step
-from learning.model import cores
-from learning.model.cores import beside, passes_beside
+from learning.ranks import concurrently, passes_beside
 
 if TYPE_CHECKING:
     from twins import Twin
+import threading
+from pathlib import Path
+
+from learning import ranks as host_memory
+from learning.checkpoint import Checkpoint, LastState, part_name, read_checkpoint, write_checkpoint
+from learning.ranks import ALONE, ProcessGroup, interface_to, map_large, to_host
+from protocols.errors import DataError
 
 
 @pytest.fixture(autouse=True)
@@ -48,28 +55,28 @@ def test_results_come_in_the_order_of_the_items_and_two_run_at_a_time() -> None:
             running.discard(item)
         return item * item
 
-    assert list(beside(work, range(6), 2)) == [0, 1, 4, 9, 16, 25]
+    assert list(concurrently(work, range(6), 2)) == [0, 1, 4, 9, 16, 25]
     assert max(most) == 2
 
 
 def test_each_pass_has_its_share_of_the_threads_and_others_keep_theirs() -> None:
-    assert list(beside(computing_threads, range(4), 2)) == [1] * 4
+    assert list(concurrently(computing_threads, range(4), 2)) == [1] * 4
     assert torch.get_num_threads() == 2
     with ThreadPoolExecutor(1) as later:
         assert later.submit(computing_threads, 0).result() == 2
     torch.set_num_threads(6)
-    assert list(beside(computing_threads, range(4), 2)) == [3] * 4
+    assert list(concurrently(computing_threads, range(4), 2)) == [3] * 4
     assert torch.get_num_threads() == 6
 
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_pass_keeps_a_graph_where_its_caller_does(graph: bool) -> None:
     with torch.set_grad_enabled(graph):
-        assert list(beside(lambda _: torch.is_grad_enabled(), range(2), 2)) == [graph] * 2
+        assert list(concurrently(lambda _: torch.is_grad_enabled(), range(2), 2)) == [graph] * 2
 
 
 def test_one_pass_runs_in_the_caller() -> None:
-    assert list(beside(lambda _: current_thread(), [0], 1)) == [current_thread()]
+    assert list(concurrently(lambda _: current_thread(), [0], 1)) == [current_thread()]
 
 
 def test_an_error_comes_in_its_place_when_nothing_runs_any_more() -> None:
@@ -84,7 +91,7 @@ def test_an_error_comes_in_its_place_when_nothing_runs_any_more() -> None:
         ended.append(item)
         return item
 
-    found = beside(work, range(8), 2)
+    found = concurrently(work, range(8), 2)
     assert next(found) == 0
     with pytest.raises(ValueError, match="the second"):
         next(found)
@@ -114,9 +121,9 @@ def test_a_step_of_passes_beside_is_that_of_the_same_micro_batches(
 
     def noted(work: Any, parts: Any, passes: int) -> Any:
         ran.append(passes)
-        return beside(work, parts, passes)
+        return concurrently(work, parts, passes)
 
-    monkeypatch.setattr("learning.step.beside", noted)
+    monkeypatch.setattr("learning.step.concurrently", noted)
     found = []
     batch = scene(llama, bank_of(llama))
     for threads, micro_tokens in ((1, 20), (2, 40)):
@@ -141,9 +148,9 @@ def test_a_batch_that_is_not_divided_is_trained_in_passes_beside(
 
     def noted(work: Any, parts: Any, passes: int) -> Any:
         ran.append((len(parts), passes))
-        return beside(work, parts, passes)
+        return concurrently(work, parts, passes)
 
-    monkeypatch.setattr("learning.step.beside", noted)
+    monkeypatch.setattr("learning.step.concurrently", noted)
     batch, found = scene(llama, bank_of(llama)), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -180,7 +187,91 @@ def test_layers_that_run_again_are_not_computed_beside(
     monkeypatch.setattr(cores, "LEAST_TOKENS", 10)
     ran: list[int] = []
     monkeypatch.setattr(
-        "learning.step.beside", lambda work, parts, n: (ran.append(n), beside(work, parts, n))[1]
+        "learning.step.concurrently",
+        lambda work, parts, n: (ran.append(n), concurrently(work, parts, n))[1],
     )
     do(llama, scene(llama, bank_of(llama)), ALL, micro_tokens=40, recompute_layers=True)
     assert ran == [1]
+
+
+def test_the_interface_that_leads_to_an_address() -> None:
+    assert interface_to("127.0.0.1") == "lo"
+    with pytest.raises(DataError, match=r"does not reach no-such-host\.invalid, where the ranks"):
+        interface_to("no-such-host.invalid")
+
+
+def test_copies_and_their_ranks_by_hand() -> None:
+    """Six ranks that divide three copies by two: 0 and 1, 2 and 3, 4 and 5."""
+    six = [ProcessGroup(rank, 6, tensor=2) for rank in range(6)]
+    assert [(one.data_rank, one.data_world) for one in six] == [
+        (0, 3), (0, 3), (1, 3), (1, 3), (2, 3), (2, 3),
+    ]  # fmt: skip
+    assert (ALONE.data_rank, ALONE.data_world) == (0, 1)
+
+
+def test_a_tensor_of_the_host_is_itself() -> None:
+    x = torch.arange(6.0).view(2, 3).requires_grad_()
+    assert to_host(x).data_ptr() == x.data_ptr()
+    assert not to_host(x).requires_grad
+    turned = to_host(x.T)
+    assert turned.is_contiguous()
+    assert turned.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_large_items_are_worked_on_at_once_and_come_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(3)))
+    meet = threading.Barrier(3)  # passes only if three threads are there together
+
+    def work(item: int) -> int:
+        meet.wait(timeout=30)
+        return item * item
+
+    assert map_large(work, range(6), host_memory.PARALLEL_BYTES) == [0, 1, 4, 9, 16, 25]
+    here = threading.get_ident()
+    small = host_memory.PARALLEL_BYTES - 1
+    assert map_large(lambda _: threading.get_ident(), range(2), small) == [here, here]
+
+
+def test_an_error_is_raised_once_nobody_works_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(2)))
+    ended = []
+
+    def work(item: int) -> None:
+        if item == 0:
+            raise OSError(28, "no space")
+        ended.append(item)
+
+    with pytest.raises(OSError, match="no space"):
+        map_large(work, range(4), host_memory.PARALLEL_BYTES)
+    assert set(ended) <= {1, 2, 3}
+    assert threading.active_count() == len(threading.enumerate())
+    assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
+
+
+def test_a_state_and_a_checkpoint_do_not_depend_on_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = torch.Generator().manual_seed(0)
+    parts = {
+        part_name("cartridge", i, 3): {"trainable": torch.randn(4, 5 + i, generator=draws)}
+        for i in range(6)
+    }
+    names = [f"p{i}" for i in range(6)]
+    of_each = {name: {"since": 3} for name in names}
+    facts = {"names": names, "version": 3, "position": {}, "cartridges": of_each}
+    state = Checkpoint(facts, parts)
+    found = {}
+    for threads, limit in (("one", 10**9), ("many", 0)):
+        monkeypatch.setattr(host_memory, "PARALLEL_BYTES", limit)
+        folder = tmp_path / threads
+        folder.mkdir()
+        LastState(folder / "last").write(state)
+        write_checkpoint(folder, "version-000003", state, keep=1)
+        read = read_checkpoint(folder / "version-000003")
+        assert all(torch.equal(read.parts[p]["trainable"], parts[p]["trainable"]) for p in parts)
+        files = [f for f in folder.rglob("*") if f.is_file()]
+        found[threads] = {str(f.relative_to(folder)): f.read_bytes() for f in files}
+    assert len(found["one"]) == 2 * 6 + 2
+    assert found["one"] == found["many"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 from pathlib import Path
 
-from learning.calibration import MachineRates, measure_rates
+from learning.model.calibration import MachineRates, measure_rates
 from learning.model.loading import load_model
 
 READER = Path(__file__).parents[3] / "models" / "clinic-reader"

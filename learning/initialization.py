@@ -5,7 +5,7 @@
     random_vectors      normal numbers with the mean and spread of the document's KV
     sampled_chunks      chunks of the document, read one after another (Diaz, arXiv 2508.17032)
     attention_matching  the whole document's KV, compacted in closed form
-                        (learning.cartridge.attention_matching)
+                        (learning.attention_matching)
 
 All but attention_matching compute the keys at positions 0..P-1. The first `frozen` tokens are
 always the document's own: they are the attention sink, which is not trained, and random text would
@@ -20,17 +20,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from learning.cartridge.bank import CartridgeBank, check_longer
-from learning.cartridge.composition import shifted
-from learning.model.decoder import LanguageModel
-from learning.model.document_kv import document_kv
+from learning.cartridge import CartridgeBank, check_longer, shifted
+from learning.decoder import LanguageModel
+from learning.teacher import DocumentKVCache, context_ids, document_kv
 from protocols.errors import DataError
 from protocols.plugins import resolve
 from protocols.seeds import stream_seed
+from protocols.types import SEPARATOR
 
 CHUNKS = 8  # at most, and so few that each has LEAST tokens
 LEAST = 4
@@ -268,3 +269,36 @@ PADS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit, Tensor], 
     "random": random_padding,
     "attention_matching": matched_padding,
 }
+
+
+def init_sources(
+    cartridges: Mapping[str, tuple[str, ...]],
+    documents: Mapping[str, tuple[int, ...]],
+    cache: DocumentKVCache,
+    most: int | None,
+    vocabulary: Callable[[], Sequence[int]],
+) -> list[InitSource]:
+    """Return a source for each of `cartridges`, which map to their contexts in `documents`.
+
+    Several contexts are one text; its KV is read only by an initialization that asks for it. The
+    model's context is `most` tokens.
+    """
+    return [
+        InitSource(
+            name,
+            context_ids(documents, SEPARATOR.join(contexts)),
+            partial(cache.get, SEPARATOR.join(contexts)),
+            vocabulary,
+            parts_of(contexts, documents) if len(contexts) > 1 else (),
+            most,
+        )
+        for name, contexts in cartridges.items()
+    ]
+
+
+def parts_of(
+    contexts: Sequence[str], documents: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ids that each context has of their one text."""
+    begin = len(documents.get("none", ()))
+    return tuple(documents[c][begin if i else 0 :] for i, c in enumerate(contexts))

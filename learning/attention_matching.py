@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learning.cartridge.composition import shifted
-from learning.model.attention import FlatAttention
-from learning.model.cores import beside, most_beside, passes_beside
-from learning.model.decoder import LanguageModel
+from learning.attention import FlatAttention
+from learning.cartridge import shifted
+from learning.decoder import LanguageModel
+from learning.ranks import concurrently, most_beside, passes_beside
 
 ROW = 64  # tokens of a row of reference queries
 MOST_ROWS = 32  # of a page's 63: KL over it rose by 2.3 and 0.1% (docs/log.md)
@@ -61,7 +61,7 @@ def attention_matched(
     def fit(of: tuple[Tensor, ReferenceRows]) -> Tensor:
         return compacted(*of, tokens, frozen)
 
-    layers = [*beside(fit, zip(kv, rows, strict=True), most_beside(kv.device))]
+    layers = [*concurrently(fit, zip(kv, rows, strict=True), most_beside(kv.device))]
     return shifted(torch.stack(layers), tokens - len(ids), model.frequencies())
 
 
@@ -82,7 +82,7 @@ def attention_added(
     def fit(of: tuple[Tensor, ReferenceRows, Tensor]) -> Tensor:
         return fitted(*of, tokens=tokens)
 
-    layers = [*beside(fit, zip(kv, rows, given_there, strict=True), most_beside(kv.device))]
+    layers = [*concurrently(fit, zip(kv, rows, given_there, strict=True), most_beside(kv.device))]
     return shifted(torch.stack(layers), -behind, model.frequencies())
 
 
@@ -119,10 +119,12 @@ def reference_rows(model: LanguageModel, ids: Sequence[int], kv: Tensor) -> list
         return of_layers
 
     passes = passes_beside(model, row * len(starts))
-    found = zip(*beside(read, range(0, len(starts), AT_ONCE), passes), strict=True)
+    found = zip(*concurrently(read, range(0, len(starts), AT_ONCE), passes), strict=True)
     layers = []
     for layer, parts in enumerate(found):
-        q, k, v, out = (model.tensor.whole(torch.cat(of), 1) for of in zip(*parts, strict=True))
+        q, k, v, out = (torch.cat(of) for of in zip(*parts, strict=True))
+        if (ranks := model.tensor) is not None:
+            q, k, v, out = (ranks.whole(x, 1) for x in (q, k, v, out))
         layers.append(ReferenceRows(q * scales[layer], torch.stack([k, v], dim=1), out))
     return layers
 

@@ -1,7 +1,8 @@
-"""Connect the ranks that train one bank together, each on its share of every batch.
+"""Connect the ranks that train one bank, and run computations beside each other on one CPU.
 
-Ranks that stand apart divide the cartridges instead: each holds, trains and publishes its own, and
-adds no gradient to another's. They gather counts and facts alone.
+Each rank has its share of every batch. Ranks that stand apart divide the cartridges instead: each
+holds, trains and publishes its own, and adds no gradient to another's. They gather counts and facts
+alone.
 
     every rank gets the same calls with the same arguments, and
       takes its share of the batch        (`learning.batch`)
@@ -12,11 +13,10 @@ adds no gradient to another's. They gather counts and facts alone.
 A rank that loses the others raises RanksLostError, at once where one died and after the timeout
 where one does not answer. Its group is unusable then: all ranks are restarted and call `recover`.
 
-The frozen base may be sharded over the ranks (FSDP2): each holds 1/N and gathers a layer to run it.
-Every forward and backward is then collective: all ranks must run equally many, even a rank that has
-nothing to compute. There is no gradient to reduce, because the base is not trained. The vocabulary
-projection, which is often the embedding too, is gathered once for each forward and kept until its
-backward ends.
+On a CPU the operations of one pass over a few hundred tokens are so short that waking a second
+thread for each takes as long as its share of the work. Two passes at a time, each on half of the
+threads, wait only at their end (docs/log.md, 2026-11-28). Large tensors are copied, checksummed and
+written by several threads: the state of eight cartridges of a 3B model is 13 GB.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cache
+from threading import Barrier
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from learning.model.decoder import Decoder, DecoderLayer, LanguageModel
-from learning.model.tensor_parallel import TensorRanks, divides_vocabulary, projected
+from learning.decoder import LanguageModel
 from protocols.errors import DataError, RanksLostError, RunError, StaleTokenError
 
-T = TypeVar("T")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -62,7 +63,7 @@ class ProcessGroup:
     mesh: Any = None
     apart: bool = False
 
-    def own(self, names: Sequence[str]) -> list[str]:
+    def cartridges(self, names: Sequence[str]) -> list[str]:
         """Return the cartridges that this rank holds, of those of the run: all of them, or where
         ranks stand apart every `world`-th."""
         return list(names[self.rank :: self.world] if self.apart else names)
@@ -76,10 +77,6 @@ class ProcessGroup:
     def data_world(self) -> int:
         """Return the number of copies of the base."""
         return self.world // self.tensor
-
-    def of_copies(self, told: Sequence[T]) -> Sequence[T]:
-        """Return what one rank of each copy told, of a list by rank."""
-        return told[:: self.tensor]
 
     @property
     def leads(self) -> bool:
@@ -99,10 +96,23 @@ class ProcessGroup:
             leave(self)
             raise
 
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Raise RanksLostError where another rank is gone, and leave the group."""
+        try:
+            yield
+        except RuntimeError as error:  # the base class of torch's DistError and gloo's errors
+            leave(self)
+            raise RanksLostError(
+                f"trainer rank {self.rank} of {self.world} lost the others: one of them failed or "
+                "died, or was silent for longer than the timeout; start all ranks anew and recover "
+                "from the trainer's last state"
+            ) from error
+
     def add(self, tensor: Tensor) -> None:
         """Replace a tensor, in place, by the sum of all ranks' tensors: the same bits on each."""
         if self.world > 1:
-            with _losing(self):
+            with self.guard():
                 dist.all_reduce(tensor)
 
     def add_all(self, tensors: Sequence[Tensor]) -> None:
@@ -123,25 +133,27 @@ class ProcessGroup:
         """Replace a cartridge's tensor, in place, by that of rank 0, unless this rank alone has
         it."""
         if self.world > 1 and not self.apart:
-            with _losing(self):
+            with self.guard():
                 dist.broadcast(tensor, src=0)
 
     def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Return every rank's JSON-able facts, by rank."""
         if self.world == 1:
             return [facts]
-        told = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8, device=self.device)
+        payload = torch.tensor(
+            list(json.dumps(facts).encode()), dtype=torch.uint8, device=self.device
+        )
         lengths = torch.zeros(self.world, dtype=torch.long, device=self.device)
-        lengths[self.rank] = len(told)
+        lengths[self.rank] = len(payload)
         self.add(lengths)
-        room = told.new_zeros(int(lengths.max()))
-        room[: len(told)] = told
-        found = [torch.empty_like(room) for _ in range(self.world)]
-        with _losing(self):
-            dist.all_gather(found, room)
+        room = payload.new_zeros(int(lengths.max()))
+        room[: len(payload)] = payload
+        payloads = [torch.empty_like(room) for _ in range(self.world)]
+        with self.guard():
+            dist.all_gather(payloads, room)
         return [
             json.loads(bytes(one[:length].tolist()))
-            for one, length in zip(found, lengths.tolist(), strict=True)
+            for one, length in zip(payloads, lengths.tolist(), strict=True)
         ]
 
 
@@ -173,7 +185,7 @@ def join(
     if address.scheme == "tcp" and address.hostname:
         for variable in INTERFACES:
             os.environ.setdefault(variable, interface_to(address.hostname))
-    with _losing(ranks):
+    with ranks.guard():
         dist.init_process_group(
             BACKENDS[device],
             init_method=rendezvous,
@@ -196,16 +208,18 @@ def interface_to(host: str) -> str:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:  # sends nothing
             one.connect((host, 9))
-            own = one.getsockname()[0]
+            address = one.getsockname()[0]
             for _, name in socket.if_nameindex():
-                asked = struct.pack("256s", name.encode()[:15])
+                request = struct.pack("256s", name.encode()[:15])
                 with suppress(OSError):  # an interface without an IPv4 address
-                    found = fcntl.ioctl(one.fileno(), SIOCGIFADDR, asked)
-                    if socket.inet_ntoa(found[20:24]) == own:
+                    reply = fcntl.ioctl(one.fileno(), SIOCGIFADDR, request)
+                    if socket.inet_ntoa(reply[20:24]) == address:
                         return name
     except OSError as error:
         raise DataError(f"this host does not reach {host}, where the ranks meet: {error}") from None
-    raise DataError(f"no interface of this host has the address {own}, by which it reaches {host}")
+    raise DataError(
+        f"no interface of this host has the address {address}, by which it reaches {host}"
+    )
 
 
 def leave(ranks: ProcessGroup) -> None:
@@ -214,126 +228,94 @@ def leave(ranks: ProcessGroup) -> None:
         dist.destroy_process_group()
 
 
-@contextmanager
-def _losing(ranks: ProcessGroup) -> Iterator[None]:
+MOST = 4  # passes at a time: Python runs one at a time, for about a tenth of each
+LEAST_TOKENS = 64  # of a pass: weights are read for each
+PARALLEL = 2**17  # numbers that torch divides among threads
+Item = TypeVar("Item")
+Output = TypeVar("Output")
+
+
+def most_beside(device: torch.device) -> int:
+    """Return how many computations to run beside each other on a device: 1 where it is no CPU."""
+    return min(MOST, torch.get_num_threads()) if device.type == "cpu" else 1
+
+
+def passes_beside(model: LanguageModel, tokens: int) -> int:
+    """Return how many passes to run beside each other that have `tokens` together. Ranks that
+    compute one pass together run one at a time."""
+    if model.sharded or model.tensor is not None:
+        return 1
+    return max(1, min(most_beside(model.device), tokens // LEAST_TOKENS))
+
+
+def concurrently(
+    work: Callable[[Item], Output], items: Iterable[Item], passes: int
+) -> Iterator[Output]:
+    """Yield what `work` returns for each item, in the order of the items. `passes` run at a time,
+    each on its share of torch's threads, with gradients where the caller has them. An error of one
+    is raised in its place, after those that run beside it."""
+    if passes == 1:
+        yield from map(work, items)
+        return
+    pool, graph = _pool(passes, torch.get_num_threads()), torch.is_grad_enabled()
+
+    def run(item: Item) -> Output:
+        with torch.set_grad_enabled(graph):
+            return work(item)
+
+    running: deque[Future[Output]] = deque()
     try:
-        yield
-    except RuntimeError as error:  # the base class of torch's DistError and gloo's errors
-        leave(ranks)
-        raise RanksLostError(
-            f"trainer rank {ranks.rank} of {ranks.world} lost the others: one of them failed or "
-            "died, or was silent for longer than the timeout; start all ranks anew and recover "
-            "from the trainer's last state"
-        ) from error
+        for item in items:
+            running.append(pool.submit(run, item))
+            if len(running) > passes:  # one is ready to begin when one ends
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        for one in running:
+            if not one.cancel():
+                with suppress(BaseException):
+                    one.result()
 
 
-def divide_base(model: LanguageModel, ranks: ProcessGroup) -> None:
-    """Divide every layer in place over the ranks of one base; a single one keeps all. Before, every
-    rank has the whole model. Raises DataError for a model that cannot be divided so."""
-    if ranks.tensor == 1:
-        return
-    if not isinstance(model, Decoder):
-        raise DataError(
-            "tensor_parallel divides models of our own decoder (Llama, Qwen2, Qwen3, Mistral) "
-            "alone, and this one runs through transformers; use train.shard_base, or 1"
-        )
-    config = model.base_model.config
-    tensor = TensorRanks(
-        ranks.rank % ranks.tensor, ranks.tensor, ranks.mesh.get_group("tensor"),
-        partial(_losing, ranks),
-    )  # fmt: skip
-    for what, count in (
-        ("attention heads", config.heads),
-        ("key/value heads", config.kv_heads),
-        ("inner values of an MLP", config.intermediate),
-    ):
-        if count % tensor.size:
-            raise DataError(
-                f"tensor_parallel {tensor.size} does not divide this model's {count} {what}; use a "
-                "divisor"
-            )
-    model.tensor = model.base_model.tensor = tensor
-    for layer in model.base_model.layers:
-        _divide_layer(layer, tensor)
-    if divides_vocabulary(config.vocabulary, tensor.size):
-        rows = tensor.share(config.vocabulary)
-        embedding, head = model.base_model.embed_tokens, model.lm_head
-        tied = head.weight is embedding.weight
-        embedding.weight = _kept(embedding.weight[rows])
-        head.weight = embedding.weight if tied else _kept(head.weight[rows])
+@cache
+def _pool(passes: int, threads: int) -> ThreadPoolExecutor:
+    """Return `passes` Python threads that compute on `threads` of torch's between them."""
+    all_here = Barrier(passes)
+
+    def start() -> None:
+        # A thread takes torch's number when it first computes, and only then its own. The number
+        # that later threads take changes with it, and is set back below.
+        torch.ones(PARALLEL).neg()
+        all_here.wait()
+        torch.set_num_threads(threads // passes)
+
+    pool = ThreadPoolExecutor(passes, "pass", start)
+    for ready in [pool.submit(all_here.wait) for _ in range(passes)]:
+        ready.result()
+    torch.set_num_threads(threads)
+    return pool
 
 
-def _divide_layer(layer: DecoderLayer, tensor: TensorRanks) -> None:
-    config, size = layer.config, layer.config.head_dim
-    asked, held = config.heads * size, config.kv_heads * size
-    of_q, of_kv, of_mlp = (tensor.share(n) for n in (asked, held, config.intermediate))
-
-    def rows(x: Tensor) -> nn.Parameter:
-        q, k, v = torch.split(x, [asked, held, held])
-        return _kept(torch.cat([q[of_q], k[of_kv], v[of_kv]]))
-
-    layer.qkv = rows(layer.qkv)
-    if layer.qkv_bias is not None:
-        layer.qkv_bias = rows(layer.qkv_bias)
-    layer.out = _kept(layer.out[:, of_q])
-    gate, up = layer.gate_up.chunk(2)
-    layer.gate_up = _kept(torch.cat([gate[of_mlp], up[of_mlp]]))
-    layer.down = _kept(layer.down[:, of_mlp])
-    layer.tensor = tensor
+PARALLEL_BYTES = 8 * 2**20  # from which threads are worth their start
+THREADS = 8  # at most: each holds what it copies
 
 
-def _kept(x: Tensor) -> nn.Parameter:
-    """Return a part of a weight, which keeps nothing of the rest in memory."""
-    return nn.Parameter(x.detach().clone(memory_format=torch.contiguous_format), False)
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a tensor in host memory, contiguous and without gradient: itself if it is there
+    already. A CUDA device copies into page-locked memory, at the link's rate."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cuda":
+        return tensor.cpu().contiguous()
+    with torch.cuda.device(tensor.device):  # of this thread: the copy's memory belongs to it
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
-def shard_base(model: LanguageModel, ranks: ProcessGroup) -> None:
-    """Shard every parameter in place over the copies of the base, so that each rank holds its
-    share; a single copy is kept. Before, every rank has the whole model, or its parts of it, in
-    host memory. On "cuda" the shares move to the device."""
-    if ranks.data_world == 1:
-        return
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    if ranks.mesh is None:
-        mesh = init_device_mesh(ranks.device, (ranks.world,))
-    else:
-        mesh = ranks.mesh["data"]
-    base, head = model.base_model, model.lm_head
-    embedding = model.embeddings
-    tied = head.weight is embedding.weight
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(embedding, mesh=mesh)
-    fully_shard(base, mesh=mesh)
-    if tied:
-        head.weight = embedding.weight
-    else:
-        fully_shard(head, mesh=mesh)
-
-
-def is_sharded(model: LanguageModel) -> bool:
-    """Return whether the base is sharded."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(model.base_model, FSDPModule)
-
-
-def vocabulary(model: LanguageModel) -> Callable[[Tensor], Tensor]:
-    """Return the projection of hidden states [n, width] to logits [n, V] in float32. The head of a
-    sharded base is gathered now (all ranks must call this), and freed with the result."""
-    head = model.lm_head
-    weight = whole(head.weight) if is_sharded(model) else head.weight
-
-    def project(hidden: Tensor) -> Tensor:
-        return projected(hidden, weight, head.bias, model.vocabulary, model.tensor)
-
-    return lambda hidden: model.head(hidden, project)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor gathered (all ranks must call this); any other tensor as it is."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def map_large(work: Callable[[Item], Output], items: Iterable[Item], nbytes: int) -> list[Output]:
+    """Return `work(item)` of each item, in order: by several threads if the items have many bytes
+    together. Raises the first item's error, once no thread works any more."""
+    threads = min(THREADS, len(os.sched_getaffinity(0)))
+    if nbytes < PARALLEL_BYTES or threads == 1:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, items))
