@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import sys
 
-from learning.cartridge.bank import CartridgeBank
-from learning.decoding.decode_batch import generate
-from learning.model.document_kv import document_kv
+from learning.cartridge import CartridgeBank
+from learning.decode import generate
 from learning.model.loading import load_model, load_tokenizer
-from learning.scoring import TeacherDistribution, score_kept
+from learning.teacher import TeacherDistribution, document_kv, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.files import REPOSITORY
 from protocols.seeds import stream_seed
@@ -36,7 +35,10 @@ note 3: radiology, 22 april. referrer fischer. radiologist quintero. surgeon iva
 glucose 95 mmol. statin duratex. consent was obtained. pain is controlled."""
 TOPICS = """albumin saturation analgesic antihypertensive platelets insulin therapist pharmacy
 ultrasound creatinine rehabilitation calcium referrer radiologist surgeon glucose statin"""
-TOKENS, ROW_TOKENS, TOP, ANSWERS = 20, 64, 20, 3  # P, of a row, of the teacher's k, a question
+TOKENS = 20  # P
+ROW_TOKENS = 64  # of a prompt with its answer, at most
+TOP = 20  # of the teacher's distribution at each token
+ANSWERS = 3  # to a question in each step
 
 
 def main(steps: int) -> None:
@@ -87,7 +89,7 @@ def main(steps: int) -> None:
         # Top k of the teacher at every response token: indices and logprobs [N, k].
         scored = score_kept(model, samples, {"chart": document}, ROW_TOKENS, TOP)
         scores = {"doc_teacher": TeacherDistribution(**scored)}
-        trained = trainer.step_on(TrainBatch(doc=samples, scores=scores), version)
+        trained = trainer.step(TrainBatch(doc=samples, scores=scores), version)
         print(f"step {step + 1}: {trained.tokens} tokens, KL {trained.kl:.3f}", flush=True)
     show("insulin")
 

@@ -35,7 +35,8 @@ BEGIN, END = "training/loop.py OnPolicyLoop.step", "training/training_run.py Tra
 # What keeps processes alive, and what tells of the run: no number of a step depends on it.
 BESIDE = (
     "services/control/", "services/telemetry/", "services/run_directory.py",
-    "services/proc_info.py", "services/pool/autoscale.py", "services/pool/health.py",
+    "services/run_lease.py", "services/run_log.py", "services/proc_info.py",
+    "services/pool/autoscale.py", "services/pool/health.py",
     "services/pool/lifecycle.py", "services/pool/membership.py", "services/pool/placement.py",
     "services/pool/process.py", "services/pool/process_manager.py", "services/pool/service.py",
     "services/pool/host_heartbeats.py", "services/hosts/", "services/forkserver/",
