@@ -43,7 +43,7 @@ ANSWERS = 3  # to a question in each step
 
 def main(steps: int) -> None:
     model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
-    ends = frozenset({tokenizer.convert_tokens_to_ids("<|end|>")})
+    ends = frozenset({tokenizer.get_vocab()["<|end|>"]})
 
     def ids(*messages: tuple[str, str], prompt: bool = False) -> tuple[int, ...]:
         chat = [{"role": role, "content": text} for role, text in messages]
@@ -76,7 +76,7 @@ def main(steps: int) -> None:
     def show(topic: str) -> None:
         (answer,) = write([ask("greedy", topic, temperature=0.0)])
         text = tokenizer.decode(list(answer.response_ids), skip_special_tokens=True)
-        print(f"version {trainer.version}: what is the {topic}? {text.strip()}", flush=True)
+        print(f"version {trainer.version}: what is the {topic}? {text}", flush=True)
 
     print(f"{len(chart)} tokens of the chart, {TOKENS} of the cartridge")
     show("insulin")

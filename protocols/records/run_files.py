@@ -70,9 +70,9 @@ class MetricRow:
         {"cartridges": {"patient_01": {"lr": 0.02, "grad_norm": 0.3, "step": 12, "tokens": 212}}}
 
     Three more fields are left out where they are empty. `channels` holds the value, denominator
-    ("count"), weight and facts of every channel with a weight, unless that is doc_kl alone. Episodes
-    add `cosines` between channels' gradients, and `episodes`, counts and means over the step's
-    episodes:
+    ("count"), weight and facts of every channel with a weight, unless that is doc_kl alone.
+    Episodes add `cosines` between channels' gradients, and `episodes`, counts and means over the
+    step's episodes:
 
         {"channels": {"grpo": {"value": -0.02, "count": 512, "weight": 1.0}, ...},
          "cosines": {"doc_kl/grpo": 0.31}, "episodes": {"count": 64, "reward": 0.42, "errored": 0}}

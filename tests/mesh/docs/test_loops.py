@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tutorial_pages import ROOT
+from tutorial_pages import ROOT, as_a_reader
 
 
 def printed(example: str, steps: int, folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / example), str(steps)],
-        cwd=folder, capture_output=True, text=True, check=False,
+        cwd=folder, env=as_a_reader(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
