@@ -236,7 +236,7 @@ bench-against: install ## speed of the main job in this tree against that of BAS
 lint: install k8s-check ## ruff, types, the layers contract, the Dockerfile, and k8s-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy actors cartridge_forge deploy documents environments examples forge_run learning models protocols recipes registry services serving strategies studies teachers training tests/manifest_checks tests/reference_pages
+	$(BIN)/mypy cartridge_forge examples models recipes studies tests/manifest_checks tests/reference_pages
 	$(BIN)/lint-imports
 	$(BIN)/hadolint deploy/Dockerfile
 
@@ -265,7 +265,7 @@ format: install ## let ruff rewrite what it can
 
 proto: install ## write protocols/wire/control_pb2* anew from control.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
-	  protocols/wire/control.proto
+	  cartridge_forge/protocols/wire/control.proto
 
 # What `make k8s-check` compares the .proto with; made once for each release, from the tree released.
 proto-release: install ## keep control.proto as it is as that of the last release
@@ -278,7 +278,7 @@ k8s: install ## write the manifests under deploy/k8s anew from their mesh files
 # promtool is passed over where there is no apt to fetch it with.
 k8s-check: install install-prometheus ## manifests, alert rules and the .proto; asks no cluster
 	PYTHONPATH=tests $(BIN)/python -m manifest_checks.check
-	PATH=$(dir $(PROMTOOL)):$$PATH $(BIN)/forge k8s check deploy/k8s
+	$(BIN)/forge k8s check deploy/k8s
 	@test ! -x $(PROMTOOL) || { set -x; $(PROMTOOL) check rules deploy/monitoring/rules.yml && \
 	  $(PROMTOOL) test rules deploy/monitoring/rules_test.yml; }
 	$(BIN)/buf lint

@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from learning.model.verdicts import ModelVerdict
-from protocols.errors import PlaneError
-from protocols.ports import TensorPlane
-from protocols.secrets import confined
-from protocols.types import TensorRef
+from cartridge_forge.learning.model.verdicts import ModelVerdict
+from cartridge_forge.protocols.errors import PlaneError
+from cartridge_forge.protocols.ports import TensorPlane
+from cartridge_forge.protocols.secrets import confined
+from cartridge_forge.protocols.types import TensorRef
 
 if TYPE_CHECKING:  # a process sets its number of threads before torch is imported
     import torch
 
-    from learning.decoder import LanguageModel
-    from learning.teacher import DocumentKVCache, HostCache
+    from cartridge_forge.learning.decoder import LanguageModel
+    from cartridge_forge.learning.teacher import DocumentKVCache, HostCache
 
 KEPT_BYTES = 256 * 1024**2
 GIVE_BACK_SECONDS = 2.0
@@ -72,7 +72,7 @@ class ModelSource:
     def load(self, device: torch.device | str | None = None) -> LanguageModel:
         """Return the model on `device`, None: on its own. Raises DataError without a model, and for
         one that is not computed right, SpecError without a GPU."""
-        from learning.model.loading import claim_device, load_model
+        from cartridge_forge.learning.model.loading import claim_device, load_model
 
         there = claim_device(self.device) if device is None else device
         return load_model(self.path, self.dtype, there, self.verdict)
@@ -81,7 +81,7 @@ class ModelSource:
         self, read: Callable[[tuple[int, ...]], torch.Tensor], spill: HostCache | None = None
     ) -> DocumentKVCache:
         """Return a cache of the documents' KV, which `read` computes with the loaded model."""
-        from learning.teacher import DocumentKVCache, KVFiles
+        from cartridge_forge.learning.teacher import DocumentKVCache, KVFiles
 
         files = None if self.kv_files is None else KVFiles(Path(self.kv_files))
         return DocumentKVCache(read, self.documents, self.max_kv_bytes, spill, files)
@@ -238,7 +238,7 @@ def warm_up(path: str, dtype: str) -> None:
     # sixth of the time.
     gc.disable()
     try:
-        from learning.model.loading import load_model
+        from cartridge_forge.learning.model.loading import load_model
 
         load_model(path, dtype, verdict=ModelVerdict(path))  # whoever uses it checks it
     finally:

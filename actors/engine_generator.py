@@ -22,17 +22,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from actors.base import VLLM_REMEDY, ModelSource, missing_vllm
-from actors.engine_thread import Engine, EngineThread, Told
-from learning.cartridge import get_missing, since_of
-from learning.decoding.engine import TorchEngine
-from learning.decoding.grammar import Grammars
-from learning.model.loading import flush_denormals, text_of, tokenizer_of
-from learning.teacher import document_kv
-from protocols.errors import PublishError, RunError
-from protocols.ports import TensorPlane
-from protocols.spec.sections import GeneratorSpec
-from protocols.types import (
+from cartridge_forge.actors.base import VLLM_REMEDY, ModelSource, missing_vllm
+from cartridge_forge.learning.cartridge import get_missing, since_of
+from cartridge_forge.learning.model.loading import flush_denormals, text_of, tokenizer_of
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.grammar.grammar import Grammars
+from cartridge_forge.plugins.serve.engine.engine import TorchEngine
+from cartridge_forge.plugins.serve.engine.engine_thread import Engine, EngineThread, Told
+from cartridge_forge.protocols.errors import PublishError, RunError
+from cartridge_forge.protocols.ports import TensorPlane
+from cartridge_forge.protocols.spec.sections import GeneratorSpec
+from cartridge_forge.protocols.types import (
     CartridgeSnapshot,
     Completion,
     EngineReport,
@@ -215,7 +215,9 @@ def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec
     if spec.backend == "vllm":
         if missing_vllm():
             raise RunError(f"this generator needs vLLM, which is not installed: {VLLM_REMEDY}")
-        from actors.vllm.engine import VllmEngine  # reads the environment: not before
+        from cartridge_forge.plugins.vllm.engine import (
+            VllmEngine,  # reads the environment: not before
+        )
 
         return VllmEngine(base.path, base.dtype, base.documents, end_ids, spec, text, grammars)
     flush_denormals()

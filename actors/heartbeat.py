@@ -15,8 +15,8 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from actors.ports import PortCall, open_port
-from protocols import work
+from cartridge_forge.actors.ports import PortCall, open_port
+from cartridge_forge.protocols import work
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

@@ -18,24 +18,36 @@ import torch
 from monarch.actor import Actor, endpoint
 from torch import Tensor
 
-from actors.base import FreedMemory, ModelSource, RankPlace
-from learning.batch import context_of
-from learning.cartridge import CartridgeVersions, Fingerprints, composed, get_missing, since_of
-from learning.decode import GrammarCompiler, generate
-from learning.decoder import LanguageModel
-from learning.model.loading import (
+from cartridge_forge.actors.base import FreedMemory, ModelSource, RankPlace
+from cartridge_forge.learning.batch import context_of
+from cartridge_forge.learning.cartridge import (
+    CartridgeVersions,
+    Fingerprints,
+    composed,
+    get_missing,
+    since_of,
+)
+from cartridge_forge.learning.decode import GrammarCompiler, generate
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.model.loading import (
     claim_device,
     flush_denormals,
     text_of,
     tokenizer_of,
 )
-from learning.model.parallel import divide_base
-from learning.ranks import join
-from learning.teacher import contexts_of, document_kv, host_spill, own_document_kv, score_kept
-from protocols.errors import EngineDied, ForgeError
-from protocols.plugins import resolve
-from protocols.ports import TensorPlane
-from protocols.types import (
+from cartridge_forge.learning.model.parallel import divide_base
+from cartridge_forge.learning.ranks import join
+from cartridge_forge.learning.teacher import (
+    contexts_of,
+    document_kv,
+    host_spill,
+    own_document_kv,
+    score_kept,
+)
+from cartridge_forge.protocols.errors import EngineDied, ForgeError
+from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.ports import TensorPlane
+from cartridge_forge.protocols.types import (
     CartridgeSnapshot,
     GenerateOutput,
     GenerateRequest,

@@ -9,14 +9,18 @@ from functools import partial
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from environments.problems import open_problems
-from protocols.records.rsa import AggregationInput, JudgedPopulation, RSAProblem
-from protocols.spec.rsa import RsaSpec
-from strategies.answers.equivalence import end_judge
-from strategies.answers.extract import extract
-from strategies.rsa.islands import RSAShape
-from strategies.rsa.populations import aggregate
-from strategies.rsa.prompts import as_task
+from cartridge_forge.plugins.episodes.environments.problems import open_problems
+from cartridge_forge.plugins.strategies.answers.equivalence import end_judge
+from cartridge_forge.plugins.strategies.answers.extract import extract
+from cartridge_forge.plugins.strategies.rsa.islands import RSAShape
+from cartridge_forge.plugins.strategies.rsa.populations import aggregate
+from cartridge_forge.plugins.strategies.rsa.prompts import as_task
+from cartridge_forge.plugins.strategies.rsa.records import (
+    AggregationInput,
+    JudgedPopulation,
+    RSAProblem,
+)
+from cartridge_forge.protocols.spec.rsa import RsaSpec
 
 
 class RSAAggregatorActor(Actor):

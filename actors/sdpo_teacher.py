@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from monarch.actor import endpoint
 from torch import Tensor
 
-from actors.base import ModelSource
-from actors.model_actors import CartridgeReaderActor, engine_errors
-from learning.cartridge import CartridgeVersions, since_of
-from learning.policy_scores import with_references
-from learning.teacher import score_kept
-from protocols.train_batch import PreferencePair, ReferenceOutput
-from protocols.types import CartridgeSnapshot, Sample, ScoreOutput
+from cartridge_forge.actors.base import ModelSource
+from cartridge_forge.actors.model_actors import CartridgeReaderActor, engine_errors
+from cartridge_forge.learning.cartridge import CartridgeVersions, since_of
+from cartridge_forge.learning.policy_scores import with_references
+from cartridge_forge.learning.teacher import score_kept
+from cartridge_forge.protocols.train_batch import PreferencePair, ReferenceOutput
+from cartridge_forge.protocols.types import CartridgeSnapshot, Sample, ScoreOutput
 
 
 class SDPOTeacherActor(CartridgeReaderActor):

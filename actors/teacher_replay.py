@@ -9,20 +9,20 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from actors.stored_files import LedgerFile
-from protocols.errors import DataError
-from protocols.records.run_files import StoredPlace
-from protocols.spec.teacher_replay import ReplaySpec
-from protocols.teacher_replay import PanelVerdict, ReplayState
-from teachers.budget import SpendTotals
-from teachers.ledger import SpendLedger
-from teachers.panel import (
+from cartridge_forge.plugins.library.stored_files import LedgerFile
+from cartridge_forge.plugins.replay.budget import SpendTotals
+from cartridge_forge.plugins.replay.ledger import SpendLedger
+from cartridge_forge.plugins.replay.panel import (
     TeacherPanel,
     ask_teachers,
     hint_of_teacher,
     limits_of,
     score_of_teacher,
 )
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.records.run_files import StoredPlace
+from cartridge_forge.protocols.spec.teacher_replay import ReplaySpec
+from cartridge_forge.protocols.teacher_replay import PanelVerdict, ReplayState
 
 
 class TeacherReplayActor(Actor):
@@ -105,7 +105,9 @@ class TeacherReplayActor(Actor):
             await self._desk.close()
 
     def _open(self) -> None:
-        from teachers.clients import connect  # the SDKs take a second to import
+        from cartridge_forge.plugins.replay.clients import (
+            connect,  # the SDKs take a second to import
+        )
 
         if self._stored is not None:
             self._file = LedgerFile(self._stored, self._path)

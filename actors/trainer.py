@@ -21,31 +21,37 @@ from monarch.actor import endpoint
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from actors.base import ModelSource, RankPlace, give_back_now
-from actors.model_actors import ModelActor
-from learning.cartridge import CartridgeBank, Fingerprints, put_changed
-from learning.checkpoint import read_checkpoint
-from learning.decoder import LanguageModel
-from learning.initialization import CartridgeInit, Start, init_sources, initial_bank
-from learning.model.loading import claim_device, text_ids
-from learning.model.parallel import divide_base, shard_base
-from learning.policy_scores import document_logprobs
-from learning.ranks import join
-from learning.teacher import TeacherDistribution, document_kv, joined, of_stored
-from learning.trainer import CartridgeTrainer
-from protocols.errors import DataError, PlaneError, PublishError
-from protocols.plugins import resolve
-from protocols.records.run_files import StoredPlace
-from protocols.spec.learn import LearnSpec
-from protocols.spec.sections import gap_bounds
-from protocols.train_batch import (
+from cartridge_forge.actors.base import ModelSource, RankPlace, give_back_now
+from cartridge_forge.actors.model_actors import ModelActor
+from cartridge_forge.learning.cartridge import CartridgeBank, Fingerprints, put_changed
+from cartridge_forge.learning.checkpoint import read_checkpoint
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.initialization import CartridgeInit, Start, init_sources, initial_bank
+from cartridge_forge.learning.model.loading import claim_device, text_ids
+from cartridge_forge.learning.model.parallel import divide_base, shard_base
+from cartridge_forge.learning.policy_scores import document_logprobs
+from cartridge_forge.learning.ranks import join
+from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, joined, of_stored
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.protocols.errors import DataError, PlaneError, PublishError
+from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.records.run_files import StoredPlace
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.sections import gap_bounds
+from cartridge_forge.protocols.train_batch import (
     PrecomputedScores,
     PreferencePair,
     ReferenceOutput,
     TeacherScores,
     TrainBatch,
 )
-from protocols.types import PUBLISHED, CartridgeSnapshot, Sample, TensorRef, TrainStepOutput
+from cartridge_forge.protocols.types import (
+    PUBLISHED,
+    CartridgeSnapshot,
+    Sample,
+    TensorRef,
+    TrainStepOutput,
+)
 
 SNAPSHOT = TypeAdapter(CartridgeSnapshot)
 

@@ -43,19 +43,19 @@ from benchmarks.meters import (
 )
 from benchmarks.record import benchmark
 from benchmarks.step import CARTRIDGE, CONFIG, FROZEN, KEEP_TOP, MODEL, samples_of
-from learning.batch import ChunkedLogits, Reader, chunk_tokens, token_logprobs
-from learning.cartridge import first_tokens
-from learning.decoder import LanguageModel
-from learning.losses.doc_kl import doc_kl_tokens
-from learning.losses.objective import active_channels
-from learning.losses.sdpo import sdpo_tokens
-from learning.model.loading import load_model
-from learning.step import StepOptions, train_step
-from learning.teacher import TeacherDistribution, score_kept, top_k
-from learning.trainer_state import CartridgeProgress, LearningRateSchedule
-from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
-from protocols.train_batch import TrainBatch
-from protocols.types import Sample
+from cartridge_forge.learning.batch import ChunkedLogits, Reader, chunk_tokens, token_logprobs
+from cartridge_forge.learning.cartridge import first_tokens
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.losses.doc_kl import doc_kl_tokens
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.step import StepOptions, train_step
+from cartridge_forge.learning.teacher import TeacherDistribution, score_kept, top_k
+from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
+from cartridge_forge.plugins.episodes.losses.sdpo import sdpo_tokens
+from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.types import Sample
 
 DIFFERENCE = 1e-4
 GEMM, PRODUCTS = 768, 20

@@ -25,13 +25,13 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import benchmark, median_ratio
-from protocols.files import REPOSITORY
+from cartridge_forge.protocols.files import REPOSITORY
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import DynamicCache
 
-    from actors.engine_thread import Engine
+    from cartridge_forge.plugins.serve.engine.engine_thread import Engine
 
 READER = REPOSITORY / "models" / "clinic-reader"
 COMPARED = (1, 8, 64)  # the batches of the baseline
@@ -45,7 +45,7 @@ Backend = Callable[[str, Sequence[tuple[int, ...]], int], list[tuple[int, ...]]]
 
 def through_engine(engine: Engine) -> Backend:
     """Return a backend of the mesh's engine, stepped until all responses have ended."""
-    from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+    from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
     refs = {"cartridge": PrefixRef("cartridge/p", 0), "none": PrefixRef("document/none", 0)}
 
@@ -103,8 +103,8 @@ def backends(tokens: int) -> dict[str, Backend]:
     """Return the installed backends, over one model and a cartridge: a random document's start."""
     import os
 
-    from actors.base import ModelSource, NoPlane
-    from actors.engine_generator import environment
+    from cartridge_forge.actors.base import ModelSource, NoPlane
+    from cartridge_forge.actors.engine_generator import environment
 
     path = str(READER)
     draws = random.Random("generation/document")
@@ -119,11 +119,11 @@ def backends(tokens: int) -> dict[str, Backend]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from learning.decoding.engine import TorchEngine
-    from learning.decoding.grammar import Grammars
-    from learning.model.loading import flush_denormals, load_model
-    from learning.teacher import document_kv
-    from protocols.spec.sections import GeneratorSpec
+    from cartridge_forge.learning.model.loading import flush_denormals, load_model
+    from cartridge_forge.learning.teacher import document_kv
+    from cartridge_forge.plugins.grammar.grammar import Grammars
+    from cartridge_forge.plugins.serve.engine.engine import TorchEngine
+    from cartridge_forge.protocols.spec.sections import GeneratorSpec
 
     torch.set_num_threads(1)
     flush_denormals()
@@ -137,7 +137,7 @@ def backends(tokens: int) -> dict[str, Backend]:
     if importlib.util.find_spec("vllm") is None:
         print("vLLM is not installed (`make install-vllm`): left out")
     else:
-        from actors.vllm.engine import VllmEngine
+        from cartridge_forge.plugins.vllm.engine import VllmEngine
 
         none = Grammars(lambda: None, frozenset())
         spec = GeneratorSpec(backend="vllm", block_tokens=BLOCK, kv_gib=0.5)
@@ -217,7 +217,7 @@ def compared(
 
 
 if __name__ == "__main__":
-    from actors.base import bootstrap
+    from cartridge_forge.actors.base import bootstrap
 
     bootstrap(1)()  # before torch is imported
     benchmark(

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from actors.base import keep_freed_memory
-from learning.model.loading import flush_denormals
+from cartridge_forge.actors.base import keep_freed_memory
+from cartridge_forge.learning.model.loading import flush_denormals
 
 aten = torch.ops.aten
 # Ops that touch no memory, although their schema does not declare a view.

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import ROOT, benchmark
-from protocols.files import iter_rows
+from cartridge_forge.protocols.files import iter_rows
 
 GOAL = 0.05  # of a step
 ARM = "on_policy"
 LIMIT_S = 280.0
-CODE = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+CODE = "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exit(forge_run())"
 
 
 def finished_run(

@@ -28,8 +28,8 @@ from monarch.actor import Actor, concurrent_endpoint, this_host
 
 from benchmarks.meters import FigureTable, Laps
 from benchmarks.record import benchmark
-from protocols.spec.mesh import RoleSpec
-from services.pool.service import Service
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.services.pool.service import Service
 
 WAIT_S = 0.05
 SIZES = (1, 2, 4, 8)

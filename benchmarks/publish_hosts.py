@@ -30,15 +30,15 @@ from monarch.actor import Actor, concurrent_endpoint, enable_transport
 from namespaces import ALONE, CLIENT, Hosts, cannot_make, run
 
 from benchmarks.record import benchmark
-from protocols.ports import TensorPlane
-from protocols.records.status import ReplicaState
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RoleSpec
-from protocols.types import PUBLISHED, CartridgeSnapshot, PublishedCartridge
-from services.mesh import Mesh, open_mesh
-from services.planes.relay_wire import CHUNK_BYTES
-from services.roles import actor_class
-from training.weight_sync import WeightSync
+from cartridge_forge.plugins.cluster.relays.relay_wire import CHUNK_BYTES
+from cartridge_forge.protocols.ports import TensorPlane
+from cartridge_forge.protocols.records.status import ReplicaState
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.types import PUBLISHED, CartridgeSnapshot, PublishedCartridge
+from cartridge_forge.services.mesh import Mesh, open_mesh
+from cartridge_forge.services.roles import actor_class
+from cartridge_forge.training.weight_sync import WeightSync
 
 MIB = 1 << 20
 MESH_SECONDS = 1800.0

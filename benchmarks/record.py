@@ -40,7 +40,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass as validated
 
-from protocols.errors import DataError, ForgeError
+from cartridge_forge.protocols.errors import DataError, ForgeError
 
 ROOT = Path(__file__).parents[1]
 BASELINE = Path(__file__).with_name("baseline.json")

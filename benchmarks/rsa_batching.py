@@ -17,16 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.meters import one_thread
 from benchmarks.record import ROOT, benchmark
-from environments.clinic.prompts import option_prompt
-from environments.renderer import ChatRenderer
-from learning.decode import generate
-from learning.model.loading import load_model, load_tokenizer
-from learning.teacher import document_kv
-from protocols.spec.users.data import DataSpec
-from protocols.types import Completion, GenerateRequest, PrefixRef
-from strategies.rsa.engine import RSAEngine
-from strategies.samplers.token_sampler import TokenSampler
-from training.recipes.longhealth_prompts import read_patients
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.model.loading import load_model, load_tokenizer
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.clinic.prompts import option_prompt
+from cartridge_forge.plugins.documents.study.longhealth_prompts import read_patients
+from cartridge_forge.plugins.strategies.rsa.engine import RSAEngine
+from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
+from cartridge_forge.protocols.spec.users.data import DataSpec
+from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef
+from cartridge_forge.training.renderer import ChatRenderer
 
 MODEL = ROOT / "models" / "clinic-panel"
 

@@ -40,17 +40,23 @@ from openai import AsyncOpenAI
 from benchmarks.meters import processor_seconds
 from benchmarks.record import benchmark
 
-CODE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+CODE = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
 MESSAGES: list[Any] = [{"role": "user", "content": "List all findings of this patient."}]
 TOKENS = 48
 PATIENCE = 300.0
 STEP = 0.01
 # Imports of the server before it starts a process, and a generator's work before it is ready.
 ALONE = {
-    "door's imports": "import forge_run.commands.serve, services.roles, serving.app, uvicorn",
-    "generator's imports": "import actors.model_actors, transformers.models.llama.modeling_llama",
+    "door's imports": (
+        "import cartridge_forge.forge_run.commands.serve, cartridge_forge.services.roles; "
+        "import cartridge_forge.plugins.serve.app, uvicorn"
+    ),
+    "generator's imports": (
+        "import cartridge_forge.actors.model_actors, transformers.models.llama.modeling_llama"
+    ),
     "generator's imports and model": (
-        "import actors.model_actors; from learning.model.loading import load_model; "
+        "import cartridge_forge.actors.model_actors; "
+        "from cartridge_forge.learning.model.loading import load_model; "
         "load_model('models/clinic-reader')"
     ),
 }

@@ -40,13 +40,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.generation import filled_cache
 from benchmarks.meters import FigureTable, Laps, one_thread
 from benchmarks.record import ROOT, benchmark
-from forge_run.report.plots import Plot, hue, legend
-from learning.batch import context_of
-from learning.cartridge import CartridgeBank, first_tokens
-from learning.decode import generate
-from learning.losses.doc_kl import doc_batch, doc_kl_tokens
-from learning.model.loading import load_model
-from learning.teacher import (
+from cartridge_forge.learning.batch import context_of
+from cartridge_forge.learning.cartridge import CartridgeBank, first_tokens
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.losses.doc_kl import doc_batch, doc_kl_tokens
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.teacher import (
     DocumentKVCache,
     TeacherDistribution,
     contexts_of,
@@ -54,12 +53,13 @@ from learning.teacher import (
     score_kept,
     top_k,
 )
-from learning.trainer import CartridgeTrainer
-from protocols.files import flush
-from protocols.spec.objective import LossSpec
-from protocols.spec.sections import TrainSpec
-from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
-from services.planes.shared_memory import SharedMemoryPlane
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.watch.report.plots import Plot, hue, legend
+from cartridge_forge.protocols.files import flush
+from cartridge_forge.protocols.spec.objective import LossSpec
+from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
+from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -30,11 +30,11 @@ from torch.utils.benchmark import Timer
 from benchmarks.gpu.phase_step import PHASES, SETTINGS, PhaseStep, Setting, bounds
 from benchmarks.meters import FigureTable, one_thread
 from benchmarks.record import benchmark
-from forge_run.formatting import bytes_text, count_text
-from forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost
-from learning.attention import layout_of
-from learning.batch import pack
-from services.planes.shared_memory import SharedMemoryPlane
+from cartridge_forge.forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost
+from cartridge_forge.learning.attention import layout_of
+from cartridge_forge.learning.batch import pack
+from cartridge_forge.protocols.formatting import bytes_text, count_text
+from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
 
 GOAL = 2.0  # times the cached bound, of the whole step
 PUBLISH_GOAL_S = 0.1
@@ -137,10 +137,10 @@ def _real_layouts() -> Iterator[None]:
         return call
 
     places = {
-        "learning.step.pack": pack,
-        "learning.teacher.pack": pack,
+        "cartridge_forge.learning.step.pack": pack,
+        "cartridge_forge.learning.teacher.pack": pack,
         "benchmarks.gpu.phase_step.pack": pack,
-        "learning.attention.layout_of": layout_of,
+        "cartridge_forge.learning.attention.layout_of": layout_of,
         "torch.unique": torch.unique,
     }
     with ExitStack() as stack:

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from benchmarks.meters import FigureTable, Laps
 from benchmarks.record import benchmark
-from protocols.ports import TensorPlane
-from services.planes.open import PlaneKind, open_plane
+from cartridge_forge.protocols.ports import TensorPlane
+from cartridge_forge.services.planes.open import PlaneKind, open_plane
 
 PLANES: tuple[PlaneKind, ...] = ("torchstore", "shared_memory")
 COLUMNS = ("memcpy", "put", "get", "read", "delete")

@@ -38,22 +38,22 @@ from monarch.actor import this_host
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.base import ModelSource, bootstrap
-from actors.engine_generator import EngineGeneratorActor
-from actors.model_actors import GeneratorActor
 from benchmarks.meters import Laps, processor_seconds
 from benchmarks.record import ROOT, benchmark
-from protocols.spec.sections import GeneratorSpec
-from protocols.types import (
+from cartridge_forge.actors.base import ModelSource, bootstrap
+from cartridge_forge.actors.engine_generator import EngineGeneratorActor
+from cartridge_forge.actors.model_actors import GeneratorActor
+from cartridge_forge.protocols.spec.sections import GeneratorSpec
+from cartridge_forge.protocols.types import (
     CartridgeSnapshot,
     GenerateRequest,
     PrefixRef,
     PublishedCartridge,
     Sampling,
 )
-from services.planes.open import OwnedPlane, PlaneKind, open_plane
-from services.pool.pool import Pool
-from services.pool.service import Service
+from cartridge_forge.services.planes.open import OwnedPlane, PlaneKind, open_plane
+from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.service import Service
 
 READER = ROOT / "models" / "clinic-reader"
 READER_SHAPE = (4, 2, 32)  # layers, key/value heads, head size

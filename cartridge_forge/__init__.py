@@ -28,8 +28,14 @@ if TYPE_CHECKING:
         StepTrained,
     )
     from cartridge_forge.forge import Forge
+    from cartridge_forge.protocols.errors import (
+        ControlError,
+        DataError,
+        ForgeError,
+        RunError,
+        SpecError,
+    )
     from cartridge_forge.training_process import TrainingProcess
-    from protocols.errors import ControlError, DataError, ForgeError, RunError, SpecError
 
 _HOMES = {
     "Forge": "cartridge_forge.forge",
@@ -44,11 +50,11 @@ _HOMES = {
     "ArmMeasured": "cartridge_forge.events",
     "RunWarning": "cartridge_forge.events",
     "RunEnded": "cartridge_forge.events",
-    "ForgeError": "protocols.errors",
-    "SpecError": "protocols.errors",
-    "DataError": "protocols.errors",
-    "RunError": "protocols.errors",
-    "ControlError": "protocols.errors",
+    "ForgeError": "cartridge_forge.protocols.errors",
+    "SpecError": "cartridge_forge.protocols.errors",
+    "DataError": "cartridge_forge.protocols.errors",
+    "RunError": "cartridge_forge.protocols.errors",
+    "ControlError": "cartridge_forge.protocols.errors",
 }
 
 __all__ = [

@@ -11,7 +11,7 @@ from cartridge_forge.display import page
 from cartridge_forge.processes import finished_output
 
 if TYPE_CHECKING:
-    from forge_run.commands.ask import AskedAnswer
+    from cartridge_forge.forge_run.commands.ask import AskedAnswer
 
 CartridgeFormat = Literal["forge", "hazy", "peft", "tokasaurus"]
 
@@ -29,8 +29,8 @@ class Cartridge:
         """Return the answer over this cartridge, as `forge ask --run` does; its `answer` is the
         text. Each call loads the model in a process of its own: for many questions, add the
         cartridge to a library and serve it. Raises ForgeError."""
-        from documents.retrieval import Choice
-        from forge_run.commands.ask import AskedAnswer
+        from cartridge_forge.forge_run.commands.ask import AskedAnswer
+        from cartridge_forge.plugins.documents.retrieval import Choice
 
         told = finished_output(
             ["ask", self.name, question, "--run", str(self.run), "--json", "--max-tokens",
@@ -50,7 +50,7 @@ class Cartridge:
     ) -> list[str]:
         """Write the cartridge to `path` in a format, as `forge convert` does; return what is lost
         in it, a line each. Raises DataError, also for a path that is there unless `replace`."""
-        from registry.formats import convert
+        from cartridge_forge.plugins.library.formats import convert
 
         read = convert.read(self.run, self.name)
         lost = list(convert.losses(read, format, dtype))

@@ -14,12 +14,12 @@ from cartridge_forge.display import page
 from cartridge_forge.evaluation import ComparedArms
 from cartridge_forge.events import RunEvent, RunFollower
 from cartridge_forge.processes import finished_output
+from cartridge_forge.protocols.errors import RunError, SpecError
 from cartridge_forge.training_process import LOOK_SECONDS, TrainingProcess
-from protocols.errors import RunError, SpecError
 
 if TYPE_CHECKING:
-    from forge_run.commands.control_client import ControlClient
-    from protocols.records.status import RunStatus
+    from cartridge_forge.plugins.watch.commands.control_client import ControlClient
+    from cartridge_forge.protocols.records.status import RunStatus
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -43,7 +43,7 @@ class Forge:
         sets: Mapping[str, Any] | None = None,
         run_dir: str | Path = "runs",
     ) -> None:
-        from protocols.spec.loading import load_spec
+        from cartridge_forge.protocols.spec.loading import load_spec
 
         if mesh is None and documents is None:
             raise SpecError("Forge takes a mesh or documents; name one, as in Forge('longhealth')")
@@ -65,8 +65,8 @@ class Forge:
     def attach(cls, run: str | Path, *, run_dir: str | Path = "runs") -> Forge:
         """Return a Forge of a run that was started elsewhere, running or ended: its directory or
         id. Raises ControlError for an unknown one."""
-        from protocols.spec.loading import load_resolved
-        from services.control.endpoints import find_run
+        from cartridge_forge.plugins.watch.control.endpoints import find_run
+        from cartridge_forge.protocols.spec.loading import load_resolved
 
         found = cls.__new__(cls)  # without a mesh: nothing is trained
         found._run = find_run(Path(run_dir), str(run))
@@ -100,7 +100,7 @@ class Forge:
     def events(self) -> Iterator[RunEvent]:
         """Yield the run's events from its first to its last; of a run in progress each further one
         as it happens."""
-        from services.control.endpoints import is_running
+        from cartridge_forge.plugins.watch.control.endpoints import is_running
 
         follower = RunFollower(self.run)
         while is_running(self.run):
@@ -124,22 +124,22 @@ class Forge:
     def cartridges(self) -> dict[str, Cartridge]:
         """Return the cartridges of the run's last checkpoint by name. Raises DataError for a run
         without one."""
-        from registry.formats.run_checkpoint import read_all
+        from cartridge_forge.plugins.library.formats.run_checkpoint import read_all
 
         return {name: Cartridge(name, self.run) for name in read_all(self.run)}
 
     @property
     def results(self) -> dict[str, Any] | None:
         """Return results.json; None while there is none."""
-        from services.run_directory import RunDirectory
+        from cartridge_forge.services.run_directory import RunDirectory
 
         return RunDirectory(self.run).read_results()
 
     def status(self) -> RunStatus:
         """Return how the run stands now, of one that has ended without its pools."""
-        from forge_run.commands.runs import summary_of
-        from protocols.records.status import RunStatus
-        from services.control.endpoints import is_running
+        from cartridge_forge.plugins.watch.commands.runs import summary_of
+        from cartridge_forge.plugins.watch.control.endpoints import is_running
+        from cartridge_forge.protocols.records.status import RunStatus
 
         if is_running(self.run):
             with self._control() as client:
@@ -174,16 +174,16 @@ class Forge:
             client.scale(role, replicas)
 
     def _control(self) -> ControlClient:
-        from forge_run.commands.control import control_target
-        from forge_run.commands.control_client import ControlClient
+        from cartridge_forge.plugins.watch.commands.control import control_target
+        from cartridge_forge.plugins.watch.commands.control_client import ControlClient
 
         return ControlClient(control_target(str(self.run), self.run_dir, None, None, None))
 
     def _repr_html_(self) -> str:
         if self._run is None and (self._training is None or self._training.run is None):
             return page(f"Forge {self._name}", ("", ""), [("run", "not started")])
-        from forge_run.commands.runs import summary_of
-        from forge_run.console import arm_rows
+        from cartridge_forge.plugins.watch.commands.runs import summary_of
+        from cartridge_forge.plugins.watch.console import arm_rows
 
         ended = summary_of(self.run)
         rows = [("run", ended.id), ("state", ended.state), ("step", str(ended.step or "-"))]

@@ -9,16 +9,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from protocols.errors import DataError, ForgeError, RunError, SpecError
-from protocols.files import REPOSITORY
+from cartridge_forge.protocols.errors import DataError, ForgeError, RunError, SpecError
+from cartridge_forge.protocols.files import IMPORT_FOLDER
 
-COMMAND = (sys.executable, "-c", "import sys; from forge_run.cli import forge; sys.exit(forge())")
+COMMAND = (
+    sys.executable,
+    "-c",
+    "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())",
+)
 
 
 def environment() -> dict[str, str]:
     """Return the environment of a command: it imports the packages that this process does."""
     given = os.environ.get("PYTHONPATH")
-    paths = [str(REPOSITORY), *([given] if given else [])]
+    paths = [str(IMPORT_FOLDER), *([given] if given else [])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 

@@ -18,19 +18,27 @@ import tempfile
 
 from monarch.actor import this_host
 
-from actors.base import ModelSource
-from actors.model_actors import DocTeacherActor, GeneratorActor
-from actors.trainer import TrainerActor
-from learning.model.loading import load_tokenizer
-from protocols.spec.learn import LearnSpec
-from protocols.spec.loading import load_spec
-from protocols.train_batch import TeacherScores, TrainBatch
-from services.clients import DocTeacherClient, GeneratorClient, TrainerClient, load_cartridges
-from services.planes.open import open_plane
-from services.pool.service import Service
-from training.recipes.longhealth import measure
-from training.recipes.longhealth_prompts import LongHealthPrompts, open_prompts
-from training.rollouts import as_rollout
+from cartridge_forge.actors.base import ModelSource
+from cartridge_forge.actors.model_actors import DocTeacherActor, GeneratorActor
+from cartridge_forge.actors.trainer import TrainerActor
+from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.documents.study.longhealth import measure
+from cartridge_forge.plugins.documents.study.longhealth_prompts import (
+    LongHealthPrompts,
+    open_prompts,
+)
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.train_batch import TeacherScores, TrainBatch
+from cartridge_forge.services.clients import (
+    DocTeacherClient,
+    GeneratorClient,
+    TrainerClient,
+    load_cartridges,
+)
+from cartridge_forge.services.planes.open import open_plane
+from cartridge_forge.services.pool.service import Service
+from cartridge_forge.training.rollouts import as_rollout
 
 TOP = 20  # entries of the teacher's distribution at each token
 QUESTIONS = 48  # held-out ones, asked of every version

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import sys
 
-from learning.cartridge import CartridgeBank
-from learning.decode import generate
-from learning.model.loading import load_model, load_tokenizer
-from learning.teacher import TeacherDistribution, document_kv, score_kept
-from learning.trainer import CartridgeTrainer
-from protocols.files import REPOSITORY
-from protocols.seeds import stream_seed
-from protocols.spec.sections import TrainSpec
-from protocols.train_batch import TrainBatch
-from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
+from cartridge_forge.learning.cartridge import CartridgeBank
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.model.loading import load_model, load_tokenizer
+from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, score_kept
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.seeds import stream_seed
+from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 
 MODEL = str(REPOSITORY / "models" / "clinic-reader")
 CHART = """chart of oscar brandt, born 14 february, diagnosis asthma.
@@ -53,7 +53,7 @@ def main(steps: int) -> None:
     chart = ids(("system", CHART))  # T ids
     document = document_kv(model, chart)  # [L, 2, H_kv, T, D]
     bank = CartridgeBank(["chart"], [document[:, :, :, :TOKENS]], frozen=1)
-    spec = TrainSpec(steps=steps, lr=0.4, warmup_steps=2, row_tokens=ROW_TOKENS)
+    spec = TrainSpec(steps=steps, lr=0.4, warmup_steps=1, row_tokens=ROW_TOKENS)
     trainer = CartridgeTrainer(model, bank, spec)
     trainer.begin("on_policy", steps)
 
@@ -76,7 +76,7 @@ def main(steps: int) -> None:
     def show(topic: str) -> None:
         (answer,) = write([ask("greedy", topic, temperature=0.0)])
         text = tokenizer.decode(list(answer.response_ids), skip_special_tokens=True)
-        print(f"version {trainer.version}: what is the {topic}? {text}", flush=True)
+        print(f"version {trainer.version}: what is the {topic}?{text}", flush=True)
 
     print(f"{len(chart)} tokens of the chart, {TOKENS} of the cartridge")
     show("insulin")

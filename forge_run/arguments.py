@@ -6,10 +6,10 @@ import argparse
 import re
 from typing import Any, NoReturn
 
-from protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.records.status import MOST
 
 GRACE_SECONDS = 6.0  # with it, a run that is told to stop has ended within 10 s
-MOST = 2**32 - 1  # of a number that control.proto carries
 
 
 def whole_number(text: str) -> int:

@@ -11,9 +11,9 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import ParamSpec, TypeVar
 
-from actors.base import QUIET
-from protocols.errors import RunError
-from services.forkserver.server import end_with_parent
+from cartridge_forge.actors.base import QUIET
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.services.forkserver.server import end_with_parent
 
 P = ParamSpec("P")
 T = TypeVar("T")

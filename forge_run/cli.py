@@ -16,18 +16,29 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from forge_run.arguments import (
+from cartridge_forge.forge_run.arguments import (
     GRACE_SECONDS,
     ElsewhereParser,
     ExistingPath,
     ShowVersion,
     whole_number,
 )
-from protocols.errors import ForgeError
+from cartridge_forge.protocols.errors import ForgeError
 
 INTERRUPTED = 130  # a shell's code for a process that Ctrl-C ended
 FORMATS = ("forge", "hazy", "peft", "tokasaurus")
 DTYPES = ("float32", "bfloat16", "float16")
+
+# The modules of commands that are not in forge_run.commands, by the name in `Command.handler`.
+ELSEWHERE = {
+    "compare": "cartridge_forge.plugins.evaluate.compare",
+    "control": "cartridge_forge.plugins.watch.commands.control",
+    "runs": "cartridge_forge.plugins.watch.commands.runs",
+    "experiments.ablation": "cartridge_forge.forge_run.experiments.ablation",
+    "experiments.env_check": "cartridge_forge.forge_run.experiments.env_check",
+    "experiments.sweep": "cartridge_forge.forge_run.experiments.sweep",
+    "ui.command": "cartridge_forge.plugins.watch.ui.command",
+}
 
 Option = tuple[str, dict[str, Any]]  # its name, and the arguments of add_argument
 
@@ -398,7 +409,7 @@ def forge(argv: Sequence[str] | None = None) -> int:
 
 def _of_plugins() -> dict[str, Command]:
     """Return the commands that plug-ins add. Reading them takes a tenth of a second."""
-    from protocols.plugins import known, resolve
+    from cartridge_forge.protocols.plugins import known, resolve
 
     try:
         return {name: resolve("commands", name) for name in known("commands")}
@@ -431,7 +442,7 @@ def _main(parser: argparse.ArgumentParser, command: Command, argv: Sequence[str]
     )
     _fill(parser, command, "COMMAND")
     code = _run_command(parser, argv)
-    launch = sys.modules.get("forge_run.launch")
+    launch = sys.modules.get("cartridge_forge.forge_run.launch")
     if argv is None and launch is not None:  # a caller's own words leave its process alone
         launch.leave(code)
     return code
@@ -450,16 +461,16 @@ def _run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
             if not module.startswith(("experiments.", "ui.")):
                 module = f"commands.{module}"
             handler = getattr(import_module(f"forge_run.{module}"), function)
-        found = handler(**options)
-        if isinstance(found, int):
-            return found
-        from forge_run.formatting import render
-        from protocols.secrets import redacted
+        reply = handler(**options)
+        if isinstance(reply, int):
+            return reply
+        from cartridge_forge.protocols.formatting import render
+        from cartridge_forge.protocols.secrets import redacted
 
-        sys.stdout.write(redacted(render(found, terminal=sys.stdout.isatty())))
+        sys.stdout.write(redacted(render(reply, terminal=sys.stdout.isatty())))
         return 0
     except ForgeError as error:
-        from protocols.secrets import redacted
+        from cartridge_forge.protocols.secrets import redacted
 
         print(f"error: {redacted(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -468,7 +479,7 @@ def _run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
 
 
 def _print_redacted(*raised: Any) -> None:
-    from protocols.secrets import print_redacted
+    from cartridge_forge.protocols.secrets import print_redacted
 
     print_redacted(*raised)
 

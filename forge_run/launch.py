@@ -25,22 +25,24 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from forge_run.console import ConsoleDisplay, print_results
-from forge_run.links import prepare_links
-from forge_run.opening import OpenRun, opened
-from forge_run.resuming import sizes_of
-from protocols.errors import ForgeError, RunError
-from protocols.plugins import module_of
-from protocols.secrets import LOCAL_KEY
-from protocols.spec.mesh import MODEL_ROLES, RunSpec
-from protocols.spec.services import HealthSpec
-from services.forkserver.client import bootstrap_command, fork_server
-from services.hosts.source import LINK_ENVIRONMENT
-from services.planes.open import PLANE_IMPORTS
-from services.pool.sizes import PoolSize
-from services.proc_info import descendants, has_ended
-from services.run_directory import RunDirectory, storage_error
-from services.run_position import ResumePoint, newest_checkpoint, resume_point
+from cartridge_forge.forge_run.opening import OpenRun, opened
+from cartridge_forge.forge_run.resuming import sizes_of
+from cartridge_forge.plugins.cluster.hosts.own_address import reached_at
+from cartridge_forge.plugins.cluster.tls.identity import read_identity
+from cartridge_forge.plugins.watch.console import ConsoleDisplay, print_results
+from cartridge_forge.protocols.errors import ForgeError, RunError, SpecError
+from cartridge_forge.protocols.plugins import module_of
+from cartridge_forge.protocols.secrets import LOCAL_KEY
+from cartridge_forge.protocols.spec.hosts import HostsSpec, is_loopback_host
+from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RunSpec
+from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.services.forkserver.client import bootstrap_command, fork_server
+from cartridge_forge.services.planes.open import PLANE_IMPORTS
+from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT
+from cartridge_forge.services.pool.sizes import PoolSize
+from cartridge_forge.services.proc_info import descendants, has_ended
+from cartridge_forge.services.run_directory import RunDirectory, storage_error
+from cartridge_forge.services.run_position import ResumePoint, newest_checkpoint, resume_point
 
 POLL_SECONDS = 0.5  # between two looks at signals, and at whether the controller lives
 STATUS_SECONDS = 1.0  # between two statuses: each takes both processes 2 ms
@@ -131,7 +133,7 @@ def run(
 
 def _point(spec: RunSpec, directory: RunDirectory) -> ResumePoint:
     """Return where a run goes on that was cut off."""
-    from services.role_processes import last_state_here
+    from cartridge_forge.services.role_processes import last_state_here
 
     newest = newest_checkpoint(directory)
     return resume_point(directory, newest) if last_state_here(spec) else ResumePoint(newest)
@@ -139,7 +141,7 @@ def _point(spec: RunSpec, directory: RunDirectory) -> ResumePoint:
 
 def _tell_results(directory: RunDirectory, console: Console) -> None:
     """Write the report and print the results, as far as the run's files allow."""
-    from forge_run.pages.export import write_report
+    from cartridge_forge.plugins.watch.pages.export import write_report
 
     try:
         write_report(directory.path)
@@ -208,9 +210,9 @@ def _drive(
     is where other hosts reach this one."""
     import monarch.actor as monarch
 
-    from actors.base import bootstrap
-    from services.role_processes import controller_variables
-    from training.controller import ControllerActor
+    from cartridge_forge.actors.base import bootstrap
+    from cartridge_forge.services.role_processes import controller_variables
+    from cartridge_forge.training.controller import ControllerActor
 
     directory, resume = run.directory, run.resumed
     if listen is not None:  # the default transport reaches this host only
@@ -264,7 +266,10 @@ def _drive(
             if caught.first and asked is None:
                 asked = time.monotonic()
                 _answer(controller.ask_to_stop.call_one(), STATUS_TIMEOUT, lost)
-                for name in ("forge_run.pages.export", "learning.checkpoint"):
+                for name in (
+                    "cartridge_forge.plugins.watch.pages.export",
+                    "cartridge_forge.learning.checkpoint",
+                ):
                     import_module(name)  # 1 to 2 s, while the step ends
             late = asked is not None and time.monotonic() - asked > grace_s
             if late or caught.count > 1:
@@ -289,8 +294,8 @@ def _drive(
 
 def _tell_fresh(directory: RunDirectory, display: ConsoleDisplay) -> None:
     """Tell which cartridges start by an initialization where others start from trained ones."""
-    from registry.formats.run_checkpoint import read_start_record
-    from registry.starting import told
+    from cartridge_forge.plugins.library.formats.run_checkpoint import read_start_record
+    from cartridge_forge.plugins.library.starting import told
 
     record = read_start_record(directory.start)
     for line in told({name: one for name, one in record.items() if "init" in one}):
@@ -345,3 +350,32 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError):  # a pipe that nobody reads any more
             stream.flush()
     os._exit(code)
+
+
+def prepare_links(hosts: HostsSpec, say: Callable[[str], None]) -> str | None:
+    """Return the address at which Monarch is to listen for the workers, None where all roles are on
+    this host, and set the variables by which Monarch and its processes find the certificate.
+
+    `say` gets the warning of plain TCP. Raises SpecError for a certificate that does not fit, and
+    for plain TCP beyond loopback that `hosts.insecure` does not allow.
+    """
+    if hosts.kind == "local":
+        return None
+    host = reached_at(hosts)
+    if hosts.tls is not None:
+        identity = read_identity(Path(hosts.tls), "hosts.tls")
+        identity.require_name(host, "hosts.tls")
+        os.environ.update(identity.environment())
+        return f"tls://{host}:0"
+    if not is_loopback_host(host):
+        if not hosts.insecure:
+            raise SpecError(
+                f"hosts.tls: the workers reach this host at {host} by plain TCP, and whoever else "
+                "does runs code here; set hosts.tls, or hosts.insecure on a network of the mesh's "
+                "own"
+            )
+        say(
+            f"WARNING: hosts.insecure: whoever reaches {host} or a worker on the mesh's ports runs "
+            "code there"
+        )
+    return f"tcp://{host}:0"

@@ -6,11 +6,16 @@ The check runs in a process of its own, which imports transformers. Its verdict 
 
 from __future__ import annotations
 
-from forge_run.child import in_child
-from learning.model.verdicts import ModelVerdict, kept_verdict, model_folder, weight_files
-from protocols.errors import DataError
-from protocols.spec.learn import LearnSpec
-from protocols.spec.mesh import RunSpec
+from cartridge_forge.forge_run.child import in_child
+from cartridge_forge.learning.model.verdicts import (
+    ModelVerdict,
+    kept_verdict,
+    model_folder,
+    weight_files,
+)
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.mesh import RunSpec
 
 MOVING_INITS = ("attention_matching",)  # make cartridges of keys that are moved
 
@@ -58,13 +63,13 @@ def check_again(path: str) -> ModelVerdict:
 
 
 def _checked(path: str) -> ModelVerdict:
-    from learning.model.loading import checked_model  # imports torch, in the child
+    from cartridge_forge.learning.model.loading import checked_model  # imports torch, in the child
 
     return checked_model(path)
 
 
 def _checked_again(path: str) -> ModelVerdict:
-    from learning.model.loading import checked_again
+    from cartridge_forge.learning.model.loading import checked_again
 
     return checked_again(path)
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_run.resuming import UNFINISHED, open_directory
-from protocols.errors import CheckpointError, RunError
-from protocols.spec.mesh import RunSpec
-from services.run_directory import LATEST, RunDirectory, storage_error
-from services.run_lease import RunLease, hold_lease
+from cartridge_forge.forge_run.resuming import UNFINISHED, open_directory
+from cartridge_forge.plugins.library.run_lease import RunLease, hold_lease
+from cartridge_forge.protocols.errors import CheckpointError, RunError
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.services.run_directory import LATEST, RunDirectory, storage_error
 
 if TYPE_CHECKING:  # most runs have no store
-    from services.stored_runs.mirror import RunMirror
-    from services.stored_runs.store import StoredRun, StoreLease
+    from cartridge_forge.plugins.library.run_mirror import RunMirror
+    from cartridge_forge.plugins.library.run_store import StoredRun, StoreLease
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def _from_store(
 ) -> tuple[str | None, tuple[StoredRun, StoreLease] | None]:
     """Take the lease of the stored run that `resume` means, and fetch it where the store is ahead;
     return what to resume, and the run with its lease. Neither where the store has no such run."""
-    from registry.object_store import ObjectStore
-    from services.stored_runs.store import fetch, is_ahead, stored_at, stored_runs
+    from cartridge_forge.plugins.library.object_store import ObjectStore
+    from cartridge_forge.plugins.library.run_store import fetch, is_ahead, stored_at, stored_runs
 
     mesh, url = spec.mesh.name, spec.mesh.records.store
     if resume is None:
@@ -114,10 +114,10 @@ def _mirror(
     tell: Callable[[str], None],
     held: ExitStack,
 ) -> RunMirror:
-    from registry.object_store import ObjectStore
-    from services.role_processes import writers_apart
-    from services.stored_runs.mirror import RunMirror
-    from services.stored_runs.store import StoredRun
+    from cartridge_forge.plugins.library.object_store import ObjectStore
+    from cartridge_forge.plugins.library.run_mirror import RunMirror
+    from cartridge_forge.plugins.library.run_store import StoredRun
+    from cartridge_forge.services.role_processes import writers_apart
 
     if stored is None or stored[0].id != directory.id:
         run = StoredRun(ObjectStore(url), spec.mesh.name, directory.id)
@@ -129,7 +129,7 @@ def _mirror(
 
 def _held(run: StoredRun, tell: Callable[[str], None], held: ExitStack) -> StoreLease:
     """Take the lease of a stored run, and let go of it when `held` ends."""
-    from services.stored_runs.store import take_lease
+    from cartridge_forge.plugins.library.run_store import take_lease
 
     lease = take_lease(run, tell)
     held.callback(lease.end)

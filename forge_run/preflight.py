@@ -6,22 +6,22 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from actors.base import VLLM_REMEDY, gpus_here, missing_vllm
-from deploy.manifests.devices import GB, device_loads
-from deploy.manifests.run_volume import NO_LEDGER, shares_no_ledger
-from deploy.manifests.sizing import known_size, tensor_parallel
-from forge_run.formatting import bytes_text
-from learning.decoder_config import decoder_config
-from protocols.secrets import secret_text
-from protocols.spec.errors import SpecProblem, combined
-from protocols.spec.hosts import HostsSpec, is_loopback_host, is_tls
-from protocols.spec.learn import LearnSpec
-from protocols.spec.mesh import MODEL_ROLES, RunSpec
-from protocols.spec.model import model_shape, multiplies_bfloat16
-from protocols.spec.teacher_replay import ReplayTeacherSpec
-from protocols.spec.users.rows import ROW_SOURCES
-from protocols.spec.yaml_source import SourceLocation
-from services.hosts.handshake import host_and_port
+from cartridge_forge.actors.base import VLLM_REMEDY, gpus_here, missing_vllm
+from cartridge_forge.learning.decoder_config import decoder_config
+from cartridge_forge.plugins.cluster.hosts.handshake import host_and_port
+from cartridge_forge.plugins.cluster.manifests.devices import GB, device_loads
+from cartridge_forge.plugins.cluster.manifests.run_volume import NO_LEDGER, shares_no_ledger
+from cartridge_forge.plugins.cluster.manifests.sizing import known_size, tensor_parallel
+from cartridge_forge.protocols.formatting import bytes_text
+from cartridge_forge.protocols.secrets import secret_text
+from cartridge_forge.protocols.spec.errors import SpecProblem, combined
+from cartridge_forge.protocols.spec.hosts import HostsSpec, is_loopback_host, is_tls
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RunSpec
+from cartridge_forge.protocols.spec.model import model_shape, multiplies_bfloat16
+from cartridge_forge.protocols.spec.teacher_replay import ReplayTeacherSpec
+from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
+from cartridge_forge.protocols.spec.yaml_source import SourceLocation
 
 Fault = tuple[str, object, str, str]  # dotted key, value, what is wrong, remedy
 # Each operation of each token is a launch: 800,000 in a rollout of the published size, and no graph
@@ -230,7 +230,7 @@ def _input_faults(learn: LearnSpec) -> Iterator[Fault]:
             why = "cannot run, there are no documents"
             yield "data.path", "null", why, "add --set data.path=FOLDER"
     elif data.path is None:
-        from environments.clinic.vocabulary import FIELDS
+        from cartridge_forge.plugins.clinic.vocabulary import FIELDS
 
         if data.facts is not None and data.facts > len(FIELDS):
             why = f"is more than the {len(FIELDS)} kinds of fact that the clinic knows"

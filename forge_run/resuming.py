@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from protocols.errors import CheckpointError
-from protocols.files import salvage
-from protocols.spec.loading import load_resolved
-from protocols.spec.mesh import RolesSpec, RunSpec
-from protocols.spec.yaml_source import dump_yaml
-from services.pool.sizes import PoolSize, resumed_sizes
-from services.run_directory import RunDirectory
+from cartridge_forge.protocols.errors import CheckpointError
+from cartridge_forge.protocols.files import salvage
+from cartridge_forge.protocols.spec.loading import load_resolved
+from cartridge_forge.protocols.spec.mesh import RolesSpec, RunSpec
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.services.pool.sizes import PoolSize, resumed_sizes
+from cartridge_forge.services.run_directory import RunDirectory
 
 UNFINISHED = "unfinished"  # `resume` value for the latest run, unless it finished
 MAY_CHANGE = (  # on resuming

@@ -35,11 +35,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from learning.attention import FlatAttention
-from learning.decoder import LanguageModel, recomputing
-from protocols.errors import DataError
-from protocols.train_batch import TrainBatch
-from protocols.types import SEPARATOR, Sample, require_ids
+from cartridge_forge.learning.attention import FlatAttention
+from cartridge_forge.learning.decoder import LanguageModel, recomputing
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.types import SEPARATOR, Sample, require_ids
 
 Member = tuple[str, int]  # a group of samples: the name of its set, and its index there
 

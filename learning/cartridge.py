@@ -59,12 +59,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from learning.ranks import map_large, to_host
-from protocols.errors import DataError, PublishError
-from protocols.types import CARTRIDGE, SEPARATOR, PrefixRef, PublishedCartridge, Sample, TensorRef
+from cartridge_forge.learning.ranks import map_large, to_host
+from cartridge_forge.protocols.errors import DataError, PublishError
+from cartridge_forge.protocols.types import (
+    CARTRIDGE,
+    SEPARATOR,
+    PrefixRef,
+    PublishedCartridge,
+    Sample,
+    TensorRef,
+)
 
 if TYPE_CHECKING:  # to move and publish cartridges needs no model
-    from learning.decoder import KeyFrequencies, LanguageModel
+    from cartridge_forge.learning.decoder import KeyFrequencies, LanguageModel
 
 
 class CartridgeBank:

@@ -51,10 +51,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learning.ranks import ALONE, ProcessGroup, map_large, to_host
-from protocols.errors import CheckpointError, DamagedError
-from protocols.files import flush, sha256_of
-from protocols.reserve import with_room
+from cartridge_forge.learning.ranks import ALONE, ProcessGroup, map_large, to_host
+from cartridge_forge.protocols.errors import CheckpointError, DamagedError
+from cartridge_forge.protocols.files import flush, sha256_of
+from cartridge_forge.protocols.reserve import with_room
 
 SCHEMA = 3
 STACKED, STACKED_SCHEMA = "state.safetensors", 2

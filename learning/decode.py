@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from learning.attention import (
+from cartridge_forge.learning.attention import (
     UNSEEN,
     AttentionOptions,
     FlatAttention,
@@ -34,11 +34,11 @@ from learning.attention import (
     over_prefixes,
     window_mask,
 )
-from learning.decoder import LanguageModel, linear
-from learning.stopping import Decode, StopChecker
-from protocols.errors import DataError, PublishError
-from protocols.grammar import ResponseGrammar
-from protocols.types import (
+from cartridge_forge.learning.decoder import LanguageModel, linear
+from cartridge_forge.learning.stopping import Decode, StopChecker
+from cartridge_forge.protocols.errors import DataError, PublishError
+from cartridge_forge.protocols.grammar import ResponseGrammar
+from cartridge_forge.protocols.types import (
     Completion,
     GenerateRequest,
     PrefixRef,

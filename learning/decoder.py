@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from learning.attention import AttentionOptions
-from learning.decoder_config import DecoderConfig
-from protocols.errors import DataError
-from protocols.spec.model import PACKED_BYTES
-from protocols.work import count
+from cartridge_forge.learning.attention import AttentionOptions
+from cartridge_forge.learning.decoder_config import DecoderConfig
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.spec.model import PACKED_BYTES
+from cartridge_forge.protocols.work import count
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROJECTIONS = ("qkv", "out", "gate_up", "down")  # of a layer

@@ -25,13 +25,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from learning.cartridge import CartridgeBank, check_longer, shifted
-from learning.decoder import LanguageModel
-from learning.teacher import DocumentKVCache, context_ids, document_kv
-from protocols.errors import DataError
-from protocols.plugins import resolve
-from protocols.seeds import stream_seed
-from protocols.types import SEPARATOR
+from cartridge_forge.learning.cartridge import CartridgeBank, check_longer, shifted
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.teacher import DocumentKVCache, context_ids, document_kv
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.seeds import stream_seed
+from cartridge_forge.protocols.types import SEPARATOR
 
 CHUNKS = 8  # at most, and so few that each has LEAST tokens
 LEAST = 4

@@ -18,13 +18,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from learning.batch import check_rows, token_logprobs
-from learning.decoder import LanguageModel
-from learning.ranks import ALONE, ProcessGroup
-from learning.teacher import TeacherDistribution, response_logprobs
-from protocols.errors import DataError, StaleTokenError
-from protocols.train_batch import PolicySample, PreferencePair, TrainBatch, completions
-from protocols.types import Sample
+from cartridge_forge.learning.batch import check_rows, token_logprobs
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.ranks import ALONE, ProcessGroup
+from cartridge_forge.learning.teacher import TeacherDistribution, response_logprobs
+from cartridge_forge.protocols.errors import DataError, StaleTokenError
+from cartridge_forge.protocols.train_batch import (
+    PolicySample,
+    PreferencePair,
+    TrainBatch,
+    completions,
+)
+from cartridge_forge.protocols.types import Sample
 
 
 def shared_logprobs(

@@ -41,8 +41,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learning.decoder import LanguageModel
-from protocols.errors import DataError, RanksLostError, RunError, StaleTokenError
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.protocols.errors import DataError, RanksLostError, RunError, StaleTokenError
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from learning.batch import (
+from cartridge_forge.learning.batch import (
     Member,
     MicroBatch,
     PreparedBatch,
@@ -53,9 +53,14 @@ from learning.batch import (
     response_tokens,
     tokens_of,
 )
-from learning.cartridge import CartridgeBank, prefix_lengths, prefix_name, student_prefixes
-from learning.decoder import LanguageModel
-from learning.losses.channel import (
+from cartridge_forge.learning.cartridge import (
+    CartridgeBank,
+    prefix_lengths,
+    prefix_name,
+    student_prefixes,
+)
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.losses.channel import (
     LossAccumulator,
     LossChannel,
     LossTerm,
@@ -63,12 +68,12 @@ from learning.losses.channel import (
     gradients_by_channel,
     gradients_of,
 )
-from learning.ranks import ALONE, ProcessGroup, concurrently, passes_beside
-from learning.trainer_state import CartridgeProgress
-from protocols.errors import RunError, StaleTokenError
-from protocols.spec.sections import GapBounds
-from protocols.train_batch import TrainBatch
-from protocols.types import OFFLINE_VERSION, Sample, TrainStepOutput
+from cartridge_forge.learning.ranks import ALONE, ProcessGroup, concurrently, passes_beside
+from cartridge_forge.learning.trainer_state import CartridgeProgress
+from cartridge_forge.protocols.errors import RunError, StaleTokenError
+from cartridge_forge.protocols.spec.sections import GapBounds
+from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.types import OFFLINE_VERSION, Sample, TrainStepOutput
 
 
 @dataclass(frozen=True)
@@ -396,7 +401,7 @@ def update(step: PreparedStep, sums: StepSums) -> TrainStepOutput:
     )  # fmt: skip
     terms = tally.terms({channel.name: channel.facts(step.batch) for channel in step.channels})
     if norms or balances:
-        from learning.losses.balance import report
+        from cartridge_forge.learning.losses.balance import report
 
         terms = report(terms, list(balances.values()), coefficients, norms)
     lr = max((one["lr"] for one in updates.values()), default=max(one["lr"] for one in outcomes))

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from protocols.errors import DataError
-from protocols.types import StopCondition
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.types import StopCondition
 
 Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how tokenizers write a character that is not yet whole

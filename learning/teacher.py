@@ -31,8 +31,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.attention import FlatAttention
-from learning.batch import (
+from cartridge_forge.learning.attention import FlatAttention
+from cartridge_forge.learning.batch import (
     ChunkedLogits,
     cartridge_of,
     check_ids,
@@ -43,11 +43,11 @@ from learning.batch import (
     token_logprobs,
     tokens_of,
 )
-from learning.decoder import LanguageModel
-from learning.ranks import concurrently, passes_beside
-from protocols.errors import DataError
-from protocols.train_batch import PrecomputedScores
-from protocols.types import SEPARATOR, CacheStats, Sample, require_ids
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.ranks import concurrently, passes_beside
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.train_batch import PrecomputedScores
+from cartridge_forge.protocols.types import SEPARATOR, CacheStats, Sample, require_ids
 
 PREFILL_CHUNK = 512  # tokens: bounds the activations while a long document is read
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learning.cartridge import CartridgeBank
-from learning.checkpoint import Checkpoint, LastState, part_index, write_checkpoint
-from learning.decoder import LanguageModel
-from learning.losses.channel import LossChannel
-from learning.losses.objective import active_channels
-from learning.model.loading import base_hash
-from learning.policy_scores import check_policy, shared_logprobs, with_references
-from learning.ranks import ALONE, ProcessGroup
-from learning.step import StepOptions, train_step
-from learning.teacher import score_over
-from learning.trainer_state import (
+from cartridge_forge.learning.cartridge import CartridgeBank
+from cartridge_forge.learning.checkpoint import Checkpoint, LastState, part_index, write_checkpoint
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.losses.channel import LossChannel
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.model.loading import base_hash
+from cartridge_forge.learning.policy_scores import check_policy, shared_logprobs, with_references
+from cartridge_forge.learning.ranks import ALONE, ProcessGroup
+from cartridge_forge.learning.step import StepOptions, train_step
+from cartridge_forge.learning.teacher import score_over
+from cartridge_forge.learning.trainer_state import (
     CartridgeProgress,
     LearningRateSchedule,
     Snapshots,
@@ -28,15 +28,15 @@ from learning.trainer_state import (
     TrainerState,
     tensor_rms,
 )
-from learning.updates import run_updates
-from protocols.errors import CheckpointError, PublishError, StaleTokenError
-from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.spec.sections import GapBounds, TrainSpec
-from protocols.train_batch import PreferencePair, TrainBatch
-from protocols.types import Sample, SampleScores, TrainStepOutput
+from cartridge_forge.learning.updates import run_updates
+from cartridge_forge.protocols.errors import CheckpointError, PublishError, StaleTokenError
+from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import GapBounds, TrainSpec
+from cartridge_forge.protocols.train_batch import PreferencePair, TrainBatch
+from cartridge_forge.protocols.types import Sample, SampleScores, TrainStepOutput
 
 if TYPE_CHECKING:  # for objectives that balance their channels
-    from learning.losses.balance import GradientBalance
+    from cartridge_forge.learning.losses.balance import GradientBalance
 
 
 class CartridgeTrainer:
@@ -171,7 +171,7 @@ class CartridgeTrainer:
         channels = [now for c in self._channels if (now := c.at(state.step)).weight]
         scores = None
         if self._keep_token_scores:
-            from learning.losses.token_scores import (
+            from cartridge_forge.learning.losses.token_scores import (
                 TokenScores,  # an observer: no number depends on it
             )
 
@@ -218,7 +218,7 @@ class CartridgeTrainer:
         spec = self._objective
         if spec.balance != "gradient_norm" or len(self._channels) < 2:
             return None
-        from learning.losses.balance import GradientBalance
+        from cartridge_forge.learning.losses.balance import GradientBalance
 
         return GradientBalance(spec.balance_every, spec.balance_bound)
 

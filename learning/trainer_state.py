@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from learning.cartridge import CartridgeBank
-from learning.checkpoint import CARTRIDGE, Checkpoint, part_name
-from protocols.errors import CheckpointError
-from protocols.types import TrainStepOutput
+from cartridge_forge.learning.cartridge import CartridgeBank
+from cartridge_forge.learning.checkpoint import CARTRIDGE, Checkpoint, part_name
+from cartridge_forge.protocols.errors import CheckpointError
+from cartridge_forge.protocols.types import TrainStepOutput
 
 if TYPE_CHECKING:  # for objectives that balance their channels
-    from learning.losses.balance import GradientBalance
+    from cartridge_forge.learning.losses.balance import GradientBalance
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from protocols.errors import CheckpointError, RunError
-from protocols.reserve import with_room
+from cartridge_forge.protocols.errors import CheckpointError, RunError
+from cartridge_forge.protocols.reserve import with_room
 
 _OFFSET = time.time() - time.monotonic()
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 """The directory of configs/ and deploy/monitoring/, in a checkout and in an installed wheel."""
+
+IMPORT_FOLDER = Path(__file__).parents[2]
+"""The directory that holds the package: what a child process needs on its path to import it."""
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Define which texts Kubernetes and container registries take as names, as regular expressions.
 
-The spec of the values (and so `forge k8s render` and the chart's schema) and `forge k8s check`
-read these. They use no lookaround, which Helm's engine and pydantic's do not have. Sources: "Object
-Names and IDs" and "Labels and Selectors" of Kubernetes' documentation; the grammar of references
-of distribution/reference.
+The spec of the values, and so `forge k8s render` and the chart's schema, read these. They use no
+lookaround, which Helm's engine and pydantic's do not have. Sources: "Object Names and IDs" and
+"Labels and Selectors" of Kubernetes' documentation; the grammar of references of
+distribution/reference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ LABEL_LENGTH = 63
 REPOSITORY = rf"^{_REPOSITORY}$"
 TAG = rf"^{_TAG}$"
 DIGEST = rf"^{_DIGEST}$"
-IMAGE = rf"^{_REPOSITORY}(:{_TAG})?(@[a-z0-9]+([.+_-][a-z0-9]+)*:[0-9a-f]{{32,}})?$"
 EXTENDED_RESOURCE = rf"^{_SUBDOMAIN}/{_LABEL_NAME}$"  # of a device plugin
 
 # What each asks for: (rule, remedy), as errors of a spec say it.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
-from protocols.errors import DataError
-from protocols.spec.cartridge import CartridgeSpec
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.spec.cartridge import CartridgeSpec
 
 CORPUS = "corpus"  # the name of the cartridge of all documents
 

@@ -21,7 +21,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
-from protocols.errors import SpecError
+from cartridge_forge.protocols.errors import SpecError
 
 GROUP = "cartridge_forge.plugins"
 Kind = Literal["recipes", "roles", "channels", "hosts", "planes", "sinks", "commands", "hooks"]
@@ -62,8 +62,8 @@ class Plugin:
 
     def place(self, kind: Kind, name: str) -> str:
         """Return the place of an object, "module:attribute"."""
-        found: str = getattr(self, kind)[name]
-        return found
+        place: str = getattr(self, kind)[name]
+        return place
 
     def entries(self) -> Iterator[tuple[Kind, str, str]]:
         """Yield the kind, name and place of every object."""
@@ -80,9 +80,9 @@ def resolve(kind: Kind, name: str) -> Any:
 
 def _plugin_with(kind: Kind, name: str) -> Plugin:
     shipped = next((p for p in (CORE, *SHIPPED) if name in getattr(p, kind)), None)
-    found = shipped or next((p for p in installed() if name in getattr(p, kind)), None)
-    if found is not None:
-        return found
+    plugin = shipped or next((p for p in installed() if name in getattr(p, kind)), None)
+    if plugin is not None:
+        return plugin
     raise SpecError(
         f"there is no {NOUNS[kind]} {name!r}: expected one of {', '.join(known(kind))}; correct "
         f"the name, or install the package whose plug-in adds it (entry point group {GROUP})"
@@ -115,7 +115,7 @@ def load(plugin: Plugin, kind: Kind, name: str) -> Any:
     module, _, attribute = place.partition(":")
     what = f"{NOUNS[kind]} {name} of the plug-in {plugin.name}"
     try:
-        found = import_module(module)
+        imported = import_module(module)
     except ImportError as error:
         missing = error.name or module
         if not isinstance(error, ModuleNotFoundError):
@@ -130,12 +130,12 @@ def load(plugin: Plugin, kind: Kind, name: str) -> Any:
             f"{what} needs the package {missing}, which is not installed here; run "
             f"`pip install {missing}`, or leave {name} out"
         ) from error
-    if not hasattr(found, attribute):
+    if not hasattr(imported, attribute):
         raise SpecError(
             f"{what} is at {place}, and that module has no {attribute}; install a version of "
             f"{plugin.name} that fits this one of Cartridge Forge"
         )
-    return getattr(found, attribute)
+    return getattr(imported, attribute)
 
 
 @cache
@@ -174,86 +174,99 @@ def _plugin_of(point: EntryPoint) -> Plugin:
     return plugin
 
 
+PLUGINS = "cartridge_forge.plugins"
 CORE = Plugin(
     "core",
     roles={
-        "generator": "actors.model_actors:GeneratorActor",
-        "doc_teacher": "actors.model_actors:DocTeacherActor",
-        "trainer": "actors.trainer:TrainerActor",
-        "store": "actors.heartbeat:StoreActor",
+        "generator": "cartridge_forge.actors.model_actors:GeneratorActor",
+        "doc_teacher": "cartridge_forge.actors.model_actors:DocTeacherActor",
+        "trainer": "cartridge_forge.actors.trainer:TrainerActor",
+        "store": "cartridge_forge.actors.heartbeat:StoreActor",
     },
-    channels={"doc_kl": "learning.losses.doc_kl:DocKL"},
+    channels={"doc_kl": "cartridge_forge.learning.losses.doc_kl:DocKL"},
     planes={
-        "torchstore": "services.planes.torchstore:open_plane",
-        "shared_memory": "services.planes.shared_memory:open_plane",
+        "torchstore": "cartridge_forge.services.planes.torchstore:open_plane",
+        "shared_memory": "cartridge_forge.services.planes.shared_memory:open_plane",
     },
 )
 SHIPPED = (
-    Plugin("clinic", recipes={"longhealth": "training.recipes.longhealth:open_recipe"}),
+    Plugin(
+        "clinic",
+        recipes={"longhealth": f"{PLUGINS}.documents.study.longhealth:open_recipe"},
+    ),
     Plugin(
         "documents",
-        recipes={"documents": "training.recipes.documents:open_recipe"},
-        hooks={"routing": "training.routing:RoutedQuestions"},
+        recipes={"documents": f"{PLUGINS}.documents.study.recipe:open_recipe"},
+        hooks={"routing": f"{PLUGINS}.documents.study.routing:RoutedQuestions"},
     ),
     Plugin(
         "episodes",
-        recipes={"episodes": "training.recipes.tool_episodes:open_recipe"},
+        recipes={"episodes": f"{PLUGINS}.episodes.recipe:open_recipe"},
         roles={
-            "sdpo_teacher": "actors.sdpo_teacher:SDPOTeacherActor",
-            "environment": "actors.environment:EnvironmentActor",
-            "reward": "actors.reward:RewardActor",
+            "sdpo_teacher": "cartridge_forge.actors.sdpo_teacher:SDPOTeacherActor",
+            "environment": "cartridge_forge.actors.environment:EnvironmentActor",
+            "reward": "cartridge_forge.actors.reward:RewardActor",
         },
-        channels={"grpo": "learning.losses.grpo:GRPO", "sdpo": "learning.losses.sdpo:SDPO"},
+        channels={
+            "grpo": f"{PLUGINS}.episodes.losses.grpo:GRPO",
+            "sdpo": f"{PLUGINS}.episodes.losses.sdpo:SDPO",
+        },
     ),
     Plugin(
         "replay",
-        roles={"teacher_replay": "actors.teacher_replay:TeacherReplayActor"},
-        channels={"replay_dpo": "learning.losses.dpo:ReplayDPO"},
-        hooks={"local_teachers": "environments.clinic.fake_teachers:local_teachers"},
+        roles={"teacher_replay": "cartridge_forge.actors.teacher_replay:TeacherReplayActor"},
+        channels={"replay_dpo": f"{PLUGINS}.replay.dpo:ReplayDPO"},
+        hooks={"local_teachers": f"{PLUGINS}.replay.clinic_teachers:local_teachers"},
     ),
     Plugin(
         "strategies",
-        recipes={"rsa": "training.recipes.rsa:open_recipe"},
-        roles={"rsa_aggregator": "actors.rsa_aggregator:RSAAggregatorActor"},
+        recipes={"rsa": f"{PLUGINS}.rsa.recipe:open_recipe"},
+        roles={"rsa_aggregator": "cartridge_forge.actors.rsa_aggregator:RSAAggregatorActor"},
     ),
     Plugin(
         "library",
         hooks={
-            "attention_matching": "learning.attention_matching:attention_matched",
-            "attention_padding": "learning.attention_matching:attention_added",
-            "other_models": "learning.model.adapter:load_by_transformers",
-            "other_frequencies": "learning.model.adapter:frequencies_by_transformers",
-            "model_check": "learning.model.parity:check_model",
-            "start": "registry.starting:open_start",
-            "trainer_files": "actors.stored_files:TrainerFiles",
-            "store_variables": "registry.object_store:VARIABLES",
+            "attention_matching": f"{PLUGINS}.library.attention_matching:attention_matched",
+            "attention_padding": f"{PLUGINS}.library.attention_matching:attention_added",
+            "other_models": f"{PLUGINS}.library.models.adapter:load_by_transformers",
+            "other_frequencies": f"{PLUGINS}.library.models.adapter:frequencies_by_transformers",
+            "model_check": f"{PLUGINS}.library.models.parity:check_model",
+            "start": f"{PLUGINS}.library.starting:open_start",
+            "trainer_files": f"{PLUGINS}.library.stored_files:TrainerFiles",
+            "store_variables": f"{PLUGINS}.library.object_store:VARIABLES",
         },
     ),
-    Plugin("vllm", hooks={"engine_share": "deploy.manifests.devices:engine_share"}),
-    Plugin("grammar", hooks={"grammars": "learning.decoding.grammar:Grammars"}),
-    Plugin("serve", roles={"engine_generator": "actors.engine_generator:EngineGeneratorActor"}),
+    Plugin(
+        "vllm",
+        hooks={"engine_share": f"{PLUGINS}.cluster.manifests.devices:engine_share"},
+    ),
+    Plugin("grammar", hooks={"grammars": f"{PLUGINS}.grammar.grammar:Grammars"}),
+    Plugin(
+        "serve",
+        roles={"engine_generator": "cartridge_forge.actors.engine_generator:EngineGeneratorActor"},
+    ),
     Plugin(
         "cluster",
         hosts={
-            "addresses": "services.hosts.addressed:open_hosts",
-            "kubernetes": "services.hosts.kubernetes:KubernetesHosts",
-            "slurm": "services.hosts.slurm:SlurmHosts",
+            "addresses": f"{PLUGINS}.cluster.hosts.addressed:open_hosts",
+            "kubernetes": f"{PLUGINS}.cluster.hosts.kubernetes:KubernetesHosts",
+            "slurm": f"{PLUGINS}.cluster.hosts.slurm:SlurmHosts",
         },
         hooks={
-            "relays": "services.pool.host_relays:HostRelays",
-            "host_membership": "services.pool.membership:HostMembership",
-            "host_heartbeats": "services.pool.host_heartbeats:HostHeartbeats",
+            "relays": f"{PLUGINS}.cluster.relays.host_relays:HostRelays",
+            "host_membership": f"{PLUGINS}.cluster.hosts.membership:HostMembership",
+            "host_heartbeats": f"{PLUGINS}.cluster.hosts.host_heartbeats:HostHeartbeats",
         },
     ),
     Plugin(
         "watch",
         sinks={
-            "metrics": "services.telemetry.prometheus:open_sink",
-            "trace": "services.telemetry.trace:open_sink",
-            "tensorboard": "services.telemetry.tensorboard:open_sink",
-            "wandb": "services.telemetry.wandb:open_sink",
-            "otlp": "services.telemetry.otlp:open_sink",
+            "metrics": f"{PLUGINS}.watch.telemetry.prometheus:open_sink",
+            "trace": f"{PLUGINS}.watch.telemetry.trace:open_sink",
+            "tensorboard": f"{PLUGINS}.watch.telemetry.tensorboard:open_sink",
+            "wandb": f"{PLUGINS}.watch.telemetry.wandb:open_sink",
+            "otlp": f"{PLUGINS}.watch.telemetry.otlp:open_sink",
         },
-        hooks={"observer": "services.control.observer:ControlledRun"},
+        hooks={"observer": f"{PLUGINS}.watch.control.observer:ControlledRun"},
     ),
 )

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from protocols.records.run_files import MetricRow
-from protocols.records.status import PoolStatus, RunStatus
-from protocols.types import Completion, GenerateRequest, TensorRef, TraceSpan
+from cartridge_forge.protocols.records.run_files import MetricRow
+from cartridge_forge.protocols.records.status import PoolStatus, RunStatus
+from cartridge_forge.protocols.types import Completion, GenerateRequest, TensorRef, TraceSpan
 
 if TYPE_CHECKING:
     import torch

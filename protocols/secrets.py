@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, SecretStr
 from pydantic_core import PydanticCustomError
 
-from protocols.errors import SpecError
+from cartridge_forge.protocols.errors import SpecError
 
 FILE = "file:"
 HIDDEN = "a value that is not shown"  # what errors say they got where it may be a secret

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from protocols.errors import DataError
-from protocols.spec.mesh import HINTED_TEACHER
-from protocols.types import Sample, Sampling, TensorRef, TimedReply
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
+from cartridge_forge.protocols.types import Sample, Sampling, TensorRef, TimedReply
 
 
 @dataclass(frozen=True)

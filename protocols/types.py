@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
-from protocols.errors import DataError
-from protocols.grammar import ResponseGrammar
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.grammar import ResponseGrammar
 
 CARTRIDGE = "cartridge/"  # the names of prefixes that are trained cartridges begin with it
 PUBLISHED = "cartridges/"  # the keys of published cartridges begin with it
@@ -43,6 +43,10 @@ class PrefixRef:
     def parts(self) -> tuple[PrefixRef, ...]:
         """Return the composed prefixes, in order; a single prefix returns itself alone."""
         return (PrefixRef(self.name, self.version), *self.then)
+
+
+BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
+"""No document before the tokens."""
 
 
 def composed_ref(parts: Sequence[PrefixRef]) -> PrefixRef:

@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 
 from monarch.actor import Channel
 
-from protocols.errors import PublishError, RunError
-from protocols.ports import TensorPlane
-from protocols.records.status import ReplicaState
-from protocols.spec.mesh import HINTED_TEACHER
-from protocols.train_batch import PreferencePair, ReferenceOutput, TrainBatch
-from protocols.types import (
+from cartridge_forge.protocols.errors import PublishError, RunError
+from cartridge_forge.protocols.ports import TensorPlane
+from cartridge_forge.protocols.records.status import ReplicaState
+from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
+from cartridge_forge.protocols.train_batch import PreferencePair, ReferenceOutput, TrainBatch
+from cartridge_forge.protocols.types import (
     CartridgeSnapshot,
     Completion,
     EngineReport,
@@ -36,9 +36,9 @@ from protocols.types import (
     TokenPort,
     TrainStepOutput,
 )
-from services.pool.pool import Pool, PoolUpdate
-from services.pool.replica import Packed, Replica, ask
-from services.published import PublishedCartridges
+from cartridge_forge.services.pool.pool import Pool, PoolUpdate
+from cartridge_forge.services.pool.replica import Packed, Replica, ask
+from cartridge_forge.services.published import PublishedCartridges
 
 Replied = Callable[[Sequence[Completion]], None] | None
 """Called with the completions of each reply as soon as that reply arrives."""

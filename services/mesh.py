@@ -19,28 +19,28 @@ from pathlib import Path
 
 from monarch.actor import this_host
 
-from actors.base import ModelSource, NoPlane, warm_up
-from learning.model.control_tokens import vocabulary_of
-from learning.model.verdicts import kept_verdict
-from protocols.errors import PlaneError
-from protocols.plugins import resolve
-from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
-from protocols.spec.model import ModelSpec
-from protocols.spec.sections import GeneratorSpec
-from protocols.spec.services import HealthSpec
-from protocols.types import CartridgeSnapshot, TraceSpan, require_ids
-from services.clients import TrainerClient, use_plane
-from services.forkserver.client import bootstrap_command
-from services.hosts.source import HostSource, versions
-from services.planes.open import OwnedPlane, PlaneRelays, import_plane, open_plane
-from services.pool.lifecycle import Check, Note
-from services.pool.pool import Pool
-from services.pool.process import same_files
-from services.pool.replica import Replica
-from services.pool.service import Service
-from services.pool.work_time import WorkTime, work_time
-from services.role_processes import WRITERS, role_variables
-from services.roles import (
+from cartridge_forge.actors.base import ModelSource, NoPlane, warm_up
+from cartridge_forge.learning.model.control_tokens import vocabulary_of
+from cartridge_forge.learning.model.verdicts import kept_verdict
+from cartridge_forge.protocols.errors import PlaneError
+from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
+from cartridge_forge.protocols.spec.model import ModelSpec
+from cartridge_forge.protocols.spec.sections import GeneratorSpec
+from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.protocols.types import CartridgeSnapshot, TraceSpan, require_ids
+from cartridge_forge.services.clients import TrainerClient, use_plane
+from cartridge_forge.services.forkserver.client import bootstrap_command
+from cartridge_forge.services.planes.open import OwnedPlane, PlaneRelays, import_plane, open_plane
+from cartridge_forge.services.pool.hosts import HostSource, versions
+from cartridge_forge.services.pool.lifecycle import Check, Note
+from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.process import same_files
+from cartridge_forge.services.pool.replica import Replica
+from cartridge_forge.services.pool.service import Service
+from cartridge_forge.services.pool.work_time import WorkTime, work_time
+from cartridge_forge.services.role_processes import WRITERS, role_variables
+from cartridge_forge.services.roles import (
     ENGINE_GENERATOR,
     actor_class,
     actor_of,
@@ -48,7 +48,7 @@ from services.roles import (
     role_arguments,
     with_room,
 )
-from services.run_directory import RunDirectory
+from cartridge_forge.services.run_directory import RunDirectory
 
 ANSWER_SECONDS = 2.0  # a heartbeat takes milliseconds
 EVERY_VERSION = 2**31  # a server drops versions by name, not by age

@@ -12,8 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from protocols.errors import StaleTokenError
-from protocols.types import CARTRIDGE, CartridgeSnapshot, Completion, GenerateRequest
+from cartridge_forge.protocols.errors import StaleTokenError
+from cartridge_forge.protocols.types import (
+    CARTRIDGE,
+    CartridgeSnapshot,
+    Completion,
+    GenerateRequest,
+)
 
 SHOWN = 12  # hexadecimal digits of a fingerprint in an error
 

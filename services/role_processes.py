@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from protocols.plugins import resolve
-from protocols.secrets import LOCAL_KEY
-from protocols.spec.mesh import MODEL_ROLES, RunSpec
+from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.secrets import LOCAL_KEY
+from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RunSpec
 
 HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # what a model of the hub may need to be loaded
 SINKS = ("WANDB_", "OTEL_")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.base import ModelSource
-from protocols.plugins import resolve
-from protocols.records.run_files import StoredPlace
-from protocols.spec.learn import LearnSpec
-from protocols.spec.mesh import HINTED_TEACHER, RoleSpec, RunSpec
-from services.role_processes import writers_apart
-from services.run_directory import RunDirectory
+from cartridge_forge.actors.base import ModelSource
+from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.records.run_files import StoredPlace
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER, RoleSpec, RunSpec
+from cartridge_forge.services.role_processes import writers_apart
+from cartridge_forge.services.run_directory import RunDirectory
 
 ENGINE_GENERATOR = "engine_generator"  # vLLM in a run, either engine in a server
 ALONE = ("trainer", "store")  # roles with exactly one replica

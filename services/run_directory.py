@@ -18,7 +18,7 @@ kill.
         ├── rows.json        which rows of a dataset, by hash          written once
         ├── terms.json       the words of each cartridge's texts       replaced whole
         ├── contamination.jsonl  duplicated evaluation questions       replaced whole
-        ├── teachers.jsonl   every call to a teacher: the ledger       by teachers/ledger.py
+        ├── teachers.jsonl   every call to a teacher: the ledger       by plugins/replay/ledger.py
         ├── events.jsonl     run events with their times               appended
         ├── trace.json       every request and phase, for Perfetto     appended
         ├── checkpoints/     checkpoints of the trainer                by the trainer
@@ -48,8 +48,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from protocols.errors import CheckpointError, RunError
-from protocols.files import (
+from cartridge_forge.protocols.errors import CheckpointError, RunError
+from cartridge_forge.protocols.files import (
     append_rows,
     iter_rows,
     json_lines,
@@ -57,9 +57,9 @@ from protocols.files import (
     utc_text,
     write_atomically,
 )
-from protocols.records.answers import AnswerRow
-from protocols.records.chat_date import read_date, write_date
-from protocols.records.run_files import (
+from cartridge_forge.protocols.records.answers import AnswerRow
+from cartridge_forge.protocols.records.chat_date import read_date, write_date
+from cartridge_forge.protocols.records.run_files import (
     TERMS,
     TRAINED_ARMS,
     EventName,
@@ -67,11 +67,11 @@ from protocols.records.run_files import (
     RolloutRow,
     RunResults,
 )
-from protocols.records.token_scores import TokenScoreRow
-from protocols.reserve import FULL, hold_room
-from protocols.reserve import NAME as RESERVE
-from protocols.secrets import redacted_row
-from protocols.types import SampleScores
+from cartridge_forge.protocols.records.token_scores import TokenScoreRow
+from cartridge_forge.protocols.reserve import FULL, hold_room
+from cartridge_forge.protocols.reserve import NAME as RESERVE
+from cartridge_forge.protocols.secrets import redacted_row
+from cartridge_forge.protocols.types import SampleScores
 
 Position = tuple[int, int]  # index of a trained arm, and its step
 

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from protocols.ports import TelemetrySink
-from protocols.records.status import RunStatus
-from services.pool.pool import Pool
-from services.run_log import RunLog
+from cartridge_forge.protocols.ports import TelemetrySink
+from cartridge_forge.protocols.records.status import RunStatus
+from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.run_log import RunLog
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from protocols.reserve import with_room
-from services.run_directory import Position, RunDirectory
+from cartridge_forge.protocols.reserve import with_room
+from cartridge_forge.services.run_directory import Position, RunDirectory
 
 VERSION = "version-"  # begins the name of a checkpoint
 
@@ -84,7 +84,7 @@ def resume_point(
         return ResumePoint(checkpoint)
     if not usable:
         return ResumePoint(checkpoint)
-    from learning.checkpoint import last_version  # imports torch
+    from cartridge_forge.learning.checkpoint import last_version  # imports torch
 
     same = last_version(directory.last_state) == version
     return ResumePoint(checkpoint, state if same else None)

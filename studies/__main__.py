@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from protocols.errors import ForgeError
+from cartridge_forge.protocols.errors import ForgeError
 from studies import archive, pages, sweeps
 from studies.archive import KeptRun
 

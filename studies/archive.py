@@ -23,8 +23,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from protocols.errors import DataError, SpecError
-from protocols.files import REPOSITORY, iter_rows, json_lines, write_atomically
+from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.files import REPOSITORY, iter_rows, json_lines, write_atomically
 
 HOME = Path(__file__).parent
 RUNS = "runs.json"
@@ -100,13 +100,13 @@ def text(study: str, name: str) -> str:
     return archive.read(name).decode()
 
 
-def has(study: str, name: str) -> bool:
+def has_member(study: str, name: str) -> bool:
     """Return whether the study's archive has a member of that name."""
     archive = _open(study)
     return archive is not None and name in archive.NameToInfo
 
 
-def whole(study: str, name: str) -> Any:
+def document(study: str, name: str) -> Any:
     """Return a JSON member."""
     return json.loads(text(study, name))
 
@@ -119,7 +119,7 @@ def rows(study: str, name: str) -> Iterator[dict[str, Any]]:
 
 def runs(study: str, sweep: str | None = None) -> list[KeptRun]:
     """Return the kept runs of a study, or of one of its sweeps, in the sweep's order."""
-    listed = whole(study, RUNS) if has(study, RUNS) else []
+    listed = document(study, RUNS) if has_member(study, RUNS) else []
     return [KeptRun(**row) for row in listed if sweep in (None, row["sweep"])]
 
 
@@ -140,13 +140,13 @@ def run_files(folder: Path) -> dict[str, bytes]:
     return files
 
 
-def keep(study: str, kept: Sequence[tuple[KeptRun, Path]]) -> Path:
+def keep(study: str, finished: Sequence[tuple[KeptRun, Path]]) -> Path:
     """Add finished runs, each with its run directory, to a study's archive, and return its path.
 
     A run of the same name is replaced. Raises SpecError for an unfinished run."""
     files = members(study)
     listed = {run.name: run for run in runs(study)}
-    for run, folder in kept:
+    for run, folder in finished:
         fresh = run_files(folder)
         files = {name: data for name, data in files.items() if not name.startswith(f"{run.name}/")}
         files |= {f"{run.name}/{name}": data for name, data in fresh.items()}
@@ -155,9 +155,9 @@ def keep(study: str, kept: Sequence[tuple[KeptRun, Path]]) -> Path:
     return pack(study, files)
 
 
-def listing(kept: Sequence[KeptRun]) -> bytes:
+def listing(listed: Sequence[KeptRun]) -> bytes:
     """Return runs.json: a line a run."""
-    lines = ",\n".join(json.dumps(asdict(run)) for run in kept)
+    lines = ",\n".join(json.dumps(asdict(run)) for run in listed)
     return f"[\n{lines}\n]\n".encode()
 
 
@@ -166,5 +166,5 @@ def unpack(study: str, run: KeptRun, folder: Path, spec: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "spec.yaml", spec)
     for name in (*WHOLE, *ROWS):
-        if has(study, f"{run.name}/{name}"):
+        if has_member(study, f"{run.name}/{name}"):
             write_atomically(folder / name, text(study, f"{run.name}/{name}"))

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from protocols.records.intervals import mean_interval, wilson_interval
+from cartridge_forge.plugins.statistics.intervals import mean_interval, wilson_interval
 
 Units = dict[Any, float]  # an outcome by document, desk or article
 
 
 def table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a Markdown table."""
-    first, *rest = [
+    first, *lines = [
         ("| " + " | ".join(row) + " |").replace("|  |", "| |") for row in (heads, *body)
     ]
-    return [first, "|---" * len(heads) + "|", *rest]
+    return [first, "|---" * len(heads) + "|", *lines]
 
 
 def spread(

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocols.files import REPOSITORY
-from studies.tables import made
+from cartridge_forge.protocols.files import REPOSITORY
+from studies.tables import table_lines
 
 # Pages of results: none of their tables is without a mark.
 RESULTS = (
@@ -88,7 +88,7 @@ def recorded(root: Path = REPOSITORY) -> list[DocTable]:
 
 def differing(one: DocTable) -> list[str]:
     """Return where a recorded table differs from its archive."""
-    wanted = made(one.argument)
+    wanted = table_lines(one.argument)
     if len(one.lines) != len(wanted):
         return [f"{one.page}:{one.line}: {len(one.lines)} lines, the record gives {len(wanted)}"]
     return [
@@ -119,12 +119,12 @@ def write(root: Path = REPOSITORY) -> list[str]:
     """Write every recorded table anew, and return the pages that changed."""
     changed = []
     for page in pages(root):
-        before = page.read_text(encoding="utf-8")
-        lines = before.splitlines()
+        text = page.read_text(encoding="utf-8")
+        lines = text.splitlines()
         for one in reversed(list(tables_of(page))):
             if one.kind == "record":
-                lines[one.line - 1 : one.line - 1 + len(one.lines)] = made(one.argument)
-        if (text := "\n".join(lines) + "\n") != before:
-            page.write_text(text, encoding="utf-8")
+                lines[one.line - 1 : one.line - 1 + len(one.lines)] = table_lines(one.argument)
+        if (fresh := "\n".join(lines) + "\n") != text:
+            page.write_text(fresh, encoding="utf-8")
             changed.append(str(page.relative_to(root)))
     return changed

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from forge_run.experiments.sweep import planned
-from forge_run.experiments.trials import Trial, read_runs, unfit, write_record
-from protocols.files import REPOSITORY
-from protocols.spec.experiments import SweepSpec
-from protocols.spec.loading import load_file
-from protocols.spec.yaml_source import dump_yaml
-from services.run_directory import RunDirectory
+from cartridge_forge.forge_run.experiments.sweep import planned
+from cartridge_forge.forge_run.experiments.trials import Trial, read_runs, unfit, write_record
+from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.spec.experiments import SweepSpec
+from cartridge_forge.protocols.spec.loading import load_file
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.services.run_directory import RunDirectory
 from studies import archive
 from studies.archive import KeptRun
 
@@ -29,9 +29,9 @@ def keep(path: Path, root: Path, sets: Sequence[str] = ()) -> list[str]:
     Raises SpecError for a bad sweep, RunError for a bad record of it."""
     spec, plan = _read(path, sets)
     runs = read_runs(_record(spec, root))
-    shown = str(path.resolve()).removeprefix(f"{REPOSITORY}/")
-    command = " ".join((f"forge sweep {shown}", *(f"--set {one}" for one in sets)))
-    kept = []
+    sweep_path = str(path.resolve()).removeprefix(f"{REPOSITORY}/")
+    command = " ".join((f"forge sweep {sweep_path}", *(f"--set {one}" for one in sets)))
+    finished = []
     for name, trial in _named(path, plan):
         if trial.name not in runs:
             continue
@@ -40,10 +40,10 @@ def keep(path: Path, root: Path, sets: Sequence[str] = ()) -> list[str]:
             run = KeptRun(
                 name, path.stem, trial.seed, dict(trial.arms), command, directory.id, spec.reference
             )
-            kept.append((run, directory.path))
-    if kept:
-        archive.keep(path.parent.name, kept)
-    return [run.name for run, _ in kept]
+            finished.append((run, directory.path))
+    if finished:
+        archive.keep(path.resolve().parent.name, finished)
+    return [run.name for run, _ in finished]
 
 
 def restore(path: Path, root: Path, sets: Sequence[str] = ()) -> list[str]:
@@ -51,19 +51,19 @@ def restore(path: Path, root: Path, sets: Sequence[str] = ()) -> list[str]:
     so that `forge sweep` finds them finished; return their trials. A run of another spec than the
     sweep's is left out."""
     spec, plan = _read(path, sets)
-    study, record = path.parent.name, _record(spec, root)
+    study, record = path.resolve().parent.name, _record(spec, root)
     runs = read_runs(record)
-    kept = {run.name: run for run in archive.runs(study, path.stem)}
+    archived = {run.name: run for run in archive.runs(study, path.stem)}
     restored = []
     for name, trial in _named(path, plan):
-        if trial.name in runs or name not in kept:
+        if trial.name in runs or name not in archived:
             continue
         spec_text = dump_yaml(trial.spec.as_dict())
         if archive.text(study, f"{name}/spec.yaml") != spec_text.replace(f"{REPOSITORY}/", ""):
             continue
-        folder = root / trial.spec.mesh.name / kept[name].run
-        archive.unpack(study, kept[name], folder, spec_text)
-        runs[trial.name] = kept[name].run
+        folder = root / trial.spec.mesh.name / archived[name].run
+        archive.unpack(study, archived[name], folder, spec_text)
+        runs[trial.name] = archived[name].run
         restored.append(trial.title)
     if restored:
         record.parent.mkdir(parents=True, exist_ok=True)

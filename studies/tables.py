@@ -1,6 +1,6 @@
 """Make the tables of README.md, docs/ and studies/ from the archives of raw results.
 
-    made("channels over_reference shift")    its lines; study, kind, and run, sweep or record
+    table_lines("channels over_reference shift")    its lines; study, kind, and run, sweep or record
 
 The unit of a sweep is a document, a desk or an article; an arm's value of it is the mean over the
 seeds. Means have Student's 95% intervals over the units, shares of one run Wilson's, and p-values
@@ -20,15 +20,15 @@ from typing import Any
 
 import yaml
 
-from environments.clinic.prompts import said_answer
-from forge_run.console import duration, interval, percent
-from forge_run.formatting import seconds_text
-from protocols.records.intervals import holm, mean_p, wilson_interval
+from cartridge_forge.plugins.clinic.prompts import said_answer
+from cartridge_forge.plugins.evaluate.comparison import AnswerSource, compare_groups, grouped
+from cartridge_forge.plugins.statistics.intervals import holm, mean_p, wilson_interval
+from cartridge_forge.plugins.watch.console import duration, interval, percent
+from cartridge_forge.protocols.formatting import seconds_text
 from studies import archive
-from studies.archive import KeptRun, rows, whole
+from studies.archive import KeptRun, document, rows
 from studies.cells import Units, counted, decided, p_value, paired, points, shares, spread, table
 from studies.registered import AFTER_OWN, ANSWERS, COMPARISONS, OTHER_ARMS, REGISTERED
-from training.evaluation.comparison import AnswerSource, compare_groups, grouped
 
 Cells = list[str]
 Table = tuple[Sequence[str], list[Cells]]  # heads and body
@@ -139,7 +139,7 @@ def training(study: str, run: str) -> Table:
 def right_answers(study: str, run: str) -> Table:
     """Return each arm's loss of the right answers, nats a token, and the share of the gap that it
     closed."""
-    gold = whole(study, f"{run}/results.json")["gold"]
+    gold = document(study, f"{run}/results.json")["gold"]
     body = [
         [arm, str(gold["n"]), f"{measured['nll']:.2f}", percent(measured["closed"]),
          interval(measured["ci95"])]
@@ -152,7 +152,7 @@ def right_answers(study: str, run: str) -> Table:
 def articles(study: str, record: str) -> Table:
     """Return the losses of each article's right answers arm by arm, nats a token, and the share of
     the gap that its cartridge closed. The articles are no part of the repository."""
-    measured = whole(study, f"{record}.json")["articles"]
+    measured = document(study, f"{record}.json")["articles"]
     body = []
     for name, one in measured.items():
         by_arm = one["gold"]["arms"]
@@ -164,7 +164,7 @@ def articles(study: str, record: str) -> Table:
              percent(by_arm["untrained"]["closed"]), f"{one['tokens_trained']:,}",
              duration(one["wall_seconds"])]
         )  # fmt: skip
-    closed, before = (
+    closed, untrained = (
         percent(fmean(one["gold"]["arms"][arm]["closed"] for one in measured.values()))
         for arm in ("on_policy", "untrained")
     )
@@ -172,7 +172,7 @@ def articles(study: str, record: str) -> Table:
         "article", "tokens", "questions", "none", "untrained", "cartridge", "document",
         "gap closed (95%)", "untrained closes", "trained tokens", "whole run",
     ]  # fmt: skip
-    return heads, [*body, ["mean", *[""] * 6, f"**{closed}**", before, "", ""]]
+    return heads, [*body, ["mean", *[""] * 6, f"**{closed}**", untrained, "", ""]]
 
 
 # -- benchmarks -----------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def publishes(results: Mapping[str, Any]) -> Table:
 def simulated(results: Mapping[str, Any]) -> Table:
     """Return a simulated step from 1 to 1,000 hosts."""
 
-    def shown(seconds: float) -> str:
+    def span(seconds: float) -> str:
         return seconds_text(seconds) if math.isfinite(seconds) else "never"
 
     heads = [
@@ -252,9 +252,9 @@ def simulated(results: Mapping[str, Any]) -> Table:
         "start", "one trainer",
     ]  # fmt: skip
     return heads, [
-        [f"{row['hosts']:,}", shown(row["step"]), f"{row['overhead']:.0%}", shown(row["publish"]),
-         shown(row["dispatch"]), f"{row['store_share']:.0%}", f"{row['loop_share']:.1%}",
-         f"{row['wire_share']:.0%}", shown(row["silence"]), seconds_text(row["start"]),
+        [f"{row['hosts']:,}", span(row["step"]), f"{row['overhead']:.0%}", span(row["publish"]),
+         span(row["dispatch"]), f"{row['store_share']:.0%}", f"{row['loop_share']:.1%}",
+         f"{row['wire_share']:.0%}", span(row["silence"]), seconds_text(row["start"]),
          seconds_text(row["one_trainer"])]
         for row in results["rows"]
     ]  # fmt: skip
@@ -270,7 +270,7 @@ def limits(results: Mapping[str, Any]) -> Table:
 
 
 def _results(study: str, record: str) -> Any:
-    return whole(study, f"{record}.json")["results"]
+    return document(study, f"{record}.json")["results"]
 
 
 # -- sweeps: shares of right answers by desk or document ------------------------------------------
@@ -347,8 +347,8 @@ def seeds(study: str, sweep: str) -> Table:
     for arm, units in sorted(by_arm.items()):
         mean, bounds = spread(units.values(), ".1f", 100.0, 100.0)
         low, _, high = bounds.partition(" to ")
-        shown = [f"{100 * units[seed]:.1f}%" if seed in units else "" for seed in every]
-        body.append([arm, *shown, f"{mean}%", f"{low}% to {high}%" if bounds else ""])
+        cells = [f"{100 * units[seed]:.1f}%" if seed in units else "" for seed in every]
+        body.append([arm, *cells, f"{mean}%", f"{low}% to {high}%" if bounds else ""])
     return ["", *map(str, every), "mean", "95% interval"], body
 
 
@@ -382,8 +382,8 @@ def _by_charts(answers: list[dict[str, Any]]) -> dict[int, list[tuple[bool, bool
     for row in answers:
         answer = (said_answer(row["text"]) or "").strip(" .")
         right = row["right"] == 1.0
-        others = {a for d, a in expected[row["fact"]].items() if d != row["document"]}
-        by_charts[len(expected[row["fact"]])].append((right, not right and answer in others))
+        alternatives = {a for d, a in expected[row["fact"]].items() if d != row["document"]}
+        by_charts[len(expected[row["fact"]])].append((right, not right and answer in alternatives))
     return by_charts
 
 
@@ -394,7 +394,7 @@ def by_strategy(study: str, sweep: str) -> dict[str, dict[int, dict[str, Any]]]:
     """Return the rows of the frontiers by strategy and seed."""
     strategies: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for run in archive.runs(study, sweep):
-        for row in whole(study, f"{run.name}/frontier.json")["arms"]:
+        for row in document(study, f"{run.name}/frontier.json")["arms"]:
             strategies[row["strategy"]][run.seed] = row
     return strategies
 
@@ -440,7 +440,7 @@ def trained_to_aggregate(study: str, sweep: str) -> Table:
     single: dict[str, list[float]] = defaultdict(list)
     added: dict[str, Units] = defaultdict(dict)
     for run in archive.runs(study, sweep):
-        frontier = whole(study, f"{run.name}/frontier.json")["arms"]
+        frontier = document(study, f"{run.name}/frontier.json")["arms"]
         right = {row["strategy"]: row["accuracy"] for row in frontier}
         arm = run.arms["on_policy"]
         single[arm].append(right[VOTE])
@@ -450,9 +450,9 @@ def trained_to_aggregate(study: str, sweep: str) -> Table:
     adjusted = dict(zip(gaps, holm([mean_p(values) for values in gaps.values()]), strict=True))
     body = []
     for arm, gains in added.items():
-        over = (*points(gaps[arm]), p_value(adjusted[arm])) if arm in gaps else ("", "", "")
+        gap = (*points(gaps[arm]), p_value(adjusted[arm])) if arm in gaps else ("", "", "")
         mean = f"{100 * fmean(single[arm]):.1f}"
-        body.append([arm, str(len(gains)), mean, *points(gains.values()), *over])
+        body.append([arm, str(len(gains)), mean, *points(gains.values()), *gap])
     heads = ["trained on", "charts", "one sample right, %", "aggregation adds, points"]
     return [*heads, "95% interval", f"over {reference}, points", "95% interval", "p, Holm"], body
 
@@ -479,16 +479,16 @@ class ArmOutcomes:
 
 def learn_spec(study: str, run: KeptRun) -> Mapping[str, Any]:
     """Return the section `learn` of a run's spec."""
-    document = yaml.load(archive.text(study, f"{run.name}/spec.yaml"), yaml.CSafeLoader)
-    section: Mapping[str, Any] = document["learn"]
+    spec = yaml.load(archive.text(study, f"{run.name}/spec.yaml"), yaml.CSafeLoader)
+    section: Mapping[str, Any] = spec["learn"]
     return section
 
 
 def _evaluated(study: str, run: KeptRun) -> dict[str, Mapping[str, Any]]:
     """Return the rows of `forge eval` by arm; it calls the arm of a warm start "hybrid"."""
-    if not archive.has(study, f"{run.name}/eval.json"):
+    if not archive.has_member(study, f"{run.name}/eval.json"):
         return {}
-    measured = whole(study, f"{run.name}/eval.json")["rows"]
+    measured = document(study, f"{run.name}/eval.json")["rows"]
     return {"on_policy" if row["kind"] == "hybrid" else row["kind"]: row for row in measured}
 
 
@@ -500,8 +500,8 @@ def document_outcomes(study: str, sweep: str) -> dict[str, ArmOutcomes]:
     for run in archive.runs(study, sweep):
         direction = learn_spec(study, run)["loss"]["direction"]
         right, measured = _right(study, run), _evaluated(study, run)
-        for arm, shown in run.arms.items():
-            by_unit = outcomes[f"{shown}, {direction}"].by_unit
+        for arm, name in run.arms.items():
+            by_unit = outcomes[f"{name}, {direction}"].by_unit
             by_unit["right, points"][run.seed].append(right[arm])
             if arm in measured:
                 nats = math.log(measured[arm]["passages"]["value"])
@@ -526,10 +526,10 @@ def article_outcomes(study: str, sweep: str) -> dict[str, ArmOutcomes]:
         for row in rows(study, f"{run.name}/metrics.jsonl"):
             tokens[row["arm"]] += row["tokens"]
             steps[row["arm"]] += 1
-        results = whole(study, f"{run.name}/results.json")
+        results = document(study, f"{run.name}/results.json")
         step = results.get("step_seconds", {"on_policy": results["phases"].get("step", 0.0)})
-        for arm, shown in run.arms.items():
-            outcome = outcomes[shown]
+        for arm, name in run.arms.items():
+            outcome = outcomes[name]
             for article, values in losses[arm].items():
                 outcome.by_unit[ANSWERS][article].append(fmean(values))
             outcome.tokens.append(tokens[arm])
@@ -570,10 +570,10 @@ def document_comparisons(study: str, sweep: str, kind: str) -> Table:
             gaps = paired(outcomes[arm].units(outcome), outcomes[other].units(outcome))
             ours, _, direction = arm.rpartition(", ")
             theirs = other.rpartition(", ")[0]
-            shown = [f"{ours} over {theirs}", direction, outcome, str(len(gaps))]
-            tests.append(([*shown, *spread(gaps, form, scale)], gaps))
+            cells = [f"{ours} over {theirs}", direction, outcome, str(len(gaps))]
+            tests.append(([*cells, *spread(gaps, form, scale)], gaps))
     adjusted = holm([mean_p(gaps) for _, gaps in tests])
-    body = [[*shown, p_value(p)] for (shown, _), p in zip(tests, adjusted, strict=True)]
+    body = [[*cells, p_value(p)] for (cells, _), p in zip(tests, adjusted, strict=True)]
     return ["arms", "KL", "outcome", "documents", "difference", "95% interval", "p (Holm)"], body
 
 
@@ -606,8 +606,8 @@ def article_comparisons(study: str, sweep: str, kind: str) -> Table:
                 tests.append(([arm, other, outcome, str(len(gaps))], gaps))
     adjusted = holm([mean_p(gaps) for _, gaps in tests])
     body = [
-        [*shown, *spread(gaps, "+.2f"), p_value(p), decided(gaps)]
-        for (shown, gaps), p in zip(tests, adjusted, strict=True)
+        [*cells, *spread(gaps, "+.2f"), p_value(p), decided(gaps)]
+        for (cells, gaps), p in zip(tests, adjusted, strict=True)
     ]
     heads = ["arm", "over", "outcome", "articles", "difference", "95% interval", "p (Holm)"]
     return [*heads, "decided"], body
@@ -643,7 +643,7 @@ TABLES: Mapping[str, Callable[[str, str], Table]] = {
 }
 
 
-def made(argument: str) -> list[str]:
-    """Return the lines of a mark's table: `made("channels over_reference shift")`."""
+def table_lines(argument: str) -> list[str]:
+    """Return the lines of a mark's table: `table_lines("channels over_reference shift")`."""
     study, kind, name = argument.split(" ")
     return table(*TABLES[kind](study, name))

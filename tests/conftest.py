@@ -153,7 +153,9 @@ def _no_process_left() -> Iterator[None]:
         from monarch.actor import shutdown_context
 
         shutdown_context().get(timeout=30)
-    if (hazy := sys.modules.get("registry.formats.hazyresearch")) is not None:
+    if (
+        hazy := sys.modules.get("cartridge_forge.plugins.library.formats.hazyresearch")
+    ) is not None:
         hazy.PROCESS.end()  # it waits for the next file until this process ends
     deadline = time.monotonic() + 60
     while (left := living_descendants()) and time.monotonic() < deadline:

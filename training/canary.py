@@ -13,9 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from protocols.errors import StaleTokenError
-from protocols.types import CartridgeSnapshot, GenerateRequest, PrefixRef, Sample, Sampling
-from services.clients import GeneratorClient, TrainerClient
+from cartridge_forge.protocols.errors import StaleTokenError
+from cartridge_forge.protocols.types import (
+    CartridgeSnapshot,
+    GenerateRequest,
+    PrefixRef,
+    Sample,
+    Sampling,
+)
+from cartridge_forge.services.clients import GeneratorClient, TrainerClient
 
 PROMPT_TOKENS, TOKENS = 8, 16
 

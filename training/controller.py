@@ -26,23 +26,23 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, MeshFailure, concurrent_endpoint
 
-from protocols.errors import ForgeError, RunError, StopRequested
-from protocols.layout import length_warning
-from protocols.plugins import optional, resolve
-from protocols.records.run_files import EventName, RunOutcome
-from protocols.records.status import RunStatus
-from protocols.spec.mesh import RunSpec
-from services.pool.sizes import PoolSize, opening, restore
-from services.proc_info import CpuSeconds, cpu_seconds
-from services.run_directory import Position, RunDirectory, storage_error
-from services.run_position import ResumePoint, resume_point
-from training.ending import RunEnding
+from cartridge_forge.protocols.errors import ForgeError, RunError, StopRequested
+from cartridge_forge.protocols.layout import length_warning
+from cartridge_forge.protocols.plugins import optional, resolve
+from cartridge_forge.protocols.records.run_files import EventName, RunOutcome
+from cartridge_forge.protocols.records.status import RunStatus
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.services.pool.sizes import PoolSize, opening, restore
+from cartridge_forge.services.proc_info import CpuSeconds, cpu_seconds
+from cartridge_forge.services.run_directory import Position, RunDirectory, storage_error
+from cartridge_forge.services.run_position import ResumePoint, resume_point
+from cartridge_forge.training.ending import RunEnding
 
 if TYPE_CHECKING:
-    from services.mesh import Mesh
-    from services.run_log import RunLog
-    from services.run_observer import RunObserver
-    from training.training_run import TrainingRun
+    from cartridge_forge.services.mesh import Mesh
+    from cartridge_forge.services.run_log import RunLog
+    from cartridge_forge.services.run_observer import RunObserver
+    from cartridge_forge.training.training_run import TrainingRun
 
 # The limits of an ending's steps, 28 s in all. An idle engine stops in 1 to 2 s.
 ENGINE_STOP_SECONDS, MESH_STOP_SECONDS, SINK_SECONDS = 8.0, 8.0, 6.0
@@ -128,7 +128,7 @@ class ControllerActor(Actor):
 
     def _open_records(self) -> RunLog:
         """Heal the run's files before anything is appended; return the open log."""
-        from services.run_log import NoSink, RunLog
+        from cartridge_forge.services.run_log import NoSink, RunLog
 
         if self._resume:
             self._whole, self._notes = self._directory.heal()
@@ -150,7 +150,7 @@ class ControllerActor(Actor):
     async def _start_observer(self, recorder: RunLog, mesh: Mesh) -> None:
         if self._observer is None:
             return
-        from services.run_observer import ObservedRun
+        from cartridge_forge.services.run_observer import ObservedRun
 
         await self._observer.start(
             ObservedRun(recorder, mesh.pools, self._whole_status, self._show, mesh.service.scale)
@@ -213,7 +213,7 @@ class ControllerActor(Actor):
 
     async def _open(self, recorder: RunLog) -> Mesh:
         """Return the mesh. Raises StopRequested after a stop."""
-        from services.mesh import open_mesh
+        from cartridge_forge.services.mesh import open_mesh
 
         self._opening = asyncio.create_task(
             open_mesh(self._spec, self._note(recorder), recorder.span)
@@ -234,9 +234,9 @@ class ControllerActor(Actor):
             await self._drive_with(spec, recorder, mesh, begun)
 
     async def _drive_with(self, spec: RunSpec, recorder: RunLog, mesh: Mesh, begun: float) -> None:
-        from services.mesh import spawn_roles
-        from training.recipes.base import open_recipe
-        from training.training_run import TrainingRun
+        from cartridge_forge.services.mesh import spawn_roles
+        from cartridge_forge.training.recipe import open_recipe
+        from cartridge_forge.training.training_run import TrainingRun
 
         self._show(stage="starting the mesh")
         # Long documents take seconds to read, in which the client and the health check ask.
@@ -285,8 +285,8 @@ class ControllerActor(Actor):
     def _point(self, recorder: RunLog) -> ResumePoint:
         """Return where the run goes on: at the trainer's last state, or at the newest checkpoint
         that is whole and whose rows are. Tells of newer ones."""
-        from learning.checkpoint import newest_whole
-        from services.role_processes import last_state_here
+        from cartridge_forge.learning.checkpoint import newest_whole
+        from cartridge_forge.services.role_processes import last_state_here
 
         usable = partial(self._directory.stands, whole=self._whole)
         found, passed = newest_whole(self._directory.checkpoints, usable)
@@ -299,7 +299,7 @@ class ControllerActor(Actor):
 
     async def _stop_engines(self, recorder: RunLog, mesh: Mesh) -> None:
         """Shut down vLLM's engines and record their reports."""
-        from services.clients import GeneratorClient
+        from cartridge_forge.services.clients import GeneratorClient
 
         if "generator" not in mesh.pools or self._spec.learn.generator.backend != "vllm":
             return

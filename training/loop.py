@@ -33,14 +33,14 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from protocols.records.run_files import MetricRow
-from protocols.spec.sections import WarmStartSpec
-from services.clients import TrainerClient
-from services.pool.work_time import WorkTime
-from training.recipes.base import Recipe
-from training.rollouts import GenerateCall, Rollout, StepRecord, StepTimes
-from training.teacher_scoring import TeacherScoring, score_key, train_scored
-from training.weight_sync import WeightSync
+from cartridge_forge.protocols.records.run_files import MetricRow
+from cartridge_forge.protocols.spec.sections import WarmStartSpec
+from cartridge_forge.services.clients import TrainerClient
+from cartridge_forge.services.pool.work_time import WorkTime
+from cartridge_forge.training.recipe import Recipe
+from cartridge_forge.training.rollouts import GenerateCall, Rollout, StepRecord, StepTimes
+from cartridge_forge.training.teacher_scoring import TeacherScoring, score_key, train_scored
+from cartridge_forge.training.weight_sync import WeightSync
 
 WorkTimes = Callable[[float, float], WorkTime]
 """Return what worked between two times of `time.perf_counter`."""

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from protocols.episodes import Episode, TurnHint
-from protocols.records.run_files import RolloutRow
-from protocols.types import (
+from cartridge_forge.protocols.episodes import Episode, TurnHint
+from cartridge_forge.protocols.records.run_files import RolloutRow
+from cartridge_forge.protocols.types import (
     OFFLINE_VERSION,
     CacheStats,
     Completion,
@@ -25,7 +25,7 @@ from protocols.types import (
     Sampling,
     TrainStepOutput,
 )
-from services.clients import Replied
+from cartridge_forge.services.clients import Replied
 
 _EPISODE = TypeAdapter(Episode)
 

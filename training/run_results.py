@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from statistics import fmean
 from typing import Any, cast
 
-from protocols.records.run_files import CpuShare, RunOutcome, RunResults
-from protocols.spec.learn import LearnSpec
-from services.proc_info import CpuSeconds
-from training.loop import PhaseTimes, RunState
-from training.recipes.base import Recipe
+from cartridge_forge.protocols.records.run_files import CpuShare, RunOutcome, RunResults
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.services.proc_info import CpuSeconds
+from cartridge_forge.training.loop import PhaseTimes, RunState
+from cartridge_forge.training.recipe import Recipe
 
 
 def run_results(

@@ -18,17 +18,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from protocols.errors import PlaneError, RunError
-from protocols.spec.mesh import HINTED_TEACHER
-from protocols.train_batch import TeacherScores, TrainBatch
-from protocols.types import CacheStats, CartridgeSnapshot, Sample, ScoreOutput, TrainStepOutput
-from services.clients import DocTeacherClient, HintedTeacherClient, TrainerClient
-from services.mesh import Mesh
-from services.planes.codec import packed_bytes
-from services.pool.pool import gather
-from services.pool.work_time import busy
-from training.rollouts import ScoringCost
-from training.weight_sync import WeightSync
+from cartridge_forge.protocols.errors import PlaneError, RunError
+from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
+from cartridge_forge.protocols.train_batch import TeacherScores, TrainBatch
+from cartridge_forge.protocols.types import (
+    CacheStats,
+    CartridgeSnapshot,
+    Sample,
+    ScoreOutput,
+    TrainStepOutput,
+)
+from cartridge_forge.services.clients import DocTeacherClient, HintedTeacherClient, TrainerClient
+from cartridge_forge.services.mesh import Mesh
+from cartridge_forge.services.planes.codec import packed_bytes
+from cartridge_forge.services.pool.pool import gather
+from cartridge_forge.services.pool.work_time import busy
+from cartridge_forge.training.rollouts import ScoringCost
+from cartridge_forge.training.weight_sync import WeightSync
 
 PASS_TOKENS = 1024  # of a group that a teacher without a GPU scores by itself
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protocols.spec.learn import LearnSpec
-from training.loop import PhaseTimes, RunState
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.training.loop import PhaseTimes, RunState
 
 
 class TimeLeft:

@@ -9,30 +9,35 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from protocols.errors import CheckpointError, RunError, StaleTokenError, StopRequested
-from protocols.files import iter_rows
-from protocols.plugins import optional, resolve
-from protocols.records.answers import Answer, to_row
-from protocols.records.run_files import (
+from cartridge_forge.protocols.errors import (
+    CheckpointError,
+    RunError,
+    StaleTokenError,
+    StopRequested,
+)
+from cartridge_forge.protocols.files import iter_rows
+from cartridge_forge.protocols.plugins import optional, resolve
+from cartridge_forge.protocols.records.answers import Answer, to_row
+from cartridge_forge.protocols.records.run_files import (
     TRAINED_ARMS,
     MeasuredAccuracy,
     MetricRow,
     RunOutcome,
 )
-from protocols.spec.mesh import RunSpec
-from protocols.spec.sections import gap_bounds
-from protocols.types import NO_DOCUMENT, SampleScores
-from services.clients import GeneratorClient, TrainerClient
-from services.mesh import Mesh
-from services.pool.work_time import WorkTime
-from services.proc_info import CpuSeconds
-from services.published import PublishedCartridges
-from services.roles import generator_evidence
-from services.run_directory import RunDirectory
-from services.run_log import RunLog
-from services.run_position import ResumePoint, write_run_state
-from training.canary import Canary
-from training.loop import (
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.spec.sections import gap_bounds
+from cartridge_forge.protocols.types import NO_DOCUMENT, SampleScores
+from cartridge_forge.services.clients import GeneratorClient, TrainerClient
+from cartridge_forge.services.mesh import Mesh
+from cartridge_forge.services.pool.work_time import WorkTime
+from cartridge_forge.services.proc_info import CpuSeconds
+from cartridge_forge.services.published import PublishedCartridges
+from cartridge_forge.services.roles import generator_evidence
+from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.services.run_log import RunLog
+from cartridge_forge.services.run_position import ResumePoint, write_run_state
+from cartridge_forge.training.canary import Canary
+from cartridge_forge.training.loop import (
     OnPolicyLoop,
     OverlappedValidation,
     PhaseTimer,
@@ -41,12 +46,12 @@ from training.loop import (
     RunState,
     WritingTime,
 )
-from training.recipes.base import QuestionRouting, Recipe, Route, own_cartridge
-from training.rollouts import GenerateCall, Rollout, StepRecord, counted, is_offline
-from training.run_results import run_results
-from training.teacher_scoring import TeacherScoring, score_key, train_scored
-from training.time_left import TimeLeft
-from training.weight_sync import WeightSync
+from cartridge_forge.training.recipe import QuestionRouting, Recipe, Route, own_cartridge
+from cartridge_forge.training.rollouts import GenerateCall, Rollout, StepRecord, counted, is_offline
+from cartridge_forge.training.run_results import run_results
+from cartridge_forge.training.teacher_scoring import TeacherScoring, score_key, train_scored
+from cartridge_forge.training.time_left import TimeLeft
+from cartridge_forge.training.weight_sync import WeightSync
 
 
 class TrainingRun:

@@ -16,15 +16,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from protocols.errors import PlaneError, PublishError, RunError
-from protocols.spec.mesh import CARTRIDGE_READERS, HINTED_TEACHER
-from protocols.types import PUBLISHED, CartridgeSnapshot, PublishedCartridge, TensorRef
-from services.clients import TrainerClient, load_cartridges, remember_cartridges
-from services.mesh import Mesh
-from services.planes.codec import packed_bytes
-from services.pool.pool import Pool, gather
-from services.published import PublishedCartridges
-from training.canary import Canary
+from cartridge_forge.protocols.errors import PlaneError, PublishError, RunError
+from cartridge_forge.protocols.spec.mesh import CARTRIDGE_READERS, HINTED_TEACHER
+from cartridge_forge.protocols.types import (
+    PUBLISHED,
+    CartridgeSnapshot,
+    PublishedCartridge,
+    TensorRef,
+)
+from cartridge_forge.services.clients import TrainerClient, load_cartridges, remember_cartridges
+from cartridge_forge.services.mesh import Mesh
+from cartridge_forge.services.planes.codec import packed_bytes
+from cartridge_forge.services.pool.pool import Pool, gather
+from cartridge_forge.services.published import PublishedCartridges
+from cartridge_forge.training.canary import Canary
 
 REPEATS = 5  # of a publish whose host is lost before another host has it
 TIDY_BYTES = 8 * 2**20  # no longer needed, at which they are deleted: a call takes 1.5 ms

@@ -38,7 +38,7 @@ from benchmarks.gpu.scene import SCENES, CheckScene
 from benchmarks.meters import one_thread
 from benchmarks.record import ROOT, provenance
 from benchmarks.step_gpu import measured
-from forge_run.plan.roofline import DevicePeaks
+from cartridge_forge.forge_run.plan.roofline import DevicePeaks
 
 GROUPS = ("correctness", "costs", "engine")
 MINUTES = 10.0

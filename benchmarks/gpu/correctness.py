@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from benchmarks.gpu.phase_step import synchronize
 from benchmarks.gpu.rows import Check, Outcome
 from benchmarks.gpu.scene import NAME, CheckScene
-from learning.attention import AttentionOptions, attend, layout_of
-from learning.batch import context_of, pack, response_logits, token_logprobs
-from learning.decode import generate
-from learning.decoder import Decoder
-from learning.losses.doc_kl import doc_kl
-from learning.teacher import (
+from cartridge_forge.learning.attention import AttentionOptions, attend, layout_of
+from cartridge_forge.learning.batch import context_of, pack, response_logits, token_logprobs
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.decoder import Decoder
+from cartridge_forge.learning.losses.doc_kl import doc_kl
+from cartridge_forge.learning.teacher import (
     DocumentKVCache,
     TeacherDistribution,
     contexts_of,
@@ -27,9 +27,9 @@ from learning.teacher import (
     score_kept,
     top_k,
 )
-from protocols.spec.objective import LossSpec
-from protocols.spec.sections import GAP_BOUNDS
-from protocols.types import Completion, Sample
+from cartridge_forge.protocols.spec.objective import LossSpec
+from cartridge_forge.protocols.spec.sections import GAP_BOUNDS
+from cartridge_forge.protocols.types import Completion, Sample
 
 SPREADS = (1, 3, 6)  # standard deviations of scores
 OVER_TORCH = 1.5  # times the error of torch's own attention

@@ -17,16 +17,21 @@ from torch import Tensor
 from benchmarks.gpu.phase_step import PHASES, PhaseStep, bounds, synchronize
 from benchmarks.gpu.rows import Check, Outcome
 from benchmarks.gpu.scene import NAME, CheckScene
-from deploy.manifests.sizing import model_size, role_needs
-from forge_run.formatting import bytes_text
-from forge_run.plan.roofline import DevicePeaks
-from learning.batch import context_of
-from learning.cartridge import CartridgeBank, Fingerprints, get_missing, put_changed
-from learning.losses.doc_kl import doc_batch
-from learning.teacher import DocumentKVCache, TeacherDistribution, contexts_of, score_kept
-from learning.trainer import CartridgeTrainer
-from protocols.types import PublishedCartridge, Sample, TensorRef
-from services.planes.shared_memory import SharedMemoryPlane
+from cartridge_forge.forge_run.plan.roofline import DevicePeaks
+from cartridge_forge.learning.batch import context_of
+from cartridge_forge.learning.cartridge import CartridgeBank, Fingerprints, get_missing, put_changed
+from cartridge_forge.learning.losses.doc_kl import doc_batch
+from cartridge_forge.learning.teacher import (
+    DocumentKVCache,
+    TeacherDistribution,
+    contexts_of,
+    score_kept,
+)
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.cluster.manifests.sizing import model_size, role_needs
+from cartridge_forge.protocols.formatting import bytes_text
+from cartridge_forge.protocols.types import PublishedCartridge, Sample, TensorRef
+from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
 
 ROUNDS = 3
 WARM_SECONDS = 60.0  # that the first step may take beyond a later one

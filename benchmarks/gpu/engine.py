@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.base import ModelSource, NoPlane, missing_vllm
-from actors.engine_generator import build_engine, environment
 from benchmarks.gpu.correctness import ON_VLLM, gap_outcome
 from benchmarks.gpu.phase_step import bounds, synchronize
 from benchmarks.gpu.rows import Check, Outcome
 from benchmarks.gpu.scene import NAME, CheckScene
-from deploy.manifests.devices import process_bytes
-from deploy.manifests.sizing import model_size
-from forge_run.plan.roofline import DevicePeaks
-from protocols.spec.sections import GeneratorSpec
-from protocols.types import Completion, GenerateRequest
+from cartridge_forge.actors.base import ModelSource, NoPlane, missing_vllm
+from cartridge_forge.actors.engine_generator import build_engine, environment
+from cartridge_forge.forge_run.plan.roofline import DevicePeaks
+from cartridge_forge.plugins.cluster.manifests.devices import process_bytes
+from cartridge_forge.plugins.cluster.manifests.sizing import model_size
+from cartridge_forge.protocols.spec.sections import GeneratorSpec
+from cartridge_forge.protocols.types import Completion, GenerateRequest
 
 START_SECONDS = 240.0  # to load, compile and capture graphs
 SHORT = 32  # tokens of a response where numbers are compared

@@ -22,29 +22,29 @@ from torch import Tensor
 
 from benchmarks.meters import Count, counted
 from benchmarks.record import ROOT
-from forge_run.plan import roofline
-from forge_run.plan.roofline import PhaseCost, Workload
-from learning.batch import context_of, pack, response_logits
-from learning.cartridge import CartridgeBank
-from learning.decode import DecodeAttention, DecodeCache, generate
-from learning.decoder import Decoder
-from learning.decoder_config import decoder_config
-from learning.losses.doc_kl import doc_kl
-from learning.losses.objective import active_channels
-from learning.step import StepOptions, train_step
-from learning.teacher import (
+from cartridge_forge.forge_run.plan import roofline
+from cartridge_forge.forge_run.plan.roofline import PhaseCost, Workload
+from cartridge_forge.learning.batch import context_of, pack, response_logits
+from cartridge_forge.learning.cartridge import CartridgeBank
+from cartridge_forge.learning.decode import DecodeAttention, DecodeCache, generate
+from cartridge_forge.learning.decoder import Decoder
+from cartridge_forge.learning.decoder_config import decoder_config
+from cartridge_forge.learning.losses.doc_kl import doc_kl
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.step import StepOptions, train_step
+from cartridge_forge.learning.teacher import (
     DocumentKVCache,
     TeacherDistribution,
     contexts_of,
     document_kv,
     score_kept,
 )
-from learning.trainer_state import CartridgeProgress, LearningRateSchedule
-from protocols.ports import TensorPlane
-from protocols.spec.model import ShapeSpec
-from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.train_batch import TrainBatch
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
+from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
+from cartridge_forge.protocols.ports import TensorPlane
+from cartridge_forge.protocols.spec.model import ShapeSpec
+from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
 
 TOP = 20
 NAME = "document"

@@ -26,14 +26,14 @@ import torch
 
 from benchmarks.meters import one_thread
 from benchmarks.record import ROOT, benchmark
-from learning.cartridge import first_tokens
-from learning.losses.doc_kl import doc_batch
-from learning.model.loading import load_model
-from learning.ranks import join, leave
-from learning.teacher import TeacherDistribution, document_kv
-from learning.trainer import CartridgeTrainer
-from protocols.spec.sections import TrainSpec
-from protocols.types import Sample
+from cartridge_forge.learning.cartridge import first_tokens
+from cartridge_forge.learning.losses.doc_kl import doc_batch
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.ranks import join, leave
+from cartridge_forge.learning.teacher import TeacherDistribution, document_kv
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.types import Sample
 
 READER = ROOT / "models" / "clinic-reader"
 CARTRIDGES, TOKENS = 4, 64

@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.gpu.phase_step import SETTINGS, Setting, random_model
-from forge_run.plan.roofline import Workload
-from learning.decoder import WEIGHTS, Decoder
-from learning.teacher import document_kv
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
-from protocols.spec.model import ShapeSpec
-from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
+from cartridge_forge.forge_run.plan.roofline import Workload
+from cartridge_forge.learning.decoder import WEIGHTS, Decoder
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.spec.model import ShapeSpec
+from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 
 NAME = "document"
 MESH = Path(__file__).parents[2] / "meshes" / "longhealth_3b_1gpu.yaml"

@@ -24,8 +24,8 @@ import torch
 from benchmarks.gpu.scene import SCENES, CheckScene
 from benchmarks.orchestration import finished_run
 from benchmarks.record import ROOT, provenance
-from environments.clinic.patients import generate_clinic
-from protocols.files import iter_rows
+from cartridge_forge.plugins.clinic.patients import generate_clinic
+from cartridge_forge.protocols.files import iter_rows
 
 MESH = "meshes/longhealth_3b_1gpu.yaml"
 TOKENIZER = ROOT / "models" / "clinic-reader"

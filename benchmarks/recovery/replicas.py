@@ -26,7 +26,7 @@ from small_run import command, latest, running
 
 from benchmarks.meters import FigureTable, processor_seconds
 from benchmarks.record import benchmark
-from services.control.endpoints import read_endpoints
+from cartridge_forge.plugins.watch.control.endpoints import read_endpoints
 
 SETS: dict[str, Any] = {
     "train.steps": 100_000,

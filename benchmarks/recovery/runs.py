@@ -29,7 +29,7 @@ from small_run import Running, command, latest, running
 
 from benchmarks.meters import FigureTable
 from benchmarks.record import benchmark
-from services.control.endpoints import read_endpoints
+from cartridge_forge.plugins.watch.control.endpoints import read_endpoints
 
 SETS: dict[str, Any] = {
     "train.steps": 100_000,

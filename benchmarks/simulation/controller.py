@@ -31,12 +31,12 @@ from benchmarks.simulation.mesh import (
     StepOutcome,
     simulate,
 )
-from forge_run.formatting import bytes_text, seconds_text
-from forge_run.plan.plan import step_workload
-from forge_run.plan.roofline import A100
-from protocols.errors import SpecError
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
+from cartridge_forge.forge_run.plan.plan import step_workload
+from cartridge_forge.forge_run.plan.roofline import A100
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.formatting import bytes_text, seconds_text
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
 from studies import archive
 from studies.cells import table
 from studies.tables import limits as limits_table
@@ -197,7 +197,7 @@ def measured_costs(name: str) -> dict[str, Any]:
     measured = ROOT / "runs" / "bench" / f"{name}.json"
     if measured.is_file():
         return read(measured)
-    published: dict[str, Any] = archive.whole("scaling", f"{name}.json")
+    published: dict[str, Any] = archive.document("scaling", f"{name}.json")
     return published
 
 

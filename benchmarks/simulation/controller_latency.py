@@ -24,19 +24,19 @@ from monarch.actor import this_host
 
 from benchmarks.pools import BenchWorker
 from benchmarks.record import benchmark
-from protocols.records.status import ReplicaState
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RoleSpec
-from protocols.spec.services import HealthSpec
-from protocols.types import TraceSpan
-from services.planes.open import open_plane
-from services.pool.health import HealthState
-from services.pool.pool import Pool, RequestStatus
-from services.pool.replica import Replica
-from services.pool.service import Service
-from services.run_directory import RunDirectory
-from services.run_log import RunLog
-from services.telemetry.hub import open_sinks
+from cartridge_forge.plugins.watch.telemetry.hub import open_sinks
+from cartridge_forge.protocols.records.status import ReplicaState
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.services.planes.open import open_plane
+from cartridge_forge.services.pool.health import HealthState
+from cartridge_forge.services.pool.pool import Pool, RequestStatus
+from cartridge_forge.services.pool.replica import Replica
+from cartridge_forge.services.pool.service import Service
+from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.services.run_log import RunLog
 
 ROUNDS = 60
 TURNS = 3  # of the loop, after which every task has sent its messages

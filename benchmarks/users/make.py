@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.record import benchmark
 from cartridge_forge.processes import failure, started
-from services.proc_info import descendants
+from cartridge_forge.services.proc_info import descendants
 
 SECONDS = 5.0  # reading the maps of large processes halts them
 TOLD = ("run_started", "role_ready", "step")  # the last of each, up to the first step

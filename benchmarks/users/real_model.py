@@ -44,12 +44,12 @@ class Sides:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from learning.cartridge import first_tokens
-        from learning.model.loading import load_model, tokenizer_of
-        from learning.teacher import document_kv
-        from learning.trainer import CartridgeTrainer
-        from protocols.home import models_folder
-        from protocols.spec.loading import load_spec
+        from cartridge_forge.learning.cartridge import first_tokens
+        from cartridge_forge.learning.model.loading import load_model, tokenizer_of
+        from cartridge_forge.learning.teacher import document_kv
+        from cartridge_forge.learning.trainer import CartridgeTrainer
+        from cartridge_forge.protocols.home import models_folder
+        from cartridge_forge.protocols.spec.loading import load_spec
 
         path = str(models_folder() / asked.model)
         sets = [f"model.path={path}", "train.warm_start=null"]
@@ -83,8 +83,8 @@ class Sides:
     # -- ours -----------------------------------------------------------------------------------
 
     def our_rollout(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        from learning.decode import generate
-        from protocols.types import GenerateRequest, PrefixRef, Sampling
+        from cartridge_forge.learning.decode import generate
+        from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
 
         kv = self.trainer.bank.kv()[0].detach().to(self.dtype)
         greedy = Sampling(temperature=0.0, max_tokens=self.asked.new)
@@ -96,13 +96,13 @@ class Sides:
         return [found[request.id].token_ids for request in requests]
 
     def our_teacher(self, samples: Sequence[Any]) -> Any:
-        from learning.teacher import TeacherDistribution, score_kept
+        from cartridge_forge.learning.teacher import TeacherDistribution, score_kept
 
         rows, kept = self._learn.train.row_tokens, self._learn.teacher.top_k
         return TeacherDistribution(**score_kept(self.ours, samples, {"d": self.kv}, rows, kept))
 
     def our_training(self, samples: Sequence[Any], teacher: Any) -> float:
-        from learning.losses.doc_kl import doc_batch
+        from cartridge_forge.learning.losses.doc_kl import doc_batch
 
         return float(self.trainer.step(doc_batch(samples, teacher), self.trainer.version).kl)
 
@@ -125,7 +125,7 @@ class Sides:
     def their_teacher(self, samples: Sequence[Any]) -> Any:
         import torch
 
-        from learning.teacher import TeacherDistribution, top_k
+        from cartridge_forge.learning.teacher import TeacherDistribution, top_k
 
         with torch.no_grad():
             logits = self._logits(samples, self.kv)
@@ -134,7 +134,7 @@ class Sides:
     def their_training(self, samples: Sequence[Any], teacher: Any) -> float:
         import torch
 
-        from learning.losses.doc_kl import doc_kl
+        from cartridge_forge.learning.losses.doc_kl import doc_kl
 
         parameter = self.bank.trainable["d"]
         self.optimizer.zero_grad(set_to_none=True)
@@ -150,7 +150,7 @@ def one_round(sides: Sides, number: int, turns: random.Random) -> dict[str, dict
     """Return by phase each side's seconds. Raises SystemExit where the losses differ."""
     import torch
 
-    from protocols.types import Sample
+    from cartridge_forge.protocols.types import Sample
 
     with torch.no_grad():  # both train the same cartridge
         sides.bank.trainable["d"].copy_(sides.trainer.bank.trainable["d"])
@@ -191,8 +191,8 @@ def one_round(sides: Sides, number: int, turns: random.Random) -> dict[str, dict
 def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
     import torch
 
-    from actors.base import keep_freed_memory
-    from learning.model.loading import flush_denormals
+    from cartridge_forge.actors.base import keep_freed_memory
+    from cartridge_forge.learning.model.loading import flush_denormals
 
     torch.set_num_threads(os.cpu_count() or 1)
     keep_freed_memory()
@@ -221,7 +221,7 @@ def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
 
 
 if __name__ == "__main__":
-    from actors.base import bootstrap
+    from cartridge_forge.actors.base import bootstrap
 
     bootstrap(os.cpu_count() or 1)()  # before torch is imported
     benchmark(

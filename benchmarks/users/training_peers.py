@@ -36,8 +36,8 @@ from benchmarks.record import ROOT, benchmark, median_ratio
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from learning.teacher import TeacherDistribution
-    from protocols.types import Sample
+    from cartridge_forge.learning.teacher import TeacherDistribution
+    from cartridge_forge.protocols.types import Sample
 
 MESH = ROOT / "meshes" / "longhealth.yaml"
 OURS = "ours"
@@ -57,11 +57,11 @@ class Scene:
     """Hold the job's prompts, model and documents, and the cartridges of every round."""
 
     def __init__(self) -> None:
-        from learning.cartridge import first_tokens
-        from learning.model.loading import load_model, load_tokenizer
-        from learning.teacher import document_kv
-        from protocols.spec.loading import load_spec
-        from training.recipes.longhealth_prompts import open_prompts
+        from cartridge_forge.learning.cartridge import first_tokens
+        from cartridge_forge.learning.model.loading import load_model, load_tokenizer
+        from cartridge_forge.learning.teacher import document_kv
+        from cartridge_forge.plugins.documents.study.longhealth_prompts import open_prompts
+        from cartridge_forge.protocols.spec.loading import load_spec
 
         self.learn = learn = load_spec(str(MESH)).spec.learn
         self.tasks = open_prompts(learn, load_tokenizer(str(READER)))
@@ -76,10 +76,10 @@ class Scene:
 
     def batch(self, number: int) -> tuple[list[Sample], TeacherDistribution]:
         """Return the step's samples, those of a cartridge side by side, and the teacher's rows."""
-        from learning.batch import context_of
-        from learning.decode import generate
-        from learning.teacher import TeacherDistribution, score_kept
-        from training.rollouts import as_sample
+        from cartridge_forge.learning.batch import context_of
+        from cartridge_forge.learning.decode import generate
+        from cartridge_forge.learning.teacher import TeacherDistribution, score_kept
+        from cartridge_forge.training.rollouts import as_sample
 
         kv = dict(zip(self.bank.names, self.bank.kv(), strict=True))
         prompts = self.tasks.rollout(number, number)
@@ -104,8 +104,8 @@ class Ours:
     """Train with the mesh's trainer."""
 
     def __init__(self, scene: Scene) -> None:
-        from learning.cartridge import CartridgeBank
-        from learning.trainer import CartridgeTrainer
+        from cartridge_forge.learning.cartridge import CartridgeBank
+        from cartridge_forge.learning.trainer import CartridgeTrainer
 
         learn, names = scene.learn, list(scene.bank.names)
         assert learn.cartridge.frozen is not None
@@ -121,7 +121,7 @@ class Ours:
             self.trainer.bank.trainable[name].copy_(part)
 
     def step(self, samples: Sequence[Sample], teacher: TeacherDistribution) -> Told:
-        from learning.losses.doc_kl import doc_batch
+        from cartridge_forge.learning.losses.doc_kl import doc_batch
 
         out = self.trainer.step(doc_batch(samples, teacher), self.trainer.version)
         return {name: told["grad_norm"] for name, told in out.cartridges.items()}
@@ -166,7 +166,7 @@ class Peer:
     def step(self, samples: Sequence[Sample], teacher: TeacherDistribution) -> Told:
         import torch
 
-        from learning.losses.doc_kl import doc_kl
+        from cartridge_forge.learning.losses.doc_kl import doc_kl
 
         told: Told = {}
         for name, group in groups(samples, teacher):
@@ -297,8 +297,8 @@ def agree(first: Told, other: Told, side: str) -> None:
 def measure(asked: argparse.Namespace) -> tuple[dict[str, float], Any]:
     import torch
 
-    from actors.base import keep_freed_memory
-    from learning.model.loading import flush_denormals
+    from cartridge_forge.actors.base import keep_freed_memory
+    from cartridge_forge.learning.model.loading import flush_denormals
 
     keep_freed_memory()
     flush_denormals()
@@ -343,7 +343,7 @@ def _ms(seconds: Sequence[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    from actors.base import bootstrap
+    from cartridge_forge.actors.base import bootstrap
 
     bootstrap(os.cpu_count() or 1)()  # before torch is imported
     benchmark(

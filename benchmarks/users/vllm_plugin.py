@@ -37,11 +37,11 @@ from vllm_server import StockServer, stock_server
 
 from benchmarks.record import benchmark
 from benchmarks.serving import client, cpu_seconds
-from learning.model.loading import load_model
-from learning.teacher import document_kv
-from protocols.files import REPOSITORY
-from registry.formats.base_model import read_base
-from registry.store import CartridgeStore
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.library.formats.base_model import read_base
+from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.protocols.files import REPOSITORY
 
 READER = REPOSITORY / "models" / "clinic-reader"
 BLOCK = 32  # tokens, of the tests' server

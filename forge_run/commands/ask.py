@@ -22,23 +22,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from documents.retrieval import Bm25Router, Choice
-from forge_run.commands import note
-from forge_run.model_check import check
-from forge_run.run_documents import document_of
-from protocols.errors import DataError, RunError, SpecError
-from protocols.home import model_names, models_folder
-from protocols.records.chat_date import date_of
-from protocols.secrets import secret_text
-from protocols.spec.loading import load_resolved, load_serve
-from protocols.spec.model import ModelSpec
-from protocols.spec.sections import GeneratorSpec
-from protocols.teacher_replay import AgentMessage
-from protocols.types import Sampling
-from registry.formats.base_model import BaseModelInfo
-from registry.names import AUTO, parse_cartridge
-from registry.store import CartridgeVersion
-from strategies.samplers.sampler import SampleRequest
+from cartridge_forge.forge_run.commands import note
+from cartridge_forge.forge_run.model_check import check
+from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice
+from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
+from cartridge_forge.plugins.library.names import AUTO, parse_cartridge
+from cartridge_forge.plugins.library.store import CartridgeVersion
+from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest
+from cartridge_forge.plugins.watch.pages.run_documents import document_of
+from cartridge_forge.protocols.errors import DataError, RunError, SpecError
+from cartridge_forge.protocols.home import model_names, models_folder
+from cartridge_forge.protocols.records.chat_date import date_of
+from cartridge_forge.protocols.secrets import secret_text
+from cartridge_forge.protocols.spec.loading import load_resolved, load_serve
+from cartridge_forge.protocols.spec.model import ModelSpec
+from cartridge_forge.protocols.spec.sections import GeneratorSpec
+from cartridge_forge.protocols.teacher_replay import AgentMessage
+from cartridge_forge.protocols.types import Sampling
 
 ANSWER_SECONDS = 300.0  # most of a server's answer
 
@@ -154,10 +154,10 @@ def told(why: Choice) -> str:
 def _of_library(
     mesh: str, sets: Sequence[str], cartridge: str, question: str
 ) -> Iterator[AskedCartridge]:
-    from registry.formats import forge
-    from registry.formats.base_model import read_base
-    from registry.store import CartridgeStore
-    from serving.routing import CartridgeRouter
+    from cartridge_forge.plugins.library.formats import forge
+    from cartridge_forge.plugins.library.formats.base_model import read_base
+    from cartridge_forge.plugins.library.store import CartridgeStore
+    from cartridge_forge.plugins.serve.routing import CartridgeRouter
 
     spec = load_serve(mesh, sets=sets).spec
     library = CartridgeStore(Path(spec.library), read_base(Path(spec.model.path)))
@@ -196,9 +196,9 @@ def _model_of(entry: CartridgeVersion, served: ModelSpec, base: BaseModelInfo) -
 
 @contextmanager
 def _of_run(run: Path, cartridge: str, question: str) -> Iterator[AskedCartridge]:
-    from protocols.records.run_files import TERMS
-    from registry.formats import forge, run_checkpoint
-    from registry.terms import read_terms
+    from cartridge_forge.plugins.library.formats import forge, run_checkpoint
+    from cartridge_forge.plugins.library.terms import read_terms
+    from cartridge_forge.protocols.records.run_files import TERMS
 
     home = run_checkpoint.run_of(run)
     why = None
@@ -229,7 +229,7 @@ def _of_run(run: Path, cartridge: str, question: str) -> Iterator[AskedCartridge
 
 
 def _in_process(asked: AskedCartridge, question: str, sampling: Sampling, seed: int) -> AskedAnswer:
-    from actors.in_process import local_sampler
+    from cartridge_forge.plugins.serve.engine.in_process import local_sampler
 
     model, generator = asked.model, asked.generator
     request = SampleRequest("ask", (AgentMessage("user", question),), sampling, seed)
@@ -246,8 +246,8 @@ def _sides(
     as_json: bool,
 ) -> int:  # fmt: skip
     """Answer the question, or the lines of a chat until an empty one, by every arm."""
-    from actors.in_process import local_samplers
-    from learning.model.loading import load_tokenizer
+    from cartridge_forge.learning.model.loading import load_tokenizer
+    from cartridge_forge.plugins.serve.engine.in_process import local_samplers
 
     if asked.why is not None:
         note(f"{asked.shown}: {told(asked.why)}")

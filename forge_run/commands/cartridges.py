@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from documents.reading import read_documents
-from documents.retrieval import count_terms
-from forge_run.formatting import TableSection
-from protocols.errors import DataError
-from protocols.spec.loading import load_serve
-from registry.formats import convert, forge, run_checkpoint
-from registry.formats.base_model import read_base
-from registry.formats.cartridge_file import CartridgeFile
-from registry.formats.diff import changes, differences
-from registry.importing import add_cartridge, add_finished, add_from_run
-from registry.names import parse_cartridge
-from registry.starting import lineage
-from registry.store import CartridgeStore, CartridgeVersion
+from cartridge_forge.plugins.documents.reading import read_documents
+from cartridge_forge.plugins.documents.retrieval import count_terms
+from cartridge_forge.plugins.library.formats import convert, forge, run_checkpoint
+from cartridge_forge.plugins.library.formats.base_model import read_base
+from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
+from cartridge_forge.plugins.library.formats.diff import changes, differences
+from cartridge_forge.plugins.library.importing import add_cartridge, add_finished, add_from_run
+from cartridge_forge.plugins.library.names import parse_cartridge
+from cartridge_forge.plugins.library.starting import lineage
+from cartridge_forge.plugins.library.store import CartridgeStore, CartridgeVersion
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.formatting import TableSection
+from cartridge_forge.protocols.spec.loading import load_serve
 
 
 def add(*, path: Path, names: Sequence[str], **where: Any) -> int:
@@ -128,7 +128,7 @@ def prune(*, name: str | None, keep: int, dry_run: bool, **where: Any) -> int:
 
 def push(*, cartridge: str, repo: str, private: bool, **where: Any) -> int:
     """Commit a version to the Hugging Face hub."""
-    from registry.hub import push
+    from cartridge_forge.plugins.library.hub import push
 
     entry = _library(**where).get(parse_cartridge(cartridge))
     print(f"{_shown(entry)}: {push(entry, repo, private=private)}")
@@ -137,7 +137,7 @@ def push(*, cartridge: str, repo: str, private: bool, **where: Any) -> int:
 
 def pull(*, repo: str, revision: str | None, name: str | None, **where: Any) -> int:
     """Add a cartridge of the Hugging Face hub."""
-    from registry.hub import pull
+    from cartridge_forge.plugins.library.hub import pull
 
     name = name or repo.rpartition("/")[2]
     entry = pull(_library(**where), repo, name, revision=revision)

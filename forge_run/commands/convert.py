@@ -5,12 +5,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from forge_run.formatting import TableSection, facts, render
-from protocols.errors import DataError
-from registry.formats import convert as formats
-from registry.formats.base_model import made_for, misfits, other_weights, read_base, require_fit
-from registry.formats.cartridge_file import CartridgeFile
-from registry.formats.diff import norms, provenance
+from cartridge_forge.plugins.library.formats import convert as formats
+from cartridge_forge.plugins.library.formats.base_model import (
+    made_for,
+    misfits,
+    other_weights,
+    read_base,
+    require_fit,
+)
+from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
+from cartridge_forge.plugins.library.formats.diff import norms, provenance
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.formatting import TableSection, facts, render
 
 
 def convert(

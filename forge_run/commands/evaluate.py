@@ -18,21 +18,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from forge_run.commands import note
-from forge_run.console import shown_path
-from forge_run.formatting import TableSection
-from forge_run.report.evaluation import cells, markdown, pair_section, plots, section, write_page
-from protocols.errors import SpecError
-from protocols.files import REPOSITORY, json_lines, write_atomically
-from protocols.records.evaluation import Contamination, EvalRow, Evaluation
-from protocols.spec.experiments import EvalSpec
-from protocols.spec.loading import load_file
-from services.run_directory import EVAL_ANSWERS, EVALUATION
+from cartridge_forge.forge_run.commands import note
+from cartridge_forge.plugins.evaluate.records import Contamination, EvalRow, Evaluation
+from cartridge_forge.plugins.watch.console import shown_path
+from cartridge_forge.plugins.watch.report.evaluation import (
+    cells,
+    markdown,
+    pair_section,
+    plots,
+    section,
+    write_page,
+)
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.files import REPOSITORY, json_lines, write_atomically
+from cartridge_forge.protocols.formatting import TableSection
+from cartridge_forge.protocols.spec.experiments import EvalSpec
+from cartridge_forge.protocols.spec.loading import load_file
+from cartridge_forge.services.run_directory import EVAL_ANSWERS, EVALUATION
 
 if TYPE_CHECKING:
-    from training.evaluation.arms import ArmAnswers
-    from training.evaluation.questions import EvalSuite
-    from training.evaluation.runs import EvaluatedRun, FinishedRun
+    from cartridge_forge.plugins.evaluate.arms import ArmAnswers
+    from cartridge_forge.plugins.evaluate.questions import EvalSuite
+    from cartridge_forge.plugins.evaluate.runs import EvaluatedRun, FinishedRun
 
 SPEC = REPOSITORY / "configs" / "eval.yaml"
 SCHEMA = 1
@@ -64,7 +71,7 @@ def command(
     write_atomically(home / "eval.md", markdown(found))
     write_page(home, found)
     if len(runs) == 1 and home == runs[0].resolve():
-        from forge_run.pages.export import write_report
+        from cartridge_forge.plugins.watch.pages.export import write_report
 
         write_report(home)
     show(f"written: {shown_path(home / EVALUATION)}, eval.md, eval.html")
@@ -86,10 +93,10 @@ def evaluate(
     out=folder)["rows"]`. Raises SpecError or CheckpointError for runs that cannot be compared,
     DataError for data that changed and for contamination where the rule is to fail.
     """
-    from learning.model.loading import load_tokenizer
-    from training.evaluation.arms import pairs
-    from training.evaluation.questions import set_paper
-    from training.evaluation.runs import (
+    from cartridge_forge.learning.model.loading import load_tokenizer
+    from cartridge_forge.plugins.evaluate.arms import pairs
+    from cartridge_forge.plugins.evaluate.questions import set_paper
+    from cartridge_forge.plugins.evaluate.runs import (
         KINDS,
         enter,
         read_run,
@@ -144,8 +151,8 @@ def _contamination(
     runs: Sequence[FinishedRun], paper: EvalSuite, spec: EvalSpec, out: Path
 ) -> Contamination:
     """Count the duplicates. Raises DataError where the rule is to fail and there are some."""
-    from documents.near_duplicates import clean, overlaps
-    from training.evaluation.runs import trained_on
+    from cartridge_forge.plugins.documents.near_duplicates import clean, overlaps
+    from cartridge_forge.plugins.evaluate.runs import trained_on
 
     evaluate = runs[0].learn.evaluate
     rule = spec.contamination or evaluate.contamination
@@ -168,8 +175,8 @@ async def _measure(
     spec: EvalSpec,
     show: Callable[[EvalRow], None],
 ) -> list[ArmAnswers]:
-    from serving.pool_backend import cartridge_pool
-    from training.evaluation.arms import sit
+    from cartridge_forge.plugins.evaluate.arms import sit
+    from cartridge_forge.plugins.serve.pool_backend import cartridge_pool
 
     most = spec.max_tokens or run.learn.evaluate.max_tokens
     held = cartridge_pool(run.spec, entry.documents, paper.end_ids, entry.cartridges)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from forge_run.formatting import TableSection, facts
-from protocols.errors import SpecError
-from protocols.spec.keys import FILES, SpecKey, keys_of, near_keys, spec_keys
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.formatting import TableSection, facts
+from cartridge_forge.protocols.spec.keys import FILES, SpecKey, keys_of, near_keys, spec_keys
 
 HEADS = ("key", "type", "default", "meaning")
 

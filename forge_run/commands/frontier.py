@@ -16,19 +16,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_run.commands import note
-from forge_run.formatting import TableSection
-from forge_run.report.frontier import arms_table, cells
-from protocols.errors import SpecError
-from protocols.files import REPOSITORY, json_lines, write_atomically
-from protocols.records.answers import Answer, AnswerRow, to_row
-from protocols.spec.experiments import FrontierSpec
-from protocols.spec.loading import load_file, load_resolved
-from protocols.spec.mesh import RunSpec
-from protocols.types import PrefixRef
-from services.run_directory import FRONTIER, FRONTIER_ANSWERS, RunDirectory
-from training.evaluation.frontier_questions import findings_questions, option_questions
-from training.evaluation.strategies import ArmRow, compare
+from cartridge_forge.forge_run.commands import note
+from cartridge_forge.plugins.evaluate.frontier_questions import findings_questions, option_questions
+from cartridge_forge.plugins.evaluate.strategies import ArmRow, compare
+from cartridge_forge.plugins.watch.report.frontier import arms_table, cells
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.files import REPOSITORY, json_lines, write_atomically
+from cartridge_forge.protocols.formatting import TableSection
+from cartridge_forge.protocols.records.answers import Answer, AnswerRow, to_row
+from cartridge_forge.protocols.spec.experiments import FrontierSpec
+from cartridge_forge.protocols.spec.loading import load_file, load_resolved
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.types import PrefixRef
+from cartridge_forge.services.run_directory import FRONTIER, FRONTIER_ANSWERS, RunDirectory
 
 ARMS = REPOSITORY / "configs" / "frontier.yaml"
 
@@ -80,7 +80,7 @@ def measure(
     }
     write_atomically(directory.path / FRONTIER, json.dumps(record, indent=1) + "\n")
     write_atomically(directory.path / FRONTIER_ANSWERS, json_lines(answers))
-    from forge_run.pages.export import write_report
+    from cartridge_forge.plugins.watch.pages.export import write_report
 
     write_report(directory.path)
     return rows, version
@@ -100,13 +100,16 @@ async def _measure(
     spec: RunSpec, directory: RunDirectory, chosen: FrontierSpec, show: Callable[[str], None]
 ) -> tuple[list[ArmRow], int, list[AnswerRow]]:
     # Imported here: a bad spec is refused before torch is imported.
-    from learning.model.loading import load_tokenizer
-    from registry.formats.run_checkpoint import chosen_checkpoint, read_cartridges
-    from serving.pool_backend import cartridge_pool
-    from strategies.judges.opening import opened_judge
-    from strategies.samplers.alternating_sampler import AlternatingSampler
-    from strategies.samplers.token_sampler import TokenSampler
-    from training.recipes.longhealth_prompts import open_prompts
+    from cartridge_forge.learning.model.loading import load_tokenizer
+    from cartridge_forge.plugins.documents.study.longhealth_prompts import open_prompts
+    from cartridge_forge.plugins.library.formats.run_checkpoint import (
+        chosen_checkpoint,
+        read_cartridges,
+    )
+    from cartridge_forge.plugins.serve.pool_backend import cartridge_pool
+    from cartridge_forge.plugins.strategies.judges.opening import opened_judge
+    from cartridge_forge.plugins.strategies.samplers.sampler import AlternatingSampler
+    from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 
     learn = spec.learn
     version, cartridges = read_cartridges(chosen_checkpoint(directory.path))

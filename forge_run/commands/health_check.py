@@ -1,8 +1,8 @@
 """Ask the gRPC health service of a control plane whether it serves.
 
-`python -m forge_run.commands.health_check HOST:PORT [DIR [TOKEN_ENV]]` exits with 0 where it
-serves. DIR has ca.crt, tls.crt and tls.key. kubelet's own gRPC probe supports neither TLS nor a
-token.
+`python -m cartridge_forge.forge_run.commands.health_check HOST:PORT [DIR [TOKEN_ENV]]` exits with 0
+where it serves. DIR has ca.crt, tls.crt and tls.key. kubelet's own gRPC probe supports neither TLS
+nor a token.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protocols.errors import SpecError
-from services.tls.identity import TlsIdentity, read_identity
+from cartridge_forge.plugins.cluster.tls.identity import TlsIdentity, read_identity
+from cartridge_forge.protocols.errors import SpecError
 
 SECONDS = 5.0
 

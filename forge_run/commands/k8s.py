@@ -11,17 +11,17 @@ from typing import Any
 
 import yaml
 
-from deploy.chart.chart import Needs, chart_tree, needs
-from deploy.checks.check import check
-from deploy.manifests.kustomization import Tree, mesh_tree, server_tree
-from deploy.manifests.mesh import MeshFiles
-from deploy.manifests.objects import IMAGE, dashed, settings
-from deploy.manifests.sizing import model_size, server_resources
-from forge_run.cli import parsed_elsewhere
-from protocols.files import REPOSITORY
-from protocols.spec.hosts import DeploymentSpec, GpuClassSpec
-from protocols.spec.loading import load_file, load_serve, load_spec
-from protocols.spec.yaml_source import read_yaml
+from cartridge_forge.forge_run.cli import parsed_elsewhere
+from cartridge_forge.plugins.cluster.chart.chart import Needs, chart_tree, needs
+from cartridge_forge.plugins.cluster.checks.check import check
+from cartridge_forge.plugins.cluster.manifests.kustomization import Tree, mesh_tree, server_tree
+from cartridge_forge.plugins.cluster.manifests.mesh import MeshFiles
+from cartridge_forge.plugins.cluster.manifests.objects import IMAGE, dashed, settings
+from cartridge_forge.plugins.cluster.manifests.sizing import model_size, server_resources
+from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.spec.hosts import DeploymentSpec, GpuClassSpec
+from cartridge_forge.protocols.spec.loading import load_file, load_serve, load_spec
+from cartridge_forge.protocols.spec.yaml_source import read_yaml
 
 MONITORING = REPOSITORY / "deploy" / "monitoring"
 PODS = "hosts.kind=kubernetes"

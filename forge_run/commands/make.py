@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from documents.formats import ReadOptions
-from documents.reading import ReadResult, read_documents
-from forge_run.arguments import GRACE_SECONDS
-from forge_run.child import in_child
-from forge_run.commands import note
-from forge_run.model_check import check
-from protocols.errors import DataError
-from protocols.spec.loading import load_serve, load_spec
-from registry.names import AUTO, is_name, romanised
+from cartridge_forge.forge_run.arguments import GRACE_SECONDS
+from cartridge_forge.forge_run.child import in_child
+from cartridge_forge.forge_run.commands import note
+from cartridge_forge.forge_run.model_check import check
+from cartridge_forge.plugins.documents.formats import ReadOptions
+from cartridge_forge.plugins.documents.reading import ReadResult, read_documents
+from cartridge_forge.plugins.library.names import AUTO, is_name, romanised
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.spec.loading import load_serve, load_spec
 
 MESH = "documents"  # the shipped one
 MODEL_ROLES = ("generator", "doc_teacher", "trainer")
@@ -55,7 +55,7 @@ def command(
     chosen = in_child(_plan, loaded.spec.learn, found, tokens, ratio, minutes, written)
     if dry_run:
         return 0
-    from forge_run.commands.run import run
+    from cartridge_forge.forge_run.commands.run import run
 
     home = (run_dir or Path("runs")).absolute() / loaded.spec.mesh.name
     with _told_when_usable(home):
@@ -94,11 +94,11 @@ def _plan(
     import is imported here, after the mistakes that are answered at once."""
     import torch
 
-    from documents.corpus import read_parts
-    from forge_run.plan.documents import require_documents
-    from forge_run.plan.make import ModelBytes, cartridge_tokens, planned
-    from learning.model.calibration import measure_rates
-    from learning.model.loading import load_model, load_tokenizer
+    from cartridge_forge.forge_run.plan.documents import require_documents
+    from cartridge_forge.forge_run.plan.make import ModelBytes, cartridge_tokens, planned
+    from cartridge_forge.learning.model.loading import load_model, load_tokenizer
+    from cartridge_forge.plugins.documents.corpus import read_parts
+    from cartridge_forge.plugins.evaluate.calibration import measure_rates
 
     tokenizer = load_tokenizer(learn.model.path)
     sizes = [len(tokenizer(d.text, add_special_tokens=False).input_ids) for d in found.documents]
@@ -123,10 +123,10 @@ def _plan(
 
 def _add(serve: str, model: str, run: Path, names: Mapping[str, str], called: str) -> None:
     """Add the run's cartridges to the server's library, and say how they are asked."""
-    from registry.formats.base_model import read_base
-    from registry.formats.run_checkpoint import read_all
-    from registry.importing import add_from_run
-    from registry.store import CartridgeStore
+    from cartridge_forge.plugins.library.formats.base_model import read_base
+    from cartridge_forge.plugins.library.formats.run_checkpoint import read_all
+    from cartridge_forge.plugins.library.importing import add_from_run
+    from cartridge_forge.plugins.library.store import CartridgeStore
 
     library = CartridgeStore(Path(load_serve(serve).spec.library), read_base(Path(model)))
     chosen = {one: names.get(one, f"{called}.{one}") for one in read_all(run)}

@@ -7,15 +7,21 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from documents.html_text import html_text
-from forge_run.commands import note
-from forge_run.formatting import TableSection, facts, render
-from forge_run.model_check import check_again
-from learning.model.verdicts import WAYS, ModelVerdict
-from protocols.errors import DataError
-from protocols.home import model_names, models_folder
-from protocols.spec.model import ModelSpec, model_shape
-from registry.base_models.kept import Dtype, add_model, kept_model, kept_models, terms_page
+from cartridge_forge.forge_run.commands import note
+from cartridge_forge.forge_run.model_check import check_again
+from cartridge_forge.learning.model.verdicts import WAYS, ModelVerdict
+from cartridge_forge.plugins.documents.html_text import html_text
+from cartridge_forge.plugins.library.base_models.kept import (
+    Dtype,
+    add_model,
+    kept_model,
+    kept_models,
+    terms_page,
+)
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.formatting import TableSection, facts, render
+from cartridge_forge.protocols.home import model_names, models_folder
+from cartridge_forge.protocols.spec.model import ModelSpec, model_shape
 
 POLL_SECONDS = 2.0  # between two looks for a model that another process adds
 

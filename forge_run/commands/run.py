@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from forge_run.child import in_child
-from forge_run.formatting import TableSection
-from protocols.spec.loading import LoadedSpec, load_spec
-from services.run_directory import RunDirectory
+from cartridge_forge.forge_run.child import in_child
+from cartridge_forge.protocols.formatting import TableSection
+from cartridge_forge.protocols.spec.loading import LoadedSpec, load_spec
+from cartridge_forge.services.run_directory import RunDirectory
 
 CANNOT_RUN = 3  # the exit code of a plan that cannot run on this machine
 ON_POLICY = ("on_policy", "routed")  # the arms that are no baselines
@@ -37,23 +37,23 @@ def run(
             mesh=mesh, overlays=overlays, sets=sets, run_dir=run_dir, continues=continues,
             alone=alone,
         )  # fmt: skip
-    from forge_run.preflight import require_runnable, slow_products
-    from services.telemetry.hub import require_sinks
+    from cartridge_forge.forge_run.preflight import require_runnable, slow_products
+    from cartridge_forge.plugins.watch.telemetry.hub import require_sinks
 
     loaded, notes = resolved(mesh, overlays, sets, run_dir, continues, alone=alone)
     require_runnable(loaded.spec, loaded.place)
     require_sinks(loaded.spec)
     if loaded.spec.learn.self_study is not None and not checked:
-        from forge_run.plan.documents import require_documents
+        from cartridge_forge.forge_run.plan.documents import require_documents
 
         for line in in_child(require_documents, loaded.spec.learn):
             print(line, file=sys.stderr)
-    from forge_run.plan.datasets import of_users, row_notes
+    from cartridge_forge.forge_run.plan.datasets import of_users, row_notes
 
     if of_users(loaded.spec.learn):
         notes += in_child(row_notes, loaded.spec.learn)
-    from forge_run.launch import run as go
-    from forge_run.model_check import check_for_run
+    from cartridge_forge.forge_run.launch import run as go
+    from cartridge_forge.forge_run.model_check import check_for_run
 
     for line in (*notes, *slow_products(loaded.spec), *check_for_run(loaded.spec)):
         print(line, file=sys.stderr)
@@ -84,11 +84,11 @@ def plan(
 ) -> int | tuple[TableSection, ...]:
     """Return a mesh's plan, or print it as JSON; a plan that cannot run here is printed, and the
     code is CANNOT_RUN. Options of a run are ignored. Raises SpecError for a bad spec."""
-    from forge_run import formatting
-    from forge_run.model_check import refusal
-    from forge_run.plan import calibration
-    from forge_run.plan import plan as of
-    from forge_run.preflight import unmet
+    from cartridge_forge.forge_run.model_check import refusal
+    from cartridge_forge.forge_run.plan import calibration
+    from cartridge_forge.forge_run.plan import plan as of
+    from cartridge_forge.forge_run.preflight import unmet
+    from cartridge_forge.protocols import formatting
 
     loaded, notes = resolved(mesh, overlays, sets, run_dir, continues, alone=alone)
     spec = loaded.spec
@@ -133,7 +133,7 @@ def resolved(
         return loaded, []
     if continues is not None:  # a wrong name is answered before torch is imported
         RunDirectory.open((run_dir or Path("runs")).absolute(), loaded.spec.mesh.name, continues)
-    from forge_run.plan import start
+    from cartridge_forge.forge_run.plan import start
 
     if continues is not None:
         override, notes = start.continued(loaded.spec, run_dir, continues)
@@ -144,6 +144,6 @@ def resolved(
 
 def worker(*, address: str | None, grace: float, tls: Path | None, insecure: bool) -> int:
     """Serve this host to runs until SIGTERM, then for at most `grace` seconds; ends the process."""
-    from services.hosts.worker import main
+    from cartridge_forge.plugins.cluster.hosts.worker import main
 
     main(address, grace, tls, insecure=insecure)

@@ -17,18 +17,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from documents.drafts import SynthesisPlan
-from documents.synthesis import model_name, write_study
-from documents.synthesis_rows import counts, write_parquet
-from forge_run.commands import note
-from forge_run.formatting import TableSection
-from forge_run.plan.documents import remarks, require_sources
-from forge_run.plan.plan import plan
-from protocols.errors import DataError, SpecError
-from protocols.files import write_atomically
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
-from strategies.samplers.sampler import Sampler
+from cartridge_forge.forge_run.commands import note
+from cartridge_forge.forge_run.plan.documents import remarks, require_sources
+from cartridge_forge.forge_run.plan.plan import plan
+from cartridge_forge.plugins.documents.drafts import SynthesisPlan
+from cartridge_forge.plugins.documents.synthesis import model_name, write_study
+from cartridge_forge.plugins.documents.synthesis_rows import counts, write_parquet
+from cartridge_forge.plugins.strategies.samplers.sampler import Sampler
+from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.files import write_atomically
+from cartridge_forge.protocols.formatting import TableSection
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
 
 
 def selfstudy(
@@ -58,8 +58,8 @@ def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:
             "meshes/longhealth_3b.yaml"
         )
     require_sources(learn)
-    from learning.model.loading import load_tokenizer
-    from training.recipes.study_material import read_material
+    from cartridge_forge.learning.model.loading import load_tokenizer
+    from cartridge_forge.plugins.documents.study.material import read_material
 
     parts, _ = read_material(learn, load_tokenizer(learn.model.path))
     for line in remarks(parts):
@@ -95,7 +95,7 @@ async def _sampler(spec: RunSpec) -> AsyncIterator[Sampler]:
     learn = spec.learn
     assert learn.self_study is not None
     if (api := learn.self_study.api) is not None:
-        from strategies.samplers.api_sampler import ApiEndpoint, ApiSampler
+        from cartridge_forge.plugins.strategies.samplers.api_sampler import ApiEndpoint, ApiSampler
 
         endpoint = ApiEndpoint(
             api.provider, api.model, api.base_url, api.key_env, api.logprobs, api.concurrency,
@@ -104,7 +104,7 @@ async def _sampler(spec: RunSpec) -> AsyncIterator[Sampler]:
         async with ApiSampler(endpoint) as sampler:
             yield sampler
         return
-    from actors.in_process import local_sampler
+    from cartridge_forge.plugins.serve.engine.in_process import local_sampler
 
     with local_sampler(
         learn.model.path,

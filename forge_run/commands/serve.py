@@ -20,21 +20,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_run.commands import note
-from forge_run.formatting import TableSection, facts, lines
-from forge_run.launch import kill_mesh, monarch_environment
-from forge_run.listening import listen
-from forge_run.model_check import check
-from forge_run.preflight import EMBEDDED, ON_VLLM, Fault, located, vllm_faults
-from protocols.secrets import secret_text
-from protocols.spec.errors import SpecProblem, combined
-from protocols.spec.loading import LoadedServeSpec, load_serve
-from protocols.spec.serving import RIGHTS, ApiKeySpec, HttpSpec, HubSpec, ServeSpec
-from services.forkserver.client import fork_server
+from cartridge_forge.forge_run.commands import note
+from cartridge_forge.forge_run.launch import kill_mesh, monarch_environment
+from cartridge_forge.forge_run.model_check import check
+from cartridge_forge.forge_run.preflight import EMBEDDED, ON_VLLM, Fault, located, vllm_faults
+from cartridge_forge.protocols.formatting import TableSection, facts, lines
+from cartridge_forge.protocols.secrets import secret_text
+from cartridge_forge.protocols.spec.errors import SpecProblem, combined
+from cartridge_forge.protocols.spec.loading import LoadedServeSpec, load_serve
+from cartridge_forge.protocols.spec.serving import RIGHTS, ApiKeySpec, HttpSpec, HubSpec, ServeSpec
+from cartridge_forge.services.forkserver.client import fork_server
+from cartridge_forge.services.listening import listen
 
 if TYPE_CHECKING:
-    from serving.access.keys import ApiKey
-    from serving.metrics import ServingMetrics
+    from cartridge_forge.plugins.serve.access.keys import ApiKey
+    from cartridge_forge.plugins.serve.metrics import ServingMetrics
 
 STOP_SECONDS = 8.0
 NO_SECRET = "is not in the environment, and the server reads it there"
@@ -68,7 +68,7 @@ def serve(loaded: LoadedServeSpec) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     shared = spec.generator.backend == "torch"  # on a CPU: vLLM alone samples on GPUs
     model = (spec.model.path, spec.model.dtype) if shared else None
-    with listening, fork_server(["learning.decoding.engine"], model) as ready:
+    with listening, fork_server(["cartridge_forge.plugins.serve.engine.engine"], model) as ready:
         server = ServeProcess(spec, listening, ready)
         try:
             asyncio.run(server.run())
@@ -81,8 +81,8 @@ def serve(loaded: LoadedServeSpec) -> int:
 
 def plan(loaded: LoadedServeSpec) -> list[TableSection]:
     """Return tables of the model, the limits and the cartridges to serve; starts nothing."""
-    from registry.formats.base_model import read_base
-    from registry.store import CartridgeStore
+    from cartridge_forge.plugins.library.formats.base_model import read_base
+    from cartridge_forge.plugins.library.store import CartridgeStore
 
     spec = loaded.spec
     role, http = spec.roles.generator, spec.http
@@ -148,7 +148,7 @@ def _faults(spec: ServeSpec) -> Iterator[Fault]:
 
 def api_keys(http: HttpSpec) -> tuple[ApiKey, ...]:
     """Return the keys of a server, read from the environment."""
-    from serving.access.keys import ApiKey
+    from cartridge_forge.plugins.serve.access.keys import ApiKey
 
     specs = dict(http.keys)
     if http.key_env:
@@ -177,11 +177,11 @@ class ServeProcess:
 
     async def run(self) -> None:
         """Serve until a signal. Raises ForgeError for generators that do not start or stay up."""
-        from learning.model.control_tokens import vocabulary_of
-        from learning.model.loading import load_tokenizer
-        from services.mesh import open_generators
-        from serving.tokenization import Tokenization
-        from strategies.judges.opening import opened_judge
+        from cartridge_forge.learning.model.control_tokens import vocabulary_of
+        from cartridge_forge.learning.model.loading import load_tokenizer
+        from cartridge_forge.plugins.serve.tokenization import Tokenization
+        from cartridge_forge.plugins.strategies.judges.opening import opened_judge
+        from cartridge_forge.services.mesh import open_generators
 
         spec = self.spec
         with self._signals():
@@ -211,13 +211,13 @@ class ServeProcess:
     ) -> None:
         import uvicorn
 
-        from registry.formats.base_model import read_base
-        from registry.store import CartridgeStore
-        from serving.access.connections import LimitedServer, limited
-        from serving.app import create_server
-        from serving.backend import RequestLimits, ServerConfig
-        from serving.pool_backend import PoolBackend
-        from serving.strategy_runner import CatalogueStrategies
+        from cartridge_forge.plugins.library.formats.base_model import read_base
+        from cartridge_forge.plugins.library.store import CartridgeStore
+        from cartridge_forge.plugins.serve.access.connections import LimitedServer, limited
+        from cartridge_forge.plugins.serve.app import create_server
+        from cartridge_forge.plugins.serve.backend import RequestLimits, ServerConfig
+        from cartridge_forge.plugins.serve.pool_backend import PoolBackend
+        from cartridge_forge.plugins.serve.strategy_runner import CatalogueStrategies
 
         spec, http = self.spec, self.spec.http
         base = read_base(Path(spec.model.path))

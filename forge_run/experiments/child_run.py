@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from forge_run.console import shown_path
-from protocols.errors import RunError
+from cartridge_forge.plugins.watch.console import shown_path
+from cartridge_forge.protocols.errors import RunError
 
 STOP_SECONDS = 30.0  # a run stops within 10 of SIGTERM
 LOOK_SECONDS = 0.2
-CODE = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+CODE = "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exit(forge_run())"
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from environments.checking import CheckPlan, EnvironmentCheck, check_environment
-from forge_run.formatting import TableSection, facts, render
-from protocols.errors import SpecError
-from protocols.spec.environment import EnvironmentSpec
-from protocols.spec.loading import load_spec
-from protocols.spec.yaml_source import parse_value
+from cartridge_forge.plugins.episodes.environments.checking import (
+    CheckPlan,
+    EnvironmentCheck,
+    check_environment,
+)
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.formatting import TableSection, facts, render
+from cartridge_forge.protocols.spec.environment import EnvironmentSpec
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.yaml_source import parse_value
 
 COLUMNS = ("agent", "task", "turns", "reward", "slowest move", "ended as")
 WORDS_A_TOKEN = 0.75  # of English, where no tokenizer is known
@@ -86,7 +90,7 @@ def _counter(model: str) -> Callable[[str], int]:
     not there yet."""
     if not (Path(model) / "tokenizer.json").is_file():
         return lambda text: round(len(text.split()) / WORDS_A_TOKEN)
-    from learning.model.loading import load_tokenizer
+    from cartridge_forge.learning.model.loading import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     return lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)

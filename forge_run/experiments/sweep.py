@@ -16,9 +16,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from forge_run.experiments.child_run import run_side_by_side
-from forge_run.experiments.table import SweepRow, gather, markdown, page_of, plots, table
-from forge_run.experiments.trials import (
+from cartridge_forge.forge_run.experiments.child_run import run_side_by_side
+from cartridge_forge.forge_run.experiments.table import (
+    SweepRow,
+    gather,
+    markdown,
+    page_of,
+    plots,
+    table,
+)
+from cartridge_forge.forge_run.experiments.trials import (
     Runner,
     Trial,
     read_runs,
@@ -26,12 +33,12 @@ from forge_run.experiments.trials import (
     runs_of,
     write_record,
 )
-from forge_run.formatting import TableSection, count_text
-from protocols.errors import SpecError
-from protocols.files import write_atomically
-from protocols.spec.experiments import SweepSpec
-from protocols.spec.loading import load_file, load_spec
-from services.run_directory import RunDirectory
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.files import write_atomically
+from cartridge_forge.protocols.formatting import TableSection, count_text
+from cartridge_forge.protocols.spec.experiments import SweepSpec
+from cartridge_forge.protocols.spec.loading import load_file, load_spec
+from cartridge_forge.services.run_directory import RunDirectory
 
 # Keys that save time and do not change the table. The sweep's own keys override them.
 PLAIN = ("evaluate.probe_every=0", "evaluate.sampled=false")
@@ -44,14 +51,11 @@ def planned(
     overlays: Sequence[str] = (),
     sets: Sequence[str] = (),
     seeds: int | None = None,
-    first_seed: int | None = None,
-    evaluated: Sequence[str] | None = None,
 ) -> tuple[Trial, ...]:
     """Return every run's trial, those of a seed in sequence.
 
-    `overlays` and `sets` are the command line's. `evaluated` are the arms that every run evaluates;
-    None: those that its variant shows. Raises SpecError for a key or a value that a run would
-    refuse, and for a reference that no variant names.
+    `overlays` and `sets` are the command line's. Raises SpecError for a key or a value that a run
+    would refuse, and for a reference that no variant names.
     """
     names = [name for variant in sweep.variants for name in variant.arms.values()]
     if sweep.reference is not None and sweep.reference not in names:
@@ -62,12 +66,11 @@ def planned(
     if seeds is not None and seeds < 1:
         raise SpecError(f"--seeds must be >= 1: got {seeds}; 3 or more give an interval of use")
     found = []
-    first = sweep.first_seed if first_seed is None else first_seed
-    for seed in range(first, first + (seeds or sweep.seeds)):
+    for seed in range(sweep.first_seed, sweep.first_seed + (seeds or sweep.seeds)):
         for point in sweep.points():
             for variant in sweep.variants:
                 keys = {**sweep.set, **variant.set, **point}
-                keys["evaluate.arms"] = list(evaluated or variant.arms)
+                keys["evaluate.arms"] = list(variant.arms)
                 keys |= dict.fromkeys(sweep.seed_keys, seed)
                 texts = (*PLAIN, *sets, *(f"{k}={json.dumps(v)}" for k, v in keys.items()))
                 where = [f"{k.rpartition('.')[2]}={json.dumps(v)}" for k, v in point.items()]
@@ -91,7 +94,10 @@ def sweep(
     for trial, run in runs_of(plan, root, record, runner, say):
         done[trial.name] = run
         if spec.frontier is not None:
-            from forge_run.commands.frontier import measure, measured  # which import torch
+            from cartridge_forge.forge_run.commands.frontier import (  # which import torch
+                measure,
+                measured,
+            )
 
             if not measured(run, spec.frontier):
                 measure(run, spec.frontier, say)

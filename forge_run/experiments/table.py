@@ -6,16 +6,18 @@ runs and their arms  ->  gather  ->  SweepRow, its values seed by seed  ->  tabl
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from forge_run.console import UNKNOWN, percent
-from forge_run.experiments.trials import Trial
-from forge_run.formatting import TableSection, count_text, markdown_table, markdown_text
-from forge_run.report.plots import (
+from cartridge_forge.forge_run.experiments.trials import Trial
+from cartridge_forge.plugins.replay.ledger import RunSpending
+from cartridge_forge.plugins.statistics.intervals import mean_interval
+from cartridge_forge.plugins.watch.console import UNKNOWN, percent
+from cartridge_forge.plugins.watch.report.plots import (
     HUES,
     MARKERS,
     Plot,
@@ -25,11 +27,16 @@ from forge_run.report.plots import (
     legend,
     share_axes,
 )
-from forge_run.report.template import Block, render
-from protocols.errors import RunError
-from protocols.records.intervals import mean_interval
-from protocols.spec.experiments import SweepSpec
-from services.run_directory import RunDirectory
+from cartridge_forge.plugins.watch.report.template import Block, render
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.formatting import (
+    TableSection,
+    count_text,
+    markdown_table,
+    markdown_text,
+)
+from cartridge_forge.protocols.spec.experiments import SweepSpec
+from cartridge_forge.services.run_directory import RunDirectory, iter_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +55,9 @@ NOTE = (
 class SweepRow:
     """Hold the results of one arm at one point; `accuracy` and `unparsed` have a value for each
     seed. `tokens` is the mean over the seeds of the tokens trained on; `compression` is 1 for an
-    arm that reads the document, None without a prefix."""
+    arm that reads the document, None without a prefix. Of a run with episodes `reward` is the mean
+    of the last quarter of the steps, and `dollars` the mean over the seeds of what external
+    teachers cost; empty and 0 otherwise."""
 
     point: dict[str, Any]  # key of an axis -> its value
     arm: str
@@ -58,6 +67,8 @@ class SweepRow:
     questions: int
     tokens: float
     compression: float | None
+    reward: tuple[float, ...] = ()
+    dollars: float = 0.0
 
     @property
     def mean(self) -> float:
@@ -77,15 +88,15 @@ class SweepRow:
 def gather(runs: Iterable[tuple[Trial, RunDirectory]]) -> list[SweepRow]:
     """Return a row of every arm at every point, from the results of its seeds' runs, in their
     order."""
-    found: dict[tuple[str, str], list[tuple[Trial, str, Mapping[str, Any]]]] = {}
+    found: dict[tuple[str, str], list[tuple[Trial, str, RunDirectory]]] = {}
     for trial, directory in runs:
-        results = directory.read_results() or {}
         for arm, name in trial.arms:
-            found.setdefault((json.dumps(trial.point), name), []).append((trial, arm, results))
+            found.setdefault((json.dumps(trial.point), name), []).append((trial, arm, directory))
     rows = []
     for (_, name), each in found.items():
         trial, arm, _ = each[0]
-        outcomes = [results for *_, results in each]
+        outcomes: list[Mapping[str, Any]] = [run.read_results() or {} for *_, run in each]
+        rewards = [_reward(run, arm) for *_, run in each]
         measured = [results["arms"][arm] for results in outcomes]
         ratio = fmean(results["compression"]["ratio"] for results in outcomes)
         rows.append(
@@ -98,9 +109,22 @@ def gather(runs: Iterable[tuple[Trial, RunDirectory]]) -> list[SweepRow]:
                 questions=sum(m["n"] for m in measured),
                 tokens=fmean(results["tokens_trained"].get(arm, 0) for results in outcomes),
                 compression={"none": None, "document": 1.0}.get(arm, ratio),
+                reward=() if None in rewards else tuple(r for r in rewards if r is not None),
+                dollars=fmean(_dollars(run) for *_, run in each),
             )
         )
     return rows
+
+
+def _reward(run: RunDirectory, arm: str) -> float | None:
+    """Return the mean reward of an arm's last quarter of steps; None of a run without episodes."""
+    rows = (row for row in iter_rows(run.metrics) if row["arm"] == arm)
+    rewards = [r for row in rows if (r := (row.get("episodes") or {}).get("reward")) is not None]
+    return fmean(rewards[-max(1, len(rewards) // 4) :]) if rewards else None
+
+
+def _dollars(run: RunDirectory) -> float:
+    return math.fsum(RunSpending(run.ledger).total()["dollars"].values())
 
 
 def table(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[TableSection, ...]:
@@ -108,12 +132,17 @@ def table(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[TableSection, ...]
     seeds = len(rows[0].seeds)
     title = f"sweep {spec.name}, {seeds} seed{'s' if seeds > 1 else ''}"
     over = (f"over {spec.reference}", "95% CI") if spec.reference else ()
+    with_reward = any(row.reward for row in rows)
     columns = (
         "arm", *(key.rpartition(".")[2] for key in spec.axes), "compression", "accuracy", "95% CI",
-        *over, "unparsed", "questions", "tokens trained",
+        *over, *(("reward", "95% CI", *over, "teachers") if with_reward else ()), "unparsed",
+        "questions", "tokens trained",
     )  # fmt: skip
-    gains = [_gains(spec, rows, row) for row in rows]
-    cells = tuple(_cells(spec, row, gain) for row, gain in zip(rows, gains, strict=True))
+    gains = [_gains(spec, rows, row, "accuracy") for row in rows]
+    cells = tuple(
+        _cells(spec, row, gain, _reward_cells(spec, rows, row) if with_reward else ())
+        for row, gain in zip(rows, gains, strict=True)
+    )
     sections = [TableSection(title, columns, cells)]
     # Points of a seed share documents and questions, so each seed gives one value: the mean over
     # its points.
@@ -128,7 +157,9 @@ def table(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[TableSection, ...]
     return tuple(sections)
 
 
-def _cells(spec: SweepSpec, row: SweepRow, gain: Sequence[float] | None) -> tuple[str, ...]:
+def _cells(
+    spec: SweepSpec, row: SweepRow, gain: Sequence[float] | None, reward: Sequence[str]
+) -> tuple[str, ...]:
     return (
         row.arm,
         *(value if isinstance(value, str) else json.dumps(value) for value in row.point.values()),
@@ -136,6 +167,7 @@ def _cells(spec: SweepSpec, row: SweepRow, gain: Sequence[float] | None) -> tupl
         percent(row.mean),
         interval_text(row.ci95, ".1f", 100),
         *(_gain_cells(gain) if spec.reference else ()),
+        *reward,
         str(sum(row.unparsed)),
         str(row.questions),
         count_text(row.tokens) if row.tokens else UNKNOWN,
@@ -148,15 +180,30 @@ def _gain_cells(gain: Sequence[float] | None) -> tuple[str, str]:
     return f"{fmean(gain):+.1%}", interval_text(mean_interval(gain), "+.1f", 100)
 
 
-def _gains(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> list[float] | None:
-    """Return a row's accuracy minus the reference's at its point, by seed; None for the reference.
+def _reward_cells(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> tuple[str, ...]:
+    over: tuple[str, ...] = ()
+    if spec.reference:
+        gain = _gains(spec, rows, row, "reward") if row.reward else None
+        over = (UNKNOWN, UNKNOWN) if gain is None else (
+            f"{fmean(gain):+.3f}", interval_text(mean_interval(gain), "+.3f"),
+        )  # fmt: skip
+    mean = f"{fmean(row.reward):.3f}" if row.reward else UNKNOWN
+    interval = interval_text(mean_interval(row.reward) if row.reward else None, ".3f")
+    return mean, interval, *over, f"${row.dollars:.4f}"
+
+
+def _gains(
+    spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow, figure: str
+) -> list[float] | None:
+    """Return a row's figure minus the reference's at its point, by seed; None for the reference.
     Raises RunError for arms of other seeds."""
     other = next((r for r in rows if r.arm == spec.reference and r.point == row.point), row)
     if row.arm == other.arm:
         return None
     if row.seeds != other.seeds:
         raise RunError(f"{row.arm} and {other.arm} have other seeds; run the sweep again")
-    return [a - b for a, b in zip(row.accuracy, other.accuracy, strict=True)]
+    pairs = zip(getattr(row, figure), getattr(other, figure), strict=True)
+    return [value - reference for value, reference in pairs]
 
 
 def interval_text(found: Sequence[float] | None, form: str, scale: float = 1) -> str:

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge_run.commands import note
-from forge_run.console import duration, shown_path
-from forge_run.experiments.child_run import ChildRun
-from forge_run.model_check import check_for_run
-from forge_run.preflight import require_runnable
-from forge_run.resuming import differences
-from protocols.errors import RunError
-from protocols.files import write_atomically
-from protocols.spec.loading import load_resolved
-from protocols.spec.mesh import RunSpec
-from services.run_directory import RunDirectory
+from cartridge_forge.forge_run.commands import note
+from cartridge_forge.forge_run.experiments.child_run import ChildRun
+from cartridge_forge.forge_run.model_check import check_for_run
+from cartridge_forge.forge_run.preflight import require_runnable
+from cartridge_forge.forge_run.resuming import differences
+from cartridge_forge.plugins.watch.console import duration, shown_path
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.files import write_atomically
+from cartridge_forge.protocols.spec.loading import load_resolved
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.services.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def runs_of(
 def require_all(plan: Sequence[Trial]) -> None:
     """Raise SpecError for a trial that cannot run here, and DataError for a model that is not
     computed right, before any begins."""
-    from services.telemetry.hub import require_sinks
+    from cartridge_forge.plugins.watch.telemetry.hub import require_sinks
 
     for trial in plan:
         require_runnable(trial.spec)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from forge_run.plan.roofline import DevicePeaks
-from protocols.spec.mesh import RunSpec
+from cartridge_forge.forge_run.plan.roofline import DevicePeaks
+from cartridge_forge.protocols.spec.mesh import RunSpec
 
 SIDE = 1024  # of the square matrices, whose product is bound by compute
 COPIED = 1 << 26  # bytes, beyond a processor's caches

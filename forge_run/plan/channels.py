@@ -3,14 +3,14 @@ samples, external teachers and votes."""
 
 from __future__ import annotations
 
-from forge_run.formatting import Rows, TableSection, facts
-from forge_run.preflight import missing_key
-from protocols.spec.environment import EnvironmentSpec
-from protocols.spec.learn import LearnSpec
-from protocols.spec.objective import EpisodesSpec, ObjectiveSpec
-from protocols.spec.rsa import RsaSpec
-from protocols.spec.teacher_replay import PriceSpec, ReplaySpec
-from protocols.spec.users.rows import ROW_SOURCES
+from cartridge_forge.forge_run.preflight import missing_key
+from cartridge_forge.protocols.formatting import Rows, TableSection, facts
+from cartridge_forge.protocols.spec.environment import EnvironmentSpec
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.objective import EpisodesSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.rsa import RsaSpec
+from cartridge_forge.protocols.spec.teacher_replay import PriceSpec, ReplaySpec
+from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
 
 TEACHER_COLUMNS = ("teacher", "model", "dollars a million tokens", "cap", "calls at a time")
 

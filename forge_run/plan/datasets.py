@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from documents.rows.reading import RowSet, read_row_set
-from forge_run.formatting import TableSection, facts, lines
-from forge_run.plan.inputs import row_lengths, tokenizer_at
-from protocols.errors import DataError
-from protocols.spec.learn import LearnSpec
-from protocols.spec.users.rewards import RewardSpec
-from protocols.spec.users.rows import ROW_SOURCES
-from strategies.rewards.workers import RewardWorker
-from training.task_sources.row_checks import require_plain
+from cartridge_forge.forge_run.plan.inputs import row_lengths, tokenizer_at
+from cartridge_forge.plugins.documents.rows.checks import require_plain
+from cartridge_forge.plugins.documents.rows.reading import RowSet, read_row_set
+from cartridge_forge.plugins.episodes.rewards.workers import RewardWorker
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.formatting import TableSection, facts, lines
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.users.rewards import RewardSpec
+from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
 
 HEADS = ("reward", "weight", "by", "limits")
 

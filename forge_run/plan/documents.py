@@ -12,18 +12,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from documents.corpus import Corpus, CorpusDocument
-from documents.drafts import SynthesisPlan, passage_of
-from documents.formats import ReadOptions
-from documents.reading import ReadLimits, SkippedFile, read_documents, require_files
-from documents.synthesis import planned_turns
-from documents.synthesis_rows import few_turns
-from forge_run.formatting import TableSection, facts, lines
-from forge_run.plan.inputs import at_hand, tokenizer_at
-from protocols.errors import DataError
-from protocols.layout import length_warning
-from protocols.spec.learn import LearnSpec
-from protocols.spec.users.documents import SEED_KINDS, SelfStudySpec
+from cartridge_forge.forge_run.plan.inputs import at_hand, tokenizer_at
+from cartridge_forge.plugins.documents.corpus import Corpus, CorpusDocument
+from cartridge_forge.plugins.documents.drafts import SynthesisPlan, passage_of
+from cartridge_forge.plugins.documents.formats import ReadOptions
+from cartridge_forge.plugins.documents.reading import (
+    ReadLimits,
+    SkippedFile,
+    read_documents,
+    require_files,
+)
+from cartridge_forge.plugins.documents.synthesis import planned_turns
+from cartridge_forge.plugins.documents.synthesis_rows import few_turns
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.formatting import TableSection, facts, lines
+from cartridge_forge.protocols.layout import length_warning
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.users.documents import SEED_KINDS, SelfStudySpec
 
 MOST_ROWS = 24
 CHARS_PER_TOKEN = 4  # of English, an estimate without the model's tokenizer
@@ -184,7 +189,7 @@ def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     read, left_out = learn.documents, tuple[SkippedFile, ...]()
     assert learn.data.path is not None
     if learn.data.source == "longhealth":
-        from training.recipes.longhealth_prompts import read_patients
+        from cartridge_forge.plugins.documents.study.longhealth_prompts import read_patients
 
         texts = [p.document for p in read_patients(learn.data)]
     else:
@@ -195,7 +200,7 @@ def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
         )
         texts, left_out = [d.text for d in found.documents], found.left_out
         if learn.data.questions is not None:
-            from training.recipes.question_files import read_questions
+            from cartridge_forge.plugins.documents.study.question_files import read_questions
 
             named = {d.name: d.text for d in found.documents}
             read_questions(learn.data.questions, named, learn.data.instruction)
@@ -217,9 +222,9 @@ def _sized(learn: LearnSpec, documents: int, tokens: int) -> LearnSpec:
 
 def _material(learn: LearnSpec, tokenizer: Any) -> Corpus:
     # Imported here, because plans of other data are to need no torch.
-    from documents.synthesis import read_rows
-    from training.recipes.study_material import read_material
-    from training.recipes.study_rows import of_parts
+    from cartridge_forge.plugins.documents.study.material import read_material
+    from cartridge_forge.plugins.documents.study.rows import of_parts
+    from cartridge_forge.plugins.documents.synthesis import read_rows
 
     corpus, _ = read_material(learn, tokenizer)
     if learn.self_study is not None and (rows := learn.self_study.rows) is not None:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from documents.rows.reading import RowSet
-from documents.rows.records import DatasetRow
-from forge_run.formatting import TableSection, facts
-from protocols.errors import DataError
-from protocols.spec.learn import LearnSpec
-from protocols.spec.rsa import OF_DOCUMENTS
-from protocols.spec.users.rows import ROW_SOURCES
+from cartridge_forge.plugins.documents.rows.reading import RowSet
+from cartridge_forge.plugins.documents.rows.records import DatasetRow
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.formatting import TableSection, facts
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.rsa import OF_DOCUMENTS
+from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
 
 
 def at_hand(learn: LearnSpec) -> bool:
@@ -28,7 +28,7 @@ def sections(learn: LearnSpec) -> list[TableSection]:
         return []  # `forge_run.plan.documents` and `forge_run.plan.datasets` read them
     if learn.episodes is not None:
         if learn.data.source == "environment":
-            from training.task_sources.environment import EnvironmentTasks
+            from cartridge_forge.plugins.episodes.task_sources.environment import EnvironmentTasks
 
             EnvironmentTasks(learn)
         return []
@@ -36,7 +36,7 @@ def sections(learn: LearnSpec) -> list[TableSection]:
         return []
     if learn.rsa is not None:
         if learn.rsa.problems.kind in OF_DOCUMENTS:
-            from training.recipes.rsa_problems import OfPatients
+            from cartridge_forge.plugins.rsa.problems import OfPatients
 
             OfPatients(learn)
         return []
@@ -44,8 +44,11 @@ def sections(learn: LearnSpec) -> list[TableSection]:
 
 
 def _charts(learn: LearnSpec) -> TableSection:
-    from environments.clinic.longhealth import is_held_out
-    from training.recipes.longhealth_prompts import open_prompts, read_patients
+    from cartridge_forge.plugins.clinic.longhealth import is_held_out
+    from cartridge_forge.plugins.documents.study.longhealth_prompts import (
+        open_prompts,
+        read_patients,
+    )
 
     patients = read_patients(learn.data)
     questions = [q for patient in patients for q in patient.questions]
@@ -74,10 +77,10 @@ def row_lengths(learn: LearnSpec, rows: RowSet) -> list[str]:
     Raises DataError where none is left to train on, and for documents that no cartridge can stand
     for.
     """
-    from environments.renderer import ChatRenderer
-    from training.recipes.study_material import row_corpus
-    from training.task_sources.primer import PRIMER, PRIMER_TEXT
-    from training.task_sources.row_checks import require_lengths
+    from cartridge_forge.plugins.documents.rows.checks import require_lengths
+    from cartridge_forge.plugins.documents.study.material import row_corpus
+    from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER, PRIMER_TEXT
+    from cartridge_forge.training.renderer import ChatRenderer
 
     tokenizer = tokenizer_at(learn.model.path)
     if tokenizer is None:
@@ -89,7 +92,7 @@ def row_lengths(learn: LearnSpec, rows: RowSet) -> list[str]:
         used = (row.document or PRIMER for row in (*rows.training, *rows.held_out))
         require_lengths(learn, {name: texts[name] for name in used}, tokenizer)
     else:
-        from protocols.spec.users.documents import SelfStudySpec
+        from cartridge_forge.protocols.spec.users.documents import SelfStudySpec
 
         most, key = learn.train.row_tokens - learn.rollout.max_tokens, "train.row_tokens"
         why = "they are left out"
@@ -118,8 +121,8 @@ def _longer(
 ) -> list[tuple[int, DatasetRow]]:
     """Return the rows whose prompt has more than `most` tokens, each after its number of tokens.
     Those of few bytes are not tokenized: no token is less than a byte."""
-    from protocols.teacher_replay import AgentMessage
-    from training.task_sources.primer import PRIMER
+    from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER
+    from cartridge_forge.protocols.teacher_replay import AgentMessage
 
     empty = len(conversation.opening(PRIMER, (AgentMessage("user", "x"),)))
     found = []
@@ -134,7 +137,7 @@ def _longer(
 
 def tokenizer_at(path: str) -> Any:
     """Return None for an absent model. Raises DataError for one without a chat template."""
-    from learning.model.loading import NoTokenizer, load_tokenizer
+    from cartridge_forge.learning.model.loading import NoTokenizer, load_tokenizer
 
     try:
         return load_tokenizer(path)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from forge_run.formatting import bytes_text
-from learning.model.calibration import MachineRates
-from protocols.errors import DataError
-from protocols.spec.learn import LearnSpec
-from protocols.spec.users.documents import WRITTEN_KINDS, StudyKind
+from cartridge_forge.plugins.evaluate.calibration import MachineRates
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.formatting import bytes_text
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.users.documents import WRITTEN_KINDS, StudyKind
 
 RATIO = 10  # document tokens for each of a cartridge's, where the user says nothing
 LEAST_TOKENS, MOST_TOKENS = 32, 512  # of a cartridge that is chosen

@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.manifests.sizing import (
+from cartridge_forge.forge_run.plan import channels, datasets, documents, inputs, roofline, sizing
+from cartridge_forge.forge_run.plan.inputs import at_hand, tokenizer_at
+from cartridge_forge.forge_run.plan.roofline import (
+    A100,
+    H200,
+    MFU,
+    DevicePeaks,
+    PhaseCost,
+    Workload,
+    divided,
+)
+from cartridge_forge.forge_run.preflight import resolved_place, slow_products, unmet
+from cartridge_forge.learning.decoder_config import decoder_config
+from cartridge_forge.plugins.cluster.manifests.sizing import (
     TRAINER_BYTES,
     ModelSize,
     checkpoint_bytes,
@@ -24,26 +37,20 @@ from deploy.manifests.sizing import (
     touched_bytes,
     trainable_numbers,
 )
-from forge_run.formatting import TableSection, bytes_text, count_text, facts, lines, seconds_text
-from forge_run.plan import channels, datasets, documents, inputs, roofline, sizing
-from forge_run.plan.layout import layout_sections
-from forge_run.plan.roofline import (
-    A100,
-    H200,
-    MFU,
-    DevicePeaks,
-    PhaseCost,
-    Workload,
-    divided,
+from cartridge_forge.protocols.formatting import (
+    TableSection,
+    bytes_text,
+    count_text,
+    facts,
+    lines,
+    seconds_text,
 )
-from forge_run.preflight import resolved_place, slow_products, unmet
-from learning.decoder_config import decoder_config
-from protocols.layout import length_warning
-from protocols.spec.learn import LearnSpec
-from protocols.spec.mesh import RunSpec
-from protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
-from protocols.spec.users.rows import ROW_SOURCES
-from protocols.spec.yaml_source import SourceLocation
+from cartridge_forge.protocols.layout import CartridgeLayout, length_warning
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
+from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
+from cartridge_forge.protocols.spec.yaml_source import SourceLocation
 
 AT_RUN_TIME = "measured at run time"
 
@@ -404,3 +411,48 @@ def _phase_cells(
 def _range(low: float, high: float) -> str:
     least, most = seconds_text(low), seconds_text(high)
     return least if least == most else f"{least} .. {most}"
+
+
+LAYOUT_HEADS = ("cartridge", "learns from", "contexts", "their tokens", "their KV", "ratio")
+MOST_NAMES = 6  # of a cartridge's documents
+
+
+def layout_sections(learn: LearnSpec, size: ModelSize | None) -> list[TableSection]:
+    """Return a row for each cartridge; nothing where every document has its own, uncut, or where
+    the documents or the model's tokenizer are not at hand."""
+    if learn.cartridge.per == "document" and learn.teacher.context_tokens is None:
+        return []
+    found = _contexts(learn)
+    if found is None:
+        return []
+    layout, tokens = found
+    rows = []
+    for name, parts in layout.cartridges.items():
+        contexts = [tokens[c] for c in layout.contexts[name]]
+        named = ", ".join(parts[:MOST_NAMES])
+        more = f" and {len(parts) - MOST_NAMES} more" if len(parts) > MOST_NAMES else ""
+        kv = "unknown" if size is None else bytes_text(sum(contexts) * size.kv_token)
+        sizes = f"{sum(contexts):,} ({min(contexts):,} to {max(contexts):,} each)"
+        ratio = f"{sum(contexts) / learn.cartridge.tokens:.1f}x"
+        rows.append((name, named + more, str(len(contexts)), sizes, kv, ratio))
+    title = f"{len(tokens)} contexts of the teacher, {len(rows)} cartridges"
+    return [TableSection(title, LAYOUT_HEADS, tuple(rows))]
+
+
+def _contexts(learn: LearnSpec) -> tuple[CartridgeLayout, Mapping[str, int]] | None:
+    """Return the layout and the tokens of every context, as the teacher reads it."""
+    data = learn.data
+    if data.source == "longhealth" and not at_hand(learn):
+        return None
+    tokenizer = tokenizer_at(learn.model.path)
+    if tokenizer is None or (data.source == "documents" and data.path is None):
+        return None
+    if learn.self_study is not None:
+        from cartridge_forge.plugins.documents.study.material import read_material
+
+        parts, _ = read_material(learn, tokenizer)
+        return parts.layout, {name: len(part.tokens) for name, part in parts.parts.items()}
+    from cartridge_forge.plugins.documents.study.longhealth_prompts import open_prompts
+
+    prompts = open_prompts(learn, tokenizer)
+    return prompts.layout, {name: len(prompts.documents[name]) for name in prompts.texts}

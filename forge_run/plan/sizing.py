@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deploy.manifests.devices import GB, device_loads
-from deploy.manifests.sizing import (
+from cartridge_forge.plugins.cluster.manifests.devices import GB, device_loads
+from cartridge_forge.plugins.cluster.manifests.sizing import (
     MemoryNeeds,
     ModelSize,
     checkpoint_bytes,
@@ -16,8 +16,14 @@ from deploy.manifests.sizing import (
     touched_bytes,
     touched_cartridges,
 )
-from forge_run.formatting import TableSection, bytes_text, facts
-from protocols.spec.mesh import CARTRIDGE_READERS, HINTED_TEACHER, TEACHERS, RoleSpec, RunSpec
+from cartridge_forge.protocols.formatting import TableSection, bytes_text, facts
+from cartridge_forge.protocols.spec.mesh import (
+    CARTRIDGE_READERS,
+    HINTED_TEACHER,
+    TEACHERS,
+    RoleSpec,
+    RunSpec,
+)
 
 COLUMNS = (
     "a replica", "GPUs", "memory of a process", "largest part", "cores", "host memory", "/dev/shm"

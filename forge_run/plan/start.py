@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from forge_run.resuming import differences
-from protocols.errors import SpecError
-from protocols.files import read_rows
-from protocols.spec.cartridge import StartSpec
-from protocols.spec.loading import load_resolved
-from protocols.spec.mesh import RunSpec
-from registry.formats.base_model import read_base
-from registry.formats.run_checkpoint import chosen_checkpoint
-from registry.starting import EVERY, read_start, record_of, require_fit_of, told
-from services.run_directory import RunDirectory, outcome
+from cartridge_forge.forge_run.resuming import differences
+from cartridge_forge.plugins.library.formats.base_model import read_base
+from cartridge_forge.plugins.library.formats.run_checkpoint import chosen_checkpoint
+from cartridge_forge.plugins.library.starting import (
+    EVERY,
+    read_start,
+    record_of,
+    require_fit_of,
+    told,
+)
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.files import read_rows
+from cartridge_forge.protocols.spec.cartridge import StartSpec
+from cartridge_forge.protocols.spec.loading import load_resolved
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.services.run_directory import RunDirectory, outcome
 
 
 def continued(spec: RunSpec, run_dir: Path | None, which: str) -> tuple[str, list[str]]:

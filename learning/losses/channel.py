@@ -15,11 +15,11 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from learning.batch import BatchReader, ChunkedLogits, MicroBatch
-from learning.teacher import TeacherDistribution
-from protocols.errors import DataError
-from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.train_batch import TrainBatch
+from cartridge_forge.learning.batch import BatchReader, ChunkedLogits, MicroBatch
+from cartridge_forge.learning.teacher import TeacherDistribution
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
 
 
 class LossChannel(BatchReader, Protocol):

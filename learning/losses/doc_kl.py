@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.batch import ChunkedLogits, Item, MicroBatch
-from learning.losses.channel import LossChannel, LossTerm, check_scores, counted
-from learning.teacher import TeacherDistribution
-from protocols.errors import SpecError
-from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.train_batch import TrainBatch
-from protocols.types import Sample
+from cartridge_forge.learning.batch import ChunkedLogits, Item, MicroBatch
+from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, check_scores, counted
+from cartridge_forge.learning.teacher import TeacherDistribution
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.types import Sample
 
 IMPOSSIBLE = float("-inf")  # the log-probability of an outcome that a side rules out
 UNRESOLVED = 1e-7  # float32 log-probabilities cannot tell a smaller rest of the mass from rounding

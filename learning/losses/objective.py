@@ -8,9 +8,9 @@ channel without data contributes 0 and no gradient.
 
 from __future__ import annotations
 
-from learning.losses.channel import LossChannel
-from protocols.plugins import resolve
-from protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.learning.losses.channel import LossChannel
+from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
 
 
 def active_channels(objective: ObjectiveSpec, loss: LossSpec | None = None) -> list[LossChannel]:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from learning.batch import MicroBatch
-from learning.losses.channel import LossTerm
-from learning.losses.doc_kl import DocKL
-from learning.ranks import ProcessGroup
-from learning.teacher import TeacherDistribution, top_k
-from protocols.records.token_scores import TOP, Likely, encoded, encoded_top
-from protocols.types import SampleScores
+from cartridge_forge.learning.batch import MicroBatch
+from cartridge_forge.learning.losses.channel import LossTerm
+from cartridge_forge.learning.losses.doc_kl import DocKL
+from cartridge_forge.learning.ranks import ProcessGroup
+from cartridge_forge.learning.teacher import TeacherDistribution, top_k
+from cartridge_forge.protocols.records.token_scores import TOP, Likely, encoded, encoded_top
+from cartridge_forge.protocols.types import SampleScores
 
 CHUNK_VALUES = 2**22  # of the teacher's logits that are sorted at a time
 

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from learning.model.hub import model_files
-from protocols.errors import DataError
+from cartridge_forge.learning.model.hub import model_files
+from cartridge_forge.protocols.errors import DataError
 
 GENERATION, CONFIG = "generation_config.json", "config.json"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from learning.decoder import (
+from cartridge_forge.learning.decoder import (
     INDEX,
     WEIGHTS,
     KeyFrequencies,
@@ -21,12 +21,12 @@ from learning.decoder import (
     load_decoder,
     rope_frequencies,
 )
-from learning.decoder_config import DecoderConfig, decoder_config
-from learning.model.control_tokens import special_tokens, token_count
-from learning.model.hub import model_files
-from learning.model.verdicts import ModelVerdict, keep_verdict, kept_verdict
-from protocols.errors import DataError, SpecError
-from protocols.plugins import optional, resolve
+from cartridge_forge.learning.decoder_config import DecoderConfig, decoder_config
+from cartridge_forge.learning.model.control_tokens import special_tokens, token_count
+from cartridge_forge.learning.model.hub import model_files
+from cartridge_forge.learning.model.verdicts import ModelVerdict, keep_verdict, kept_verdict
+from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.plugins import optional, resolve
 
 if TYPE_CHECKING:  # importing it takes seconds, which only code that renders text should pay
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -217,7 +217,7 @@ def base_hash(model: LanguageModel) -> str:
         digest.update(name.encode())
         weight = tensor.detach()
         if model.sharded or model.tensor is not None:
-            from learning.model.parallel import whole_weight
+            from cartridge_forge.learning.model.parallel import whole_weight
 
             weight = whole_weight(name, weight, rows, model)
         else:

@@ -36,9 +36,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from learning.decoder import Decoder, DecoderLayer, LanguageModel, gathered, linear
-from learning.ranks import ProcessGroup
-from protocols.errors import DataError
+from cartridge_forge.learning.decoder import Decoder, DecoderLayer, LanguageModel, gathered, linear
+from cartridge_forge.learning.ranks import ProcessGroup
+from cartridge_forge.protocols.errors import DataError
 
 # Along which dimension a weight of the files is divided, by the last part of its name.
 DIVIDED = {

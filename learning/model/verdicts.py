@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from protocols.files import write_atomically
-from protocols.home import checks_folder
+from cartridge_forge.protocols.files import write_atomically
+from cartridge_forge.protocols.home import checks_folder
 
 WEIGHT_FILES = (
     "*.safetensors",

@@ -21,8 +21,15 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from environments.clinic import vocabulary as words
-from environments.clinic.desk import HINTS, CaseState, ClinicDesk, DeskCase, case_of, reply_to
+from cartridge_forge.plugins.clinic import vocabulary as words
+from cartridge_forge.plugins.clinic.desk import (
+    HINTS,
+    CaseState,
+    ClinicDesk,
+    DeskCase,
+    case_of,
+    reply_to,
+)
 from models.pretrain.reader_tasks import Row, TaughtMessage, head
 
 MAX_TURNS = 6

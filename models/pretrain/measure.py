@@ -11,8 +11,15 @@ from itertools import product
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from environments.clinic.desk import HINTS, CaseState, DeskCase, draw_case, draw_desk, reply_to
-from environments.clinic.findings import (
+from cartridge_forge.plugins.clinic.desk import (
+    HINTS,
+    CaseState,
+    DeskCase,
+    draw_case,
+    draw_desk,
+    reply_to,
+)
+from cartridge_forge.plugins.clinic.findings import (
     FindingsQuestion,
     all_right,
     draw_findings,
@@ -20,9 +27,14 @@ from environments.clinic.findings import (
     said_parts,
     says_parts,
 )
-from environments.clinic.longhealth import PatientQuestion, parse_patients
-from environments.clinic.patients import generate_clinic
-from environments.clinic.prompts import aggregation_prompt, claims, option_prompt, parse_answer
+from cartridge_forge.plugins.clinic.longhealth import PatientQuestion, parse_patients
+from cartridge_forge.plugins.clinic.patients import generate_clinic
+from cartridge_forge.plugins.clinic.prompts import (
+    aggregation_prompt,
+    claims,
+    option_prompt,
+    parse_answer,
+)
 from models.pretrain.merge_tasks import draw_value
 from models.pretrain.panel_tasks import field_of
 from models.pretrain.reader_tasks import head

@@ -16,10 +16,15 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from environments.clinic import vocabulary as words
-from environments.clinic.longhealth import LETTERS, PatientQuestion
-from environments.clinic.patients import draw_options
-from environments.clinic.prompts import aggregation_prompt, claims, option_prompt, parse_answer
+from cartridge_forge.plugins.clinic import vocabulary as words
+from cartridge_forge.plugins.clinic.longhealth import LETTERS, PatientQuestion
+from cartridge_forge.plugins.clinic.patients import draw_options
+from cartridge_forge.plugins.clinic.prompts import (
+    aggregation_prompt,
+    claims,
+    option_prompt,
+    parse_answer,
+)
 from models.pretrain.reader_tasks import (
     CorpusTurn,
     Difficulty,

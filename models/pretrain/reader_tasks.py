@@ -12,15 +12,15 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from environments.clinic.longhealth import Patient, parse_patients
-from environments.clinic.patients import (
+from cartridge_forge.plugins.clinic.longhealth import Patient, parse_patients
+from cartridge_forge.plugins.clinic.patients import (
     Chart,
     draw_chart,
     draw_options,
     fact_text,
     longhealth_record,
 )
-from environments.clinic.prompts import (
+from cartridge_forge.plugins.clinic.prompts import (
     claims,
     cued_sentences,
     option_prompt,
@@ -32,7 +32,7 @@ from environments.clinic.prompts import (
     summarise_prompt,
     unique_cue,
 )
-from environments.clinic.vocabulary import CATEGORIES, FIELDS, value_text
+from cartridge_forge.plugins.clinic.vocabulary import CATEGORIES, FIELDS, value_text
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from environments.clinic import vocabulary as words
+from cartridge_forge.plugins.clinic import vocabulary as words
 from models.pretrain.reader_tasks import Difficulty, draw_conversation
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")

@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from protocols.errors import CheckpointError
-from protocols.files import write_atomically
+from cartridge_forge.protocols.errors import CheckpointError
+from cartridge_forge.protocols.files import write_atomically
 
 CHAT = "chat.json"  # of a run directory
 KEY = "chat_date"  # in the source of a cartridge

@@ -21,6 +21,9 @@ class ReplicaState(StrEnum):
     DEAD = "dead"
 
 
+MOST = 2**32 - 1  # of a number that control.proto carries
+
+
 @dataclass(frozen=True)
 class ReplicaStatus:
     """Describe one replica now. `name` is "generator[1]". `pid` is 0 without a process, and that of

@@ -17,10 +17,10 @@ from pydantic import (
     field_validator,
 )
 
-from protocols.spec.base import AsTuple, SpecSection, bounded, broken
+from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, bounded, broken
 
 if TYPE_CHECKING:
-    from protocols.spec.yaml_source import Key
+    from cartridge_forge.protocols.spec.yaml_source import Key
 
 Init = Literal[
     "first_tokens", "random_text", "random_vectors", "sampled_chunks", "attention_matching"

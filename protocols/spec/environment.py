@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import SpecSection, broken
-from protocols.spec.teacher_replay import open_url
+from cartridge_forge.protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.spec.teacher_replay import open_url
 
 EnvironmentKind = Literal["desk", "openenv", "verifiers", "python"]
 OF_KIND: dict[str, tuple[EnvironmentKind, ...]] = {

@@ -14,11 +14,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from protocols.errors import SpecError
-from protocols.kubernetes_names import PATTERN_RULES
-from protocols.secrets import HIDDEN
-from protocols.spec.cartridge import TAG
-from protocols.spec.keys import (
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.kubernetes_names import PATTERN_RULES
+from cartridge_forge.protocols.secrets import HIDDEN
+from cartridge_forge.protocols.spec.cartridge import TAG
+from cartridge_forge.protocols.spec.keys import (
     CONFIG_FILE,
     MESH_FILE,
     SpecKey,
@@ -28,9 +28,9 @@ from protocols.spec.keys import (
     section_at,
     spec_keys,
 )
-from protocols.spec.learn import LearnSpec
-from protocols.spec.mesh import MeshSpec
-from protocols.spec.yaml_source import Key, SourceLocation, show
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.mesh import MeshSpec
+from cartridge_forge.protocols.spec.yaml_source import Key, SourceLocation, show
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from protocols.spec.base import AsTuple, SpecSection, broken, repeated
-from protocols.spec.teacher_replay import ProcessRewardSpec
+from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, broken, repeated
+from cartridge_forge.protocols.spec.teacher_replay import ProcessRewardSpec
 
 Sets = dict[str, Any]  # dotted key of the mesh or the config -> value
 

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.kubernetes_names import (
+from cartridge_forge.protocols.kubernetes_names import (
     DIGEST,
     EXTENDED_RESOURCE,
     LABEL,
@@ -29,7 +29,7 @@ from protocols.kubernetes_names import (
     SUBDOMAIN,
     SUBDOMAIN_LENGTH,
 )
-from protocols.spec.base import AsTuple, SpecSection, broken
+from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, broken
 
 ObjectName = Annotated[str, Field(pattern=SUBDOMAIN, max_length=SUBDOMAIN_LENGTH)]
 QueueName = Annotated[str, Field(pattern=SUBDOMAIN, max_length=LABEL_LENGTH)]  # a label's value too

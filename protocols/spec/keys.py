@@ -20,15 +20,15 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from protocols.errors import SpecError
-from protocols.files import REPOSITORY
-from protocols.secrets import MARK, looks_secret
-from protocols.spec.experiments import EvalSpec, SweepSpec
-from protocols.spec.hosts import DeploymentSpec
-from protocols.spec.learn import LearnSpec
-from protocols.spec.mesh import MeshSpec
-from protocols.spec.serving import ServeSpec
-from protocols.spec.yaml_source import YamlDocument, read_yaml, show
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.secrets import MARK, looks_secret
+from cartridge_forge.protocols.spec.experiments import EvalSpec, SweepSpec
+from cartridge_forge.protocols.spec.hosts import DeploymentSpec
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.mesh import MeshSpec
+from cartridge_forge.protocols.spec.serving import ServeSpec
+from cartridge_forge.protocols.spec.yaml_source import YamlDocument, read_yaml, show
 
 # What other trainers call a key. A test checks that each key exists.
 OTHER_NAMES = {

@@ -9,12 +9,12 @@ from operator import attrgetter
 
 from pydantic import model_validator
 
-from protocols.spec.base import SpecSection, broken
-from protocols.spec.cartridge import StartSpec
-from protocols.spec.objective import HINT_SOURCE, HINT_WRITER, EpisodesSpec
-from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec, shape_fault
-from protocols.spec.sections import LearnSections
-from protocols.spec.users.rows import FUNCTION, ROW_SOURCES
+from cartridge_forge.protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.spec.cartridge import StartSpec
+from cartridge_forge.protocols.spec.objective import HINT_SOURCE, HINT_WRITER, EpisodesSpec
+from cartridge_forge.protocols.spec.rsa import OF_DOCUMENTS, RsaSpec, shape_fault
+from cartridge_forge.protocols.spec.sections import LearnSections
+from cartridge_forge.protocols.spec.users.rows import FUNCTION, ROW_SOURCES
 
 OF_EPISODES = ("desk", "environment")
 

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from protocols.errors import SpecError
-from protocols.files import REPOSITORY
-from protocols.home import model_names, models_folder
-from protocols.secrets import HIDDEN, SHORTEST, has_password
-from protocols.spec.environment import EnvironmentSpec
-from protocols.spec.errors import (
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.home import model_names, models_folder
+from cartridge_forge.protocols.secrets import HIDDEN, SHORTEST, has_password
+from cartridge_forge.protocols.spec.environment import EnvironmentSpec
+from cartridge_forge.protocols.spec.errors import (
     SpecProblem,
     combined,
     dotted,
@@ -33,8 +33,8 @@ from protocols.spec.errors import (
     unknown_key,
     unknown_override,
 )
-from protocols.spec.experiments import FrontierSpec, SweepSpec
-from protocols.spec.keys import (
+from cartridge_forge.protocols.spec.experiments import FrontierSpec, SweepSpec
+from cartridge_forge.protocols.spec.keys import (
     FILES,
     MESH_FILE,
     SERVER_FILE,
@@ -44,13 +44,19 @@ from protocols.spec.keys import (
     read_of_kind,
     shown_path,
 )
-from protocols.spec.learn import LearnSpec
-from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
-from protocols.spec.model import ModelSpec, settled
-from protocols.spec.serving import SERVE_KEYS, ServeSpec
-from protocols.spec.users.data import DataSpec
-from protocols.spec.users.rows import ROW_SOURCES
-from protocols.spec.yaml_source import Key, SourceLocation, YamlDocument, parse_value, read_yaml
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
+from cartridge_forge.protocols.spec.model import ModelSpec, settled
+from cartridge_forge.protocols.spec.serving import SERVE_KEYS, ServeSpec
+from cartridge_forge.protocols.spec.users.data import DataSpec
+from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
+from cartridge_forge.protocols.spec.yaml_source import (
+    Key,
+    SourceLocation,
+    YamlDocument,
+    parse_value,
+    read_yaml,
+)
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import SpecSection, broken
-from protocols.spec.hosts import HostsSpec
-from protocols.spec.learn import LearnSpec
-from protocols.spec.services import (
+from cartridge_forge.protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.spec.hosts import HostsSpec
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.services import (
     AutoscaleSpec,
     ControlSpec,
     HealthSpec,
@@ -25,7 +25,7 @@ from protocols.spec.services import (
     TelemetrySpec,
     WatchdogSpec,
 )
-from protocols.spec.users.rows import ROW_SOURCES
+from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
 
 
 class RoleSpec(SpecSection):

@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.errors import SpecError
-from protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.base import SpecSection, broken
 
 CPUINFO = Path("/proc/cpuinfo")
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}

@@ -15,10 +15,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.plugins import known
-from protocols.spec.base import AsTuple, SpecSection, bounded, broken, repeated
-from protocols.spec.environment import EnvironmentSpec
-from protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.plugins import known
+from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, bounded, broken, repeated
+from cartridge_forge.protocols.spec.environment import EnvironmentSpec
+from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 
 GENERATOR = "generator"  # the writer of hints that is no external teacher
 HINT_WRITER = "objective.sdpo.hint_writer"  # the key that names the writer

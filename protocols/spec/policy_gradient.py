@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.spec.base import SpecSection, broken
 
 
 class MismatchSpec(SpecSection):

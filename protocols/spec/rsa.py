@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.spec.base import SpecSection, broken
 
 ProblemKind = Literal["clinic", "sentences", "reasoning_gym", "verifiers"]
 OF_DOCUMENTS = ("clinic", "sentences")

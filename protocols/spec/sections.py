@@ -7,15 +7,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import AsTuple, SpecSection, bounded, broken, repeated, unique
-from protocols.spec.cartridge import CartridgeSpec
-from protocols.spec.model import ModelSpec
-from protocols.spec.objective import EpisodesSpec, LossSpec, ObjectiveSpec
-from protocols.spec.rsa import RsaSpec
-from protocols.spec.teacher_replay import ReplaySpec
-from protocols.spec.users.data import DataSpec
-from protocols.spec.users.documents import DocumentsSpec, SelfStudySpec
-from protocols.spec.users.rewards import RewardSpec
+from cartridge_forge.protocols.spec.base import (
+    AsTuple,
+    SpecSection,
+    bounded,
+    broken,
+    repeated,
+    unique,
+)
+from cartridge_forge.protocols.spec.cartridge import CartridgeSpec
+from cartridge_forge.protocols.spec.model import ModelSpec
+from cartridge_forge.protocols.spec.objective import EpisodesSpec, LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.rsa import RsaSpec
+from cartridge_forge.protocols.spec.teacher_replay import ReplaySpec
+from cartridge_forge.protocols.spec.users.data import DataSpec
+from cartridge_forge.protocols.spec.users.documents import DocumentsSpec, SelfStudySpec
+from cartridge_forge.protocols.spec.users.rewards import RewardSpec
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy", "routed"]
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.secrets import SecretName
-from protocols.spec.base import AsTuple, SpecSection, bounded, broken
+from cartridge_forge.protocols.secrets import SecretName
+from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, bounded, broken
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 SinkName = Literal["tensorboard", "wandb", "otlp"]

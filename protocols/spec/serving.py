@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.secrets import SecretName
-from protocols.spec.base import AsTuple, SpecSection, broken
-from protocols.spec.mesh import RoleSpec
-from protocols.spec.model import ModelSpec
-from protocols.spec.sections import GeneratorSpec
-from protocols.spec.services import LOOPBACK, HealthSpec, host_and_port
-from protocols.spec.teacher_replay import ProcessRewardSpec, open_url
+from cartridge_forge.protocols.secrets import SecretName
+from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, broken
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.spec.model import ModelSpec
+from cartridge_forge.protocols.spec.sections import GeneratorSpec
+from cartridge_forge.protocols.spec.services import LOOPBACK, HealthSpec, host_and_port
+from cartridge_forge.protocols.spec.teacher_replay import ProcessRewardSpec, open_url
 
 Right = Literal["inference", "admin", "metrics"]
 RIGHTS: tuple[Right, ...] = get_args(Right)

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.secrets import HIDDEN, SecretName
-from protocols.spec.base import AsTuple, SpecSection, broken, repeated
+from cartridge_forge.protocols.secrets import HIDDEN, SecretName
+from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, broken, repeated
 
 Provider = Literal["openai", "anthropic"]
 OFFICIAL_URLS: dict[Provider, str] = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from protocols.errors import SpecError
+from cartridge_forge.protocols.errors import SpecError
 
 Key = tuple[str | int, ...]  # ("evaluate", "arms", 2)
 

@@ -7,8 +7,13 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
-from protocols.wire import control_pb2 as pb
+from cartridge_forge.protocols.records.status import (
+    PoolStatus,
+    ReplicaState,
+    ReplicaStatus,
+    RunStatus,
+)
+from cartridge_forge.protocols.wire import control_pb2 as pb
 
 CONTROL = pb.DESCRIPTOR.services_by_name["Control"].full_name
 RUN_KEY = "forge-run"  # the metadata key by which a client names its run

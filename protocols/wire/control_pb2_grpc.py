@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protocols.wire import control_pb2 as protocols_dot_wire_dot_control__pb2
+from cartridge_forge.protocols.wire import control_pb2 as cartridge__forge_dot_protocols_dot_wire_dot_control__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protocols/wire/control_pb2_grpc.py depends on'
+        + ' but the generated code in cartridge_forge/protocols/wire/control_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,38 +37,38 @@ class ControlStub:
         """
         self.Status = channel.unary_unary(
                 '/cartridge_forge.control.v1.Control/Status',
-                request_serializer=protocols_dot_wire_dot_control__pb2.StatusRequest.SerializeToString,
-                response_deserializer=protocols_dot_wire_dot_control__pb2.StatusResponse.FromString,
+                request_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.StatusRequest.SerializeToString,
+                response_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.StatusResponse.FromString,
                 _registered_method=True)
         self.Scale = channel.unary_unary(
                 '/cartridge_forge.control.v1.Control/Scale',
-                request_serializer=protocols_dot_wire_dot_control__pb2.ScaleRequest.SerializeToString,
-                response_deserializer=protocols_dot_wire_dot_control__pb2.ScaleResponse.FromString,
+                request_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.ScaleResponse.FromString,
                 _registered_method=True)
         self.Pause = channel.unary_unary(
                 '/cartridge_forge.control.v1.Control/Pause',
-                request_serializer=protocols_dot_wire_dot_control__pb2.PauseRequest.SerializeToString,
-                response_deserializer=protocols_dot_wire_dot_control__pb2.PauseResponse.FromString,
+                request_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.PauseRequest.SerializeToString,
+                response_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.PauseResponse.FromString,
                 _registered_method=True)
         self.Resume = channel.unary_unary(
                 '/cartridge_forge.control.v1.Control/Resume',
-                request_serializer=protocols_dot_wire_dot_control__pb2.ResumeRequest.SerializeToString,
-                response_deserializer=protocols_dot_wire_dot_control__pb2.ResumeResponse.FromString,
+                request_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.ResumeResponse.FromString,
                 _registered_method=True)
         self.Checkpoint = channel.unary_unary(
                 '/cartridge_forge.control.v1.Control/Checkpoint',
-                request_serializer=protocols_dot_wire_dot_control__pb2.CheckpointRequest.SerializeToString,
-                response_deserializer=protocols_dot_wire_dot_control__pb2.CheckpointResponse.FromString,
+                request_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.CheckpointResponse.FromString,
                 _registered_method=True)
         self.Stop = channel.unary_unary(
                 '/cartridge_forge.control.v1.Control/Stop',
-                request_serializer=protocols_dot_wire_dot_control__pb2.StopRequest.SerializeToString,
-                response_deserializer=protocols_dot_wire_dot_control__pb2.StopResponse.FromString,
+                request_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.StopRequest.SerializeToString,
+                response_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.StopResponse.FromString,
                 _registered_method=True)
         self.Events = channel.unary_stream(
                 '/cartridge_forge.control.v1.Control/Events',
-                request_serializer=protocols_dot_wire_dot_control__pb2.EventsRequest.SerializeToString,
-                response_deserializer=protocols_dot_wire_dot_control__pb2.EventsResponse.FromString,
+                request_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.EventsRequest.SerializeToString,
+                response_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.EventsResponse.FromString,
                 _registered_method=True)
 
 
@@ -130,38 +130,38 @@ def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
-                    request_deserializer=protocols_dot_wire_dot_control__pb2.StatusRequest.FromString,
-                    response_serializer=protocols_dot_wire_dot_control__pb2.StatusResponse.SerializeToString,
+                    request_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.StatusRequest.FromString,
+                    response_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.StatusResponse.SerializeToString,
             ),
             'Scale': grpc.unary_unary_rpc_method_handler(
                     servicer.Scale,
-                    request_deserializer=protocols_dot_wire_dot_control__pb2.ScaleRequest.FromString,
-                    response_serializer=protocols_dot_wire_dot_control__pb2.ScaleResponse.SerializeToString,
+                    request_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.ScaleRequest.FromString,
+                    response_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.ScaleResponse.SerializeToString,
             ),
             'Pause': grpc.unary_unary_rpc_method_handler(
                     servicer.Pause,
-                    request_deserializer=protocols_dot_wire_dot_control__pb2.PauseRequest.FromString,
-                    response_serializer=protocols_dot_wire_dot_control__pb2.PauseResponse.SerializeToString,
+                    request_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.PauseRequest.FromString,
+                    response_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.PauseResponse.SerializeToString,
             ),
             'Resume': grpc.unary_unary_rpc_method_handler(
                     servicer.Resume,
-                    request_deserializer=protocols_dot_wire_dot_control__pb2.ResumeRequest.FromString,
-                    response_serializer=protocols_dot_wire_dot_control__pb2.ResumeResponse.SerializeToString,
+                    request_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.ResumeRequest.FromString,
+                    response_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.ResumeResponse.SerializeToString,
             ),
             'Checkpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.Checkpoint,
-                    request_deserializer=protocols_dot_wire_dot_control__pb2.CheckpointRequest.FromString,
-                    response_serializer=protocols_dot_wire_dot_control__pb2.CheckpointResponse.SerializeToString,
+                    request_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.CheckpointRequest.FromString,
+                    response_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.CheckpointResponse.SerializeToString,
             ),
             'Stop': grpc.unary_unary_rpc_method_handler(
                     servicer.Stop,
-                    request_deserializer=protocols_dot_wire_dot_control__pb2.StopRequest.FromString,
-                    response_serializer=protocols_dot_wire_dot_control__pb2.StopResponse.SerializeToString,
+                    request_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.StopRequest.FromString,
+                    response_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.StopResponse.SerializeToString,
             ),
             'Events': grpc.unary_stream_rpc_method_handler(
                     servicer.Events,
-                    request_deserializer=protocols_dot_wire_dot_control__pb2.EventsRequest.FromString,
-                    response_serializer=protocols_dot_wire_dot_control__pb2.EventsResponse.SerializeToString,
+                    request_deserializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.EventsRequest.FromString,
+                    response_serializer=cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.EventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -190,8 +190,8 @@ class Control:
             request,
             target,
             '/cartridge_forge.control.v1.Control/Status',
-            protocols_dot_wire_dot_control__pb2.StatusRequest.SerializeToString,
-            protocols_dot_wire_dot_control__pb2.StatusResponse.FromString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.StatusRequest.SerializeToString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.StatusResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -217,8 +217,8 @@ class Control:
             request,
             target,
             '/cartridge_forge.control.v1.Control/Scale',
-            protocols_dot_wire_dot_control__pb2.ScaleRequest.SerializeToString,
-            protocols_dot_wire_dot_control__pb2.ScaleResponse.FromString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.ScaleRequest.SerializeToString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.ScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -244,8 +244,8 @@ class Control:
             request,
             target,
             '/cartridge_forge.control.v1.Control/Pause',
-            protocols_dot_wire_dot_control__pb2.PauseRequest.SerializeToString,
-            protocols_dot_wire_dot_control__pb2.PauseResponse.FromString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.PauseRequest.SerializeToString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.PauseResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -271,8 +271,8 @@ class Control:
             request,
             target,
             '/cartridge_forge.control.v1.Control/Resume',
-            protocols_dot_wire_dot_control__pb2.ResumeRequest.SerializeToString,
-            protocols_dot_wire_dot_control__pb2.ResumeResponse.FromString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.ResumeRequest.SerializeToString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.ResumeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -298,8 +298,8 @@ class Control:
             request,
             target,
             '/cartridge_forge.control.v1.Control/Checkpoint',
-            protocols_dot_wire_dot_control__pb2.CheckpointRequest.SerializeToString,
-            protocols_dot_wire_dot_control__pb2.CheckpointResponse.FromString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.CheckpointRequest.SerializeToString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.CheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -325,8 +325,8 @@ class Control:
             request,
             target,
             '/cartridge_forge.control.v1.Control/Stop',
-            protocols_dot_wire_dot_control__pb2.StopRequest.SerializeToString,
-            protocols_dot_wire_dot_control__pb2.StopResponse.FromString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.StopRequest.SerializeToString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.StopResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -352,8 +352,8 @@ class Control:
             request,
             target,
             '/cartridge_forge.control.v1.Control/Events',
-            protocols_dot_wire_dot_control__pb2.EventsRequest.SerializeToString,
-            protocols_dot_wire_dot_control__pb2.EventsResponse.FromString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.EventsRequest.SerializeToString,
+            cartridge__forge_dot_protocols_dot_wire_dot_control__pb2.EventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

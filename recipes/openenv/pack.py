@@ -15,13 +15,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocols.errors import DataError
-from protocols.files import REPOSITORY
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.files import REPOSITORY
 
 NAME = "clinic_desk"
 TEMPLATE = REPOSITORY / "recipes" / "openenv" / NAME
 OURS = f"recipes.openenv.{NAME}"
-ROOMS = ("environments", "protocols")
+PACKAGE = REPOSITORY / "cartridge_forge"
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def pack(folder: Path) -> None:
         path.write_text(renamed(path.read_text()))
     for module in sorted(modules()):
         source = REPOSITORY / f"{module.replace('.', '/')}.py"
-        place = folder / "rooms" / source.relative_to(REPOSITORY)
+        place = folder / "rooms" / source.relative_to(PACKAGE)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(renamed(source.read_text()))
     shutil.copyfile(REPOSITORY / "LICENSE", folder / "LICENSE")
@@ -64,7 +64,7 @@ def imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.ImportFrom) or not node.module:
             continue
-        if node.module.partition(".")[0] in ROOMS:
+        if node.module.startswith(f"{PACKAGE.name}."):
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
@@ -72,9 +72,7 @@ def imports(path: Path) -> Iterator[str]:
 def renamed(source: str) -> str:
     """Return a file's text with its imports of ours from the package."""
     text = source.replace(OURS, NAME)
-    return re.sub(
-        rf"^(\s*from )({'|'.join(ROOMS)})\b", rf"\g<1>{NAME}.rooms.\g<2>", text, flags=re.MULTILINE
-    )
+    return re.sub(rf"^(\s*from ){PACKAGE.name}\.", rf"\g<1>{NAME}.rooms.", text, flags=re.MULTILINE)
 
 
 if __name__ == "__main__":

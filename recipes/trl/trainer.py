@@ -27,15 +27,15 @@ from peft import PeftModel, PeftType
 from torch import Tensor
 from trl import GRPOTrainer
 
-from learning.batch import token_logprobs
-from learning.losses.doc_kl import doc_kl
-from learning.losses.dpo import replay_dpo
-from learning.losses.sdpo import alpha_at, sdpo_term, sdpo_tokens
-from learning.policy_scores import summed_by_pair
-from learning.teacher import TeacherDistribution
-from protocols.errors import DataError, SpecError
-from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.train_batch import PreferencePair, completions
+from cartridge_forge.learning.batch import token_logprobs
+from cartridge_forge.learning.losses.doc_kl import doc_kl
+from cartridge_forge.learning.policy_scores import summed_by_pair
+from cartridge_forge.learning.teacher import TeacherDistribution
+from cartridge_forge.plugins.episodes.losses.sdpo import alpha_at, sdpo_term, sdpo_tokens
+from cartridge_forge.plugins.replay.dpo import replay_dpo
+from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.train_batch import PreferencePair, completions
 from recipes.trl.scoring import response_logits, teacher_logits, unpadded
 
 # A row and its completion to the prompt, hint included, that the teacher reads; None: no error.

@@ -24,15 +24,15 @@ from verl.utils import tensordict_utils
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
 
-from learning.batch import pack, response_tokens, token_logprobs
-from learning.cartridge import CartridgeBank
-from learning.model.loading import claim_device, load_model
-from learning.trainer_state import CartridgeProgress, LearningRateSchedule
-from protocols.errors import DataError, RunError, SpecError
-from protocols.types import Sample
-from registry.formats.cartridge_file import CartridgeFile
-from registry.formats.convert import FORMATS, read
-from registry.formats.peft import TENSOR, rows_of
+from cartridge_forge.learning.batch import pack, response_tokens, token_logprobs
+from cartridge_forge.learning.cartridge import CartridgeBank
+from cartridge_forge.learning.model.loading import claim_device, load_model
+from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
+from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
+from cartridge_forge.plugins.library.formats.convert import FORMATS, read
+from cartridge_forge.plugins.library.formats.peft import TENSOR, rows_of
+from cartridge_forge.protocols.errors import DataError, RunError, SpecError
+from cartridge_forge.protocols.types import Sample
 
 NAME = "cartridge"
 FOLDER, MOMENTS, COUNTS = "adapter", "moments.safetensors", "progress.json"

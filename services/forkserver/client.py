@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.base import QUIET
-from protocols.secrets import confined
+from cartridge_forge.actors.base import QUIET
+from cartridge_forge.protocols.secrets import confined
 
 if TYPE_CHECKING:  # Monarch reads its environment when it is imported
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
@@ -37,7 +37,7 @@ def fork_server(
     Call it in the main thread, since the server ends with the thread that started it.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "services.forkserver.server"]
+    command = [sys.executable, "-m", "cartridge_forge.services.forkserver.server"]
     with ours:
         with theirs:
             server = subprocess.Popen(

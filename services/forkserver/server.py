@@ -35,13 +35,13 @@ PRELOAD = (
     "torch",
     "safetensors.torch",
     "transformers.tokenization_utils_tokenizers",
-    "protocols.spec.loading",
-    "learning.trainer",
-    "learning.teacher",
-    "learning.policy_scores",
-    "learning.decode",
-    "learning.losses.objective",
-    "environments.renderer",
+    "cartridge_forge.protocols.spec.loading",
+    "cartridge_forge.learning.trainer",
+    "cartridge_forge.learning.teacher",
+    "cartridge_forge.learning.policy_scores",
+    "cartridge_forge.learning.decode",
+    "cartridge_forge.learning.losses.objective",
+    "cartridge_forge.training.renderer",
 )
 PR_SET_PDEATHSIG = 1
 READY = b"r"  # what the owner reads after the imports
@@ -81,7 +81,7 @@ def preload(modules: Sequence[str], model: Sequence[str] = ()) -> None:
         if threads() > 1:
             raise RuntimeError(f"importing {module} started a thread; take it out of PRELOAD")
     if model:
-        from learning.model.loading import read_ahead
+        from cartridge_forge.learning.model.loading import read_ahead
 
         with contextlib.suppress(Exception):  # an actor raises it where it is told
             read_ahead(*model)

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from protocols.errors import PlaneError
+from cartridge_forge.protocols.errors import PlaneError
 
 # The length of a file name (255 bytes) less a suffix: the smallest limit of the transports.
 MAX_KEY_BYTES = 240

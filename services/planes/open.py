@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from protocols.plugins import resolve
-from protocols.ports import TensorPlane
-from protocols.spec.hosts import HostsSpec
+from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.ports import TensorPlane
+from cartridge_forge.protocols.spec.hosts import HostsSpec
 
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh

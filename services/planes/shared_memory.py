@@ -19,10 +19,15 @@ from pathlib import Path
 
 import torch
 
-from protocols.errors import PlaneError
-from protocols.types import TensorRef
-from services.planes.codec import layout_of, packed_bytes, packed_chunks, unpack
-from services.planes.memory_directory import MemoryDirectory, file_of, keys_in, missing_key
+from cartridge_forge.protocols.errors import PlaneError
+from cartridge_forge.protocols.types import TensorRef
+from cartridge_forge.services.planes.codec import layout_of, packed_bytes, packed_chunks, unpack
+from cartridge_forge.services.planes.memory_directory import (
+    MemoryDirectory,
+    file_of,
+    keys_in,
+    missing_key,
+)
 
 _counter = itertools.count()
 

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import AsyncIterator
 
-from services.proc_info import began
+from cartridge_forge.services.proc_info import began
 
 
 class StoreWatch:

@@ -30,12 +30,12 @@ from monarch._src.actor.actor_mesh import ActorMesh
 from monarch.actor import Actor, ProcMesh, endpoint
 from monarch.rdma import is_ibverbs_available
 
-from protocols.errors import PlaneError
-from protocols.types import TensorRef
-from services.planes.codec import pack, unpack
-from services.planes.memory_directory import check_key, missing_key
-from services.planes.store_watch import StoreWatch
-from services.proc_info import began
+from cartridge_forge.protocols.errors import PlaneError
+from cartridge_forge.protocols.types import TensorRef
+from cartridge_forge.services.planes.codec import pack, unpack
+from cartridge_forge.services.planes.memory_directory import check_key, missing_key
+from cartridge_forge.services.planes.store_watch import StoreWatch
+from cartridge_forge.services.proc_info import began
 
 try:
     from torchstore.client import LocalClient

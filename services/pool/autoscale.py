@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from protocols.spec.services import AutoscaleSpec
+from cartridge_forge.protocols.spec.services import AutoscaleSpec
 
 Loads = tuple[tuple[float, int], ...]
 """The loads of a pool as (start in seconds, requests), oldest first, without equal neighbours; each

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocols.records.status import ReplicaState
-from protocols.spec.services import HealthSpec
+from cartridge_forge.protocols.records.status import ReplicaState
+from cartridge_forge.protocols.spec.services import HealthSpec
 
 IN_SERVICE = (ReplicaState.HEALTHY, ReplicaState.SUSPECT)
 

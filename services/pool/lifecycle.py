@@ -16,15 +16,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocols.errors import ForgeError, HostsEndedError, PlaneError, RunError
-from protocols.records.status import ReplicaState
-from protocols.spec.services import HealthSpec
-from services.pool.autoscale import Loads
-from services.pool.health import IN_SERVICE, drained, refitted
-from services.pool.pool import Pool
-from services.pool.process import ReplicaProcess, by_rank
-from services.pool.process_manager import ProcessManager
-from services.pool.replica import Replica, ReplicaLost, ask, last_line
+from cartridge_forge.protocols.errors import ForgeError, HostsEndedError, PlaneError, RunError
+from cartridge_forge.protocols.records.status import ReplicaState
+from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.services.pool.autoscale import Loads
+from cartridge_forge.services.pool.health import IN_SERVICE, drained, refitted
+from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.process import ReplicaProcess, by_rank
+from cartridge_forge.services.pool.process_manager import ProcessManager
+from cartridge_forge.services.pool.replica import Replica, ReplicaLost, ask, last_line
 
 RETRY_SECONDS = 0.5  # doubled by every further start that fails
 LONGEST_PAUSE_SECONDS = 8.0

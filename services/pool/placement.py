@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.pool.process import ProcessHost
+from cartridge_forge.services.pool.process import ProcessHost
 
 
 def choose(

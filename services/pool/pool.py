@@ -24,13 +24,19 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from protocols.errors import EngineKilledError, ForgeError, RunError
-from protocols.files import steady_time
-from protocols.records.status import PoolStatus, ReplicaState
-from protocols.spec.mesh import RoleSpec
-from protocols.types import TimedReply, TraceSpan
-from services.pool.replica import Replica, ReplicaLost, ReplicaTimeout, ask, new_router
-from services.pool.work_time import SPANS, Span
+from cartridge_forge.protocols.errors import EngineKilledError, ForgeError, RunError
+from cartridge_forge.protocols.files import steady_time
+from cartridge_forge.protocols.records.status import PoolStatus, ReplicaState
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.types import TimedReply, TraceSpan
+from cartridge_forge.services.pool.replica import (
+    Replica,
+    ReplicaLost,
+    ReplicaTimeout,
+    ask,
+    new_router,
+)
+from cartridge_forge.services.pool.work_time import SPANS, Span
 
 T = TypeVar("T")
 

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 from monarch.actor import HostMesh, ProcMesh
 
-from actors.base import bootstrap, gpus_here
-from actors.heartbeat import Heartbeat, HeartbeatActor, HeartbeatHandle, digest
-from protocols.errors import RunError
-from services.forkserver.client import bootstrap_command
-from services.hosts.source import HostWorker, finish
-from services.proc_info import has_ended
+from cartridge_forge.actors.base import bootstrap, gpus_here
+from cartridge_forge.actors.heartbeat import Heartbeat, HeartbeatActor, HeartbeatHandle, digest
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.services.forkserver.client import bootstrap_command
+from cartridge_forge.services.pool.hosts import HostWorker, finish
+from cartridge_forge.services.proc_info import has_ended
 
 LOOK_SECONDS = 30.0  # a shared file system may be slow on first access
 ALONE = 2.0  # times dead_after_s without a heartbeat, after which a remote process exits

@@ -16,12 +16,12 @@ from typing import Any, Protocol, TypeVar
 
 from monarch.actor import HostMesh
 
-from protocols.errors import RunError
-from protocols.plugins import resolve
-from protocols.spec.services import HealthSpec
-from services.hosts.source import HostWorker, finish
-from services.pool.placement import choose, crowded, lack, never_fits
-from services.pool.process import ALONE, ProcessHost, ReplicaProcess
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.services.pool.hosts import HostWorker, finish
+from cartridge_forge.services.pool.placement import choose, crowded, lack, never_fits
+from cartridge_forge.services.pool.process import ALONE, ProcessHost, ReplicaProcess
 
 SPARE_SECONDS = 1.0  # an idle process answers in a millisecond
 RETRY_SECONDS = 1.0  # between two trials of a host that fails them at once

@@ -21,11 +21,11 @@ from typing import Any, Protocol, TypeVar
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from protocols.errors import EngineDied, RanksLostError
-from protocols.records.status import ReplicaState, ReplicaStatus
-from protocols.spec.services import RouterName
-from services.pool.health import HealthState, lost
-from services.pool.process import ReplicaProcess
+from cartridge_forge.protocols.errors import EngineDied, RanksLostError
+from cartridge_forge.protocols.records.status import ReplicaState, ReplicaStatus
+from cartridge_forge.protocols.spec.services import RouterName
+from cartridge_forge.services.pool.health import HealthState, lost
+from cartridge_forge.services.pool.process import ReplicaProcess
 
 
 class ReplicaLost(Exception):

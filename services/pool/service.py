@@ -26,16 +26,16 @@ from typing import Any
 import monarch.actor
 from monarch.actor import Actor, HostMesh, MeshFailure
 
-from protocols.errors import ForgeError, PlaneError, RunError
-from protocols.plugins import resolve
-from protocols.records.status import ReplicaState
-from protocols.spec.mesh import RoleSpec
-from protocols.spec.services import HealthSpec
-from protocols.types import TraceSpan
-from services.hosts.source import HostSource, HostWorker, Membership
-from services.pool.autoscale import decide
-from services.pool.health import IN_SERVICE, HealthState, silent
-from services.pool.lifecycle import (
+from cartridge_forge.protocols.errors import ForgeError, PlaneError, RunError
+from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.records.status import ReplicaState
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.services.pool.autoscale import decide
+from cartridge_forge.services.pool.health import IN_SERVICE, HealthState, silent
+from cartridge_forge.services.pool.hosts import HostSource, HostWorker, Membership
+from cartridge_forge.services.pool.lifecycle import (
     DRAIN_SECONDS,
     Check,
     Note,
@@ -43,10 +43,10 @@ from services.pool.lifecycle import (
     Prepare,
     ReplicaLifecycle,
 )
-from services.pool.pool import Pool
-from services.pool.process import ProcessHost, ReplicaProcess
-from services.pool.process_manager import ProcessManager
-from services.pool.replica import Replica, last_line
+from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.process import ProcessHost, ReplicaProcess
+from cartridge_forge.services.pool.process_manager import ProcessManager
+from cartridge_forge.services.pool.replica import Replica, last_line
 
 # Monarch's text for any actor whose process did not answer, in place of the actor's own error.
 UNHEARD = "timeout waiting for message from proc mesh agent"

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass
 from typing import Any
 
-from protocols.errors import ForgeError
-from protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.errors import ForgeError
+from cartridge_forge.protocols.spec.mesh import RunSpec
 
 GIVEN = "spec"  # `by` of a `scaled` event whose size was given as the run was resumed
 

@@ -42,13 +42,13 @@ from statistics import fmean
 from typing import Any, get_args
 
 from benchmarks.record import benchmark
-from protocols.spec.cartridge import Init
-from protocols.spec.loading import load_spec
-from protocols.types import PrefixRef, composed_ref
+from cartridge_forge.plugins.documents.study.longhealth_prompts import LongHealthQuestion
+from cartridge_forge.plugins.documents.study.prompts import context_ref
+from cartridge_forge.protocols.spec.cartridge import Init
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.types import PrefixRef, composed_ref
 from studies.accuracy.extraction import extraction
 from studies.accuracy.study import StudyBench, share, told
-from training.recipes.longhealth_prompts import LongHealthQuestion
-from training.recipes.study_prompts import context_ref
 
 # The order of prefixes, from a ring of documents that starts with the question's own.
 ORDERS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {

@@ -6,15 +6,14 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from environments.clinic.prompts import sentences, structure_prompt, summarise_prompt
-from environments.rollout import BARE
-from learning.decode import generate
-from protocols.seeds import stream_seed
-from protocols.spec.loading import load_spec
-from protocols.teacher_replay import AgentMessage
-from protocols.types import NO_DOCUMENT, GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.plugins.clinic.prompts import sentences, structure_prompt, summarise_prompt
+from cartridge_forge.plugins.documents.study.prompts import titled
+from cartridge_forge.protocols.seeds import stream_seed
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.teacher_replay import AgentMessage
+from cartridge_forge.protocols.types import BARE, NO_DOCUMENT, GenerateRequest, PrefixRef, Sampling
 from studies.accuracy.study import RightCount, StudyBench, share, told
-from training.recipes.study_prompts import titled
 
 
 def note_prompts(study: StudyBench, patient: str) -> list[str]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from strategies.answers.squad import squad_scores
+from cartridge_forge.plugins.strategies.answers.squad import squad_scores
 from studies import archive
 
 FILES = ("answers.jsonl", "eval_answers.jsonl")
@@ -44,7 +44,7 @@ def main() -> None:
         counts: Counter[str] = Counter()
         for run in archive.runs(study):
             for file in FILES:
-                if archive.has(study, f"{run.name}/{file}"):
+                if archive.has_member(study, f"{run.name}/{file}"):
                     counts.update(rescore(archive.rows(study, f"{run.name}/{file}")))
         if counts["answers"]:
             studies[study] = dict(counts)

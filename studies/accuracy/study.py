@@ -9,26 +9,29 @@ import torch
 from torch import Tensor
 
 from benchmarks.meters import one_thread
-from learning.batch import context_of
-from learning.cartridge import composed
-from learning.decode import generate
-from learning.initialization import CartridgeInit, init_sources, initial_bank
-from learning.model.loading import load_model, load_tokenizer, text_ids
-from learning.teacher import (
+from cartridge_forge.learning.batch import context_of
+from cartridge_forge.learning.cartridge import composed
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.initialization import CartridgeInit, init_sources, initial_bank
+from cartridge_forge.learning.model.loading import load_model, load_tokenizer, text_ids
+from cartridge_forge.learning.teacher import (
     DocumentKVCache,
     TeacherDistribution,
     contexts_of,
     document_kv,
     score_kept,
 )
-from learning.trainer import CartridgeTrainer
-from protocols.records.intervals import wilson_interval
-from protocols.spec.learn import LearnSpec
-from protocols.train_batch import TrainBatch
-from protocols.types import GenerateRequest, PrefixRef
-from training.recipes.longhealth import measure
-from training.recipes.longhealth_prompts import LongHealthQuestion, open_prompts
-from training.rollouts import as_rollout
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.documents.study.longhealth import measure
+from cartridge_forge.plugins.documents.study.longhealth_prompts import (
+    LongHealthQuestion,
+    open_prompts,
+)
+from cartridge_forge.plugins.statistics.intervals import wilson_interval
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.types import GenerateRequest, PrefixRef
+from cartridge_forge.training.rollouts import as_rollout
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from forge_run.report.plots import Plot, hue, legend
-from protocols.files import write_atomically
+from cartridge_forge.plugins.watch.report.plots import Plot, hue, legend
+from cartridge_forge.protocols.files import write_atomically
 from studies import archive
 from studies.registered import ANSWERS
 from studies.tables import article_outcomes
@@ -29,9 +29,9 @@ def plot() -> str:
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        for end, shown in ENDS.items():
+        for end, name in ENDS.items():
             axes.axhline(means[end], linestyle=":", color="gray", linewidth=1)
-            axes.annotate(shown, (LENGTHS[-1], means[end]), ha="right", va="bottom", fontsize=8)
+            axes.annotate(name, (LENGTHS[-1], means[end]), ha="right", va="bottom", fontsize=8)
         for index, arm in enumerate(CURVES):
             losses = [means[f"{p}: {arm}"] for p in LENGTHS]
             axes.plot(LENGTHS, losses, "o-", color=hue(index), label=arm)

@@ -32,16 +32,20 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.record import ROOT, benchmark
+from cartridge_forge.plugins.documents.retrieval import Bm25Router
+from cartridge_forge.plugins.documents.study.prompts import reading
+from cartridge_forge.plugins.documents.study.question_files import (
+    UserQuestion,
+    normalised,
+    read_questions,
+)
 from cartridge_forge.processes import COMMAND, environment
-from documents.retrieval import Bm25Router
-from environments.renderer import ChatRenderer
-from protocols.files import write_atomically
-from protocols.records.answers import mean_nll
-from protocols.spec.loading import load_spec
-from protocols.teacher_replay import AgentMessage
-from protocols.types import GenerateRequest, PrefixRef, Sampling
-from training.recipes.question_files import UserQuestion, normalised, read_questions
-from training.recipes.study_prompts import reading
+from cartridge_forge.protocols.files import write_atomically
+from cartridge_forge.protocols.records.answers import mean_nll
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.teacher_replay import AgentMessage
+from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.training.renderer import ChatRenderer
 
 MESH = ROOT / "meshes" / "documents.yaml"
 # A machine beside other work may take hours for a call.
@@ -80,8 +84,8 @@ def retrieved_answers(
 ) -> list[dict[str, Any]]:
     """Return each question's answer and the loss of the right one after the passage of `tokens`
     tokens that BM25 ranks first for it. Passages overlap by half."""
-    from learning.decode import generate
-    from learning.teacher import document_kv
+    from cartridge_forge.learning.decode import generate
+    from cartridge_forge.learning.teacher import document_kv
 
     ids = tokenizer(text, add_special_tokens=False).input_ids
     begins = range(0, max(1, len(ids) - tokens // 2), max(1, tokens // 2))
@@ -169,7 +173,7 @@ def row(asked: argparse.Namespace, name: str, tokens: int, tokenizer: Any) -> di
     questions = read_questions(str(home / "questions.json"), {name: text}, "")
     passages = asked.home / "passages" / f"{name}-{tokens}.json"
     if not passages.exists():
-        from learning.model.loading import load_model
+        from cartridge_forge.learning.model.loading import load_model
 
         model = load_model(asked.path, asked.dtype)
         made = retrieved_answers(model, tokenizer, text, questions, tokens, asked.new)
@@ -201,7 +205,7 @@ def row(asked: argparse.Namespace, name: str, tokens: int, tokenizer: Any) -> di
 
 
 def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
-    from learning.model.loading import tokenizer_of
+    from cartridge_forge.learning.model.loading import tokenizer_of
 
     sets = [f"model.path={asked.model}", f"model.dtype={asked.dtype}"]
     asked.path = load_spec(str(MESH), sets=sets).spec.learn.model.path
@@ -217,7 +221,7 @@ def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
 
 
 if __name__ == "__main__":
-    from actors.base import bootstrap
+    from cartridge_forge.actors.base import bootstrap
 
     bootstrap(1)()
     benchmark(

@@ -7,11 +7,10 @@ from typing import Any
 
 import yaml
 
-from deploy.checks.check import check_objects
-from deploy.checks.findings import Manifest
-from deploy.checks.kustomize import build
-from deploy.checks.schemas import definitions
-from forge_run.cli import parsed_elsewhere
+from cartridge_forge.forge_run.cli import parsed_elsewhere
+from cartridge_forge.plugins.cluster.checks.check import check_objects
+from cartridge_forge.plugins.cluster.checks.findings import Manifest
+from cartridge_forge.plugins.cluster.manifests.overlays import build
 
 
 def values(folder: Path, **given: Any) -> Path:
@@ -37,4 +36,4 @@ def pods(objects: list[dict[str, Any]]) -> dict[str, Any]:
 
 def findings(tree: dict[str, str], target: str) -> list[str]:
     manifests = [Manifest(value) for value in build(tree, target)]
-    return [str(fault) for fault in check_objects(manifests, definitions(), parsed_elsewhere)[0]]
+    return [str(fault) for fault in check_objects(manifests, parsed_elsewhere)[0]]

@@ -10,10 +10,15 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from protocols.errors import RunError, SpecError
-from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
-from protocols.spec.services import ControlSpec
-from services.control.server import ControlPlane
+from cartridge_forge.plugins.watch.control.server import ControlPlane
+from cartridge_forge.protocols.errors import RunError, SpecError
+from cartridge_forge.protocols.records.status import (
+    PoolStatus,
+    ReplicaState,
+    ReplicaStatus,
+    RunStatus,
+)
+from cartridge_forge.protocols.spec.services import ControlSpec
 
 HISTORY = [
     {"time": f"2026-07-26T10:15:4{i}.000Z", "event": "step", "arm": "on_policy", "step": i}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs a command beside a real API server: etcd and kube-apiserver on 127.0.0.1 (the server on
-# $FORGE_KUBE_ADDRESS where that is set), RBAC on, nothing else of a cluster. `make k8s-apiserver` runs the tests of services/hosts/kubernetes.py so.
+# $FORGE_KUBE_ADDRESS where that is set), RBAC on, nothing else of a cluster. `make k8s-apiserver` runs the tests of plugins/cluster/hosts/kubernetes.py so.
 #
 #   tests/fakes/kube_apiserver.sh COMMAND [ARGUMENT...]
 #

@@ -30,7 +30,11 @@ CLIENT = "10.77.0.1"
 STEP_SECONDS = 60.0
 # What starts a program in a network namespace of its own, where it may make others.
 ALONE = ("unshare", "--net") if os.geteuid() == 0 else ("unshare", "--map-root-user", "--net")
-FORGE = (sys.executable, "-c", "import sys; from forge_run.cli import forge; sys.exit(forge())")
+FORGE = (
+    sys.executable,
+    "-c",
+    "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())",
+)
 TRIAL = "ip link add t0 type veth peer name t1 && ip link add t2 type bridge && unshare --net true"
 
 

@@ -6,11 +6,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from protocols.records.answers import Answer, to_row
-from protocols.records.run_files import MetricRow, RolloutRow
-from protocols.spec.loading import load_spec
-from protocols.spec.yaml_source import dump_yaml
-from services.run_directory import RunDirectory
+from cartridge_forge.protocols.records.answers import Answer, to_row
+from cartridge_forge.protocols.records.run_files import MetricRow, RolloutRow
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.services.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START = datetime(2026, 7, 26, 10, 15, 0, tzinfo=UTC)

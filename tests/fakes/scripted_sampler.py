@@ -13,9 +13,14 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from protocols.errors import DataError
-from protocols.types import StopCondition
-from strategies.samplers.sampler import ABILITIES, Ability, SampleRequest, SampleResult
+from cartridge_forge.plugins.strategies.samplers.sampler import (
+    ABILITIES,
+    Ability,
+    SampleRequest,
+    SampleResult,
+)
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.types import StopCondition
 
 
 @dataclass(frozen=True)

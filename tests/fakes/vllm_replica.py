@@ -28,14 +28,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from actors.base import ModelSource, bootstrap, missing_vllm
-from actors.engine_generator import EngineGeneratorActor
-from learning.cartridge import composed
-from learning.decode import generate
-from learning.model.loading import load_model, text_of
-from learning.teacher import context_ids, document_kv
-from protocols.spec.sections import GeneratorSpec
-from protocols.types import (
+from cartridge_forge.actors.base import ModelSource, bootstrap, missing_vllm
+from cartridge_forge.actors.engine_generator import EngineGeneratorActor
+from cartridge_forge.learning.cartridge import composed
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.model.loading import load_model, text_of
+from cartridge_forge.learning.teacher import context_ids, document_kv
+from cartridge_forge.protocols.spec.sections import GeneratorSpec
+from cartridge_forge.protocols.types import (
     CartridgeSnapshot,
     Completion,
     GenerateRequest,
@@ -44,9 +44,9 @@ from protocols.types import (
     Sampling,
     composed_ref,
 )
-from services.planes.shared_memory import SharedMemoryPlane
-from services.pool.replica import Replica as Member
-from services.pool.replica import ask
+from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
+from cartridge_forge.services.pool.replica import Replica as Member
+from cartridge_forge.services.pool.replica import ask
 
 TIMEOUT = 120.0
 VOCAB = 101

@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 from urllib.error import URLError
 
-from protocols.files import REPOSITORY
+from cartridge_forge.protocols.files import REPOSITORY
 
 START_SECONDS = 400.0
 
@@ -128,7 +128,7 @@ def refusals(model: Path) -> dict[str, str]:
 def _refusals(model: Path) -> dict[str, str]:
     from vllm.engine.arg_utils import EngineArgs
 
-    from actors.vllm.plugin import NAME, refuse_settings, register
+    from cartridge_forge.plugins.vllm.plugin import NAME, refuse_settings, register
 
     register()
     register()  # vLLM may do so again

@@ -14,10 +14,10 @@ import torch
 from monarch.actor import endpoint
 from torch import Tensor
 
-from actors.model_actors import GeneratorActor
-from learning.cartridge import since_of
-from learning.decode import generate
-from protocols.types import (
+from cartridge_forge.actors.model_actors import GeneratorActor
+from cartridge_forge.learning.cartridge import since_of
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.protocols.types import (
     CARTRIDGE,
     CartridgeSnapshot,
     GenerateOutput,

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from deploy.checks.check import check_objects
-from deploy.checks.kustomize import built, targets
-from deploy.checks.schemas import definitions
-from forge_run.cli import parsed_elsewhere
-from forge_run.commands.k8s import render
-from protocols.errors import SpecError
+from cartridge_forge.forge_run.cli import parsed_elsewhere
+from cartridge_forge.forge_run.commands.k8s import render
+from cartridge_forge.plugins.cluster.checks.check import check_objects
+from cartridge_forge.plugins.cluster.checks.findings import Manifest
+from cartridge_forge.plugins.cluster.manifests.overlays import build, targets
+from cartridge_forge.protocols.errors import SpecError
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "k8s"
@@ -50,15 +50,14 @@ def found(tree: Mapping[str, str]) -> Iterator[str]:
     yield from (f"drift: {line}" for line in drift(tree, rendered()))
     also = "resources: [../../base]\ncomponents: [../../components/provisioning]\n"
     whole = {**tree, f"{PROVISIONING}/kustomization.yaml": also}
-    kinds = definitions()
     for target in targets(whole):
         try:
-            objects = built(whole, target)
+            objects = [Manifest(value, target) for value in build(whole, target)]
         except SpecError as error:
             yield f"{target}: build: {error}"
             continue
-        faults, _ = check_objects(objects, kinds, parsed_elsewhere)
-        yield from (f"{target}: {fault}" for fault in faults)
+        faults, _ = check_objects(objects, parsed_elsewhere)
+        yield from map(str, faults)
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ for turn in 1 2; do
 import json, resource, subprocess, sys
 
 run = subprocess.run(
-    [sys.executable, "-c", "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())",
+    [sys.executable, "-c", "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exit(forge_run())",
      "meshes/longhealth.yaml", "--set", "train.steps=30", "--set", "evaluate.arms=[on_policy]",
      "--run-dir", sys.argv[1]],
     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -34,14 +34,13 @@ STEP = 2
 BEGIN, END = "training/loop.py OnPolicyLoop.step", "training/training_run.py TrainingRun._record"
 # What keeps processes alive, and what tells of the run: no number of a step depends on it.
 BESIDE = (
-    "services/control/", "services/telemetry/", "services/run_directory.py",
-    "services/run_lease.py", "services/run_log.py", "services/proc_info.py",
+    "plugins/watch/", "services/run_directory.py",
+    "plugins/library/run_lease.py", "services/run_log.py", "services/proc_info.py",
     "services/pool/autoscale.py", "services/pool/health.py",
-    "services/pool/lifecycle.py", "services/pool/membership.py", "services/pool/placement.py",
-    "services/pool/process.py", "services/pool/process_manager.py", "services/pool/service.py",
-    "services/pool/host_heartbeats.py", "services/hosts/", "services/forkserver/",
-    "actors/heartbeat.py", "actors/host_beats.py", "learning/losses/token_scores.py",
-    "protocols/files.py", "protocols/records/",
+    "services/pool/lifecycle.py", "services/pool/placement.py", "services/pool/process.py",
+    "services/pool/process_manager.py", "services/pool/service.py", "services/pool/hosts.py",
+    "plugins/cluster/hosts/", "services/forkserver/", "actors/heartbeat.py",
+    "learning/losses/token_scores.py", "protocols/files.py", "protocols/records/",
     "protocols/wire/", "training/controller.py", "training/training_run.py",
     "forge_run/",
 )  # fmt: skip
@@ -108,7 +107,9 @@ def run(folder: Path) -> list[tuple[float, str]]:
         f"import runpy\nrunpy.run_path({str(Path(__file__).resolve())!r})['install']()\n"
     )
     path = os.pathsep.join([str(folder), str(ROOT)])
-    command = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+    command = (
+        "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exit(forge_run())"
+    )
     arguments = [
         "meshes/longhealth.yaml", "--set", "train.steps=4", "--set", "train.warmup_steps=1",
         "--set", "evaluate.arms=[on_policy]", "--set", "evaluate.questions=8",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from forge_run.cli import COMMANDS, FORGE_RUN, Command
+from cartridge_forge.forge_run.cli import COMMANDS, FORGE_RUN, Command
 from reference_pages.markdown import code, page, table
 
 ABOUT = """

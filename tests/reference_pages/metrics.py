@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from prometheus_client.registry import Collector
 
+from cartridge_forge.plugins.serve.metrics import ServingMetrics
+from cartridge_forge.plugins.watch.telemetry import prometheus as of_runs
 from reference_pages.markdown import code, page, table
-from services.telemetry import prometheus as of_runs
-from serving.metrics import ServingMetrics
 
 HEADS = ("metric", "type", "labels", "meaning")
 ABOUT = """

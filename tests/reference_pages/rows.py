@@ -7,7 +7,9 @@ import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 
-from protocols.records import answers, evaluation, gold, run_files, status, token_scores
+from cartridge_forge.plugins.evaluate import records as evaluation
+from cartridge_forge.plugins.statistics import gold
+from cartridge_forge.protocols.records import answers, run_files, status, token_scores
 from reference_pages.markdown import code, page, table
 
 ABOUT = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from protocols.spec.hosts import HostsSpec
-from protocols.spec.keys import FILES, SpecFile
+from cartridge_forge.protocols.spec.hosts import HostsSpec
+from cartridge_forge.protocols.spec.keys import FILES, SpecFile
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

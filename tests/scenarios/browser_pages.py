@@ -19,16 +19,16 @@ from fake_run_control import FakeSteering, served
 from format_setup import checkpoint_of
 from recorded_run import EPISODE, SAID, finish, recorded_run
 
-from forge_run.listening import listen
-from forge_run.ui import asking
-from forge_run.ui.access import PageAccess
-from forge_run.ui.app import RunPages
-from forge_run.ui.served_runs import ServedRuns
-from learning.checkpoint import write_checkpoint
-from protocols.records.token_scores import encoded, encoded_top
-from protocols.types import SampleScores
-from services.control.endpoints import Endpoints, write_endpoints
-from services.run_directory import RunDirectory
+from cartridge_forge.learning.checkpoint import write_checkpoint
+from cartridge_forge.plugins.watch.control.endpoints import Endpoints, write_endpoints
+from cartridge_forge.plugins.watch.ui import asking
+from cartridge_forge.plugins.watch.ui.access import PageAccess
+from cartridge_forge.plugins.watch.ui.app import RunPages
+from cartridge_forge.plugins.watch.ui.served_runs import ServedRuns
+from cartridge_forge.protocols.records.token_scores import encoded, encoded_top
+from cartridge_forge.protocols.types import SampleScores
+from cartridge_forge.services.listening import listen
+from cartridge_forge.services.run_directory import RunDirectory
 
 AXE = Path(sys.prefix) / "axe" / "package" / "axe.min.js"  # `make install-browser`
 TOKEN = "of-the-test"

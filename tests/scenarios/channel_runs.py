@@ -10,7 +10,7 @@ from typing import Any
 
 from small_run import ROOT, Finished, run_to_end
 
-from protocols.files import read_rows
+from cartridge_forge.protocols.files import read_rows
 
 STEPS, TASKS, GROUP = 4, 2, 3
 SMALL: dict[str, Any] = {
@@ -34,7 +34,7 @@ WITHOUT_TEACHERS = {"replay": None, "objective.beta": 0.0}
 
 
 def command(root: Path, *extra: str, **sets: Any) -> list[str]:
-    code = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+    code = "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exit(forge_run())"
     mesh = str(ROOT / "meshes" / "three_channels.yaml")
     words = [sys.executable, "-c", code, mesh, "--run-dir", str(root), *extra]
     for key, value in {**SMALL, **sets}.items():

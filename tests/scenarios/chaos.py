@@ -24,11 +24,11 @@ from typing import Any, Literal
 
 from small_run import Running, command, latest, running
 
-from forge_run.commands.control_client import ControlClient, ControlTarget
-from protocols.errors import ControlError
-from protocols.files import read_rows
-from protocols.records.status import ReplicaStatus, RunStatus
-from services.control.endpoints import read_endpoints
+from cartridge_forge.plugins.watch.commands.control_client import ControlClient, ControlTarget
+from cartridge_forge.plugins.watch.control.endpoints import read_endpoints
+from cartridge_forge.protocols.errors import ControlError
+from cartridge_forge.protocols.files import read_rows
+from cartridge_forge.protocols.records.status import ReplicaStatus, RunStatus
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from operator_loop import MESHES, PODS, Admin
 from small_cluster import SETS, SmallCluster
 from small_run import MESH, SMALL, command, latest, rows
 
-from deploy.checks.kustomize import build
-from deploy.checks.schemas import definitions
-from deploy.manifests.mesh import CONTROL_SECRET, PEM_KEYS, TOKEN
-from forge_run.commands.k8s import render
-from services.tls.certificates import certificates
+from cartridge_forge.forge_run.commands.k8s import render
+from cartridge_forge.plugins.cluster.checks.schemas import definitions
+from cartridge_forge.plugins.cluster.manifests.mesh import CONTROL_SECRET, PEM_KEYS, TOKEN
+from cartridge_forge.plugins.cluster.manifests.overlays import build
+from cartridge_forge.plugins.cluster.tls.certificates import certificates
 
 Object = dict[str, Any]
 

@@ -12,7 +12,7 @@ import pytest
 from pdfs import pdf
 from small_run import ROOT, run_to_end
 
-from protocols.spec.users.documents import SEED_KINDS
+from cartridge_forge.protocols.spec.users.documents import SEED_KINDS
 
 ARTICLES = ROOT / "tests" / "data" / "articles"
 
@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
 
 
 def command(root: Path, folder: Path, *extra: str) -> list[str]:
-    code = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+    code = "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exit(forge_run())"
     mesh = str(ROOT / "meshes" / "documents.yaml")
     words = [sys.executable, "-c", code, mesh, "--run-dir", str(root), *extra]
     for key, value in {"data.path": str(folder), **SMALL}.items():

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from protocols.files import iter_rows
-from services.run_directory import RunDirectory
+from cartridge_forge.protocols.files import iter_rows
+from cartridge_forge.services.run_directory import RunDirectory
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHORT = (
@@ -46,7 +46,9 @@ def _given(sets: Mapping[str, str]) -> list[str]:
 
 
 def _run(name: str, folder: Path, sets: Sequence[str]) -> RunDirectory:
-    program = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+    program = (
+        "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exit(forge_run())"
+    )
     mesh = str(EXAMPLES / name / "mesh.yaml")
     _called("-c", program, mesh, "--run-dir", str(folder), *(f"--set={s}" for s in sets))
     return RunDirectory((folder / name / "latest").resolve())
@@ -75,7 +77,7 @@ def copied(name: str, folder: Path) -> Path:
 
 def by_clerk(mesh: Path, run_dir: Path, *extra: str, **sets: Any) -> list[str]:
     """Return the command of one short step with the shipped clerk."""
-    code = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+    code = "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exit(forge_run())"
     words = [sys.executable, "-c", code, str(mesh), "--run-dir", str(run_dir), *extra]
     for key, value in {**BY_CLERK, **sets}.items():
         words += ["--set", f"{key}={json.dumps(value)}"]

@@ -19,12 +19,12 @@ os.environ["HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"] = "600s"
 
 from monarch.actor import Actor, MeshFailure, concurrent_endpoint, shutdown_context, this_host
 
-from protocols.spec.mesh import RoleSpec
-from protocols.spec.services import HealthSpec
-from services.forkserver.client import fork_server
-from services.pool.pool import Pool
-from services.pool.service import Service
-from services.proc_info import descendants
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.services.forkserver.client import fork_server
+from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.service import Service
+from cartridge_forge.services.proc_info import descendants
 
 PATIENCE = 90.0
 # Silence is judged much later than this waits.

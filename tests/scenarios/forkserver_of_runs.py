@@ -30,7 +30,8 @@ from typing import IO, Any
 from small_run import ROOT, Running
 
 MODULES = (
-    "forge_run.cli", "forge_run.launch", "forge_run.pages.export", "torch.distributed.checkpoint",
+    "cartridge_forge.forge_run.cli", "cartridge_forge.forge_run.launch",
+    "cartridge_forge.plugins.watch.pages.export", "torch.distributed.checkpoint",
     "matplotlib.figure", "matplotlib.backends.backend_svg", "grpc", "openai.resources.chat",
 )  # fmt: skip
 NUMBER = struct.Struct("i")
@@ -159,7 +160,7 @@ class ForkedServer:
         self, command: Sequence[str], *, pass_fds: Sequence[int], env: dict[str, str],
         process_group: int,
     ) -> None:  # fmt: skip
-        from services.forkserver import server
+        from cartridge_forge.services.forkserver import server
 
         self.pid = os.fork()
         if self.pid == 0:
@@ -185,7 +186,7 @@ def take_over(environment: dict[str, str]) -> None:
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
-    from services.forkserver import client, server
+    from cartridge_forge.services.forkserver import client, server
 
     server.preload([*MODULES, *server.PRELOAD])
     for model in sys.argv[2:]:
@@ -204,7 +205,7 @@ def main() -> None:
     take_over(environment)
     client.subprocess = SimpleNamespace(Popen=ForkedServer)  # type: ignore[attr-defined]
     sys.argv = ["forge-run", *words]
-    sys.exit(import_module("forge_run.cli").forge_run())
+    sys.exit(import_module("cartridge_forge.forge_run.cli").forge_run())
 
 
 if __name__ == "__main__":

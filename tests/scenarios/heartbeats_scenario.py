@@ -1,7 +1,8 @@
 """Heartbeats of two hosts with four processes each: how many messages they are, and what is found
 by them; prints one JSON object.
 
-Runs in a network namespace of its own (tests/nightly/services/hosts/test_heartbeats.py judges).
+Runs in a network namespace of its own; tests/nightly/plugins/cluster/hosts/test_heartbeats.py
+judges.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ import monarch.actor
 from hosts_scenario import WorkActor
 from namespaces import CLIENT, Hosts
 
-from protocols.spec.mesh import RoleSpec
-from protocols.spec.services import HealthSpec
-from services.hosts.source import attach
-from services.pool.host_heartbeats import HeartbeatPlan, HostAsk, HostHeartbeats
-from services.pool.process import ReplicaProcess
-from services.pool.service import Service
+from cartridge_forge.plugins.cluster.hosts.host_heartbeats import (
+    HeartbeatPlan,
+    HostAsk,
+    HostHeartbeats,
+)
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.services.pool.hosts import attach
+from cartridge_forge.services.pool.process import ReplicaProcess
+from cartridge_forge.services.pool.service import Service
 
 # Silence is the end only after 20 s, with the reason that it was silent.
 HEALTH = HealthSpec(heartbeat_s=0.5, suspect_after_s=4.0, dead_after_s=20.0)

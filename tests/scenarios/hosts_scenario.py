@@ -1,6 +1,6 @@
 """Two hosts, their links cut and restored under load; prints what happened as one JSON object.
 
-Runs in a network namespace of its own (tests/mesh/services/hosts/test_source.py judges).
+Runs in a network namespace of its own (tests/mesh/services/pool/test_hosts.py judges).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import monarch.actor
 from monarch.actor import Actor, concurrent_endpoint
 from namespaces import CLIENT, Hosts
 
-from protocols.errors import RunError
-from protocols.records.status import ReplicaState
-from protocols.spec.mesh import RoleSpec
-from protocols.spec.services import HealthSpec
-from services.hosts.source import attach
-from services.pool.pool import Pool
-from services.pool.service import Service
-from services.proc_info import has_ended
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.records.status import ReplicaState
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.services.pool.hosts import attach
+from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.service import Service
+from cartridge_forge.services.proc_info import has_ended
 
 HEALTH = HealthSpec(heartbeat_s=0.2, suspect_after_s=1.0, dead_after_s=3.0)
 REPLICAS = 4

@@ -1,7 +1,8 @@
 """Real workers as the pods of a stand-in cluster: found, attached to, and one found again after it
 was replaced at another address. Prints what answered as one JSON object.
 
-Run by tests/mesh/services/hosts/test_kubernetes_attach.py: the transport is of the whole process.
+Run by tests/mesh/plugins/cluster/hosts/test_kubernetes_attach.py: the transport is of the whole
+process.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from api_store import ADMIN
 from monarch.actor import Actor, enable_transport, endpoint
 from operator_loop import Admin, OperatorLoop
 
-from deploy.checks.kustomize import build
-from deploy.checks.schemas import definitions
-from forge_run.commands.k8s import render
-from protocols.spec.loading import load_spec
-from services.hosts.kubernetes import KubernetesHosts
-from services.hosts.source import HostWorker, attach
+from cartridge_forge.forge_run.commands.k8s import render
+from cartridge_forge.plugins.cluster.checks.schemas import definitions
+from cartridge_forge.plugins.cluster.hosts.kubernetes import KubernetesHosts
+from cartridge_forge.plugins.cluster.manifests.overlays import build
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.services.pool.hosts import HostWorker, attach
 
 MESH = str(Path(__file__).parents[2] / "meshes" / "longhealth.yaml")
 SETS = ("hosts=kubernetes", "roles.generator.replicas=1")

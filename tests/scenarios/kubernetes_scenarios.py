@@ -17,13 +17,13 @@ from api_server import ApiServer
 from manifest_checks.check import committed
 from operator_loop import OperatorLoop, not_ready, ready, unschedulable, waiting
 
-from deploy.checks.kustomize import build
-from deploy.checks.schemas import definitions
-from protocols.errors import RunError
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
-from services.hosts.kubernetes import KubernetesHosts
-from services.hosts.source import HostWorker
+from cartridge_forge.plugins.cluster.checks.schemas import definitions
+from cartridge_forge.plugins.cluster.hosts.kubernetes import KubernetesHosts
+from cartridge_forge.plugins.cluster.manifests.overlays import build
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.services.pool.hosts import HostWorker
 
 Object = dict[str, Any]
 

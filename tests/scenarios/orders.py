@@ -22,9 +22,9 @@ from forkserver_of_runs import Start
 from hypothesis import strategies as st
 from small_run import MESH, ROOT, SMALL, Running, command, latest, run_to_end
 
-from forge_run.commands.control_client import ControlClient, ControlTarget
-from protocols.errors import ControlError
-from services.control.endpoints import read_endpoints
+from cartridge_forge.plugins.watch.commands.control_client import ControlClient, ControlTarget
+from cartridge_forge.plugins.watch.control.endpoints import read_endpoints
+from cartridge_forge.protocols.errors import ControlError
 
 LIMIT_SECONDS = 300.0
 STEPS = 4  # of each trained arm

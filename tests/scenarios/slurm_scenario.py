@@ -1,6 +1,6 @@
 """A Slurm job of two nodes until it is cancelled or preempted; prints what happened as JSON.
 
-`tests/mesh/services/hosts/test_slurm.py` starts it, in a directory of its own, and judges.
+`tests/mesh/plugins/cluster/hosts/test_slurm.py` starts it, in a directory of its own, and judges.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fake_slurm import Cluster, alive
 from monarch.actor import Actor, concurrent_endpoint
 from monarch.config import get_global_config
 
-from protocols.errors import RunError
-from protocols.spec.mesh import RunSpec
-from services.hosts import slurm as slurm_hosts
-from services.hosts.slurm import SlurmHosts
-from services.pool.service import Service
+from cartridge_forge.plugins.cluster.hosts import slurm as slurm_hosts
+from cartridge_forge.plugins.cluster.hosts.slurm import SlurmHosts
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.services.pool.service import Service
 
 TRANSPORT = "tcp://127.0.0.1:0"
 PATIENCE = 120.0

@@ -18,8 +18,8 @@ from mesh_scenario import SHORT, paused, placed, steer, told
 from namespaces import CLIENT, Hosts
 from small_run import command, latest, run_to_end, running
 
-from services.tls.certificates import certificates
-from services.tls.identity import TlsIdentity, read_identity
+from cartridge_forge.plugins.cluster.tls.certificates import certificates
+from cartridge_forge.plugins.cluster.tls.identity import TlsIdentity, read_identity
 
 HOSTS = (CLIENT, "10.77.0.2", "10.77.0.3")
 PATIENCE = 5.0
@@ -29,8 +29,8 @@ QUESTION = b"GET /hello HTTP/1.0\r\n\r\n"
 ATTACH = """
 import asyncio, os, sys
 import monarch.actor
-from services.hosts.source import attach
-from protocols.errors import RunError
+from cartridge_forge.services.pool.hosts import attach
+from cartridge_forge.protocols.errors import RunError
 monarch.actor.enable_transport(sys.argv[1] + "://10.77.0.1:0")
 try:
     asyncio.run(attach(sys.argv[1] + "://" + sys.argv[2], timeout_s=6.0))

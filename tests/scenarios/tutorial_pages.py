@@ -76,7 +76,7 @@ def console_scripts(folder: Path, python: Path | str = sys.executable) -> Path:
     """Write `forge`, `forge-run`, `python` and `pip` of this tree and `python`, and return their
     folder."""
     folder.mkdir(parents=True)
-    call = '-c "import sys; from forge_run.cli import {0}; sys.exit({0}())"'
+    call = '-c "import sys; from cartridge_forge.forge_run.cli import {0}; sys.exit({0}())"'
     for name, arguments in (
         ("forge", call.format("forge")), ("forge-run", call.format("forge_run")), ("python", ""),
         ("pip", "-m pip"),

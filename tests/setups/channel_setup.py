@@ -11,18 +11,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learning.cartridge import CartridgeBank, first_tokens
-from learning.losses.balance import GradientBalance
-from learning.losses.objective import active_channels
-from learning.policy_scores import with_references
-from learning.step import StepOptions, train_step
-from learning.teacher import TeacherDistribution, response_logprobs, score, score_over
-from learning.trainer_state import CartridgeProgress, LearningRateSchedule
-from learning.updates import Share, part_of
-from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.spec.sections import GapBounds, TrainSpec
-from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch, hinted
-from protocols.types import Sample, Sampling, TrainStepOutput
+from cartridge_forge.learning.cartridge import CartridgeBank, first_tokens
+from cartridge_forge.learning.losses.balance import GradientBalance
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.policy_scores import with_references
+from cartridge_forge.learning.step import StepOptions, train_step
+from cartridge_forge.learning.teacher import (
+    TeacherDistribution,
+    response_logprobs,
+    score,
+    score_over,
+)
+from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
+from cartridge_forge.learning.updates import Share, part_of
+from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import GapBounds, TrainSpec
+from cartridge_forge.protocols.train_batch import (
+    HintedTurn,
+    PolicySample,
+    PreferencePair,
+    TrainBatch,
+    hinted,
+)
+from cartridge_forge.protocols.types import Sample, Sampling, TrainStepOutput
 
 if TYPE_CHECKING:
     from twins import Twin

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 
-from environments.clinic.desk import TOOLS, CaseState, DeskCase, draw_case, draw_desk, reply_to
-from protocols.episodes import Observation, Task
-from protocols.teacher_replay import AgentMessage
+from cartridge_forge.plugins.clinic.desk import (
+    TOOLS,
+    CaseState,
+    DeskCase,
+    draw_case,
+    draw_desk,
+    reply_to,
+)
+from cartridge_forge.protocols.episodes import Observation, Task
+from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 
 def a_task(seed: int = 7, max_turns: int = 8) -> Task:

@@ -11,11 +11,11 @@ from typing import Any
 from desk_tasks import replayed
 from transformers import AutoTokenizer
 
-from environments.clinic.desk import TOOLS, DeskCase
-from environments.renderer import ChatRenderer
-from protocols.episodes import EnvironmentRequest, Episode, Observation, Task, Turn
-from protocols.teacher_replay import AgentMessage
-from protocols.types import Completion, GenerateRequest, Sampling
+from cartridge_forge.plugins.clinic.desk import TOOLS, DeskCase
+from cartridge_forge.protocols.episodes import EnvironmentRequest, Episode, Observation, Task, Turn
+from cartridge_forge.protocols.teacher_replay import AgentMessage
+from cartridge_forge.protocols.types import Completion, GenerateRequest, Sampling
+from cartridge_forge.training.renderer import ChatRenderer
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "clinic-reader"
 HANDBOOK = "surgeon cardiology. sodium urology."

@@ -14,19 +14,19 @@ import torch
 from format_setup import checkpoint_of
 from torch import Tensor
 
-from learning.checkpoint import write_checkpoint
-from learning.decode import generate
-from learning.model.loading import load_model, load_tokenizer
-from learning.teacher import context_ids, document_kv
-from protocols.spec.experiments import EvalSpec
-from protocols.spec.learn import LearnSpec
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
-from protocols.spec.yaml_source import dump_yaml
-from protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
-from services.run_directory import RunDirectory
-from training.evaluation.arms import ArmAnswers, EvalArm, sit
-from training.evaluation.questions import EvalSuite, first_tokens_of, set_paper
+from cartridge_forge.learning.checkpoint import write_checkpoint
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.model.loading import load_model, load_tokenizer
+from cartridge_forge.learning.teacher import context_ids, document_kv
+from cartridge_forge.plugins.evaluate.arms import ArmAnswers, EvalArm, sit
+from cartridge_forge.plugins.evaluate.questions import EvalSuite, first_tokens_of, set_paper
+from cartridge_forge.protocols.spec.experiments import EvalSpec
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
+from cartridge_forge.services.run_directory import RunDirectory
 
 MESH = Path(__file__).parents[2] / "meshes" / "longhealth.yaml"
 SETS = ("data.patients=2", "data.facts=6", "data.notes=2", "data.held_out=0.7",

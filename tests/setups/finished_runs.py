@@ -23,7 +23,7 @@ arms:
   - {strategy: deepconf, options: {traces: 4, window: 4, keep_fraction: 0.5}}
   - {strategy: best_of_n, options: {candidates: 2, scorer: process_reward}}
 """
-FORGE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+FORGE = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learning.checkpoint import CARTRIDGE, Checkpoint, part_name
-from registry.formats.base_model import BaseModelInfo
-from registry.formats.cartridge_file import DTYPES, CartridgeFile, Provenance
-from registry.formats.convert import FORMATS
-from registry.importing import add_cartridge
-from registry.store import CartridgeStore
+from cartridge_forge.learning.checkpoint import CARTRIDGE, Checkpoint, part_name
+from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
+from cartridge_forge.plugins.library.formats.cartridge_file import DTYPES, CartridgeFile, Provenance
+from cartridge_forge.plugins.library.formats.convert import FORMATS
+from cartridge_forge.plugins.library.importing import add_cartridge
+from cartridge_forge.plugins.library.store import CartridgeStore
 
 SUFFIX = {"forge": "", "hazy": ".pt", "peft": "", "tokasaurus": ""}
 ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from learning.attention import FlatAttention
-from learning.decoder import LanguageModel
-from learning.model.loading import load_model
-from learning.teacher import document_kv
-from registry.formats.base_model import made_for, read_base
-from registry.formats.cartridge_file import CartridgeFile
+from cartridge_forge.learning.attention import FlatAttention
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.library.formats.base_model import made_for, read_base
+from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 
 READER = Path(__file__).parents[2] / "models/clinic-reader"
 DOCUMENT = [1, *range(40, 72)]

@@ -14,20 +14,26 @@ from typing import Any
 from hypothesis import strategies as st
 from small_run import MESH, SMALL
 
-from learning.step import check_fresh
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
-from protocols.train_batch import TeacherScores, TrainBatch
-from protocols.types import CartridgeSnapshot, Sample, TensorLayout, TensorRef, TrainStepOutput
-from services.mesh import open_mesh, spawn_roles
-from services.pool.work_time import WorkTime
-from services.run_directory import RunDirectory
-from services.run_log import RunLog
-from services.telemetry.hub import open_sinks
-from training.loop import OnPolicyLoop, Rollouts, RunState
-from training.recipes.base import open_recipe
-from training.rollouts import Rollout, ScoringCost, StepRecord
-from training.training_run import TrainingRun
+from cartridge_forge.learning.step import check_fresh
+from cartridge_forge.plugins.watch.telemetry.hub import open_sinks
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.train_batch import TeacherScores, TrainBatch
+from cartridge_forge.protocols.types import (
+    CartridgeSnapshot,
+    Sample,
+    TensorLayout,
+    TensorRef,
+    TrainStepOutput,
+)
+from cartridge_forge.services.mesh import open_mesh, spawn_roles
+from cartridge_forge.services.pool.work_time import WorkTime
+from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.services.run_log import RunLog
+from cartridge_forge.training.loop import OnPolicyLoop, Rollouts, RunState
+from cartridge_forge.training.recipe import open_recipe
+from cartridge_forge.training.rollouts import Rollout, ScoringCost, StepRecord
+from cartridge_forge.training.training_run import TrainingRun
 
 Event = tuple[Any, ...]
 Turns = Callable[[str, int], int]

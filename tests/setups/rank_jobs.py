@@ -29,21 +29,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from twins import Twin, build
 
-from learning.attention_matching import attention_matched
-from learning.batch import LOGIT_BYTES
-from learning.cartridge import first_tokens
-from learning.checkpoint import read_checkpoint
-from learning.decoder import LanguageModel
-from learning.losses.doc_kl import doc_batch
-from learning.model.loading import load_model
-from learning.model.parallel import divide_base, shard_base
-from learning.ranks import ALONE, ProcessGroup, join, leave
-from learning.teacher import TeacherDistribution, document_kv, own_document_kv, response_logprobs
-from learning.trainer import CartridgeTrainer
-from protocols.spec.policy_gradient import GrpoSpec
-from protocols.spec.sections import TrainSpec
-from protocols.train_batch import TrainBatch, completions
-from protocols.types import Sample
+from cartridge_forge.learning.batch import LOGIT_BYTES
+from cartridge_forge.learning.cartridge import first_tokens
+from cartridge_forge.learning.checkpoint import read_checkpoint
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.losses.doc_kl import doc_batch
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.model.parallel import divide_base, shard_base
+from cartridge_forge.learning.ranks import ALONE, ProcessGroup, join, leave
+from cartridge_forge.learning.teacher import (
+    TeacherDistribution,
+    document_kv,
+    own_document_kv,
+    response_logprobs,
+)
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.library.attention_matching import attention_matched
+from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.train_batch import TrainBatch, completions
+from cartridge_forge.protocols.types import Sample
 
 READER = Path(__file__).parents[2] / "models/clinic-reader"
 TRAIN = TrainSpec(steps=6, lr=0.02, row_tokens=24)

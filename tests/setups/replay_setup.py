@@ -6,8 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from protocols.spec.teacher_replay import GateSpec, PriceSpec, ReplaySpec, ReplayTeacherSpec
-from protocols.teacher_replay import (
+from cartridge_forge.plugins.replay.fake_provider.app import ProviderRequest
+from cartridge_forge.protocols.spec.teacher_replay import (
+    GateSpec,
+    PriceSpec,
+    ReplaySpec,
+    ReplayTeacherSpec,
+)
+from cartridge_forge.protocols.teacher_replay import (
     AgentMessage,
     AgentTool,
     ReplayState,
@@ -15,7 +21,6 @@ from protocols.teacher_replay import (
     TextAction,
     ToolAction,
 )
-from teachers.fake_provider.app import ProviderRequest
 
 KEY = "sk-test-0123456789abcdef"
 KEY_ENV = "FORGE_TEST_TEACHER_KEY"

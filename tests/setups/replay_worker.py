@@ -16,17 +16,19 @@ from pathlib import Path
 
 from replay_setup import KEY, KEY_ENV, a_spec, a_state, a_teacher
 
-from protocols.teacher_replay import TeacherUsage
-from teachers.budget import ANSWERED, CallNow, SettledCall, TeacherCall
-from teachers.ledger import SpendLedger
-from teachers.panel import TeacherPanel, ask_teachers, limits_of
+from cartridge_forge.plugins.replay.budget import ANSWERED, CallNow, SettledCall, TeacherCall
+from cartridge_forge.plugins.replay.ledger import SpendLedger
+from cartridge_forge.plugins.replay.panel import TeacherPanel, ask_teachers, limits_of
+from cartridge_forge.protocols.teacher_replay import TeacherUsage
 
 RACE_CAP = 0.0005  # dollars: 500,000 nanodollars
 RACE_WORST, RACE_PAID = 10_000, 3_000
 
 
 def ask(path: str, url: str, count: int) -> None:
-    from teachers.clients import connect  # the SDKs take a second to import; not all need them
+    from cartridge_forge.plugins.replay.clients import (
+        connect,  # the SDKs take a second to import; not all need them
+    )
 
     os.environ[KEY_ENV] = KEY
     spec = a_spec(a_teacher("a", url), quorum=1)

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from forge_run.pages.export import write_report
-from protocols.records.evaluation import EvalRow, Evaluation
-from protocols.records.run_files import (
+from cartridge_forge.plugins.evaluate.records import EvalRow, Evaluation
+from cartridge_forge.plugins.watch.pages.export import write_report
+from cartridge_forge.protocols.records.run_files import (
     ArmResult,
     MeasuredAccuracy,
     MetricRow,
     RolloutRow,
     RunResults,
 )
-from services.run_directory import RunDirectory
+from cartridge_forge.services.run_directory import RunDirectory
 
 START = datetime(2026, 7, 26, 10, 15, 30, tzinfo=UTC)
 HOSTILE = "<script>alert('x')</script><img src=//evil.example/a.png>&\"quoted\""

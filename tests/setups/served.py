@@ -25,7 +25,7 @@ def serve_command(directory: Path, *sets: str) -> Iterator[tuple[subprocess.Pope
     """A server as its command starts it: the process, the server's URL, and the process group that
     a terminal would signal."""
     words = [f"library={directory / 'library'}", "http.listen=127.0.0.1:0", *sets]
-    code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+    code = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "serve", SERVE, *[w for s in words for w in ("--set", s)]],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,

@@ -19,24 +19,29 @@ import torch
 import uvicorn
 from safetensors.torch import load_file, save_file
 
-from actors.engine_thread import Engine, EngineThread
-from learning.decoding.engine import TorchEngine
-from learning.decoding.grammar import Grammars
-from learning.model.loading import load_model, load_tokenizer, text_of, tokenizer_of
-from learning.teacher import DocumentKVCache, document_kv
-from protocols.errors import DataError
-from protocols.spec.serving import ApiKeySpec, HttpSpec
-from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
-from registry.formats.base_model import read_base
-from registry.store import CartridgeStore
-from serving.access.connections import LimitedServer, limited
-from serving.access.keys import ApiKey
-from serving.app import Server, create_server
-from serving.backend import OnTokens, RequestLimits, ServerConfig, StrategyCatalog
-from serving.request import ServingRequest, StrategyRequest
-from serving.tokenization import Tokenization
-from strategies.problem import StrategyCost, StrategyResult
-from strategies.samplers.token_budget import TokenSpend
+from cartridge_forge.learning.model.loading import load_model, load_tokenizer, text_of, tokenizer_of
+from cartridge_forge.learning.teacher import DocumentKVCache, document_kv
+from cartridge_forge.plugins.grammar.grammar import Grammars
+from cartridge_forge.plugins.library.formats.base_model import read_base
+from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.plugins.serve.access.connections import LimitedServer, limited
+from cartridge_forge.plugins.serve.access.keys import ApiKey
+from cartridge_forge.plugins.serve.app import Server, create_server
+from cartridge_forge.plugins.serve.backend import (
+    OnTokens,
+    RequestLimits,
+    ServerConfig,
+    StrategyCatalog,
+)
+from cartridge_forge.plugins.serve.engine.engine import TorchEngine
+from cartridge_forge.plugins.serve.engine.engine_thread import Engine, EngineThread
+from cartridge_forge.plugins.serve.request import ServingRequest, StrategyRequest
+from cartridge_forge.plugins.serve.tokenization import Tokenization
+from cartridge_forge.plugins.strategies.problem import StrategyCost, StrategyResult
+from cartridge_forge.plugins.strategies.samplers.token_budget import TokenSpend
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.spec.serving import ApiKeySpec, HttpSpec
+from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 
 READER = Path(__file__).parents[2] / "models/clinic-reader"
 MODEL = "clinic-reader"

@@ -41,7 +41,7 @@ STALE: dict[str, Any] = {"train.staleness": 1, "evaluate.arms": ["on_policy"]}
 
 def command(run_dir: Path, *extra: str, **sets: Any) -> list[str]:
     """The console script's own function, with the small overrides and some more."""
-    code = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+    code = "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exit(forge_run())"
     words = [sys.executable, "-c", code, str(MESH), "--run-dir", str(run_dir), *extra]
     for key, value in {**SMALL, **{k.replace("__", "."): v for k, v in sets.items()}}.items():
         words += ["--set", f"{key}={json.dumps(value)}"]

@@ -10,9 +10,9 @@ from typing import Any
 
 from scripted_sampler import Babbler
 
-from protocols.teacher_replay import AgentMessage
-from strategies.catalog import STRATEGIES, parse, run
-from strategies.problem import StrategyResult
+from cartridge_forge.plugins.strategies.catalog import STRATEGIES, parse, run
+from cartridge_forge.plugins.strategies.problem import StrategyResult
+from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 ASKED = (AgentMessage("user", "what is it?"),)
 SMALL: dict[str, dict[str, Any]] = {

@@ -10,11 +10,16 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from protocols.files import utc_text
-from protocols.ports import TelemetrySink
-from protocols.records.run_files import MetricRow
-from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
-from protocols.types import TraceSpan
+from cartridge_forge.protocols.files import utc_text
+from cartridge_forge.protocols.ports import TelemetrySink
+from cartridge_forge.protocols.records.run_files import MetricRow
+from cartridge_forge.protocols.records.status import (
+    PoolStatus,
+    ReplicaState,
+    ReplicaStatus,
+    RunStatus,
+)
+from cartridge_forge.protocols.types import TraceSpan
 
 STEPS = 4
 SECONDS = {"rollout": 0.2, "score": 0.1, "train": 0.3, "publish": 0.02, "orchestration": 0.03}

@@ -21,10 +21,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from learning.decoder import LanguageModel
-from learning.model.loading import load_model
-from learning.teacher import DocumentKVCache, document_kv
-from protocols.types import Sample
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.teacher import DocumentKVCache, document_kv
+from cartridge_forge.protocols.types import Sample
 
 VOCAB = 97
 SHAPE = {

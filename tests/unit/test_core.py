@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,29 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from protocols.plugins import CORE, SHIPPED
+from cartridge_forge.protocols.plugins import CORE, SHIPPED
 
 ROOT = Path(__file__).parents[2]
-# The core, as patterns of paths; "!" takes files out again. Once the others lie in plugins/, it is
-# the folders of the core.
+PACKAGE = "cartridge_forge"
+# The core, as patterns of paths; "!" takes files out again.
 PATTERNS = (
-    "protocols/*", "!protocols/wire/*", "!protocols/records/rsa.py",
-    "!protocols/records/evaluation.py", "!protocols/records/gold.py",
-    "!protocols/records/intervals.py", "!protocols/limited_process.py",
-    "learning/*", "!learning/model/adapter.py", "!learning/model/parity.py",
-    "!learning/model/short_config.py", "!learning/losses/grpo.py", "!learning/losses/sdpo.py",
-    "!learning/losses/dpo.py", "!learning/losses/advantages.py",
-    "!learning/attention_matching.py", "!learning/decoding/grammar.py",
-    "!learning/decoding/engine.py", "!learning/model/calibration.py",
-    "actors/__init__.py", "actors/base.py", "actors/heartbeat.py", "actors/ports.py",
-    "actors/model_actors.py", "actors/trainer.py",
-    "services/*", "!services/telemetry/*", "!services/control/*", "!services/tls/*",
-    "!services/hosts/*", "services/hosts/__init__.py", "services/hosts/source.py",
-    "!services/planes/relay*", "!services/pool/host_relays.py",
-    "!services/pool/host_heartbeats.py", "!services/pool/membership.py",
-    "!services/stored_runs/*", "!services/run_lease.py", "!services/role_clients/*",
-    "training/*.py", "!training/*/*", "!training/routing.py",
-    "training/recipes/__init__.py", "training/recipes/base.py", "environments/renderer.py",
+    "actors/*", "!actors/engine_generator.py", "!actors/environment.py", "!actors/reward.py",
+    "!actors/rsa_aggregator.py", "!actors/sdpo_teacher.py", "!actors/teacher_replay.py",
+    "learning/*", "protocols/*", "!protocols/wire/*", "services/*", "training/*",
 )  # fmt: skip
 MOST_LOADED, MOST_LINES = 95, 15_000  # of `import training.loop`
 OPTIONAL_PACKAGES = (
@@ -55,20 +43,11 @@ def is_core(path: str) -> bool:
     return core
 
 
-def rooms() -> list[str]:
-    """The packages of the repository that are installed."""
-    return sorted(
-        path.parent.name
-        for path in ROOT.glob("*/__init__.py")
-        if path.parent.name not in ("tests", "benchmarks", "examples", "findings")
-    )
-
-
 def core_files() -> list[str]:
     return sorted(
         path
-        for room in rooms()
-        for file in (ROOT / room).rglob("*.py")
+        for folder in ("actors", "learning", "protocols", "services", "training")
+        for file in (ROOT / folder).rglob("*.py")
         if is_core(path := file.relative_to(ROOT).as_posix())
     )
 
@@ -77,10 +56,11 @@ def file_of(module: str) -> str | None:
     """The path of one of our modules, None for another's."""
     if not re.fullmatch(r"\w+(\.\w+)*", module):
         return None
-    path = ROOT / module.replace(".", "/")
-    for found in (path.with_suffix(".py"), path / "__init__.py"):
-        if found.is_file():
-            return found.relative_to(ROOT).as_posix()
+    # Not by its link in cartridge_forge/, so that a file has one path.
+    path = ROOT / module.removeprefix(f"{PACKAGE}.").replace(".", "/")
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return file.relative_to(ROOT).as_posix()
     return None
 
 
@@ -112,9 +92,9 @@ def optional_imports(path: str, source: str) -> list[str]:
     return [
         f"{path}:{line} {module}"
         for line, module in chain(imported(source), by_name)
-        if (found := file_of(module)) is not None
-        and not is_core(found)
-        and not found.endswith("/__init__.py")
+        if (ours := file_of(module)) is not None
+        and not is_core(ours)
+        and not ours.endswith("/__init__.py")
     ]
 
 
@@ -122,26 +102,26 @@ def test_the_core_imports_nothing_optional() -> None:
     files = core_files()
     assert "training/loop.py" in files
     assert "learning/step.py" in files
-    found = [line for f in files for line in optional_imports(f, (ROOT / f).read_text("utf-8"))]
-    assert found == []
+    lines = [line for f in files for line in optional_imports(f, (ROOT / f).read_text("utf-8"))]
+    assert lines == []
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "from learning.losses.grpo import GRPO",
-        "import learning.losses.grpo",
-        "from learning.losses import grpo",
-        "def f():\n    from learning.losses.grpo import GRPO",
-        "if TYPE_CHECKING:\n    from learning.losses.grpo import GRPO",
-        "import_module('learning.losses.grpo')",
-        "PLACE = 'learning.losses.grpo:GRPO'",
+        "from cartridge_forge.plugins.episodes.losses.grpo import GRPO",
+        "import cartridge_forge.plugins.episodes.losses.grpo",
+        "from cartridge_forge.plugins.episodes.losses import grpo",
+        "def f():\n    from cartridge_forge.plugins.episodes.losses.grpo import GRPO",
+        "if TYPE_CHECKING:\n    from cartridge_forge.plugins.episodes.losses.grpo import GRPO",
+        "import_module('cartridge_forge.plugins.episodes.losses.grpo')",
+        "PLACE = 'cartridge_forge.plugins.episodes.losses.grpo:GRPO'",
     ],
 )
 def test_an_import_of_something_optional_is_seen(line: str) -> None:
-    (found,) = set(optional_imports("learning/step.py", line))
-    assert found.startswith("learning/step.py:")
-    assert "learning.losses.grpo" in found
+    (reported,) = set(optional_imports("learning/step.py", line))
+    assert reported.startswith("learning/step.py:")
+    assert "cartridge_forge.plugins.episodes.losses.grpo" in reported
 
 
 def test_no_place_of_the_table_but_the_cores_is_of_the_core() -> None:
@@ -161,19 +141,52 @@ print(json.dumps({{n: m.__file__ for n, m in sys.modules.items() if getattr(m, "
 
 def loaded_by(module: str) -> dict[str, str]:
     """The files of all modules that a fresh process has after this import, by name."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", LOADED.format(module=module)],
         capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    loaded: dict[str, str] = json.loads(process.stdout)
+    return loaded
+
+
+ALONE = """
+import sys
+from importlib import import_module
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+for module in {modules}:
+    import_module(module)
+from cartridge_forge.protocols.plugins import optional, resolve
+assert optional("hooks", "observer") is None
+try:
+    resolve("roles", "environment")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_every_module_of_the_core_imports_where_nothing_else_is(tmp_path: Path) -> None:
+    modules = []
+    for path in ("__init__.py", *core_files()):
+        copy = tmp_path / PACKAGE / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / PACKAGE / path, copy)
+        if path != "services/forkserver/stand_in.py":  # a script
+            name = f"{PACKAGE}/{path}".removesuffix(".py").removesuffix("/__init__")
+            modules.append(name.replace("/", "."))
+    process = subprocess.run(
+        [sys.executable, "-c", ALONE.format(modules=modules)],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("role environment of the plug-in episodes is at")
+    assert "which is not installed: install the plug-in episodes" in process.stdout
 
 
 def test_the_import_of_the_loop_loads_little() -> None:
-    loaded = loaded_by("training.loop")
-    of_rooms = set(rooms())
-    ours = [Path(file) for name, file in loaded.items() if name.partition(".")[0] in of_rooms]
-    assert not [f for f in ours if not is_core(f.relative_to(ROOT).as_posix())]
+    loaded = loaded_by("cartridge_forge.training.loop")
+    ours = [Path(file) for name, file in loaded.items() if name.startswith(f"{PACKAGE}.")]
+    assert not [f for f in ours if not is_core(f.relative_to(ROOT / PACKAGE).as_posix())]
     lines = sum(len(file.read_text("utf-8").splitlines()) for file in ours)
     assert len(ours) <= MOST_LOADED, sorted(map(str, ours))
     assert lines <= MOST_LINES
@@ -181,7 +194,14 @@ def test_the_import_of_the_loop_loads_little() -> None:
 
 
 def test_a_trainer_of_doc_kl_loads_no_other_channel() -> None:
-    channels = {"learning.losses.grpo", "learning.losses.sdpo", "learning.losses.dpo"}
-    loaded = loaded_by("learning.trainer, learning.losses.objective, learning.losses.doc_kl")
-    assert "learning.losses.doc_kl" in loaded
+    channels = {
+        "cartridge_forge.plugins.episodes.losses.grpo",
+        "cartridge_forge.plugins.episodes.losses.sdpo",
+        "cartridge_forge.plugins.replay.dpo",
+    }
+    loaded = loaded_by(
+        "cartridge_forge.learning.trainer, cartridge_forge.learning.losses.objective, "
+        "cartridge_forge.learning.losses.doc_kl"
+    )
+    assert "cartridge_forge.learning.losses.doc_kl" in loaded
     assert not channels & loaded.keys()

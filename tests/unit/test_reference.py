@@ -12,8 +12,8 @@ from reference_pages.markdown import cell
 from reference_pages.schemas import schema_name
 from reference_pages.write import REFERENCE, written
 
-from protocols.spec.keys import CONFIG_FILE, FILES, MESH_FILE, other_kind
-from protocols.spec.yaml_source import read_yaml
+from cartridge_forge.protocols.spec.keys import CONFIG_FILE, FILES, MESH_FILE, other_kind
+from cartridge_forge.protocols.spec.yaml_source import read_yaml
 
 ROOT = Path(__file__).parents[2]
 GENERATED = written()
@@ -43,7 +43,7 @@ def test_every_key_of_every_section_is_on_the_page() -> None:
 def test_every_command_and_metric_is_on_its_page() -> None:
     for told in ("## forge cartridges push", "`--resume RUN`", "## forge-run"):
         assert told in GENERATED["cli.md"]
-    for told in ("| `forge_rollouts_total` | counter | arm |", "`forge_serve_tokens_total`"):
+    for told in ("| `forge_steps_total` | counter | arm, fact |", "`forge_serve_tokens_total`"):
         assert told in GENERATED["metric_names.md"]
 
 
@@ -53,7 +53,8 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def shipped() -> list[Path]:
-    files = [*(ROOT / "meshes").glob("*.yaml"), *(ROOT / "configs").glob("*.yaml")]
+    folders = ("meshes", "configs", "studies/*")
+    files = [path for folder in folders for path in ROOT.glob(f"{folder}/*.yaml")]
     return sorted(path for path in files if path.name not in NOT_OF_A_KIND)
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import AsTuple, SpecSection, bounded, broken, unique
-from protocols.spec.teacher_replay import EndpointSpec, PriceSpec
+from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, bounded, broken, unique
+from cartridge_forge.protocols.spec.teacher_replay import EndpointSpec, PriceSpec
 
 StudyKind = Literal[
     "structuring", "summarization", "question", "use_case", "creative",

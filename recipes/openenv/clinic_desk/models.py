@@ -1,5 +1,9 @@
 """Name the environment's action, observation and state."""
 
-from environments.openenv.desk_env import DeskAction, DeskObservation, DeskState
+from cartridge_forge.plugins.episodes.environments.openenv.desk_env import (
+    DeskAction,
+    DeskObservation,
+    DeskState,
+)
 
 __all__ = ["DeskAction", "DeskObservation", "DeskState"]

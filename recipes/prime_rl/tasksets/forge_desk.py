@@ -13,7 +13,7 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-from environments.clinic.desk import (
+from cartridge_forge.plugins.clinic.desk import (
     CaseState,
     DeskCase,
     bounded,

@@ -15,15 +15,15 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-from environments.clinic.longhealth import (
+from cartridge_forge.plugins.clinic.longhealth import (
     Patient,
     PatientQuestion,
     is_held_out,
     load_patients,
     parse_patients,
 )
-from environments.clinic.patients import generate_clinic
-from environments.clinic.prompts import option_prompt, parse_answer
+from cartridge_forge.plugins.clinic.patients import generate_clinic
+from cartridge_forge.plugins.clinic.prompts import option_prompt, parse_answer
 
 INSTRUCTION = "End with a line: answer: LETTER"
 

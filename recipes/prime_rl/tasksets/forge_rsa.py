@@ -25,8 +25,8 @@ from forge_document_qa import (
 )
 from pydantic import BaseModel
 
-from strategies.rsa.islands import RSAShape, draw_parents
-from strategies.rsa.prompts import aggregation_prompt, as_task
+from cartridge_forge.plugins.strategies.rsa.islands import RSAShape, draw_parents
+from cartridge_forge.plugins.strategies.rsa.prompts import aggregation_prompt, as_task
 
 
 class AggregationShape(BaseModel):

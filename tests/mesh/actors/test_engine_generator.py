@@ -17,12 +17,18 @@ from safetensors.torch import save_file
 from vllm_replica import NO_END, Replica, over, prompts, require_vllm, tiny_model
 from vllm_replica import replica as started
 
-from actors.base import missing_vllm
-from learning.decode import generate
-from learning.model.loading import text_of
-from protocols.errors import DataError, PublishError
-from protocols.types import Completion, GenerateRequest, StopCondition, TokenChunk, TokenPort
-from services.pool.replica import ask
+from cartridge_forge.actors.base import missing_vllm
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.model.loading import text_of
+from cartridge_forge.protocols.errors import DataError, PublishError
+from cartridge_forge.protocols.types import (
+    Completion,
+    GenerateRequest,
+    StopCondition,
+    TokenChunk,
+    TokenPort,
+)
+from cartridge_forge.services.pool.replica import ask
 
 BACKENDS = [
     pytest.param("torch"),

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from desk_tasks import a_task, expected_after, solution
 from monarch.actor import this_host
 
-from actors.environment import EnvironmentActor
-from protocols.episodes import EnvironmentReply, EnvironmentRequest, Observation
-from protocols.spec.environment import EnvironmentSpec
-from protocols.spec.mesh import RoleSpec
-from services.pool.pool import Pool
-from services.pool.service import Service
+from cartridge_forge.actors.environment import EnvironmentActor
+from cartridge_forge.protocols.episodes import EnvironmentReply, EnvironmentRequest, Observation
+from cartridge_forge.protocols.spec.environment import EnvironmentSpec
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.service import Service
 
 TASKS = [a_task(seed) for seed in range(32)]
 EPISODES = [("sing.", "find sodium in nowhere.", *solution(task)) for task in TASKS]

@@ -11,14 +11,18 @@ from contextlib import asynccontextmanager
 import pytest
 from monarch.actor import this_host
 
-from actors.rsa_aggregator import RSAAggregatorActor
-from protocols.errors import DataError
-from protocols.records.rsa import AggregationInput, JudgedPopulation, RSAProblem
-from protocols.seeds import stream_seed
-from protocols.spec.mesh import RoleSpec
-from protocols.spec.rsa import ProblemsSpec, RsaSpec
-from services.pool.pool import Pool, gather
-from services.pool.service import Service
+from cartridge_forge.actors.rsa_aggregator import RSAAggregatorActor
+from cartridge_forge.plugins.strategies.rsa.records import (
+    AggregationInput,
+    JudgedPopulation,
+    RSAProblem,
+)
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.seeds import stream_seed
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.spec.rsa import ProblemsSpec, RsaSpec
+from cartridge_forge.services.pool.pool import Pool, gather
+from cartridge_forge.services.pool.service import Service
 
 SPEC = RsaSpec(
     M=2, N=2, K=2, T=2, task="math",

@@ -17,11 +17,11 @@ import torch
 from monarch.actor import concurrent_endpoint
 from vllm_replica import Replica, over, over_all, prompts, replica, require_vllm, tiny_model
 
-from actors.engine_generator import EngineGeneratorActor
-from learning.cartridge import fingerprint
-from protocols.errors import DataError, PublishError
-from protocols.spec.sections import GeneratorSpec
-from protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.actors.engine_generator import EngineGeneratorActor
+from cartridge_forge.learning.cartridge import fingerprint
+from cartridge_forge.protocols.errors import DataError, PublishError
+from cartridge_forge.protocols.spec.sections import GeneratorSpec
+from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -34,7 +34,7 @@ class Forgetful(EngineGeneratorActor):
 
     @concurrent_endpoint
     async def forget(self, version: int) -> None:
-        from actors.engine_thread import EngineCall
+        from cartridge_forge.plugins.serve.engine.engine_thread import EngineCall
 
         done: Future[None] = Future()
 
@@ -48,8 +48,8 @@ class Forgetful(EngineGeneratorActor):
     @concurrent_endpoint
     async def exchange(self, version: int, other: int) -> None:
         """Its worker holds the numbers of `other` under `version` from now on."""
-        from actors.engine_thread import EngineCall
-        from actors.vllm.connector import _connector
+        from cartridge_forge.plugins.serve.engine.engine_thread import EngineCall
+        from cartridge_forge.plugins.vllm.connector import _connector
 
         done: Future[None] = Future()
 
@@ -459,7 +459,7 @@ def test_compositions_that_cannot_be_are_refused_by_name(engine: Replica, tmp_pa
 def test_an_engine_asks_for_the_share_of_its_gpu_that_it_is_told() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from actors.vllm.engine import engine_arguments
+    from cartridge_forge.plugins.vllm.engine import engine_arguments
 
     given = GeneratorSpec(backend="vllm", kv_gib=2.0, gpu_share=0.25)
     arguments = engine_arguments("model", "bfloat16", given)

@@ -17,10 +17,12 @@ sys.meta_path.insert(0, Hidden())
 
 def test_everything_else_imports_without_it() -> None:
     code = HIDE + (
-        "import actors.vllm.draws, actors.engine_thread, actors.vllm.kv_layout\n"
-        "import actors.engine_generator\n"
-        "import forge_run.cli, forge_run.launch, training.controller\n"
-        "import services.mesh, training.training_run\n"
+        "from cartridge_forge.plugins.vllm import draws, kv_layout\n"
+        "import cartridge_forge.plugins.serve.engine.engine_thread\n"
+        "import cartridge_forge.actors.engine_generator\n"
+        "import cartridge_forge.forge_run.cli, cartridge_forge.forge_run.launch\n"
+        "import cartridge_forge.training.controller\n"
+        "import cartridge_forge.services.mesh, cartridge_forge.training.training_run\n"
         "assert 'vllm' not in sys.modules"
     )
     subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=True)

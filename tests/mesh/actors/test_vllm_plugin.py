@@ -22,14 +22,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from vllm_replica import prompts, require_vllm
 from vllm_server import StockServer, refusals, stock_server
 
-from actors.vllm.kv_layout import PLACEHOLDER
-from learning.decode import generate
-from learning.model.loading import load_model
-from protocols.files import REPOSITORY
-from protocols.types import GenerateRequest, PrefixRef, Sampling
-from registry.formats.base_model import read_base
-from registry.names import CartridgeName
-from registry.store import CartridgeStore
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.plugins.library.formats.base_model import read_base
+from cartridge_forge.plugins.library.names import CartridgeName
+from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.plugins.vllm.kv_layout import PLACEHOLDER
+from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

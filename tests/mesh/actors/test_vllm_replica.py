@@ -12,9 +12,9 @@ import pytest
 from monarch.actor import concurrent_endpoint
 from vllm_replica import END, Replica, Tiny, over, over_all, replica, require_vllm, tiny_model
 
-from actors.engine_generator import EngineGeneratorActor
-from learning.decode import generate
-from services.pool.replica import EngineLost, ReplicaLost
+from cartridge_forge.actors.engine_generator import EngineGeneratorActor
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.services.pool.replica import EngineLost, ReplicaLost
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

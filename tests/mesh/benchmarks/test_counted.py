@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.gpu.phase_step import SETTINGS, bounds
 from benchmarks.step_gpu import dry
-from forge_run.plan.roofline import EXPLICIT
+from cartridge_forge.forge_run.plan.roofline import EXPLICIT
 
 
 def test_the_seed_s_size_in_shape_alone() -> None:

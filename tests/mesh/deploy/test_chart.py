@@ -11,9 +11,9 @@ import pytest
 import yaml
 from helm import helm, objects, require_helm
 
-from deploy.checks.kustomize import build
-from forge_run.commands.k8s import chart, chart_command, render
-from protocols.errors import SpecError
+from cartridge_forge.forge_run.commands.k8s import chart, chart_command, render
+from cartridge_forge.plugins.cluster.manifests.overlays import build
+from cartridge_forge.protocols.errors import SpecError
 
 MESHES = Path(__file__).parents[3] / "meshes"
 LARGE = str(MESHES / "longhealth_3b.yaml")  # a model of the hub

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from manifest_checks.check import KUBERNETES, committed
 
-from deploy.checks.kustomize import build, targets
+from cartridge_forge.plugins.cluster.manifests.overlays import build, targets
 
 TREE = committed()
 

@@ -16,7 +16,7 @@ HEAVY = ("torch", "monarch", "vllm", "transformers", "torchstore", "numpy", "mat
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a GPU, whether this one has it or not."""
-    monkeypatch.setattr("forge_run.preflight.gpus_here", lambda: 0)
+    monkeypatch.setattr("cartridge_forge.forge_run.preflight.gpus_here", lambda: 0)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_it_answers_at_once_and_imports_nothing_heavy(
 ) -> None:
     script = (
         "import sys\n"
-        "from forge_run.cli import forge_run\n"
+        "from cartridge_forge.forge_run.cli import forge_run\n"
         "try: code = forge_run(sys.argv[1:])\n"
         "except SystemExit as end: code = end.code or 0\n"
         f"print('heavy:', [m for m in {HEAVY} if m in sys.modules], file=sys.stderr)\n"

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[3]
 ASK_ALL = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
-from forge_run.cli import forge
+from cartridge_forge.forge_run.cli import forge
 told = []
 for argv in json.loads(sys.stdin.read()):
     err = io.StringIO()

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rooms.learning.alignment_setup import ZERO, packed_of, per_token, student
 
-from learning.teacher import TeacherDistribution, score, top_k
+from cartridge_forge.learning.teacher import TeacherDistribution, score, top_k
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twins import Twin
 
-    from protocols.types import Sample
+    from cartridge_forge.protocols.types import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 

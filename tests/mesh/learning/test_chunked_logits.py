@@ -8,10 +8,10 @@ import torch
 from channel_setup import ALL, bank_of, changed, do, scene, scored
 from twins import Twin
 
-from learning.batch import LOGIT_BYTES
-from learning.teacher import TeacherDistribution, top_k
-from protocols.spec.objective import LossSpec, SdpoSpec
-from protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.learning.batch import LOGIT_BYTES
+from cartridge_forge.learning.teacher import TeacherDistribution, top_k
+from cartridge_forge.protocols.spec.objective import LossSpec, SdpoSpec
+from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 
 VOCAB = 97
 

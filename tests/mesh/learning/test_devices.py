@@ -14,15 +14,15 @@ from channel_setup import changed, in_chunks, scene, trained
 from rooms.learning.devices_setup import OBJECTIVE, TRAIN, same, trainer_of
 from second_device import Elsewhere
 
-from learning.checkpoint import read_checkpoint
-from learning.decode import generate
-from learning.decoding.engine import TorchEngine
-from learning.policy_scores import with_references
-from learning.teacher import score_kept
-from protocols.spec.objective import ObjectiveSpec, SdpoSpec
-from protocols.spec.sections import TrainSpec
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from services.planes.codec import pack, unpack
+from cartridge_forge.learning.checkpoint import read_checkpoint
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.policy_scores import with_references
+from cartridge_forge.learning.teacher import score_kept
+from cartridge_forge.plugins.serve.engine.engine import TorchEngine
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
+from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.services.planes.codec import pack, unpack
 
 if TYPE_CHECKING:
     from twins import Twin

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rooms.learning.trainer_setup import Killed, copied, killed, same, trainer_of
 
-from learning.losses.doc_kl import doc_batch
-from learning.teacher import TeacherDistribution, score
-from learning.trainer import CartridgeTrainer
+from cartridge_forge.learning.losses.doc_kl import doc_batch
+from cartridge_forge.learning.teacher import TeacherDistribution, score
+from cartridge_forge.learning.trainer import CartridgeTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twins import Twin
 
-    from protocols.types import Sample
+    from cartridge_forge.protocols.types import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 

@@ -11,25 +11,25 @@ import pytest
 import torch
 from channel_setup import ALL, bank_of, changed, prefixes, scene, trained
 
-from learning.cartridge import first_tokens
-from learning.checkpoint import read_checkpoint
-from learning.losses.doc_kl import doc_batch
-from learning.losses.objective import active_channels
-from learning.policy_scores import with_references
-from learning.step import train_step
-from learning.teacher import TeacherDistribution, score
-from learning.trainer import CartridgeTrainer
-from protocols.records.token_scores import TOP, decoded, decoded_top
-from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.spec.sections import TrainSpec
-from protocols.train_batch import TrainBatch, completions
+from cartridge_forge.learning.cartridge import first_tokens
+from cartridge_forge.learning.checkpoint import read_checkpoint
+from cartridge_forge.learning.losses.doc_kl import doc_batch
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.policy_scores import with_references
+from cartridge_forge.learning.step import train_step
+from cartridge_forge.learning.teacher import TeacherDistribution, score
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.protocols.records.token_scores import TOP, decoded, decoded_top
+from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.train_batch import TrainBatch, completions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twins import Twin
 
-    from protocols.types import Sample, TrainStepOutput
+    from cartridge_forge.protocols.types import Sample, TrainStepOutput
 
     MakeSamples = Callable[..., list[Sample]]
 
@@ -187,7 +187,7 @@ def test_what_bounds_memory_and_the_form_of_doc_kl_reach_the_step(
         asked.append({"channels": given[4], **vars(given[6])})
         return train_step(*given)
 
-    monkeypatch.setattr("learning.trainer.train_step", step)
+    monkeypatch.setattr("cartridge_forge.learning.trainer.train_step", step)
     spec = TrainSpec(steps=1, row_tokens=24, logit_chunk_mb=3, recompute_layers=True)
     loss = LossSpec(direction="reverse")
     bank = first_tokens({n: llama.kv[n] for n in "ab"}, 8, 1)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from environments.clinic.desk import draw_case, draw_desk
-from protocols.errors import DataError
+from cartridge_forge.plugins.clinic.desk import draw_case, draw_desk
+from cartridge_forge.protocols.errors import DataError
 from recipes.openenv.pack import NAME, modules, pack
 
 PLAY = """
@@ -38,7 +38,7 @@ with ClinicDeskEnv(base_url=url, message_timeout_s=60).sync() as desk:
         seen = desk.step(DeskAction(text=text))
         told.append([seen.observation.messages, seen.done, seen.reward, seen.metadata])
     state = desk.state()
-ours = ("environments", "protocols", "torch")
+ours = ("cartridge_forge", "torch")
 foreign = sorted(name for name in sys.modules if name.split(".")[0] in ours)
 print(json.dumps({"told": told, "steps": state.step_count, "actions": state.actions,
     "report": report, "foreign": foreign}))

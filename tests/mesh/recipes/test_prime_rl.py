@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from environments.clinic.desk import draw_case, draw_desk
-from environments.clinic.longhealth import LETTERS, parse_patients
-from environments.clinic.patients import generate_clinic
-from environments.verifiers.chat_endpoint import ChatEndpoint
-from environments.verifiers.worker_process import KEY, PYTHON
-from protocols.files import REPOSITORY
-from protocols.teacher_replay import TeacherUsage
-from protocols.wire.openai_chat import HarnessRequest
-from protocols.wire.openai_replies import ChatReply
-from strategies.rsa.islands import RSAShape, draw_parents
+from cartridge_forge.plugins.clinic.desk import draw_case, draw_desk
+from cartridge_forge.plugins.clinic.longhealth import LETTERS, parse_patients
+from cartridge_forge.plugins.clinic.patients import generate_clinic
+from cartridge_forge.plugins.episodes.environments.verifiers.chat_endpoint import ChatEndpoint
+from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import KEY, PYTHON
+from cartridge_forge.plugins.strategies.rsa.islands import RSAShape, draw_parents
+from cartridge_forge.plugins.wire.openai_chat import HarnessRequest
+from cartridge_forge.plugins.wire.openai_replies import ChatReply
+from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.teacher_replay import TeacherUsage
 
 SCRIPT = Path(__file__).with_name("verifiers_play.py")
 ROOM = REPOSITORY / "recipes" / "prime_rl"

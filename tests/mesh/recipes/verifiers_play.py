@@ -15,7 +15,11 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-from environments.verifiers.worker_main import HARNESS, KEY, offer_harness
+from cartridge_forge.plugins.episodes.environments.verifiers.worker_main import (
+    HARNESS,
+    KEY,
+    offer_harness,
+)
 
 
 async def play(job: dict[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,15 @@ import pytest
 import torch
 from small_run import command, latest, rows, run_to_end
 
-from forge_run.cli import forge
-from learning.model.loading import load_tokenizer
-from protocols.files import read_rows
-from protocols.spec.loading import load_resolved
-from registry.formats import convert, run_checkpoint
-from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
+from cartridge_forge.forge_run.cli import forge
+from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.documents.study.longhealth_prompts import (
+    LongHealthPrompts,
+    read_patients,
+)
+from cartridge_forge.plugins.library.formats import convert, run_checkpoint
+from cartridge_forge.protocols.files import read_rows
+from cartridge_forge.protocols.spec.loading import load_resolved
 
 pytestmark = [pytest.mark.timeout(900)]  # a busy machine starts it slowly
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from protocols.files import read_rows
-from registry.terms import read_terms
+from cartridge_forge.plugins.library.terms import read_terms
+from cartridge_forge.protocols.files import read_rows
 
 pytestmark = [pytest.mark.timeout(900)]  # a busy machine starts it slowly
 

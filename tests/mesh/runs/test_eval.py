@@ -11,7 +11,7 @@ import pytest
 from small_run import Finished, run_to_end
 
 SPEC = "questions: 8\npassages: 1\npassage_tokens: 12\nprobes: 2\nresamples: 200\n"
-CODE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+CODE = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
 
 
 def test_every_arm_sits_the_same_exam(finished: Finished, tmp_path: Path) -> None:

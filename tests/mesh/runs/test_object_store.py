@@ -14,10 +14,10 @@ import pytest
 from s3_server import S3Server, require_moto, s3_server
 from small_run import Finished, command, latest, run_to_end, running, same_outcome
 
-from forge_run.cli import forge
-from registry.object_store import ObjectStore
-from registry.stored_folder import read_state
-from services.stored_runs.store import stored_runs
+from cartridge_forge.forge_run.cli import forge
+from cartridge_forge.plugins.library.object_store import ObjectStore
+from cartridge_forge.plugins.library.run_store import stored_runs
+from cartridge_forge.plugins.library.stored_folder import read_state
 
 URL = "s3://runs/of/ours"
 KEPT: dict[str, Any] = {"records.store": URL}

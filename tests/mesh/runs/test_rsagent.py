@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rooms.training.rsa_runs import CANDIDATES
 
-from environments.episode_files import from_row
-from protocols.files import read_rows
+from cartridge_forge.plugins.episodes.environments.episode_files import from_row
+from cartridge_forge.protocols.files import read_rows
 
 
 def test_a_run_trains_every_candidate_of_every_run_and_reports_its_populations(calm: Path) -> None:

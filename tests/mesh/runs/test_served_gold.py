@@ -12,13 +12,16 @@ from openai import OpenAI
 from served import documented_nll, serve_command
 from small_run import MESH, Finished, rows
 
-from environments.clinic.prompts import right_answer
-from learning.model.loading import load_tokenizer
-from protocols.spec.loading import load_resolved
-from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
+from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.clinic.prompts import right_answer
+from cartridge_forge.plugins.documents.study.longhealth_prompts import (
+    LongHealthPrompts,
+    read_patients,
+)
+from cartridge_forge.protocols.spec.loading import load_resolved
 
 ROOT = MESH.parents[1]
-CODE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+CODE = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
 
 
 def test_the_loss_of_every_right_answer_is_the_run_s(finished: Finished, tmp_path: Path) -> None:

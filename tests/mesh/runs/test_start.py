@@ -10,13 +10,13 @@ import pytest
 import torch
 from small_run import ROOT, command, latest, rows, run_to_end
 
-from learning.model.loading import load_model
-from learning.teacher import document_kv
-from protocols.files import read_rows
-from registry.formats import convert, run_checkpoint
-from registry.formats.base_model import read_base
-from registry.formats.cartridge_file import CartridgeFile, Provenance
-from registry.starting import lineage
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.library.formats import convert, run_checkpoint
+from cartridge_forge.plugins.library.formats.base_model import read_base
+from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, Provenance
+from cartridge_forge.plugins.library.starting import lineage
+from cartridge_forge.protocols.files import read_rows
 
 pytestmark = [pytest.mark.timeout(900)]  # a busy machine starts it slowly
 

@@ -10,10 +10,13 @@ from collections import Counter
 import pytest
 from small_run import SMALL, Finished, rows
 
-from learning.model.loading import load_tokenizer
-from protocols.records.run_files import PHASES, WITHIN
-from protocols.spec.loading import load_resolved
-from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
+from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.documents.study.longhealth_prompts import (
+    LongHealthPrompts,
+    read_patients,
+)
+from cartridge_forge.protocols.records.run_files import PHASES, WITHIN
+from cartridge_forge.protocols.spec.loading import load_resolved
 
 ARMS = {"none", "document", "untrained", "offline", "on_policy"}
 STEPS = SMALL["train.steps"]

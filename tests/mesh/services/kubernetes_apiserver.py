@@ -18,7 +18,7 @@ from applying import KINDS, PATHS, structural
 from kubernetes_scenarios import BASE, CONTROLLER, SCENARIOS, SPACE, Cluster, component
 from operator_loop import MESHES, Admin, OperatorLoop
 
-from deploy.checks.schemas import definitions
+from cartridge_forge.plugins.cluster.checks.schemas import definitions
 
 Object = dict[str, Any]
 

@@ -11,12 +11,17 @@ import pytest
 from loop_setup import run_with, small_spec
 from monarch.actor import endpoint
 
-from actors.model_actors import GeneratorActor
-from learning.cartridge import since_of
-from protocols.errors import PublishError, StaleTokenError
-from protocols.types import CartridgeSnapshot, GenerateOutput, GenerateRequest, PrefixRef
-from services import roles
-from services.run_directory import RunDirectory
+from cartridge_forge.actors.model_actors import GeneratorActor
+from cartridge_forge.learning.cartridge import since_of
+from cartridge_forge.protocols.errors import PublishError, StaleTokenError
+from cartridge_forge.protocols.plugins import CORE
+from cartridge_forge.protocols.types import (
+    CartridgeSnapshot,
+    GenerateOutput,
+    GenerateRequest,
+    PrefixRef,
+)
+from cartridge_forge.services.run_directory import RunDirectory
 
 
 class Deaf(GeneratorActor):
@@ -35,7 +40,7 @@ class Lying(Deaf):
 
     @endpoint
     async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
-        from learning.decode import generate
+        from cartridge_forge.learning.decode import generate
 
         old = [
             r
@@ -63,7 +68,7 @@ def test_a_broken_publish_is_refused(
     error: type[Exception],
     message: str,
 ) -> None:
-    monkeypatch.setitem(roles.ROLES, "generator", broken)
+    monkeypatch.setitem(CORE.roles, "generator", f"{broken.__module__}:{broken.__name__}")
     spec = small_spec()
     directory = RunDirectory.create(tmp_path, spec.mesh.name, "spec")
     with pytest.raises(error, match=message):

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from protocols.plugins import GROUP
+from cartridge_forge.protocols.plugins import GROUP
 
 CODE = """
 from monarch.actor import Actor, endpoint
-from protocols.plugins import Plugin
+from cartridge_forge.protocols.plugins import Plugin
 
 
 class Doubler(Actor):
@@ -34,9 +34,9 @@ import asyncio
 
 from monarch.actor import this_host
 
-from protocols.spec.mesh import RoleSpec
-from services.pool.service import Service
-from services.roles import actor_class
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.services.pool.service import Service
+from cartridge_forge.services.roles import actor_class
 
 
 async def main() -> None:

@@ -10,8 +10,8 @@ import pytest
 from api_server import ApiServer
 from kubernetes_scenarios import BASE, CONTROLLER, hosts, stand_in
 
-from deploy.checks.schemas import definitions
-from protocols.errors import RunError
+from cartridge_forge.plugins.cluster.checks.schemas import definitions
+from cartridge_forge.protocols.errors import RunError
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_token_that_is_not_known(
 def test_a_server_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: ApiServer
 ) -> None:
-    monkeypatch.setattr("services.hosts.kubernetes_client.PATIENCE_S", 0.5)
+    monkeypatch.setattr("cartridge_forge.plugins.cluster.hosts.kubernetes_client.PATIENCE_S", 0.5)
     path = server.kubeconfig(tmp_path / "other", CONTROLLER, server="https://127.0.0.1:1")
     monkeypatch.setenv("KUBECONFIG", str(path))
     said = first_error()
@@ -56,7 +56,7 @@ def test_a_server_that_is_not_there(
 def test_a_server_of_another_authority(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: ApiServer
 ) -> None:
-    monkeypatch.setattr("services.hosts.kubernetes_client.PATIENCE_S", 0.5)
+    monkeypatch.setattr("cartridge_forge.plugins.cluster.hosts.kubernetes_client.PATIENCE_S", 0.5)
     with ApiServer(BASE, definitions()) as other:
         path = server.kubeconfig(tmp_path / "other", CONTROLLER, server=other.url)
         monkeypatch.setenv("KUBECONFIG", str(path))

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from protocols.errors import CheckpointError, RunError
-from protocols.files import iter_rows, read_rows
-from protocols.records.answers import Answer, AnswerRow, to_row
-from protocols.records.run_files import MetricRow, RolloutRow, RunResults
-from protocols.types import SampleScores
-from services.run_directory import RunDirectory, outcome, storage_error
+from cartridge_forge.protocols.errors import CheckpointError, RunError
+from cartridge_forge.protocols.files import iter_rows, read_rows
+from cartridge_forge.protocols.records.answers import Answer, AnswerRow, to_row
+from cartridge_forge.protocols.records.run_files import MetricRow, RolloutRow, RunResults
+from cartridge_forge.protocols.types import SampleScores
+from cartridge_forge.services.run_directory import RunDirectory, outcome, storage_error
 
 START = datetime(2026, 7, 26, 10, 15, 30, 120_000, tzinfo=UTC)
 
@@ -481,7 +481,8 @@ def test_a_taken_id_is_not_taken_again(tmp_path: Path, monkeypatch: pytest.Monke
 def test_processes_that_start_at_once_get_different_runs(tmp_path: Path) -> None:
     code = (
         "import sys; from datetime import datetime; from pathlib import Path; "
-        "from services.run_directory import RunDirectory as R; when = datetime(2026, 7, 26); "
+        "from cartridge_forge.services.run_directory import RunDirectory as R; "
+        "when = datetime(2026, 7, 26); "
         "print(*[R.create(Path(sys.argv[1]), 'm', '', now=when).id for _ in range(20)])"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

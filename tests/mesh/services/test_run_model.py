@@ -20,12 +20,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from learning.checkpoint import Checkpoint, LastState, newest_whole, write_checkpoint
-from protocols import files, reserve
-from protocols.records.run_files import MetricRow, RolloutRow
-from services.run_directory import RunDirectory
-from services.run_lease import hold_lease
-from services.run_position import resume_point, write_run_state
+from cartridge_forge.learning.checkpoint import (
+    Checkpoint,
+    LastState,
+    newest_whole,
+    write_checkpoint,
+)
+from cartridge_forge.plugins.library.run_lease import hold_lease
+from cartridge_forge.protocols import files, reserve
+from cartridge_forge.protocols.records.run_files import MetricRow, RolloutRow
+from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.services.run_position import resume_point, write_run_state
 
 STEPS = {"on_policy": 6, "offline": 4}
 EVERY = 2

@@ -14,26 +14,26 @@ import torch
 from safetensors.torch import save_file
 from vllm_replica import require_vllm
 
-from actors.base import missing_vllm
-from environments.clinic.longhealth import parse_patients
-from environments.clinic.patients import generate_clinic
-from environments.clinic.prompts import option_prompt
-from environments.renderer import ChatRenderer
-from learning.decode import generate
-from learning.model.loading import load_model, load_tokenizer
-from learning.teacher import document_kv
-from protocols.spec.mesh import RoleSpec
-from protocols.spec.model import ModelSpec
-from protocols.spec.sections import GeneratorSpec
-from protocols.spec.services import HealthSpec
-from protocols.teacher_replay import AgentMessage
-from protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
-from services.mesh import open_generators
-from serving.pool_backend import PoolBackend
-from strategies.catalog import STRATEGIES, parse, run
-from strategies.problem import StrategyResult
-from strategies.samplers.sampler import Sampler
-from strategies.samplers.token_sampler import TokenSampler
+from cartridge_forge.actors.base import missing_vllm
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.model.loading import load_model, load_tokenizer
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.clinic.longhealth import parse_patients
+from cartridge_forge.plugins.clinic.patients import generate_clinic
+from cartridge_forge.plugins.clinic.prompts import option_prompt
+from cartridge_forge.plugins.serve.pool_backend import PoolBackend
+from cartridge_forge.plugins.strategies.catalog import STRATEGIES, parse, run
+from cartridge_forge.plugins.strategies.problem import StrategyResult
+from cartridge_forge.plugins.strategies.samplers.sampler import Sampler
+from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.spec.model import ModelSpec
+from cartridge_forge.protocols.spec.sections import GeneratorSpec
+from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.protocols.teacher_replay import AgentMessage
+from cartridge_forge.protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
+from cartridge_forge.services.mesh import open_generators
+from cartridge_forge.training.renderer import ChatRenderer
 
 MODEL = Path(__file__).parents[3] / "models" / "clinic-reader"
 TOKENS = 40  # of a chart's 90 or so; what is asked stands behind them, so draws and scores matter

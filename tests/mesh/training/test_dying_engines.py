@@ -14,9 +14,9 @@ from rooms.services.dying_engines import (
 )
 from small_run import rows
 
-from protocols.errors import EngineKilledError
-from services import roles
-from services.run_directory import RunDirectory
+from cartridge_forge.protocols.errors import EngineKilledError
+from cartridge_forge.protocols.plugins import CORE
+from cartridge_forge.services.run_directory import RunDirectory
 
 STEPS = 3
 
@@ -37,8 +37,14 @@ def test_a_run_goes_on_as_if_no_engine_had_died(
 ) -> None:
     whole, none = trained(tmp_path / "whole", "a")
     assert none == []
-    monkeypatch.setitem(roles.ROLES, "generator", DyingRolloutGenerator)
-    monkeypatch.setitem(roles.ROLES, "doc_teacher", DyingDocTeacher)
+    monkeypatch.setitem(
+        CORE.roles,
+        "generator",
+        f"{DyingRolloutGenerator.__module__}:{DyingRolloutGenerator.__name__}",
+    )
+    monkeypatch.setitem(
+        CORE.roles, "doc_teacher", f"{DyingDocTeacher.__module__}:{DyingDocTeacher.__name__}"
+    )
     dying, lost = trained(tmp_path / "dying", "a")
     assert sorted(lost) == ["doc_teacher", "generator"]
     for name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -49,6 +55,10 @@ def test_a_run_goes_on_as_if_no_engine_had_died(
 def test_a_rollout_that_kills_every_generator_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(roles.ROLES, "generator", DeadlyRolloutGenerator)
+    monkeypatch.setitem(
+        CORE.roles,
+        "generator",
+        f"{DeadlyRolloutGenerator.__module__}:{DeadlyRolloutGenerator.__name__}",
+    )
     with pytest.raises(EngineKilledError, match=r"2 engines in turn died.*no memory for this pass"):
         trained(tmp_path, "a")

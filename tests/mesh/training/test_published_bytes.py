@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from loop_setup import between_steps, small_spec
 
-from protocols.files import read_rows
-from protocols.types import GenerateRequest, PrefixRef, Sampling
-from services.run_directory import RunDirectory
-from training.training_run import TrainingRun
+from cartridge_forge.protocols.files import read_rows
+from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.training.training_run import TrainingRun
 
 CARTRIDGE = 28 * 512 * 4  # 28 tokens, 4 layers x 2 x 2 heads x 32 numbers of float32
 

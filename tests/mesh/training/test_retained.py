@@ -12,10 +12,16 @@ from typing import Any
 import pytest
 from loop_setup import House, run
 
-from protocols.types import Completion, GenerateOutput, GenerateRequest, PrefixRef, Sampling
-from services.clients import REMEMBERED, GeneratorClient
-from services.pool.replica import Packed
-from training.rollouts import Rollout
+from cartridge_forge.protocols.types import (
+    Completion,
+    GenerateOutput,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+)
+from cartridge_forge.services.clients import REMEMBERED, GeneratorClient
+from cartridge_forge.services.pool.replica import Packed
+from cartridge_forge.training.rollouts import Rollout
 
 STEPS, TOKENS = 30, 20_000
 

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop_setup import House, delays, drive, run, sampled_versions, turns_of
 
-from learning.cartridge import VersionLedger
-from protocols.errors import PublishError, StaleTokenError
-from protocols.train_batch import TrainBatch
-from protocols.types import Sample, TrainStepOutput
-from training.rollouts import Rollout, ScoringCost
+from cartridge_forge.learning.cartridge import VersionLedger
+from cartridge_forge.protocols.errors import PublishError, StaleTokenError
+from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.types import Sample, TrainStepOutput
+from cartridge_forge.training.rollouts import Rollout, ScoringCost
 
 bounds = st.integers(0, 4)
 

@@ -8,9 +8,9 @@ import pytest
 from vllm_replica import require_vllm
 from vllm_server import START_SECONDS, answers, started, stop
 
-from protocols.files import REPOSITORY
-from registry.formats.base_model import read_base
-from registry.store import CartridgeStore
+from cartridge_forge.plugins.library.formats.base_model import read_base
+from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.protocols.files import REPOSITORY
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

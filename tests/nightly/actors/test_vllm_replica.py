@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from vllm_replica import replica, require_vllm, tiny_model
 
-from protocols.errors import RunError
+from cartridge_forge.protocols.errors import RunError
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

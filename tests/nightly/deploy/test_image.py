@@ -14,7 +14,7 @@ import pytest
 from local_image import Image, built, cannot_build, skip_or_fail
 from small_run import ROOT, SMALL, rows
 
-from deploy.manifests.objects import USER
+from cartridge_forge.plugins.cluster.manifests.objects import USER
 
 SIZE_GB = 4.0
 WRITES = """

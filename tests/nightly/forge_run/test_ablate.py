@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from small_run import ROOT, run_to_end, running
 
-from forge_run.experiments.child_run import ChildRun, run_side_by_side
-from protocols.errors import RunError
-from protocols.files import read_rows
+from cartridge_forge.forge_run.experiments.child_run import ChildRun, run_side_by_side
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.files import read_rows
 
 pytestmark = [pytest.mark.timeout(900)]
 
@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {
 
 
 def command(root: Path, **sets: Any) -> list[str]:
-    code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+    code = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
     mesh = str(ROOT / "meshes" / "three_channels.yaml")
     words = [sys.executable, "-c", code, "ablate", mesh, "--run-dir", str(root), "--seeds", "1"]
     for key, value in {**SMALL, **sets}.items():
@@ -46,19 +46,20 @@ def command(root: Path, **sets: Any) -> list[str]:
 
 
 def home(root: Path) -> Path:
-    return root / "ablate-three_channels"
+    return root / "sweep-ablate-three_channels"
 
 
 def test_every_arm_begins_alike_and_a_second_call_runs_nothing(tmp_path: Path) -> None:
     first = run_to_end(command(tmp_path), timeout=700)
     assert first.returncode == 0, first.stdout + first.stderr
-    record = json.loads((home(tmp_path) / "ablation.json").read_text())
-    assert list(record["runs"]) == [f"{arm}/0" for arm in ARMS]
-    assert list(record["arms"]) == ["untrained", *ARMS]
+    record = json.loads((home(tmp_path) / "sweep.json").read_text())
+    assert list(record["runs"]) == ["untrained+grpo/0", *(f"{arm}/0" for arm in ARMS[1:])]
+    rows = {row["arm"]: row for row in record["rows"]}
+    assert list(rows) == ["untrained", *ARMS]
 
     began = []
-    for arm in ARMS:
-        directory = tmp_path / "three_channels" / record["runs"][f"{arm}/0"]
+    for arm, run in zip(ARMS, record["runs"].values(), strict=True):
+        directory = tmp_path / "three_channels" / run
         episodes = [row for row in read_rows(directory / "episodes.jsonl") if row["step"] == 1]
         assert len(episodes) == 4
         for turn in (turn for episode in episodes for turn in episode["turns"]):
@@ -67,20 +68,18 @@ def test_every_arm_begins_alike_and_a_second_call_runs_nothing(tmp_path: Path) -
             turn.pop("hint", None), turn.pop("no_hint", None)
         began.append(episodes)
         results = json.loads((directory / "results.json").read_text())
-        assert set(results["arms"]) == {"untrained", "on_policy"}
-        figures = record["arms"][arm]
-        assert figures["accuracy"]["values"] == [results["arms"]["on_policy"]["accuracy"]]
-        assert (figures["dollars"]["mean"] > 0) == (arm in ("+replay", "all"))
+        assert rows[arm]["accuracy"] == [results["arms"]["on_policy"]["accuracy"]]
+        assert (rows[arm]["dollars"] > 0) == (arm in ("+replay", "all"))
     assert all(episodes == began[0] for episodes in began)
 
-    title, _, *table = first.stdout.partition("ablation of ")[2].splitlines()
+    title, _, *table = first.stdout.partition("sweep ablate-")[2].splitlines()
     assert title == "three_channels, 1 seed"
     assert [line.split()[0] for line in table[:5]] == ["untrained", *ARMS]
 
     second = run_to_end(command(tmp_path), timeout=120)
     assert second.returncode == 0, second.stderr
     assert len(re.findall(r"finished before", second.stdout)) == len(ARMS)
-    assert second.stdout.partition("ablation of ")[2] == first.stdout.partition("ablation of ")[2]
+    assert second.stdout.partition("sweep ablate-")[2] == first.stdout.partition("sweep ablate-")[2]
     assert len(list((tmp_path / "three_channels").glob("2*"))) == len(ARMS)
 
 
@@ -97,7 +96,7 @@ def test_sigterm_stops_the_run_of_an_arm_with_its_checkpoint(tmp_path: Path) -> 
         run.wait_until_gone(30)
     results = json.loads((metrics.parent / "results.json").read_text())
     assert results["status"] == "stopped"
-    assert not (home(tmp_path) / "ablation.json").exists()
+    assert not (home(tmp_path) / "sweep.json").exists()
 
 
 def test_a_run_that_fails_is_told_with_its_log(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_run import ROOT, run_to_end
 
-from protocols.files import read_rows
+from cartridge_forge.protocols.files import read_rows
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -36,7 +36,7 @@ SWEEP: dict[str, Any] = {
 def test_two_runs_side_by_side(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text(json.dumps(SWEEP))
-    code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+    code = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
     command = [sys.executable, "-c", code, "sweep", str(file), "--run-dir", str(tmp_path)]
     first = run_to_end([*command, "--jobs", "2"], timeout=400)
     assert first.returncode == 0, first.stdout + first.stderr

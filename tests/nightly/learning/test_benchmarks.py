@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.record import read
-from protocols.spec.cartridge import Init
+from cartridge_forge.protocols.spec.cartridge import Init
 
 
 def rows_of(module: str, out: Path, *options: str) -> list[dict[str, Any]]:

@@ -13,20 +13,26 @@ import torch
 from logits_setup import DOCUMENT, READER
 from safetensors.torch import load_file
 
-from learning.cartridge import CartridgeBank
-from learning.losses.objective import active_channels
-from learning.model.loading import load_model, load_tokenizer
-from learning.step import StepOptions, train_step
-from learning.teacher import TeacherDistribution, document_kv, score_over
-from learning.trainer_state import CartridgeProgress, LearningRateSchedule
-from protocols.files import REPOSITORY
-from protocols.spec.objective import ObjectiveSpec
-from protocols.spec.policy_gradient import GrpoSpec
-from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch, hinted
-from protocols.types import Sample, Sampling
-from registry.formats.base_model import made_for, read_base
-from registry.formats.cartridge_file import CartridgeFile
-from registry.formats.peft import save
+from cartridge_forge.learning.cartridge import CartridgeBank
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.model.loading import load_model, load_tokenizer
+from cartridge_forge.learning.step import StepOptions, train_step
+from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, score_over
+from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
+from cartridge_forge.plugins.library.formats.base_model import made_for, read_base
+from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
+from cartridge_forge.plugins.library.formats.peft import save
+from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.train_batch import (
+    HintedTurn,
+    PolicySample,
+    PreferencePair,
+    TrainBatch,
+    hinted,
+)
+from cartridge_forge.protocols.types import Sample, Sampling
 
 PYTHON = REPOSITORY / ".venv-trl" / "bin" / "python"
 SCRIPT = Path(__file__).with_name("trl_step.py")

@@ -13,17 +13,17 @@ import torch
 from logits_setup import READER, ours, trained
 from safetensors.torch import load_file
 
-from learning.cartridge import CartridgeBank
-from learning.losses.objective import active_channels
-from learning.step import StepOptions, train_step
-from learning.teacher import response_logprobs
-from learning.trainer_state import CartridgeProgress, LearningRateSchedule
-from protocols.files import REPOSITORY
-from protocols.spec.objective import ObjectiveSpec
-from protocols.spec.policy_gradient import GrpoSpec
-from protocols.train_batch import PolicySample, TrainBatch
-from protocols.types import Sample, Sampling
-from registry.formats.peft import save
+from cartridge_forge.learning.cartridge import CartridgeBank
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.step import StepOptions, train_step
+from cartridge_forge.learning.teacher import response_logprobs
+from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
+from cartridge_forge.plugins.library.formats.peft import save
+from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.train_batch import PolicySample, TrainBatch
+from cartridge_forge.protocols.types import Sample, Sampling
 
 PYTHON = REPOSITORY / ".venv-verl" / "bin" / "python"
 SCRIPT = Path(__file__).with_name("verl_step.py")

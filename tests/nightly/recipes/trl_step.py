@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 
-from protocols.spec.objective import ObjectiveSpec
-from protocols.train_batch import PreferencePair
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.protocols.train_batch import PreferencePair
 from recipes.trl.adapter import trainable
 from recipes.trl.trainer import CartridgeGRPOTrainer
 

@@ -104,8 +104,8 @@ def told(script: str, *arguments: object) -> list[str]:
 SECOND = """
     import sys
     from pathlib import Path
-    from protocols.errors import RunError
-    from services.run_lease import hold_lease
+    from cartridge_forge.protocols.errors import RunError
+    from cartridge_forge.plugins.library.run_lease import hold_lease
 
     try:
         with hold_lease(Path(sys.argv[1]), lambda line: None):
@@ -115,7 +115,7 @@ SECOND = """
 """
 LEASE = """
     import subprocess
-    from services import run_lease
+    from cartridge_forge.services import run_lease
 
     run, where = Path(sys.argv[1]), sys.argv[2]
     if where == "elsewhere":  # an owner of another machine is judged by its beats alone
@@ -147,9 +147,9 @@ def test_no_second_owner_is_let_in_and_no_living_one_loses_its_lease(
 LEDGER = """
     from replay_setup import a_spec, a_teacher
     from replay_worker import a_settlement
-    from teachers.budget import CallLater, CallNow, TeacherCall
-    from teachers.ledger import SpendLedger
-    from teachers.panel import limits_of
+    from cartridge_forge.plugins.replay.budget import CallLater, CallNow, TeacherCall
+    from cartridge_forge.plugins.replay.ledger import SpendLedger
+    from cartridge_forge.plugins.replay.panel import limits_of
 
     path, by = Path(sys.argv[1]), int(sys.argv[2])
     spec = a_spec(a_teacher("a", "http://127.0.0.1:1", requests_per_minute=2))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from small_run import ROOT, run_to_end
 
-from protocols.files import read_rows
-from protocols.spec.users.documents import SEED_KINDS
+from cartridge_forge.protocols.files import read_rows
+from cartridge_forge.protocols.spec.users.documents import SEED_KINDS
 
 pytestmark = [pytest.mark.timeout(1800)]  # a busy machine starts it slowly
 
@@ -46,7 +46,7 @@ SETS: dict[str, Any] = {
 
 
 def run(root: Path, *extra: str, **sets: Any) -> Path:
-    code = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+    code = "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exit(forge_run())"
     words = [sys.executable, "-c", code, str(ROOT / "meshes/documents.yaml")]
     words += ["--run-dir", str(root), *extra]
     for key, value in {**SETS, **{k.replace("__", "."): v for k, v in sets.items()}}.items():

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from example_runs import EXAMPLES, counts, ran, ran_whole
 
-from environments.verifiers.worker_process import PYTHON
-from protocols.files import iter_rows
-from teachers.fake_provider.server import LoopbackServer
+from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import PYTHON
+from cartridge_forge.plugins.replay.fake_provider.server import LoopbackServer
+from cartridge_forge.protocols.files import iter_rows
 
 pytestmark = [
     pytest.mark.timeout(3600),  # a busy machine takes long

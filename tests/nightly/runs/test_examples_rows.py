@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from small_run import ROOT, run_to_end, running
 
-from protocols.files import read_rows
+from cartridge_forge.protocols.files import read_rows
 
 pytestmark = [pytest.mark.timeout(3600)]
 
@@ -42,7 +42,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(examples: Path, name: str, run_dir: Path, *sets: str) -> list[str]:
-    code = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+    code = "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exit(forge_run())"
     words = [sys.executable, "-c", code, str(examples / name / "mesh.yaml")]
     return [*words, "--run-dir", str(run_dir), *(w for s in sets for w in ("--set", s))]
 

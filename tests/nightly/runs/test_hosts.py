@@ -10,8 +10,8 @@ import pytest
 from namespaces import cannot_make, told_by
 from small_run import command, latest, rows, run_to_end, running, same_outcome
 
-from services.hosts.handshake import WorkerInfo, WorkerInfoServer
-from services.hosts.source import versions
+from cartridge_forge.plugins.cluster.hosts.handshake import WorkerInfo, WorkerInfoServer
+from cartridge_forge.services.pool.hosts import versions
 
 SCENARIO = Path(__file__).parents[2] / "scenarios/mesh_scenario.py"
 GRACE = 25.0

@@ -13,13 +13,13 @@ from openai import OpenAI
 from served import documented_nll, serve_command
 from small_run import ROOT
 
-from learning.model.loading import load_tokenizer
-from protocols.spec.loading import load_resolved
-from training.recipes.study_material import read_material
+from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.documents.study.material import read_material
+from cartridge_forge.protocols.spec.loading import load_resolved
 
 pytestmark = [pytest.mark.timeout(3600)]
 
-FORGE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+FORGE = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
 PAGE = ROOT / "docs" / "explanation" / "rsa.md"
 SETS = (
     "model.dtype=float32",  # bfloat16 rounds by up to 0.2 nats an answer where the batch is another

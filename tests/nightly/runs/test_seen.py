@@ -22,7 +22,7 @@ WAIT_SECONDS = 120.0
 EMPTY = {
     "forge_replica_recovery_seconds": "no replica died",
     **dict.fromkeys(
-        ("forge_channel_", "forge_episode", "forge_teacher_", "forge_replay_", "forge_preference_"),
+        ("forge_teacher_", '"episodes/', '~"episodes/', '~".+/'),
         "it has no episodes",
     ),
 }

@@ -37,11 +37,11 @@ from orders import (
 )
 from small_run import ROOT, latest, rows, same_outcome
 
-from environments.clinic.fake_teachers import local_provider
-from protocols.spec.teacher_replay import LocalSpec, ReplaySpec, ReplayTeacherSpec
-from protocols.teacher_replay import NANO
-from teachers.budget import UNKNOWN
-from teachers.fake_provider.app import FakeProvider
+from cartridge_forge.plugins.replay.budget import UNKNOWN
+from cartridge_forge.plugins.replay.clinic_teachers import local_provider
+from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider
+from cartridge_forge.protocols.spec.teacher_replay import LocalSpec, ReplaySpec, ReplayTeacherSpec
+from cartridge_forge.protocols.teacher_replay import NANO
 
 SEQUENCES = int(os.environ.get("FORGE_RUN_SEQUENCES", "4"))
 PAID = -(-SEQUENCES // 5)

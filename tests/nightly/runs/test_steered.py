@@ -18,13 +18,13 @@ import pytest
 from chaos import REPLACED
 from small_run import ROOT, command, rows, running
 
-from forge_run.commands.control_client import ControlClient, ControlTarget
-from protocols.errors import ControlError, DataError
-from protocols.wire import control_pb2 as pb
-from protocols.wire.control_pb2_grpc import ControlStub
-from services.control.endpoints import read_endpoints
+from cartridge_forge.plugins.watch.commands.control_client import ControlClient, ControlTarget
+from cartridge_forge.plugins.watch.control.endpoints import read_endpoints
+from cartridge_forge.protocols.errors import ControlError, DataError
+from cartridge_forge.protocols.wire import control_pb2 as pb
+from cartridge_forge.protocols.wire.control_pb2_grpc import ControlStub
 
-FORGE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+FORGE = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
 SECONDS = 180.0  # of patience
 
 

@@ -10,10 +10,10 @@ import pytest
 import wrong_generators as wrong
 from loop_setup import run_with, small_spec
 
-from protocols.errors import StaleTokenError
-from protocols.files import read_rows
-from protocols.plugins import CORE
-from services.run_directory import RunDirectory
+from cartridge_forge.protocols.errors import StaleTokenError
+from cartridge_forge.protocols.files import read_rows
+from cartridge_forge.protocols.plugins import CORE
+from cartridge_forge.services.run_directory import RunDirectory
 
 HONEST = [
     (wrong.FilesFirst, r"which is cartridge (\S+) version 0"),

@@ -18,7 +18,7 @@ import pytest
 from s3_server import s3_server
 from small_run import Finished, command, latest, rows, run_to_end, running, same_outcome
 
-FORGE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+FORGE = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
 ALONE = ("unshare", "--mount") if os.geteuid() == 0 else ("unshare", "--map-root-user", "--mount")
 # An empty folder in place of the runs', in this worker's own mounts.
 HIDDEN = 'mount -t tmpfs none "$1" && shift && exec "$@"'

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from protocols.errors import DataError, SpecError
-from protocols.files import REPOSITORY, iter_rows, json_lines
-from protocols.records.answers import Answer, to_row
+from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.files import REPOSITORY, iter_rows, json_lines
+from cartridge_forge.protocols.records.answers import Answer, to_row
 from studies import archive, pages, tables
 from studies.archive import KeptRun
 
@@ -55,8 +55,8 @@ def test_a_run_of_the_same_name_is_replaced_with_all_of_its_files(tmp_path: Path
     archive.keep("x", [(RUN, run)])
     archive.pack("x", archive.members("x") | {"other.json": b"{}"})
     archive.keep("x", [(RUN, finished(tmp_path / "again"))])
-    assert not archive.has("x", "run/eval.json")
-    assert archive.whole("x", "other.json") == {}
+    assert not archive.has_member("x", "run/eval.json")
+    assert archive.document("x", "other.json") == {}
     assert len(archive.runs("x")) == 1
 
 

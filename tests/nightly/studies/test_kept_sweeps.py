@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.experiments.sweep import planned
-from forge_run.experiments.trials import read_runs, unfit, write_record
-from protocols.files import REPOSITORY
-from protocols.spec.experiments import SweepSpec
-from protocols.spec.loading import load_file
-from protocols.spec.yaml_source import dump_yaml
-from services.run_directory import RunDirectory
+from cartridge_forge.forge_run.experiments.sweep import planned
+from cartridge_forge.forge_run.experiments.trials import read_runs, unfit, write_record
+from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.spec.experiments import SweepSpec
+from cartridge_forge.protocols.spec.loading import load_file
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.services.run_directory import RunDirectory
 from studies import archive, sweeps
 
 SWEEP = """\

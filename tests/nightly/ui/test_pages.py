@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from browser_pages import WAIT_MS, Pages, answers, axe, browser, pages, until
 
-from forge_run.pages.export import EXPORTED_PAGES, write_report
-from forge_run.ui.app import PAGES
+from cartridge_forge.plugins.watch.pages.export import EXPORTED_PAGES, write_report
+from cartridge_forge.plugins.watch.ui.app import PAGES
 
 __all__ = ["answers", "axe", "browser", "pages"]  # fixtures
 SHAPES = {

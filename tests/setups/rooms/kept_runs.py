@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocols.files import json_lines
+from cartridge_forge.protocols.files import json_lines
 from studies import archive
 from studies.archive import KeptRun
 
@@ -23,14 +23,14 @@ class HandmadeArchive:
 
     def add(
         self, sweep: str, seed: int, arms: Mapping[str, str],
-        rows: Mapping[str, Iterable[Mapping[str, Any]]], **whole: Any,
+        rows: Mapping[str, Iterable[Mapping[str, Any]]], **documents: Any,
     ) -> None:  # fmt: skip
-        """Add a run: `rows` by the name of their file, `whole` by that of a JSON or YAML one."""
+        """Add a run: `rows` and `documents` by the names of their files."""
         name = f"{sweep}/{len(self.runs)}"
         self.runs.append(KeptRun(name, sweep, seed, arms, "by hand", "", self.reference))
-        for file, own in rows.items():
-            self.files[f"{name}/{file}.jsonl"] = json_lines(own).encode()
-        for file, document in whole.items():
+        for file, file_rows in rows.items():
+            self.files[f"{name}/{file}.jsonl"] = json_lines(file_rows).encode()
+        for file, document in documents.items():
             suffix = "yaml" if file == "spec" else "json"
             self.files[f"{name}/{file}.{suffix}"] = json.dumps(document).encode()
 

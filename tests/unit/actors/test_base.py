@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.base import PLACE, RankPlace, bootstrap, share
+from cartridge_forge.actors.base import PLACE, RankPlace, bootstrap, share
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,12 @@ from functools import partial
 
 import pytest
 
-from actors import base
+from cartridge_forge.actors import base
 
 # A process of an actor keeps what it freed. One block of ten stays, so that nothing is at the end.
 HELD = """
 import asyncio, json
-from actors.base import FreedMemory, keep_freed_memory
+from cartridge_forge.actors.base import FreedMemory, keep_freed_memory
 keep_freed_memory()
 def held():
     for line in open("/proc/self/smaps_rollup"):

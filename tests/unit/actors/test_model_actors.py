@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from actors.sdpo_teacher import SDPOTeacherActor
-from learning.cartridge import CartridgeVersions
-from protocols.errors import PlaneError
-from protocols.types import CartridgeSnapshot, PublishedCartridge, TensorLayout, TensorRef
+from cartridge_forge.actors.sdpo_teacher import SDPOTeacherActor
+from cartridge_forge.learning.cartridge import CartridgeVersions
+from cartridge_forge.protocols.errors import PlaneError
+from cartridge_forge.protocols.types import (
+    CartridgeSnapshot,
+    PublishedCartridge,
+    TensorLayout,
+    TensorRef,
+)
 
 
 class Plane:

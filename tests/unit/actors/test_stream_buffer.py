@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from actors import engine_generator
-from actors.engine_generator import StreamBuffer
-from protocols.types import GenerateRequest, PrefixRef, Sampling, TokenChunk
+from cartridge_forge.actors.engine_generator import StreamBuffer
+from cartridge_forge.plugins.serve.engine import engine_generator
+from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling, TokenChunk
 
 Sent = list[list[tuple[str, int, tuple[int, ...]]]]
 

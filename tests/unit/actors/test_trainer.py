@@ -10,18 +10,18 @@ import pytest
 import torch
 from small_run import MESH
 
-from actors.base import ModelSource, NoPlane
-from actors.trainer import TrainerActor
-from learning.initialization import CartridgeInit, InitSource, sampled_chunks
-from learning.model.loading import load_model
-from learning.ranks import ALONE, ProcessGroup
-from learning.teacher import document_kv
-from protocols.errors import PlaneError
-from protocols.spec.loading import load_spec
-from protocols.train_batch import PrecomputedScores, TeacherScores
-from protocols.types import TensorLayout, TensorRef
-from services.roles import role_arguments
-from services.run_directory import RunDirectory
+from cartridge_forge.actors.base import ModelSource, NoPlane
+from cartridge_forge.actors.trainer import TrainerActor
+from cartridge_forge.learning.initialization import CartridgeInit, InitSource, sampled_chunks
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.ranks import ALONE, ProcessGroup
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.protocols.errors import PlaneError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.train_batch import PrecomputedScores, TeacherScores
+from cartridge_forge.protocols.types import TensorLayout, TensorRef
+from cartridge_forge.services.roles import role_arguments
+from cartridge_forge.services.run_directory import RunDirectory
 
 
 class Two(ProcessGroup):
@@ -110,7 +110,7 @@ def test_the_cartridges_start_as_the_spec_says(
 ) -> None:
     """What the mesh constructs the actor with, for documents of drawn tokens."""
     monkeypatch.setattr(
-        "actors.model_actors.flush_denormals", lambda: None
+        "cartridge_forge.actors.model_actors.flush_denormals", lambda: None
     )  # it is for a whole process
     sets = ["cartridge.init=sampled_chunks", "train.seed=3", "roles.trainer.threads=1"]
     spec = load_spec(MESH, sets=sets).spec

@@ -29,15 +29,15 @@ from benchmarks.simulation.mesh import (
     reading,
     simulate,
 )
-from protocols.errors import SpecError
-from protocols.spec.loading import load_spec
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.loading import load_spec
 from studies import archive
 
 NOTHING = MeasuredCosts()
 
 
 def published(name: str) -> Any:
-    return archive.whole("scaling", f"{name}.json")["results"]
+    return archive.document("scaling", f"{name}.json")["results"]
 
 
 def measured_costs() -> MeasuredCosts:

@@ -12,18 +12,18 @@ import torch
 
 from benchmarks.gpu.phase_step import SETTINGS, PhaseStep, Setting, bounds
 from benchmarks.meters import counted
-from deploy.manifests.sizing import (
+from cartridge_forge.forge_run.plan import roofline
+from cartridge_forge.forge_run.plan.roofline import EXPLICIT, Workload
+from cartridge_forge.learning.decode import DecodeCache
+from cartridge_forge.learning.teacher import PREFILL_CHUNK, document_kv
+from cartridge_forge.plugins.cluster.manifests.sizing import (
     body_parameters,
     head_parameters,
     kv_values_per_token,
     matmul_parameters,
 )
-from forge_run.plan import roofline
-from forge_run.plan.roofline import EXPLICIT, Workload
-from learning.decode import DecodeCache
-from learning.teacher import PREFILL_CHUNK, document_kv
-from protocols.spec.model import ShapeSpec
-from services.planes.codec import layout_of, packed_bytes
+from cartridge_forge.protocols.spec.model import ShapeSpec
+from cartridge_forge.services.planes.codec import layout_of, packed_bytes
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ TINY = SETTINGS["tiny"]
 @pytest.fixture(autouse=True)
 def without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a CPU are padded by up to 31 rows, which no analysis counts."""
-    monkeypatch.setattr("learning.decoder.PADDED_TO", 1)
+    monkeypatch.setattr("cartridge_forge.learning.decoder.PADDED_TO", 1)
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from benchmarks.gpu.phase_step import PHASES, SETTINGS, PhaseStep, Setting
 from benchmarks.step_gpu import measure, measured, published_bound
-from forge_run.plan.roofline import DevicePeaks, Workload
-from protocols.spec.model import ShapeSpec
-from protocols.types import TensorRef
-from services.planes.codec import pack, unpack
+from cartridge_forge.forge_run.plan.roofline import DevicePeaks, Workload
+from cartridge_forge.protocols.spec.model import ShapeSpec
+from cartridge_forge.protocols.types import TensorRef
+from cartridge_forge.services.planes.codec import pack, unpack
 
 CPU = torch.device("cpu")
 SMALL = Setting(

@@ -24,7 +24,7 @@ from benchmarks.record import (
     write_baseline,
 )
 from benchmarks.tensor_plane import costs, fit
-from protocols.errors import DataError
+from cartridge_forge.protocols.errors import DataError
 
 BEFORE = {
     "pools": {"efficiency": Expected(0.9, "higher", 1.5), "call": Expected(1.2, "lower", 2.0)}

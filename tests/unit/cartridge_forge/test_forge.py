@@ -33,9 +33,9 @@ from cartridge_forge import (
 from cartridge_forge.display import page
 from cartridge_forge.events import RunFollower
 from cartridge_forge.processes import failure
-from protocols.spec.loading import load_spec
-from protocols.spec.yaml_source import dump_yaml
-from services.run_directory import RunDirectory
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.services.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).parents[3]
 STEP = {"arm": "on_policy", "step": 1, "kl": 0.5, "tokens": 9, "accuracy": None, "version": 1}

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.child import in_child
+from cartridge_forge.forge_run.child import in_child
 
 ROOT = Path(__file__).parents[3]
 FUNCTIONS = """
 import os, signal, sys
-from forge_run.child import in_child
-from protocols.errors import DataError, RunError
+from cartridge_forge.forge_run.child import in_child
+from cartridge_forge.protocols.errors import DataError, RunError
 
 def heavy(n):
     import sqlite3
@@ -76,8 +76,9 @@ def test_beside_torch_the_function_is_called_here(monkeypatch: pytest.MonkeyPatc
 
 def test_only_its_plane_brings_torch_into_the_client_of_a_run() -> None:
     script = (
-        "import actors.base, forge_run.launch, forge_run.opening, services.planes.open\n"
-        "import services.role_processes, training.controller\n"
+        "import cartridge_forge.actors.base, cartridge_forge.forge_run.launch\n"
+        "import cartridge_forge.forge_run.opening, cartridge_forge.services.planes.open\n"
+        "import cartridge_forge.services.role_processes, cartridge_forge.training.controller\n"
         "print('torch' in sys.modules)"
     )
     assert of_fresh(script) == "False\n"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.cli import forge, forge_run
-from forge_run.plan.roofline import DevicePeaks
-from forge_run.preflight import require_runnable
-from protocols.errors import RunError, SpecError
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
+from cartridge_forge.forge_run.cli import forge, forge_run
+from cartridge_forge.forge_run.plan.roofline import DevicePeaks
+from cartridge_forge.forge_run.preflight import require_runnable
+from cartridge_forge.protocols.errors import RunError, SpecError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -39,7 +39,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunSpec, Path | None, st
         calls.append((spec, run_dir, resume))
         return 7
 
-    monkeypatch.setitem(sys.modules, "forge_run.launch", types.SimpleNamespace(run=run))
+    monkeypatch.setitem(
+        sys.modules, "cartridge_forge.forge_run.launch", types.SimpleNamespace(run=run)
+    )
     return calls
 
 
@@ -91,14 +93,18 @@ def test_an_error_is_one_message_and_its_exit_code(
     def run(spec: RunSpec, **others: object) -> int:
         raise RunError("generator 1 died")
 
-    monkeypatch.setitem(sys.modules, "forge_run.launch", types.SimpleNamespace(run=run))
+    monkeypatch.setitem(
+        sys.modules, "cartridge_forge.forge_run.launch", types.SimpleNamespace(run=run)
+    )
     assert forge_run([MESH, "--set", model]) == 1
     assert capsys.readouterr() == ("", "error: generator 1 died\n")
 
     def interrupted(spec: RunSpec, **others: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "forge_run.launch", types.SimpleNamespace(run=interrupted))
+    monkeypatch.setitem(
+        sys.modules, "cartridge_forge.forge_run.launch", types.SimpleNamespace(run=interrupted)
+    )
     assert forge_run([MESH, "--set", model]) == 130
 
 
@@ -148,14 +154,14 @@ CANNOT_RUN = [
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a GPU, whether this one has it or not."""
-    monkeypatch.setattr("forge_run.preflight.gpus_here", lambda: 0)
+    monkeypatch.setattr("cartridge_forge.forge_run.preflight.gpus_here", lambda: 0)
 
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings that were measured: 50 GFLOP/s and 10 GB/s, at every plan the same."""
     peaks = DevicePeaks("this machine", 50e9, 10e9, link=10e9, mfu=1.0)
-    monkeypatch.setattr("forge_run.plan.calibration.host_peaks", lambda: peaks)
+    monkeypatch.setattr("cartridge_forge.forge_run.plan.calibration.host_peaks", lambda: peaks)
 
 
 @pytest.mark.parametrize(("override", "expected"), CANNOT_RUN, ids=[c[0] for c in CANNOT_RUN])
@@ -183,7 +189,7 @@ def test_hosts_by_address_plan_too(model: str, capsys: pytest.CaptureFixture[str
 @pytest.fixture
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without vLLM, whether this one has it or not."""
-    monkeypatch.setattr("forge_run.preflight.missing_vllm", lambda: True)
+    monkeypatch.setattr("cartridge_forge.forge_run.preflight.missing_vllm", lambda: True)
 
 
 def test_vllm_where_it_is_not_installed(
@@ -202,7 +208,7 @@ def test_vllm_where_it_is_not_installed(
 def test_an_engine_on_gpus_takes_as_many_as_share_it(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forge_run.preflight.missing_vllm", lambda: False)
+    monkeypatch.setattr("cartridge_forge.forge_run.preflight.missing_vllm", lambda: False)
     on_vllm = (model, "generator.backend=vllm", "generator.tensor_parallel=2")
     require_runnable(load_spec(MESH, sets=(*on_vllm, "roles.generator.gpus=2")).spec)
     require_runnable(load_spec(MESH, sets=on_vllm).spec)
@@ -219,7 +225,7 @@ def test_models_run_on_gpus_where_there_are_some(
     asked = (model, *(f"roles.{name}.gpus=1" for name in roles), "roles.trainer.procs=2")
     with pytest.raises(SpecError, match="2 faults"):
         require_runnable(load_spec(MESH, sets=asked).spec)
-    monkeypatch.setattr("forge_run.preflight.gpus_here", lambda: 1)
+    monkeypatch.setattr("cartridge_forge.forge_run.preflight.gpus_here", lambda: 1)
     require_runnable(load_spec(MESH, sets=asked).spec)
 
 
@@ -235,7 +241,7 @@ def test_a_base_is_divided_by_ranks_that_divide_its_heads(
         require_runnable(load_spec(MESH, sets=(model, *four)).spec)
     with pytest.raises(SpecError, match=r"train\.tensor_parallel \(2\) does not divide it"):
         require_runnable(load_spec(MESH, sets=(model, *two, "roles.trainer.procs=3")).spec)
-    monkeypatch.setattr("forge_run.preflight.decoder_config", lambda _: None)
+    monkeypatch.setattr("cartridge_forge.forge_run.preflight.decoder_config", lambda _: None)
     with pytest.raises(SpecError, match="divides models of our own decoder") as caught:
         require_runnable(load_spec(MESH, sets=(model, *two, "roles.trainer.procs=2")).spec)
     assert "teacher.tensor_parallel: 2" in str(caught.value)
@@ -305,7 +311,7 @@ def test_a_plan_for_this_machine_has_its_times_and_one_for_gpus_theirs(
     out = capsys.readouterr().out
     assert "least times at this machine's measured 50 GFLOP/s and 10 GB/s" in out
     assert "A100" not in out
-    monkeypatch.setattr("forge_run.preflight.gpus_here", lambda: 1)
+    monkeypatch.setattr("cartridge_forge.forge_run.preflight.gpus_here", lambda: 1)
     gpu = [
         word for name in ("doc_teacher", "trainer") for word in ("--set", f"roles.{name}.gpus=1")
     ]

@@ -3,8 +3,8 @@
 import subprocess
 import sys
 
-from forge_run.launch import monarch_environment
-from protocols.spec.loading import load_spec
+from cartridge_forge.forge_run.launch import monarch_environment
+from cartridge_forge.protocols.spec.loading import load_spec
 
 
 def test_messages_to_other_hosts_wait_for_their_links() -> None:
@@ -23,7 +23,8 @@ def test_no_local_process_expires_by_the_hosts_clock() -> None:
 
 def test_an_exit_code_is_the_commands_own_whatever_a_library_does_at_exit() -> None:
     program = (
-        "import atexit, os, sys; import forge_run.launch; from forge_run.cli import forge_run; "
+        "import atexit, os, sys; import cartridge_forge.forge_run.launch; "
+        "from cartridge_forge.forge_run.cli import forge_run; "
         "atexit.register(os._exit, 77); sys.argv = ['forge-run', 'missing.yaml']; print('told'); "
         "sys.exit(forge_run())"
     )

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.links import prepare_links
-from forge_run.preflight import unmet
-from protocols.errors import SpecError
-from protocols.spec.hosts import HostsSpec
-from protocols.spec.loading import load_spec
-from services.hosts.own_address import reached_at
-from services.tls.certificates import certificates
+from cartridge_forge.forge_run.launch import prepare_links
+from cartridge_forge.forge_run.preflight import unmet
+from cartridge_forge.plugins.cluster.hosts.own_address import reached_at
+from cartridge_forge.plugins.cluster.tls.certificates import certificates
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.hosts import HostsSpec
+from cartridge_forge.protocols.spec.loading import load_spec
 
 MESH = "meshes/longhealth.yaml"
 
@@ -30,7 +30,9 @@ def test_as_it_is_set() -> None:
 
 
 def test_with_tls_a_pod_goes_by_the_name_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.hosts.own_address._local_address", lambda *to: "10.0.0.7")
+    monkeypatch.setattr(
+        "cartridge_forge.plugins.cluster.hosts.own_address._local_address", lambda *to: "10.0.0.7"
+    )
     monkeypatch.setenv("POD_NAMESPACE", "forge-x")
     assert reached_at(HostsSpec(kind="kubernetes", tls="certs")) == "10-0-0-7.forge-x.pod"
     assert reached_at(HostsSpec(kind="kubernetes", insecure=True)) == "10.0.0.7"

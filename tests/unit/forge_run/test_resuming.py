@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.commands.run import roles_sized
-from forge_run.resuming import UNFINISHED, open_directory, sizes_of
-from protocols.errors import CheckpointError
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
+from cartridge_forge.forge_run.commands.run import roles_sized
+from cartridge_forge.forge_run.resuming import UNFINISHED, open_directory, sizes_of
+from cartridge_forge.protocols.errors import CheckpointError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
 
 MESH = "meshes/longhealth.yaml"
 

@@ -13,13 +13,18 @@ import torch
 from channel_setup import progress_of
 from rooms.learning.alignment_setup import ZERO, packed_of, per_token, student
 
-from learning.batch import PackedTokens
-from learning.cartridge import CartridgeBank
-from learning.losses.objective import active_channels
-from learning.step import StepOptions, train_step
-from learning.teacher import DocumentKVCache, TeacherDistribution, document_kv, score
-from protocols.spec.objective import ObjectiveSpec
-from protocols.train_batch import TrainBatch
+from cartridge_forge.learning.batch import PackedTokens
+from cartridge_forge.learning.cartridge import CartridgeBank
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.step import StepOptions, train_step
+from cartridge_forge.learning.teacher import (
+    DocumentKVCache,
+    TeacherDistribution,
+    document_kv,
+    score,
+)
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from twins import Twin
 
-    from protocols.types import Sample
+    from cartridge_forge.protocols.types import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 

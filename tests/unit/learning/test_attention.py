@@ -17,16 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from twins import NEAR
 
-from learning import attention
-from learning import attention as kernels
-from learning.attention import AttentionOptions, FlatAttention, attend, layout_of
-from learning.batch import pack, response_logits
-from learning.model.adapter import load_by_transformers
+from cartridge_forge.learning import attention
+from cartridge_forge.learning import attention as kernels
+from cartridge_forge.learning.attention import AttentionOptions, FlatAttention, attend, layout_of
+from cartridge_forge.learning.batch import pack, response_logits
+from cartridge_forge.plugins.library.models.adapter import load_by_transformers
 
 if TYPE_CHECKING:
     from twins import Twin
 
-    from protocols.types import Sample
+    from cartridge_forge.protocols.types import Sample
 
 SIZE, KV_HEADS, SHARED = 8, 2, 3
 SCALE = 0.3

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from twins import NEAR
 
-from learning.batch import (
+from cartridge_forge.learning.batch import (
     Member,
     MicroBatch,
     PackedTokens,
@@ -23,13 +23,18 @@ from learning.batch import (
     prepare,
     response_logits,
 )
-from learning.losses.objective import active_channels
-from learning.teacher import TeacherDistribution
-from protocols.errors import DataError
-from protocols.spec.objective import ObjectiveSpec
-from protocols.spec.policy_gradient import GrpoSpec
-from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch
-from protocols.types import Sample, Sampling
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.teacher import TeacherDistribution
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.train_batch import (
+    HintedTurn,
+    PolicySample,
+    PreferencePair,
+    TrainBatch,
+)
+from cartridge_forge.protocols.types import Sample, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,16 +54,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.chunking import losses, once
 from benchmarks.chunking import scene as benchmark_scene
 from benchmarks.meters import ONEDNN, LiveTensors
-from learning.batch import LOGIT_BYTES, ChunkedLogits, chunk_tokens, response_tokens
-from learning.model.loading import load_model
-from learning.teacher import document_kv, top_k
+from cartridge_forge.learning.batch import LOGIT_BYTES, ChunkedLogits, chunk_tokens, response_tokens
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.teacher import document_kv, top_k
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twins import Twin
 
-    from protocols.types import Sample
+    from cartridge_forge.protocols.types import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from learning.cartridge import CartridgeBank, first_tokens
-from protocols.errors import DataError
+from cartridge_forge.learning.cartridge import CartridgeBank, first_tokens
+from cartridge_forge.protocols.errors import DataError
 
 if TYPE_CHECKING:
     from twins import Twin
@@ -16,25 +16,25 @@ from dataclasses import replace
 
 from channel_setup import progress_of, trained
 
-from learning.batch import pack, response_logits
-from learning.cartridge import (
+from cartridge_forge.learning.batch import pack, response_logits
+from cartridge_forge.learning.cartridge import (
     composed,
     prefix_lengths,
     prefix_name,
     student_prefixes,
 )
-from learning.losses.objective import active_channels
-from learning.step import StepOptions, train_step
-from learning.teacher import TeacherDistribution, score
-from protocols.spec.objective import ObjectiveSpec
-from protocols.train_batch import TrainBatch
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.step import StepOptions, train_step
+from cartridge_forge.learning.teacher import TeacherDistribution, score
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twins import Twin
 
-    from protocols.types import Sample
+    from cartridge_forge.protocols.types import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 import hashlib
@@ -46,12 +46,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from twins import NEAR
 
-from learning import cartridge as module
-from learning.attention import FlatAttention
-from learning.cartridge import Fingerprints, fingerprint, shifted
-from learning.decoder import half_split
-from learning.model.loading import frequencies_of
-from protocols.types import PrefixRef, composed_ref
+from cartridge_forge.learning import cartridge as module
+from cartridge_forge.learning.attention import FlatAttention
+from cartridge_forge.learning.cartridge import Fingerprints, fingerprint, shifted
+from cartridge_forge.learning.decoder import half_split
+from cartridge_forge.learning.model.loading import frequencies_of
+from cartridge_forge.protocols.types import PrefixRef, composed_ref
 
 
 def numbered(cartridges: int, tokens: int) -> torch.Tensor:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from learning import checkpoint
-from learning.checkpoint import (
+from cartridge_forge.learning import checkpoint
+from cartridge_forge.learning.checkpoint import (
     MANIFEST,
     Checkpoint,
     is_checkpoint,
@@ -22,8 +22,8 @@ from learning.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from protocols.errors import CheckpointError
-from protocols.files import sha256_of
+from cartridge_forge.protocols.errors import CheckpointError
+from cartridge_forge.protocols.files import sha256_of
 
 STATE = "cartridge-0000-000000.safetensors"
 

@@ -19,14 +19,26 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from twins import NEAR, SHAPE, VOCAB
 
-from learning.attention import FlatAttention
-from learning.decode import COPIED, generate
-from learning.decoder import PADDED_TO, SMALLEST, Decoder, linear, packed, rope_frequencies
-from learning.decoder_config import decoder_config
-from learning.model.loading import base_hash, frequencies_of, known_config, load_model
-from learning.teacher import document_kv
-from protocols.errors import DataError
-from protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.learning.attention import FlatAttention
+from cartridge_forge.learning.decode import COPIED, generate
+from cartridge_forge.learning.decoder import (
+    PADDED_TO,
+    SMALLEST,
+    Decoder,
+    linear,
+    packed,
+    rope_frequencies,
+)
+from cartridge_forge.learning.decoder_config import decoder_config
+from cartridge_forge.learning.model.loading import (
+    base_hash,
+    frequencies_of,
+    known_config,
+    load_model,
+)
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
@@ -158,7 +170,7 @@ def test_gradients_into_the_prefixes(pair: Pair) -> None:
 def test_greedy_tokens(
     pair: Pair, kept_twice: bool, copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("learning.decode.COPIED", copied)
+    monkeypatch.setattr("cartridge_forge.learning.decode.COPIED", copied)
     prefixes = prefixes_of(pair.ours)
     model = load_model(str(pair.path))
     if kept_twice:
@@ -201,7 +213,7 @@ def test_packed_weights_are_read_where_no_gradient_is_wanted(
 
 def test_a_large_model_is_held_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(str(pair.path))
-    monkeypatch.setattr("learning.decoder.PACKED_BYTES", 1000)
+    monkeypatch.setattr("cartridge_forge.learning.decoder.PACKED_BYTES", 1000)
     model.pack()
     assert model.packed_head is None
     assert not any(layer.packed for layer in model.base_model.layers)
@@ -209,7 +221,7 @@ def test_a_large_model_is_held_once(pair: Pair, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_document_in_chunks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [i for part in IDS for i in part]
-    monkeypatch.setattr("learning.teacher.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("cartridge_forge.learning.teacher.PREFILL_CHUNK", 5)
     kv = document_kv(pair.ours, ids)
     cache = DynamicCache()
     pair.plain(torch.tensor([ids]), past_key_values=cache, use_cache=True)
@@ -374,7 +386,7 @@ def test_few_products_are_compiled(dtype: str, out: int, into: int, rows: tuple[
     that."""
     code = f"""
 import torch
-from learning.decoder import SMALLEST, linear
+from cartridge_forge.learning.decoder import SMALLEST, linear
 
 weight = torch.ones({out}, {into}, dtype=torch.{dtype})
 x = torch.ones(192, {into}, dtype=torch.{dtype})
@@ -393,7 +405,7 @@ print("multiplied" if weight.dtype in SMALLEST else "not multiplied")
 
 def test_a_processor_for_which_onednn_has_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has none without AVX-512: torch multiplies, and nothing is packed."""
-    monkeypatch.setattr("learning.decoder.SMALLEST", {torch.float32: 1 << 19})
+    monkeypatch.setattr("cartridge_forge.learning.decoder.SMALLEST", {torch.float32: 1 << 19})
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 32, generator=draw).bfloat16() for n in (3, 5))
     x.requires_grad_()

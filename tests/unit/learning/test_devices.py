@@ -13,12 +13,18 @@ from rooms.learning.devices_setup import same, trainer_of
 from second_device import Elsewhere, elsewhere
 from twins import NEAR
 
-from learning.cartridge import student_prefixes
-from learning.initialization import INITS, PADS, CartridgeInit, InitSource, initial_bank
-from learning.model.loading import base_hash, claim_device
-from learning.teacher import TeacherDistribution, document_kv, score_kept
-from protocols.errors import SpecError
-from protocols.train_batch import TrainBatch
+from cartridge_forge.learning.cartridge import student_prefixes
+from cartridge_forge.learning.initialization import (
+    INITS,
+    PADS,
+    CartridgeInit,
+    InitSource,
+    initial_bank,
+)
+from cartridge_forge.learning.model.loading import base_hash, claim_device
+from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, score_kept
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
     from twins import Twin

@@ -11,9 +11,8 @@ import pytest
 import torch
 from small_run import ROOT
 
-from learning.attention_matching import attention_matched
-from learning.cartridge import shifted
-from learning.initialization import (
+from cartridge_forge.learning.cartridge import shifted
+from cartridge_forge.learning.initialization import (
     INITS,
     PADS,
     CartridgeInit,
@@ -22,16 +21,17 @@ from learning.initialization import (
     initial_bank,
     initial_cartridges,
 )
-from learning.model.loading import text_ids
-from protocols.errors import DataError
-from protocols.spec.cartridge import Init, StartSpec
+from cartridge_forge.learning.model.loading import text_ids
+from cartridge_forge.plugins.library.attention_matching import attention_matched
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.spec.cartridge import Init, StartSpec
 
 if TYPE_CHECKING:
     from twins import Twin
 from typing import TYPE_CHECKING
 
-from learning.initialization import first_of_each, init_sources, shares
-from learning.teacher import DocumentKVCache, document_kv
+from cartridge_forge.learning.initialization import first_of_each, init_sources, shares
+from cartridge_forge.learning.teacher import DocumentKVCache, document_kv
 
 TEXT = range(50, 60)
 

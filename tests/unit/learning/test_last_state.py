@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from learning.cartridge import CartridgeBank
-from learning.checkpoint import Checkpoint, LastState, part_name
-from learning.trainer_state import CartridgeProgress, LearningRateSchedule, TrainerState
-from protocols.errors import CheckpointError
+from cartridge_forge.learning.cartridge import CartridgeBank
+from cartridge_forge.learning.checkpoint import Checkpoint, LastState, part_name
+from cartridge_forge.learning.trainer_state import (
+    CartridgeProgress,
+    LearningRateSchedule,
+    TrainerState,
+)
+from cartridge_forge.protocols.errors import CheckpointError
 
 NAMES = [f"p{i}" for i in range(20)]
 
@@ -79,7 +83,7 @@ class Writes:
     made: list[str] = field(default_factory=list)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        from learning import checkpoint as last_state
+        from cartridge_forge.learning import checkpoint as last_state
 
         save, text, replace = last_state.save_tensors, Path.write_text, Path.replace
 

@@ -12,19 +12,25 @@ import pytest
 import torch
 from channel_setup import ALL, bank_of, do, scene
 
-from learning import ranks as cores
-from learning import step
-from learning.ranks import concurrently, passes_beside
+from cartridge_forge.learning import ranks as cores
+from cartridge_forge.learning import step
+from cartridge_forge.learning.ranks import concurrently, passes_beside
 
 if TYPE_CHECKING:
     from twins import Twin
 import threading
 from pathlib import Path
 
-from learning import ranks as host_memory
-from learning.checkpoint import Checkpoint, LastState, part_name, read_checkpoint, write_checkpoint
-from learning.ranks import ALONE, ProcessGroup, interface_to, map_large, to_host
-from protocols.errors import DataError
+from cartridge_forge.learning import ranks as host_memory
+from cartridge_forge.learning.checkpoint import (
+    Checkpoint,
+    LastState,
+    part_name,
+    read_checkpoint,
+    write_checkpoint,
+)
+from cartridge_forge.learning.ranks import ALONE, ProcessGroup, interface_to, map_large, to_host
+from cartridge_forge.protocols.errors import DataError
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +129,7 @@ def test_a_step_of_passes_beside_is_that_of_the_same_micro_batches(
         ran.append(passes)
         return concurrently(work, parts, passes)
 
-    monkeypatch.setattr("learning.step.concurrently", noted)
+    monkeypatch.setattr("cartridge_forge.learning.step.concurrently", noted)
     found = []
     batch = scene(llama, bank_of(llama))
     for threads, micro_tokens in ((1, 20), (2, 40)):
@@ -150,7 +156,7 @@ def test_a_batch_that_is_not_divided_is_trained_in_passes_beside(
         ran.append((len(parts), passes))
         return concurrently(work, parts, passes)
 
-    monkeypatch.setattr("learning.step.concurrently", noted)
+    monkeypatch.setattr("cartridge_forge.learning.step.concurrently", noted)
     batch, found = scene(llama, bank_of(llama)), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -187,7 +193,7 @@ def test_layers_that_run_again_are_not_computed_beside(
     monkeypatch.setattr(cores, "LEAST_TOKENS", 10)
     ran: list[int] = []
     monkeypatch.setattr(
-        "learning.step.concurrently",
+        "cartridge_forge.learning.step.concurrently",
         lambda work, parts, n: (ran.append(n), concurrently(work, parts, n))[1],
     )
     do(llama, scene(llama, bank_of(llama)), ALL, micro_tokens=40, recompute_layers=True)

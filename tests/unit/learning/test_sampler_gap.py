@@ -13,22 +13,28 @@ from channel_setup import ALL, Done, bank_of, changed, do, prefixes, scene, trai
 from rooms.learning.random_rounding import random_rounding
 from torch import Tensor
 
-from learning import attention
-from learning import attention as kernels
-from learning import decode as decode_cache
-from learning.batch import ChunkedLogits, sampled_tokens
-from learning.decode import generate
-from learning.decoder import LanguageModel
-from learning.model.loading import load_model
-from learning.step import SamplerGap
-from learning.teacher import document_kv, response_logprobs
-from learning.trainer import CartridgeTrainer
-from protocols.errors import PublishError, StaleTokenError
-from protocols.files import REPOSITORY
-from protocols.spec.objective import ObjectiveSpec
-from protocols.spec.sections import GAP_BOUNDS, GapBounds, SamplerGapSpec, TrainSpec, gap_bounds
-from protocols.train_batch import PolicySample, TrainBatch
-from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
+from cartridge_forge.learning import attention
+from cartridge_forge.learning import attention as kernels
+from cartridge_forge.learning import decode as decode_cache
+from cartridge_forge.learning.batch import ChunkedLogits, sampled_tokens
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.step import SamplerGap
+from cartridge_forge.learning.teacher import document_kv, response_logprobs
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.protocols.errors import PublishError, StaleTokenError
+from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import (
+    GAP_BOUNDS,
+    GapBounds,
+    SamplerGapSpec,
+    TrainSpec,
+    gap_bounds,
+)
+from cartridge_forge.protocols.train_batch import PolicySample, TrainBatch
+from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 
 if TYPE_CHECKING:
     from twins import Twin

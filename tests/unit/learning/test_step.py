@@ -24,23 +24,23 @@ from rooms.learning.random_rounding import random_rounding
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.losses.objective import active_channels
-from learning.model.loading import base_hash, load_model
-from learning.step import StepOptions, check_fresh, train_step
-from learning.teacher import TeacherDistribution, score, top_k
-from learning.trainer_state import CartridgeProgress, LearningRateSchedule
-from protocols.errors import RunError, StaleTokenError
-from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.train_batch import TrainBatch
-from protocols.types import OFFLINE_VERSION
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.model.loading import base_hash, load_model
+from cartridge_forge.learning.step import StepOptions, check_fresh, train_step
+from cartridge_forge.learning.teacher import TeacherDistribution, score, top_k
+from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
+from cartridge_forge.protocols.errors import RunError, StaleTokenError
+from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.types import OFFLINE_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from twins import Twin
 
-    from learning.cartridge import CartridgeBank
-    from protocols.types import Sample, TrainStepOutput
+    from cartridge_forge.learning.cartridge import CartridgeBank
+    from cartridge_forge.protocols.types import Sample, TrainStepOutput
 
     MakeSamples = Callable[..., list[Sample]]
 
@@ -48,7 +48,7 @@ SHAPES = (("a", 4, 5), ("b", 2, 3), ("a", 6, 7), ("b", 3, 1))
 NO_CLIP = 1e9
 UPDATE = """
 import sys, torch
-from learning.trainer_state import CartridgeProgress, LearningRateSchedule
+from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
 
 parameter = torch.nn.Parameter(torch.zeros(4))
 parameter.grad = torch.ones(4)

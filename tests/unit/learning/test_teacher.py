@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from twins import NEAR
 
-from learning import ranks as cores
-from learning.batch import token_logprobs
-from learning.policy_scores import with_references
-from learning.ranks import concurrently
-from learning.teacher import (
+from cartridge_forge.learning import ranks as cores
+from cartridge_forge.learning.batch import token_logprobs
+from cartridge_forge.learning.policy_scores import with_references
+from cartridge_forge.learning.ranks import concurrently
+from cartridge_forge.learning.teacher import (
     TIMES_FREE,
     DocumentKVCache,
     HostCache,
@@ -35,16 +35,16 @@ from learning.teacher import (
     score_over,
     top_k,
 )
-from protocols.errors import DataError
-from protocols.train_batch import hinted
-from protocols.types import CacheStats
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.train_batch import hinted
+from cartridge_forge.protocols.types import CacheStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twins import Twin
 
-    from protocols.types import Sample
+    from cartridge_forge.protocols.types import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 
@@ -340,7 +340,7 @@ def test_what_fails_while_it_is_written_leaves_nothing(
         file.write_bytes(b"part")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("learning.teacher.save_file", full)
+    monkeypatch.setattr("cartridge_forge.learning.teacher.save_file", full)
     KVFiles(tmp_path).keep(IDS, kv_of(IDS))
     assert not [*tmp_path.iterdir()]
 
@@ -386,7 +386,7 @@ def test_what_is_kept_of_a_score_is_its_top_or_all(
 ) -> None:
     """Also where the logits of three tokens exist at a time."""
     if chunk:
-        monkeypatch.setattr("learning.teacher.LOGIT_BYTES", chunk * 97 * 4)
+        monkeypatch.setattr("cartridge_forge.learning.teacher.LOGIT_BYTES", chunk * 97 * 4)
     samples = make_samples(("a", 4, 5), ("b", 2, 3))
     logits = score(twin.model, samples, twin.cached(), 20)
     kv = contexts_of(samples, twin.cached())
@@ -418,7 +418,7 @@ def test_parts_scored_beside_each_other_are_the_whole(
         ran.append(len(parts))
         return concurrently(work, parts, passes)
 
-    monkeypatch.setattr("learning.teacher.concurrently", noted)
+    monkeypatch.setattr("cartridge_forge.learning.teacher.concurrently", noted)
     monkeypatch.setattr(cores, "LEAST_TOKENS", 10)
     before = torch.get_num_threads()
     try:

@@ -11,20 +11,20 @@ import torch
 from channel_setup import prefixes, trained
 from rooms.learning.trainer_setup import CONFIG, copied, parts, same, trainer_of
 
-from learning.cartridge import first_tokens
-from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
-from learning.losses.doc_kl import doc_batch
-from learning.model.loading import base_hash, load_model
-from learning.teacher import TeacherDistribution, score
-from learning.trainer import CartridgeTrainer
-from protocols.errors import CheckpointError, PublishError, StaleTokenError
+from cartridge_forge.learning.cartridge import first_tokens
+from cartridge_forge.learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
+from cartridge_forge.learning.losses.doc_kl import doc_batch
+from cartridge_forge.learning.model.loading import base_hash, load_model
+from cartridge_forge.learning.teacher import TeacherDistribution, score
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.protocols.errors import CheckpointError, PublishError, StaleTokenError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twins import Twin
 
-    from protocols.types import Sample, TrainStepOutput
+    from cartridge_forge.protocols.types import Sample, TrainStepOutput
 
     MakeSamples = Callable[..., list[Sample]]
 

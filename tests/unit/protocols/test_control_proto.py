@@ -14,9 +14,10 @@ REPOSITORY = Path(__file__).parents[3]
 def test_the_committed_code_is_what_make_proto_writes(name: str, tmp_path: Path) -> None:
     known = Path(protoc.__file__).with_name("_proto")  # google's own, which ours imports
     written = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
-    sources = [f"-I{REPOSITORY}", f"-I{known}", "protocols/wire/control.proto"]
+    sources = [f"-I{REPOSITORY}", f"-I{known}", "cartridge_forge/protocols/wire/control.proto"]
     assert protoc.main(["protoc", *written, *sources]) == 0
-    fresh, committed = (root / "protocols/wire" / name for root in (tmp_path, REPOSITORY))
+    folder = Path("cartridge_forge/protocols/wire")
+    fresh, committed = (root / folder / name for root in (tmp_path, REPOSITORY))
     assert fresh.read_bytes() == committed.read_bytes(), "run `make proto`"
 
 

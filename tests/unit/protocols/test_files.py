@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protocols.files import REPOSITORY, replacing
+from cartridge_forge.protocols.files import REPOSITORY, replacing
 
 
 @pytest.mark.parametrize("old", [None, "file", "folder"])
@@ -42,6 +42,6 @@ def test_a_wheel_has_the_files_that_are_read_from_beside_the_code() -> None:
     for name in ("configs/eval.yaml", "configs/frontier.yaml", "configs/forgetting.json",
                  "deploy/monitoring/rules.yml", "deploy/monitoring/dashboard.json"):  # fmt: skip
         file = REPOSITORY / name
-        package = str(Path(name).parent).replace("/", ".")
+        package = f"cartridge_forge/{Path(name).parent}".replace("/", ".")
         assert any(fnmatch(package, p) for p in setuptools["packages"]["find"]["include"])
         assert any(file in file.parent.glob(p) for p in setuptools["package-data"][package])

@@ -2,9 +2,9 @@
 
 import pytest
 
-from protocols.errors import DataError
-from protocols.layout import CartridgeLayout, layout_of, length_warning
-from protocols.spec.cartridge import CartridgeSpec
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.layout import CartridgeLayout, layout_of, length_warning
+from cartridge_forge.protocols.spec.cartridge import CartridgeSpec
 
 # Contexts with their documents: a is cut in two.
 CONTEXTS = {"a.part_01": "a", "a.part_02": "a", "b": "b", "c": "c"}

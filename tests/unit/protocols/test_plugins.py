@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 from channel_setup import bank_of, do, scene, trained, whole_kv
 
-from forge_run.cli import forge
-from learning.losses.objective import active_channels
-from protocols import plugins
-from protocols.errors import SpecError
-from protocols.plugins import CORE, GROUP, SHIPPED, Plugin, known, optional, resolve
-from protocols.spec.objective import ObjectiveSpec
-from services.roles import actor_class
+from cartridge_forge.forge_run.cli import forge
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.protocols import plugins
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.plugins import CORE, GROUP, SHIPPED, Plugin, known, optional, resolve
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.services.roles import actor_class
 
 if TYPE_CHECKING:
     from twins import Twin
@@ -57,8 +57,8 @@ def test_an_unknown_name_is_refused_with_the_known_ones_and_the_remedy() -> None
     [
         ("nowhere.at_all:Thing", "is at nowhere.at_all:Thing, which is not installed: install the "
          "plug-in far, or leave thing out"),
-        ("services.roles:Thing", "is at services.roles:Thing, and that module has no Thing; "
-         "install a version of far"),
+        ("cartridge_forge.services.roles:Thing", "is at cartridge_forge.services.roles:Thing, and "
+         "that module has no Thing; install a version of far"),
     ],
 )  # fmt: skip
 def test_a_place_that_is_not_there_is_refused(
@@ -95,10 +95,11 @@ CODE = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from forge_run.cli import Command
+from cartridge_forge.forge_run.cli import Command
 from monarch.actor import Actor, endpoint
-from protocols.plugins import Plugin
-from learning.losses.channel import Item, LossChannel, LossTerm, counted
+from cartridge_forge.protocols.plugins import Plugin
+from cartridge_forge.learning.batch import Item
+from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, counted
 
 
 class EchoActor(Actor):
@@ -117,7 +118,7 @@ class Likelihood(LossChannel):
     weight: float
 
     @classmethod
-    def of(cls, objective, loss):
+    def from_spec(cls, objective, loss):
         return cls(objective.channels["likelihood"])
 
     def samples(self, batch):
@@ -218,7 +219,7 @@ def test_a_channel_that_no_package_adds_is_refused_as_the_config_is_read() -> No
     [
         ("PLUGIN = 3", "must name a protocols.plugins.Plugin: bad_plugin:PLUGIN is a int"),
         ("raise OSError('no licence')", "does not load: OSError('no licence'); mend or remove"),
-        ("from protocols.plugins import Plugin\n"
+        ("from cartridge_forge.protocols.plugins import Plugin\n"
          "PLUGIN = Plugin('bad', roles={'trainer': 'x:y'})",
          "adds the role trainer, which core has already; rename one, or remove a package"),
     ],

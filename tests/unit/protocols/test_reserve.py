@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from protocols.files import append_rows, read_rows, salvage
-from protocols.reserve import NAME, hold_room, with_room
+from cartridge_forge.protocols.files import append_rows, read_rows, salvage
+from cartridge_forge.protocols.reserve import NAME, hold_room, with_room
 
 
 def full(path: Path) -> OSError:

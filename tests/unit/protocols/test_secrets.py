@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.cli import forge_run
-from protocols.errors import SpecError
-from protocols.secrets import confined, has_password, read_secret, redacted
-from protocols.spec.loading import load_spec
-from protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.forge_run.cli import forge_run
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.secrets import confined, has_password, read_secret, redacted
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 
 SECRET = "sk-live-51Hx9c"
 MESH = "meshes/three_channels.yaml"

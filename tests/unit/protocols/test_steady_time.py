@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocols.files import steady_time
+from cartridge_forge.protocols.files import steady_time
 
 
 def test_a_clock_that_is_set_back_ends_no_span_before_its_beginning(
@@ -25,16 +25,16 @@ def test_a_clock_that_is_set_back_ends_no_span_before_its_beginning(
 WALL_CLOCK = {
     "learning/model/verdicts.py": "an age of files; a clock that was set back keeps no note",
     "protocols/files.py": "once, when the process begins",
-    "registry/store.py": "the age of what was left behind, which must be in nobody's use as well",
-    "serving/handler.py": "a field of a reply",
-    "serving/routes/models.py": "a field of a reply",
-    "services/telemetry/tensorboard.py": "the times of records",
-    "teachers/ledger.py": "the times of records; an age is bounded by the monotonic clock",
-    "teachers/panel.py": "the time of a record",
+    "plugins/library/store.py": "the age of what was left behind, and is in nobody's use",
+    "plugins/serve/handler.py": "a field of a reply",
+    "plugins/serve/routes/models.py": "a field of a reply",
+    "plugins/watch/telemetry/tensorboard.py": "the times of records",
+    "plugins/replay/ledger.py": "the times of records; an age is bounded by the monotonic clock",
+    "plugins/replay/panel.py": "the time of a record",
 }
 ROOMS = (
-    "actors", "cartridge_forge", "deploy", "documents", "environments", "forge_run", "learning",
-    "protocols", "registry", "services", "serving", "strategies", "teachers", "training",
+    "actors", "cartridge_forge", "forge_run", "learning", "plugins", "protocols", "services",
+    "training",
 )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from protocols.errors import DataError
-from protocols.train_batch import (
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.train_batch import (
     HintedTurn,
     PolicySample,
     PrecomputedScores,
@@ -16,7 +16,7 @@ from protocols.train_batch import (
     completions,
     hinted,
 )
-from protocols.types import Sample, Sampling
+from cartridge_forge.protocols.types import Sample, Sampling
 
 EPISODE = PolicySample(
     Sample(

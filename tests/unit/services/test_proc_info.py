@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from services.proc_info import CpuSeconds, cpu_seconds
+from cartridge_forge.services.proc_info import CpuSeconds, cpu_seconds
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from protocols.errors import StaleTokenError
-from protocols.types import (
+from cartridge_forge.protocols.errors import StaleTokenError
+from cartridge_forge.protocols.types import (
     CartridgeSnapshot,
     Completion,
     GenerateRequest,
@@ -14,7 +14,7 @@ from protocols.types import (
     TensorRef,
     composed_ref,
 )
-from services.published import PublishedCartridges
+from cartridge_forge.services.published import PublishedCartridges
 
 PACKET = TensorRef("k", TensorLayout(()))
 

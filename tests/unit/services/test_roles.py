@@ -6,10 +6,10 @@ from pathlib import Path
 
 from chaos import ROLES
 
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RolesSpec
-from services.role_processes import last_state_here
-from services.roles import ALONE
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RolesSpec
+from cartridge_forge.services.role_processes import last_state_here
+from cartridge_forge.services.roles import ALONE
 
 MESH = str(Path(__file__).parents[3] / "meshes/longhealth.yaml")
 

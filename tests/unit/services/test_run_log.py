@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from fake_mesh import run
 
-from protocols.files import read_rows
-from protocols.records.run_files import MetricRow
-from protocols.records.status import RunStatus
-from protocols.types import TraceSpan
-from services.run_directory import RunDirectory
-from services.run_log import HELD_EVENTS, RunLog
+from cartridge_forge.protocols.files import read_rows
+from cartridge_forge.protocols.records.run_files import MetricRow
+from cartridge_forge.protocols.records.status import RunStatus
+from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.services.run_log import HELD_EVENTS, RunLog
 
 ROW = MetricRow(
     arm="on_policy", step=1, version=1, kl=0.5, grad_norm=0.1, lr=0.02, tokens=9, stale_tokens=0
@@ -84,7 +84,7 @@ def test_a_request_says_in_which_phase_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter([10.0, 13.0, 14.5, 15.0])
-    monkeypatch.setattr("services.run_log.steady_time", lambda: next(now))
+    monkeypatch.setattr("cartridge_forge.services.run_log.steady_time", lambda: next(now))
     spans: list[TraceSpan] = []
     recorder, sink = recorder_in(tmp_path)
     sink.span = spans.append  # type: ignore[method-assign]

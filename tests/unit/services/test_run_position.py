@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from protocols.records.run_files import MetricRow
-from services.run_directory import RunDirectory
-from services.run_position import ResumePoint, newest_checkpoint, resume_point, write_run_state
+from cartridge_forge.protocols.records.run_files import MetricRow
+from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.services.run_position import (
+    ResumePoint,
+    newest_checkpoint,
+    resume_point,
+    write_run_state,
+)
 
 STATE = {"arm": "on_policy", "step": 5}
 LAST = "after step 5 of on_policy, from the trainer's last state"

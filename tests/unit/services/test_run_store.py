@@ -7,15 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from protocols.errors import CheckpointError, RunError
-from protocols.records.run_files import StoredPlace
-from registry.object_store import ObjectStore, StoreError
-from registry.stored_folder import TRAINER, StoredFolder
-from services.run_directory import RunDirectory
-from services.stored_runs import mirror as run_mirror
-from services.stored_runs import store as run_store
-from services.stored_runs.mirror import RunMirror, stored_names
-from services.stored_runs.store import (
+from cartridge_forge.plugins.library import run_mirror, run_store
+from cartridge_forge.plugins.library.object_store import ObjectStore, StoreError
+from cartridge_forge.plugins.library.run_mirror import RunMirror, stored_names
+from cartridge_forge.plugins.library.run_store import (
     StoredRun,
     fetch,
     is_ahead,
@@ -23,6 +18,10 @@ from services.stored_runs.store import (
     stored_runs,
     take_lease,
 )
+from cartridge_forge.plugins.library.stored_folder import TRAINER, StoredFolder
+from cartridge_forge.protocols.errors import CheckpointError, RunError
+from cartridge_forge.protocols.records.run_files import StoredPlace
+from cartridge_forge.services.run_directory import RunDirectory
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from protocols.errors import StaleTokenError
-from protocols.types import (
+from cartridge_forge.protocols.errors import StaleTokenError
+from cartridge_forge.protocols.types import (
     CartridgeSnapshot,
     Completion,
     GenerateRequest,
@@ -17,7 +17,7 @@ from protocols.types import (
     TensorLayout,
     TensorRef,
 )
-from training.canary import Canary
+from cartridge_forge.training.canary import Canary
 
 DOCUMENTS = {"a": tuple(range(10, 30)), "b": (3, 4, 5), "none": (1,)}
 PACKET = TensorRef("k", TensorLayout(()))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from protocols.errors import RunError
-from protocols.records.status import RunStatus
-from training.controller import ControllerActor
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.records.status import RunStatus
+from cartridge_forge.training.controller import ControllerActor
 
 LOST = "generator-1: NodeLost: its node is silent; delete the Node"
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop_setup import House, delays, drive, run, sampled_versions, turns_of
 
-from protocols.errors import RunError
-from protocols.train_batch import TrainBatch
-from protocols.types import TrainStepOutput
-from services.pool.work_time import WorkTime
-from training.rollouts import Rollout, ScoringCost, StepRecord
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.types import TrainStepOutput
+from cartridge_forge.services.pool.work_time import WorkTime
+from cartridge_forge.training.rollouts import Rollout, ScoringCost, StepRecord
 
 # -- strict -----------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ def test_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (begin, end) == (10.0, 17.75)
             return WorkTime(6.25, 0.5)
 
-    monkeypatch.setattr("training.loop.time", clock)
+    monkeypatch.setattr("cartridge_forge.training.loop.time", clock)
 
     async def scenario() -> StepRecord:
         return await Timed(0, {0}).loop(0, 1).step(0)

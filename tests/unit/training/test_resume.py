@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from protocols.errors import CheckpointError
-from protocols.files import read_rows
-from protocols.records.run_files import MetricRow
-from services.run_directory import RunDirectory
-from services.run_position import ResumePoint
-from training.loop import OverlappedValidation, RunState
-from training.training_run import TrainingRun
+from cartridge_forge.protocols.errors import CheckpointError
+from cartridge_forge.protocols.files import read_rows
+from cartridge_forge.protocols.records.run_files import MetricRow
+from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.services.run_position import ResumePoint
+from cartridge_forge.training.loop import OverlappedValidation, RunState
+from cartridge_forge.training.training_run import TrainingRun
 
 
 def row(step: int) -> MetricRow:

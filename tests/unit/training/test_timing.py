@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from protocols.spec.learn import LearnSpec
-from protocols.spec.loading import load_spec
-from services.pool.work_time import WorkTime, busy, work_time
-from training.loop import PhaseTimer, PhaseTimes, RunState, WritingTime, flat
-from training.rollouts import StepTimes
-from training.time_left import TimeLeft
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.services.pool.work_time import WorkTime, busy, work_time
+from cartridge_forge.training.loop import PhaseTimer, PhaseTimes, RunState, WritingTime, flat
+from cartridge_forge.training.rollouts import StepTimes
+from cartridge_forge.training.time_left import TimeLeft
 
 MESH = Path(__file__).parents[3] / "meshes" / "longhealth.yaml"
 
@@ -22,7 +22,7 @@ def turn(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Move the clock that a PhaseTimer reads forward by so many seconds."""
     now = [100.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr("training.loop.time", clock)
+    monkeypatch.setattr("cartridge_forge.training.loop.time", clock)
 
     def forward(seconds: float) -> None:
         now[0] += seconds

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from protocols.errors import RunError
-from protocols.records.run_files import MetricRow
-from training.loop import OverlappedValidation
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.records.run_files import MetricRow
+from cartridge_forge.training.loop import OverlappedValidation
 
 
 def row(version: int) -> MetricRow:

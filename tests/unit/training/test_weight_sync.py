@@ -11,14 +11,19 @@ from typing import Any
 import pytest
 from fake_mesh import FakeProcess, House, house, run
 
-from learning.cartridge import VersionLedger, get_missing, since_of
-from protocols.errors import PlaneError, PublishError, RunError
-from protocols.spec.mesh import RoleSpec
-from protocols.types import CartridgeSnapshot, PublishedCartridge, TensorLayout, TensorRef
-from services import mesh as mesh_module
-from services.mesh import Mesh
-from training import weight_sync
-from training.weight_sync import WeightSync
+from cartridge_forge.learning.cartridge import VersionLedger, get_missing, since_of
+from cartridge_forge.protocols.errors import PlaneError, PublishError, RunError
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.types import (
+    CartridgeSnapshot,
+    PublishedCartridge,
+    TensorLayout,
+    TensorRef,
+)
+from cartridge_forge.services import mesh as mesh_module
+from cartridge_forge.services.mesh import Mesh
+from cartridge_forge.training import weight_sync
+from cartridge_forge.training.weight_sync import WeightSync
 
 LAYOUT = TensorLayout((("kv", (5, 10), "float32"),))  # 200 bytes, in lines of 64: 256
 

@@ -14,18 +14,18 @@ import torch
 from format_setup import checkpoint_of
 from serving_setup import READER, Served, add_cartridge, cartridge, serving
 
-from documents.retrieval import Bm25Router, Choice, count_terms
-from forge_run.cli import forge
-from forge_run.commands.ask import told
-from learning.checkpoint import write_checkpoint
-from protocols.records.run_files import TERMS
-from protocols.spec.loading import load_spec
-from protocols.spec.yaml_source import dump_yaml
-from registry.formats.base_model import read_base
-from registry.names import CartridgeName
-from registry.store import CartridgeStore
-from registry.terms import write_terms
-from strategies.samplers.sampler import SampleRequest, SampleResult
+from cartridge_forge.forge_run.cli import forge
+from cartridge_forge.forge_run.commands.ask import told
+from cartridge_forge.learning.checkpoint import write_checkpoint
+from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice, count_terms
+from cartridge_forge.plugins.library.formats.base_model import read_base
+from cartridge_forge.plugins.library.names import CartridgeName
+from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.plugins.library.terms import write_terms
+from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
+from cartridge_forge.protocols.records.run_files import TERMS
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 
 MESH = Path(__file__).parents[4] / "meshes/serve.yaml"
 TEXTS = {"harbour": "The harbour keeps nine boats.", "orchard": "Forty pear trees."}
@@ -148,7 +148,7 @@ def test_a_chat_keeps_what_was_said(
     def samplers(*unused: Any, **named: Any) -> Iterator[dict[str, Any]]:
         yield {"none": None, "cartridge": answer}
 
-    monkeypatch.setattr("actors.in_process.local_samplers", samplers)
+    monkeypatch.setattr("cartridge_forge.plugins.serve.engine.in_process.local_samplers", samplers)
     typed = iter(["Who?", " When? ", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     here = ("--serve", str(MESH), "--set", f"library={house.house.library.directory}", *FEW)

@@ -9,16 +9,16 @@ from format_setup import cartridge, same
 from logits_setup import READER
 from rooms.forge_run.cartridges_setup import MESH
 
-from forge_run.cli import forge
-from protocols.records.run_files import TERMS
-from registry.formats.convert import FORMATS, read
-from registry.terms import read_terms
+from cartridge_forge.forge_run.cli import forge
+from cartridge_forge.plugins.library.formats.convert import FORMATS, read
+from cartridge_forge.plugins.library.terms import read_terms
+from cartridge_forge.protocols.records.run_files import TERMS
 
 
 def test_the_parser_knows_every_format() -> None:
-    from forge_run.cli import DTYPES
-    from forge_run.cli import FORMATS as offered
-    from registry.formats.cartridge_file import DTYPES as known
+    from cartridge_forge.forge_run.cli import DTYPES
+    from cartridge_forge.forge_run.cli import FORMATS as offered
+    from cartridge_forge.plugins.library.formats.cartridge_file import DTYPES as known
 
     assert (set(offered), set(DTYPES)) == (set(FORMATS), set(known))
 

@@ -11,8 +11,8 @@ import torch
 from fake_hub import TOKEN, fake_hub
 from rooms.forge_run.cartridges_setup import REPOSITORY
 
-from forge_run.cli import forge
-from registry.formats import forge as ours
+from cartridge_forge.forge_run.cli import forge
+from cartridge_forge.plugins.library.formats import forge as ours
 
 
 def test_push_and_pull_from_the_command_line(
@@ -25,7 +25,7 @@ def test_push_and_pull_from_the_command_line(
             "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
             "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin",
         }  # fmt: skip
-        code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+        code = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
 
         def said(*words: str) -> str:
             done = subprocess.run(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from small_run import ROOT
 
-from forge_run.cli import forge
+from cartridge_forge.forge_run.cli import forge
 
 pytestmark = [pytest.mark.timeout(900)]
 
@@ -35,7 +35,7 @@ def test_a_folder_becomes_a_cartridge_that_answers(tmp_path: Path) -> None:
     (tmp_path / "serve.yaml").write_text(serve.replace("../models", str(ROOT / "models")))
 
     def forge(*words: str) -> subprocess.CompletedProcess[str]:
-        code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+        code = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
         return subprocess.run(
             [sys.executable, "-c", code, *words, "--serve", str(tmp_path / "serve.yaml")],
             cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
@@ -83,7 +83,8 @@ def test_mistakes_are_told_with_their_remedy(
 
 def test_a_mistake_is_answered_without_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from forge_run.cli import forge; forge(['make', sys.argv[1]]); "
+        "import sys; from cartridge_forge.forge_run.cli import forge; "
+        "forge(['make', sys.argv[1]]); "
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 0

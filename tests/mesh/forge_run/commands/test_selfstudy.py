@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from documents.synthesis import read_rows
-from forge_run.commands.selfstudy import command
-from protocols.errors import SpecError
-from protocols.spec.loading import load_spec
-from protocols.spec.teacher_replay import PriceSpec
-from teachers.fake_provider.app import FakeProvider, ProviderRequest
+from cartridge_forge.forge_run.commands.selfstudy import command
+from cartridge_forge.plugins.documents.synthesis import read_rows
+from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, ProviderRequest
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.teacher_replay import PriceSpec
 
 ROOT = Path(__file__).parents[4]
 SALT = ROOT / "tests" / "data" / "articles" / "salt.txt"

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from rooms.forge_run.sweep_setup import SPEC, plan_of
 
-from forge_run.experiments.child_run import ChildRun
-from forge_run.experiments.sweep import sweep
-from forge_run.experiments.table import plots, positions, table
-from forge_run.experiments.trials import Trial
-from protocols.errors import RunError
-from protocols.records.run_files import ArmResult, RunResults
-from protocols.spec.yaml_source import dump_yaml
-from services.run_directory import RunDirectory
+from cartridge_forge.forge_run.experiments.child_run import ChildRun
+from cartridge_forge.forge_run.experiments.sweep import sweep
+from cartridge_forge.forge_run.experiments.table import plots, positions, table
+from cartridge_forge.forge_run.experiments.trials import Trial
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.records.run_files import ArmResult, RunResults
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.services.run_directory import RunDirectory
 
 DOCUMENT = 240.0
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from format_setup import checkpoint_of
 
-from forge_run.commands.run import plan, resolved
-from forge_run.formatting import TableSection
-from forge_run.resuming import open_directory
-from learning.checkpoint import write_checkpoint
-from protocols.errors import CheckpointError, DataError, SpecError
-from protocols.spec.loading import LoadedSpec, load_spec
-from protocols.spec.yaml_source import dump_yaml
-from registry.formats.cartridge_file import CartridgeFile
-from registry.formats.convert import FORMATS
-from services.run_directory import RunDirectory
+from cartridge_forge.forge_run.commands.run import plan, resolved
+from cartridge_forge.forge_run.resuming import open_directory
+from cartridge_forge.learning.checkpoint import write_checkpoint
+from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
+from cartridge_forge.plugins.library.formats.convert import FORMATS
+from cartridge_forge.protocols.errors import CheckpointError, DataError, SpecError
+from cartridge_forge.protocols.formatting import TableSection
+from cartridge_forge.protocols.spec.loading import LoadedSpec, load_spec
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.services.run_directory import RunDirectory
 
 MESH = "meshes/longhealth.yaml"
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from channel_setup import ALL, bank_of, changed, of_cartridge, prefixes, scene
 
-from learning.checkpoint import list_checkpoints, read_checkpoint
-from learning.trainer import CartridgeTrainer
-from protocols.errors import PublishError
-from protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
-from protocols.spec.policy_gradient import GrpoSpec
-from protocols.spec.sections import TrainSpec
-from protocols.train_batch import TrainBatch
+from cartridge_forge.learning.checkpoint import list_checkpoints, read_checkpoint
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.protocols.errors import PublishError
+from cartridge_forge.protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
+from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
     from pathlib import Path

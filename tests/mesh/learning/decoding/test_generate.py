@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning import decode as decode_batch
-from learning.cartridge import CartridgeVersions
-from learning.decode import DecodeBatch, draw, generate
-from protocols.errors import DataError
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.learning import decode as decode_batch
+from cartridge_forge.learning.cartridge import CartridgeVersions
+from cartridge_forge.learning.decode import DecodeBatch, draw, generate
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,7 +172,7 @@ def test_very_uneven_groups_are_decoded_together_without_further_rows(
             batches.append(len(rows))
             super().__init__(model, rows, *rest)
 
-    monkeypatch.setattr("learning.decode.DecodeBatch", Recorded)
+    monkeypatch.setattr("cartridge_forge.learning.decode.DecodeBatch", Recorded)
     done = generate(twin.model, requests, lookup(twin), NO_END)
     assert batches == [8]
     assert [c.token_ids for c in done] == [by_transformers(twin, r, NO_END) for r in requests]

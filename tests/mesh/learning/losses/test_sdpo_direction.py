@@ -14,22 +14,37 @@ import torch
 from channel_setup import prefixes, progress_of
 from desk_tasks import replayed
 
-from environments.clinic.desk import HINTS, draw_case, draw_desk
-from environments.hints import failed_turns, template_hint
-from environments.renderer import ChatRenderer
-from environments.rollout import over_cartridge, run_episodes
-from environments.training_signals import hinted_turns, rl_samples, turn_samples
-from learning.cartridge import CartridgeBank, first_tokens
-from learning.decode import generate
-from learning.losses.objective import active_channels
-from learning.model.loading import load_model, load_tokenizer
-from learning.step import StepOptions, train_step
-from learning.teacher import TeacherDistribution, document_kv, response_logprobs, score_over
-from protocols.episodes import EnvironmentRequest, Observation, Task
-from protocols.spec.objective import ObjectiveSpec, SdpoSpec
-from protocols.teacher_replay import AgentMessage
-from protocols.train_batch import TrainBatch, hinted
-from protocols.types import Completion, GenerateRequest, Sample, Sampling, TrainStepOutput
+from cartridge_forge.learning.cartridge import CartridgeBank, first_tokens
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.model.loading import load_model, load_tokenizer
+from cartridge_forge.learning.step import StepOptions, train_step
+from cartridge_forge.learning.teacher import (
+    TeacherDistribution,
+    document_kv,
+    response_logprobs,
+    score_over,
+)
+from cartridge_forge.plugins.clinic.desk import HINTS, draw_case, draw_desk
+from cartridge_forge.plugins.episodes.environments.hints import failed_turns, template_hint
+from cartridge_forge.plugins.episodes.environments.rollout import over_cartridge, run_episodes
+from cartridge_forge.plugins.episodes.environments.training_signals import (
+    hinted_turns,
+    rl_samples,
+    turn_samples,
+)
+from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
+from cartridge_forge.protocols.teacher_replay import AgentMessage
+from cartridge_forge.protocols.train_batch import TrainBatch, hinted
+from cartridge_forge.protocols.types import (
+    Completion,
+    GenerateRequest,
+    Sample,
+    Sampling,
+    TrainStepOutput,
+)
+from cartridge_forge.training.renderer import ChatRenderer
 
 CLERK = Path(__file__).resolve().parents[4] / "models" / "clinic-clerk"
 FIELDS, CASES, CARTRIDGE, MAX_TURNS, ROW_TOKENS = 24, 4, 28, 5, 256

@@ -15,13 +15,13 @@ from rank_jobs import JOBS, STEPS, held_bytes
 from safetensors.torch import load_file
 from twins import Twin
 
-from learning.checkpoint import LastState, read_checkpoint
-from learning.decoder import LanguageModel
-from learning.model.loading import load_model
-from learning.model.parallel import divide_base
-from learning.ranks import ALONE, ProcessGroup, join
-from protocols.errors import DataError, RunError
-from protocols.records.token_scores import decoded
+from cartridge_forge.learning.checkpoint import LastState, read_checkpoint
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.model.parallel import divide_base
+from cartridge_forge.learning.ranks import ALONE, ProcessGroup, join
+from cartridge_forge.protocols.errors import DataError, RunError
+from cartridge_forge.protocols.records.token_scores import decoded
 
 Told = dict[str, list[dict[str, Any]]]
 

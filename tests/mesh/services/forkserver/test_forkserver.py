@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.forkserver.client import STAND_IN
+from cartridge_forge.services.forkserver.client import STAND_IN
 
 TIMEOUT = 60
 # A server without imports, whose processes run the code in the variable DO.
 SERVER = """
 import os, socket, sys
-from services.forkserver.server import become, end_with_parent, serve
+from cartridge_forge.services.forkserver.server import become, end_with_parent, serve
 end_with_parent(int(sys.argv[2]))
 given = serve(socket.socket(fileno=int(sys.argv[1])))
 if given is None:
@@ -38,7 +38,7 @@ exec(os.environ["DO"])
 # weight, over the weights' size. The arguments of `preload` are JSON.
 LOADER = """
 import json, os, sys
-from services.forkserver.server import preload
+from cartridge_forge.services.forkserver.server import preload
 
 def taken():
     rows = [line.split() for line in open("/proc/self/smaps_rollup")]
@@ -47,7 +47,7 @@ def taken():
 path, modules, model = json.loads(sys.argv[1])
 preload(modules, model)
 if os.fork() == 0:
-    from learning.model.loading import load_model
+    from cartridge_forge.learning.model.loading import load_model
     before = taken()
     weights = list(load_model(path, "float32").parameters())
     read = [float(weight.sum()) for weight in weights]
@@ -202,7 +202,7 @@ def test_in_another_process_than_the_owners_it_is_monarchs_own(forks: Forks) -> 
 
 def test_an_import_that_starts_a_thread_is_refused() -> None:
     code = (
-        "from services.forkserver.server import preload\n"
+        "from cartridge_forge.services.forkserver.server import preload\n"
         "preload(['json', 'monarch._rust_bindings'])"
     )
     done = subprocess.run(
@@ -223,8 +223,9 @@ def test_forked_processes_share_the_memory_of_a_model_that_was_read_ahead(tmp_pa
 
 
 def own_share(path: str, model: list[str]) -> float:
+    modules = ["cartridge_forge.learning.model.loading"]
     done = subprocess.run(
-        [sys.executable, "-c", LOADER, json.dumps([path, ["learning.model.loading"], model])],
+        [sys.executable, "-c", LOADER, json.dumps([path, modules, model])],
         capture_output=True, text=True, timeout=5 * TIMEOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

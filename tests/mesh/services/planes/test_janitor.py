@@ -14,7 +14,7 @@ import pytest
 
 OWNER = """
 import asyncio, os, signal, sys, time, torch
-from services.planes.shared_memory import SharedMemoryPlane
+from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
 
 async def own(home):
     plane = await SharedMemoryPlane.start(home)

@@ -17,11 +17,11 @@ import torch
 from monarch.actor import Actor, ProcMesh, endpoint, this_host
 from rooms.services.planes_setup import KINDS
 
-from protocols.errors import PlaneError
-from protocols.ports import TensorPlane
-from protocols.types import TensorLayout, TensorRef
-from services.planes.open import OwnedPlane, open_plane
-from services.planes.shared_memory import SharedMemoryPlane
+from cartridge_forge.protocols.errors import PlaneError
+from cartridge_forge.protocols.ports import TensorPlane
+from cartridge_forge.protocols.types import TensorLayout, TensorRef
+from cartridge_forge.services.planes.open import OwnedPlane, open_plane
+from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
 
 MB = 1 << 20
 
@@ -348,7 +348,7 @@ def test_torchstore_asks_for_the_kind_and_place_of_a_value_where_we_answer() -> 
     """Should a release name it otherwise, every get would ask twice again, and nothing fail."""
     from torchstore.client import LocalClient
 
-    from services.planes.torchstore import TensorClient
+    from cartridge_forge.services.planes.torchstore import TensorClient
 
     answered = {"_get_stored_object_type", "_locate_volumes"}
     assert set(vars(TensorClient)) & set(vars(LocalClient)) >= answered

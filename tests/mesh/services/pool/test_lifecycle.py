@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rooms.services.lifecycle_setup import settled
 
-from services.pool.health import IN_SERVICE
+from cartridge_forge.services.pool.health import IN_SERVICE
 
 times = st.sampled_from([0.0, 0.01, 0.1, 0.3, 0.7, 1.5, 3.0, 6.0])
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.spec.services import RouterName
-from services.pool.replica import Router, new_router
+from cartridge_forge.protocols.spec.services import RouterName
+from cartridge_forge.services.pool.replica import Router, new_router
 
 indices = st.sets(st.integers(0, 40), min_size=1, max_size=8).map(sorted)
 names = st.text(max_size=12)
@@ -147,7 +147,7 @@ def test_another_process_chooses_alike() -> None:
     """With other seeds of `hash`, whose values differ between them."""
     code = (
         "from types import SimpleNamespace as Load\n"
-        "from services.pool.replica import new_router\n"
+        "from cartridge_forge.services.pool.replica import new_router\n"
         "seats = [Load(slot=i, ongoing=0) for i in range(8)]\n"
         "router = new_router('session')\n"
         "print(hash('patient_1'))\n"

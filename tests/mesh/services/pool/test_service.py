@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from monarch.actor import Actor, concurrent_endpoint, this_host
 
-from actors.heartbeat import resident_bytes
-from protocols.errors import RunError
-from protocols.spec.mesh import RoleSpec
-from protocols.spec.services import AutoscaleSpec, HealthSpec
-from services.pool.pool import Pool
-from services.pool.service import Service
-from services.proc_info import has_ended
+from cartridge_forge.actors.heartbeat import resident_bytes
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.spec.services import AutoscaleSpec, HealthSpec
+from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.service import Service
+from cartridge_forge.services.proc_info import has_ended
 
 # Between suspect and dead a busy machine has time to look.
 HEALTH = HealthSpec(heartbeat_s=0.1, suspect_after_s=0.5, dead_after_s=8.0)
@@ -114,7 +114,7 @@ async def serving(**options: Any) -> AsyncIterator[Service]:
 def is_ours(task: asyncio.Task[Any]) -> bool:
     """Of Monarch's own, the stop of a process that died may take its time."""
     code = Path(task.get_coro().cr_code.co_filename)
-    return code.is_relative_to(Path(__file__).parents[4] / "services")
+    return code.is_relative_to(Path(__file__).parents[4] / "cartridge_forge" / "services")
 
 
 def children() -> list[int]:

@@ -8,8 +8,8 @@ import os
 import pytest
 from monarch.actor import Actor, concurrent_endpoint, this_host
 
-from protocols.spec.mesh import RoleSpec
-from services.pool.service import Service
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.services.pool.service import Service
 
 NAMES = ("TEAM_KEY", "AWS_SECRET_ACCESS_KEY", "OMP_NUM_THREADS")
 

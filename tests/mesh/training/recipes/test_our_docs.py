@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from documents.reading import read_documents
-from training.recipes.question_files import read_questions
+from cartridge_forge.plugins.documents.reading import read_documents
+from cartridge_forge.plugins.documents.study.question_files import read_questions
 
 ROOT = Path(__file__).parents[4]
 QUESTIONS = ROOT / "configs" / "our_docs.json"

@@ -12,7 +12,7 @@ import pytest
 from documents_runs import SMALL, command, directory
 from small_run import ROOT, run_to_end, running
 
-from protocols.files import read_rows
+from cartridge_forge.protocols.files import read_rows
 
 pytestmark = [pytest.mark.timeout(900)]  # a busy machine starts it slowly
 
@@ -45,7 +45,7 @@ def test_rows_with_their_scores_are_trained_on_without_a_teacher(
     odd_folder: Path, tmp_path: Path
 ) -> None:
     sets = {"data.path": str(odd_folder / "salt.txt"), **SMALL, "self_study.answer_tokens": 16}
-    code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+    code = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
     words = [sys.executable, "-c", code, "selfstudy", str(ROOT / "meshes" / "documents.yaml")]
     words += ["--out", str(tmp_path / "study")]
     for key, value in {**sets, "self_study.questions": 16, "self_study.top_k": 12}.items():

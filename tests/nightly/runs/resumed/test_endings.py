@@ -19,8 +19,8 @@ from small_run import (
     same_outcome,
 )
 
-from forge_run.commands.control_client import ControlClient, ControlTarget
-from services.control.endpoints import read_endpoints
+from cartridge_forge.plugins.watch.commands.control_client import ControlClient, ControlTarget
+from cartridge_forge.plugins.watch.control.endpoints import read_endpoints
 
 LIMIT_SECONDS = 120.0
 # A process that is held is not taken for dead.

@@ -10,7 +10,7 @@ import pytest
 from s3_server import S3Server, require_moto, s3_server
 from small_run import Finished, command, rows, run_to_end, running, same_outcome
 
-from forge_run.cli import forge
+from cartridge_forge.forge_run.cli import forge
 
 URL = "s3://runs/of/ours"
 

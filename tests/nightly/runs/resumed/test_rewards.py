@@ -9,7 +9,7 @@ import pytest
 from example_runs import by_clerk, copied
 from small_run import rows, run_to_end
 
-from protocols.files import read_rows
+from cartridge_forge.protocols.files import read_rows
 
 pytestmark = [pytest.mark.timeout(900)]  # a busy machine starts it slowly
 

@@ -23,13 +23,17 @@ from replay_setup import (
     wrong,
 )
 
-from actors.teacher_replay import TeacherReplayActor
-from protocols.spec.mesh import RoleSpec
-from protocols.spec.teacher_replay import PriceSpec, ReplaySpec
-from protocols.teacher_replay import NANO, PanelVerdict, ReplayState
-from services.pool.pool import Pool
-from services.pool.service import Service
-from teachers.fake_provider.app import FakeProvider, FaultRates, sometimes_right
+from cartridge_forge.actors.teacher_replay import TeacherReplayActor
+from cartridge_forge.plugins.replay.fake_provider.app import (
+    FakeProvider,
+    FaultRates,
+    sometimes_right,
+)
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.spec.teacher_replay import PriceSpec, ReplaySpec
+from cartridge_forge.protocols.teacher_replay import NANO, PanelVerdict, ReplayState
+from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.service import Service
 
 ONE_AT_A_TIME = RoleSpec(max_ongoing=1)
 

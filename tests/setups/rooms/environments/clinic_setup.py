@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from environments.clinic import vocabulary as words
-from environments.clinic.desk import case_of
+from cartridge_forge.plugins.clinic import vocabulary as words
+from cartridge_forge.plugins.clinic.desk import case_of
 from models.pretrain.clerk_tasks import draw_episode
 from models.pretrain.reader_tasks import TaughtMessage
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from environments.problems import ProblemSet, open_problems
-from protocols.spec.rsa import ProblemsSpec
+from cartridge_forge.plugins.episodes.environments.problems import ProblemSet, open_problems
+from cartridge_forge.protocols.spec.rsa import ProblemsSpec
 
 T = TypeVar("T")
 

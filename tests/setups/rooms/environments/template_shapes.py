@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from learning.model.loading import load_tokenizer
+from cartridge_forge.learning.model.loading import load_tokenizer
 
 WORDS = (
     "the sodium of the patient is 41 mmol. the surgeon is dr quill, and the ward has 12 beds.\n\n"

@@ -9,7 +9,7 @@ import torch
 from format_setup import checkpoint_of
 from logits_setup import trained
 
-from learning.checkpoint import write_checkpoint
+from cartridge_forge.learning.checkpoint import write_checkpoint
 
 REPOSITORY = Path(__file__).parents[4]
 MESH = str(REPOSITORY / "meshes/serve.yaml")

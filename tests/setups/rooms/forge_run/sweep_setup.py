@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from forge_run.experiments.sweep import planned
-from forge_run.experiments.trials import Trial
-from protocols.spec.experiments import SweepSpec
+from cartridge_forge.forge_run.experiments.sweep import planned
+from cartridge_forge.forge_run.experiments.trials import Trial
+from cartridge_forge.protocols.spec.experiments import SweepSpec
 
 REPOSITORY = Path(__file__).parents[4]
 MESH = str(REPOSITORY / "meshes" / "longhealth.yaml")

@@ -7,10 +7,16 @@ from collections.abc import Sequence
 import torch
 from twins import Twin
 
-from learning.decode import generate
-from learning.decoding.engine import TorchEngine
-from protocols.errors import DataError
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, StopCondition
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.plugins.serve.engine.engine import TorchEngine
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.types import (
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+    StopCondition,
+)
 
 END = frozenset({5})
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from learning.attention import FlatAttention
-from learning.decode import generate
-from learning.decoder import LanguageModel
-from learning.model.loading import load_model
-from learning.teacher import document_kv
-from protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.learning.attention import FlatAttention
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
 
 SHAPE = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

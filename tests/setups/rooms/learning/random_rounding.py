@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from learning import decoder as linear
+from cartridge_forge.learning import decoder as linear
 
 LOW_BITS = 16  # of a float32 that bfloat16 has not
 

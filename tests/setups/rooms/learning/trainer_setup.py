@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from twins import Twin
 
-from learning.cartridge import first_tokens
-from learning.trainer import CartridgeTrainer
-from protocols.spec.sections import TrainSpec
+from cartridge_forge.learning.cartridge import first_tokens
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.protocols.spec.sections import TrainSpec
 
 CONFIG = TrainSpec(steps=100, lr=0.02, warmup_steps=2, row_tokens=20)
 

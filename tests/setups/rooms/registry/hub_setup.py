@@ -11,8 +11,8 @@ from format_setup import ROPE
 from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
 
-from registry.formats.base_model import BaseModelInfo
-from registry.store import CartridgeStore
+from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
+from cartridge_forge.plugins.library.store import CartridgeStore
 
 BASE = BaseModelInfo(2, 2, 4, 64, "c" * 64, ROPE, "models/some")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from format_setup import cartridge, same
 
-from protocols.errors import DataError
-from registry.formats.cartridge_file import Provenance
-from registry.formats.convert import read
+from cartridge_forge.plugins.library.formats.cartridge_file import Provenance
+from cartridge_forge.plugins.library.formats.convert import read
+from cartridge_forge.protocols.errors import DataError
 
 SMALL = cartridge(1, 1, 16, 2, dtype="bfloat16")
 TEXTS = (".json", ".yaml")

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from actors.base import ModelSource
-from actors.engine_generator import EngineGeneratorActor
-from actors.model_actors import DocTeacherActor, GeneratorActor
-from protocols.types import PrefixRef
+from cartridge_forge.actors.base import ModelSource
+from cartridge_forge.actors.engine_generator import EngineGeneratorActor
+from cartridge_forge.actors.model_actors import DocTeacherActor, GeneratorActor
+from cartridge_forge.protocols.types import PrefixRef
 
 POISON = (1313, 1313, 1313)  # in a prompt; nothing samples it
 

@@ -11,7 +11,7 @@ from api_store import ADMIN
 from kubernetes_scenarios import EIGHT, POOLS, SPACE, Cluster, Seen, component, stand_in
 from operator_loop import Admin, OperatorLoop
 
-from services.hosts import kubernetes
+from cartridge_forge.plugins.cluster.hosts import kubernetes
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 
 from fake_mesh import House
 
-from protocols.spec.mesh import RoleSpec
-from services.pool.pool import Pool
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.services.pool.pool import Pool
 
 
 class Worker:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from monarch.actor import ProcMesh, this_host
 
-from protocols.errors import PlaneError
-from services.planes.open import OwnedPlane, open_plane
+from cartridge_forge.protocols.errors import PlaneError
+from cartridge_forge.services.planes.open import OwnedPlane, open_plane
 
 KINDS = ("torchstore", "shared_memory")
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from telemetry_stream import tell
 
-from services.telemetry.prometheus import PrometheusSink
+from cartridge_forge.plugins.watch.telemetry.prometheus import PrometheusSink
 
 Labels = dict[str, str]
 

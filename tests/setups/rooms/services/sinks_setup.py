@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from protocols.records.run_files import MetricRow
-from protocols.records.status import RunStatus
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
-from protocols.types import TraceSpan
-from services.run_directory import RunDirectory
+from cartridge_forge.protocols.records.run_files import MetricRow
+from cartridge_forge.protocols.records.status import RunStatus
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.services.run_directory import RunDirectory
 
 MESH = Path(__file__).resolve().parents[4] / "meshes" / "longhealth.yaml"
 

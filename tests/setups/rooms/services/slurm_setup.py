@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from fake_slurm import Cluster, cluster
 
-from protocols.errors import RunError
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
-from services.hosts import slurm as slurm_hosts
-from services.hosts.slurm import SlurmHosts
+from cartridge_forge.plugins.cluster.hosts import slurm as slurm_hosts
+from cartridge_forge.plugins.cluster.hosts.slurm import SlurmHosts
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
 
 ROOT = Path(__file__).resolve().parents[4]
 

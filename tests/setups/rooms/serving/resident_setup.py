@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from protocols.errors import PublishError
-from protocols.types import Completion, GenerateRequest
-from registry.formats.base_model import BaseModelInfo
-from registry.store import CartridgeStore, CartridgeVersion
+from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
+from cartridge_forge.plugins.library.store import CartridgeStore, CartridgeVersion
+from cartridge_forge.protocols.errors import PublishError
+from cartridge_forge.protocols.types import Completion, GenerateRequest
 
 
 class RecordingBackend:

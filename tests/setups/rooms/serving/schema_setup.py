@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from serving_setup import InProcess, new_house
 
-from serving.app import Server, create_server
-from serving.backend import RequestLimits
+from cartridge_forge.plugins.serve.app import Server, create_server
+from cartridge_forge.plugins.serve.backend import RequestLimits
 
 ROUTES = (
     "/v1/chat/completions",

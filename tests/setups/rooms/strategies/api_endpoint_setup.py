@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from protocols.spec.teacher_replay import PriceSpec
-from protocols.teacher_replay import AgentMessage
-from protocols.types import Sampling
-from strategies.samplers.api_sampler import ApiEndpoint, ApiSampler
-from strategies.samplers.sampler import SampleRequest, SampleResult
-from teachers.fake_provider.app import FakeProvider, ProviderRequest
+from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, ProviderRequest
+from cartridge_forge.plugins.strategies.samplers.api_sampler import ApiEndpoint, ApiSampler
+from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
+from cartridge_forge.protocols.spec.teacher_replay import PriceSpec
+from cartridge_forge.protocols.teacher_replay import AgentMessage
+from cartridge_forge.protocols.types import Sampling
 
 KEY = "local-key-1234"
 TALK = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from strategies.rsa.engine import RSAEngine
-from strategies.samplers.sampler import Ability, SampleRequest, SampleResult
+from cartridge_forge.plugins.strategies.rsa.engine import RSAEngine
+from cartridge_forge.plugins.strategies.samplers.sampler import Ability, SampleRequest, SampleResult
 
 Script = Callable[
     [SampleRequest, list[str]], str

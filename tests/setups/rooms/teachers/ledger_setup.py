@@ -6,9 +6,9 @@ from pathlib import Path
 
 from replay_setup import a_spec, a_teacher
 
-from teachers.budget import TeacherCall
-from teachers.ledger import SpendLedger
-from teachers.panel import limits_of
+from cartridge_forge.plugins.replay.budget import TeacherCall
+from cartridge_forge.plugins.replay.ledger import SpendLedger
+from cartridge_forge.plugins.replay.panel import limits_of
 
 SPEC = a_spec(a_teacher("a", "http://127.0.0.1:1"))
 CALL = TeacherCall("k", "a", "run", 5_000)

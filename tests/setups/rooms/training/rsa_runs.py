@@ -34,7 +34,7 @@ CANDIDATES = 4 * 4  # T populations of M * N
 
 
 def command(root: Path, *extra: str) -> list[str]:
-    code = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+    code = "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exit(forge_run())"
     mesh = str(ROOT / "meshes" / "rsagent.yaml")
     words = [sys.executable, "-c", code, mesh, "--run-dir", str(root), *extra]
     for key, value in SMALL.items():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from forge_run.commands.explain import command
-from forge_run.formatting import TableSection
+from cartridge_forge.forge_run.commands.explain import command
+from cartridge_forge.protocols.formatting import TableSection
 
 
 def entry(section: TableSection) -> dict[str, str]:

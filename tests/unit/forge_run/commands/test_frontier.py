@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.commands.frontier import command
-from protocols.errors import SpecError
-from protocols.spec.loading import load_spec
-from protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.forge_run.commands.frontier import command
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 
 MESHES = Path(__file__).parents[4] / "meshes"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from fake_run_control import served
 
-from forge_run.commands.health_check import main
-from protocols.spec.services import ControlSpec
-from services.tls.certificates import certificates
+from cartridge_forge.forge_run.commands.health_check import main
+from cartridge_forge.plugins.cluster.tls.certificates import certificates
+from cartridge_forge.protocols.spec.services import ControlSpec
 
 
 def test_a_control_plane_serves_and_then_is_gone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from documents.reading import ReadResult, UserDocument
-from forge_run.commands.make import _name_of, library_names
-from protocols.errors import DataError
+from cartridge_forge.forge_run.commands.make import _name_of, library_names
+from cartridge_forge.plugins.documents.reading import ReadResult, UserDocument
+from cartridge_forge.protocols.errors import DataError
 
 
 def of_names(*names: str) -> ReadResult:

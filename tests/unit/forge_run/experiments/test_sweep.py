@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from rooms.forge_run.sweep_setup import MESH, REPOSITORY, SPEC, plan_of
 
-from forge_run.experiments.sweep import at_once, planned
-from forge_run.experiments.trials import unfit
-from protocols.errors import SpecError
-from protocols.spec.experiments import SweepSpec
-from protocols.spec.loading import load_file
-from protocols.spec.yaml_source import dump_yaml
-from services.run_directory import RunDirectory
+from cartridge_forge.forge_run.experiments.sweep import at_once, planned
+from cartridge_forge.forge_run.experiments.trials import unfit
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.experiments import SweepSpec
+from cartridge_forge.protocols.spec.loading import load_file
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.services.run_directory import RunDirectory
 
 
 def test_every_combination_is_planned_with_its_keys() -> None:
@@ -106,11 +106,13 @@ def test_a_frontiers_reward_model_is_beside_the_sweeps_file(tmp_path: Path) -> N
 
 
 SHIPPED = sorted(
-    path for kind in ("sweep", "study") for path in (REPOSITORY / "configs").rglob(f"{kind}_*.yaml")
+    path
+    for path in (*REPOSITORY.glob("configs/sweep_*.yaml"), *REPOSITORY.glob("studies/*/*.yaml"))
+    if path.name != "eval.yaml"
 )
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_shipped_sweeps_can_be_planned(path: Path) -> None:
     spec = load_file(SweepSpec, path)
     assert planned(spec, str(path.parent / spec.mesh), seeds=1)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.formatting import render
-from forge_run.plan.datasets import require_dataset, row_notes, sections
-from protocols.errors import DataError
-from protocols.spec.learn import LearnSpec
-from protocols.spec.loading import load_spec
+from cartridge_forge.forge_run.plan.datasets import require_dataset, row_notes, sections
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.formatting import render
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.loading import load_spec
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.plan.make import MakePlan, ModelBytes, cartridge_tokens, planned
-from learning.model.calibration import MachineRates
-from protocols.errors import DataError
-from protocols.spec.learn import LearnSpec
-from protocols.spec.loading import load_spec
+from cartridge_forge.forge_run.plan.make import MakePlan, ModelBytes, cartridge_tokens, planned
+from cartridge_forge.plugins.evaluate.calibration import MachineRates
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.loading import load_spec
 
 ROOT = Path(__file__).parents[4]
 RATES = MachineRates(forward=400.0, backward=112.0, decode=64.0)

@@ -7,17 +7,30 @@ from typing import Any
 
 import pytest
 
-from deploy.manifests.sizing import kv_values_per_token, matmul_parameters
-from environments.clinic.patients import generate_clinic
-from forge_run.formatting import TableSection, bytes_text, count_text, render, seconds_text
-from forge_run.plan import roofline
-from forge_run.plan.documents import require_documents
-from forge_run.plan.plan import plan, step_phases
-from forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost, Workload
-from forge_run.preflight import require_runnable
-from protocols.errors import DataError, SpecError
-from protocols.spec.loading import load_spec
-from protocols.spec.model import ModelSpec, ShapeSpec, model_shape
+from cartridge_forge.forge_run.plan import roofline
+from cartridge_forge.forge_run.plan.documents import require_documents
+from cartridge_forge.forge_run.plan.plan import plan, step_phases
+from cartridge_forge.forge_run.plan.roofline import (
+    A100,
+    EXPLICIT,
+    H200,
+    DevicePeaks,
+    PhaseCost,
+    Workload,
+)
+from cartridge_forge.forge_run.preflight import require_runnable
+from cartridge_forge.plugins.clinic.patients import generate_clinic
+from cartridge_forge.plugins.cluster.manifests.sizing import kv_values_per_token, matmul_parameters
+from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.formatting import (
+    TableSection,
+    bytes_text,
+    count_text,
+    render,
+    seconds_text,
+)
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.model import ModelSpec, ShapeSpec, model_shape
 
 REPOSITORY = Path(__file__).parents[4]
 ARTICLES = REPOSITORY / "tests" / "data" / "articles"

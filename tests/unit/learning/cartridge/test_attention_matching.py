@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from twins import NEAR
 
-from learning.attention import FlatAttention
-from learning.attention_matching import (
+from cartridge_forge.learning.attention import FlatAttention
+from cartridge_forge.learning.batch import pack, response_logits
+from cartridge_forge.learning.cartridge import shifted
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.library.attention_matching import (
     MOST_ROWS,
     ROW,
     ReferenceRows,
@@ -23,16 +26,13 @@ from learning.attention_matching import (
     reference_rows,
     row_starts,
 )
-from learning.batch import pack, response_logits
-from learning.cartridge import shifted
-from learning.teacher import document_kv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from twins import Twin
 
-    from protocols.types import Sample
+    from cartridge_forge.protocols.types import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 

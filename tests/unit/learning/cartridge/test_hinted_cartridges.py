@@ -9,20 +9,20 @@ import pytest
 import torch
 from channel_setup import bank_of, prefixes
 
-from learning.checkpoint import read_checkpoint
-from learning.losses.doc_kl import doc_batch
-from learning.teacher import TeacherDistribution, score
-from learning.trainer import CartridgeTrainer
-from protocols.errors import CheckpointError, PublishError
-from protocols.spec.objective import ObjectiveSpec, SdpoSpec
-from protocols.spec.sections import TrainSpec
+from cartridge_forge.learning.checkpoint import read_checkpoint
+from cartridge_forge.learning.losses.doc_kl import doc_batch
+from cartridge_forge.learning.teacher import TeacherDistribution, score
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.protocols.errors import CheckpointError, PublishError
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
+from cartridge_forge.protocols.spec.sections import TrainSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twins import Twin
 
-    from protocols.types import Sample
+    from cartridge_forge.protocols.types import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 

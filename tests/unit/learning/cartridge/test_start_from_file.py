@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from learning.checkpoint import read_checkpoint
-from learning.initialization import CartridgeInit, initial_bank
-from learning.losses.doc_kl import doc_batch
-from learning.teacher import TeacherDistribution, score
-from learning.trainer import CartridgeTrainer
-from protocols.spec.sections import TrainSpec
-from registry.formats import convert, run_checkpoint
+from cartridge_forge.learning.checkpoint import read_checkpoint
+from cartridge_forge.learning.initialization import CartridgeInit, initial_bank
+from cartridge_forge.learning.losses.doc_kl import doc_batch
+from cartridge_forge.learning.teacher import TeacherDistribution, score
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.library.formats import convert, run_checkpoint
+from cartridge_forge.protocols.spec.sections import TrainSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twins import Twin
 
-    from protocols.types import Sample
+    from cartridge_forge.protocols.types import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learning.cartridge import (
+from cartridge_forge.learning.cartridge import (
     CartridgeVersions,
     Fingerprints,
     fingerprint,
@@ -19,10 +19,10 @@ from learning.cartridge import (
     put_changed,
     since_of,
 )
-from protocols.errors import PublishError
-from protocols.types import PublishedCartridge
-from services.planes.codec import layout_of, packed_bytes
-from services.planes.shared_memory import SharedMemoryPlane
+from cartridge_forge.protocols.errors import PublishError
+from cartridge_forge.protocols.types import PublishedCartridge
+from cartridge_forge.services.planes.codec import layout_of, packed_bytes
+from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
 
 NAMES = [f"patient_{i:02d}" for i in range(20)]
 SHAPE = (2, 2, 2, 8, 16)  # 4 KiB of float32, a multiple of a packet's lines
@@ -116,7 +116,7 @@ def test_what_did_not_change_is_not_hashed_again(
         hashed.append(one)
         return [str(len(hashed))]
 
-    monkeypatch.setattr("learning.cartridge.head_digests", counting)
+    monkeypatch.setattr("cartridge_forge.learning.cartridge.head_digests", counting)
 
     async def work(files: Files) -> None:
         tensors = {name: kv(i) for i, name in enumerate(NAMES)}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learning.cartridge import CartridgeVersions, VersionLedger
-from protocols.errors import PublishError
-from protocols.types import PrefixRef, composed_ref
+from cartridge_forge.learning.cartridge import CartridgeVersions, VersionLedger
+from cartridge_forge.protocols.errors import PublishError
+from cartridge_forge.protocols.types import PrefixRef, composed_ref
 
 NAMES = ("a", "b")
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learning.stopping import UNFINISHED, StopChecker, StopMatch, TokenText
-from protocols.errors import DataError
-from protocols.types import StopCondition
+from cartridge_forge.learning.stopping import UNFINISHED, StopChecker, StopMatch, TokenText
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.types import StopCondition
 
 
 def decode(ids: Sequence[int]) -> str:

@@ -13,18 +13,18 @@ from channel_setup import ALL, bank_of, changed, do, of_cartridge, progress_of, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learning.losses.balance import GradientBalance
-from protocols.spec.objective import ObjectiveSpec
-from protocols.spec.policy_gradient import GrpoSpec
-from protocols.train_batch import TrainBatch
+from cartridge_forge.learning.losses.balance import GradientBalance
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
 
 CHANNELS = tuple(ObjectiveSpec().weights)
 
 if TYPE_CHECKING:
     from twins import Twin
 
-    from learning.cartridge import CartridgeBank
-    from learning.trainer_state import CartridgeProgress
+    from cartridge_forge.learning.cartridge import CartridgeBank
+    from cartridge_forge.learning.trainer_state import CartridgeProgress
 
 WEIGHTS = dict(zip(CHANNELS, ("w_doc", "w_rl", "alpha", "beta"), strict=True))
 NONE = ObjectiveSpec(w_doc=0.0)

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learning.losses.doc_kl import (
+from cartridge_forge.learning.losses.doc_kl import (
     divergence,
     doc_kl,
     jensen_shannon,
     log_tail,
 )
-from learning.teacher import TeacherDistribution, joined, top_k
-from protocols.errors import SpecError
-from protocols.spec.objective import LossSpec
+from cartridge_forge.learning.teacher import TeacherDistribution, joined, top_k
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.objective import LossSpec
 
 Probs = tuple[float, ...]
 DIRECTIONS = get_args(LossSpec.model_fields["direction"].annotation)

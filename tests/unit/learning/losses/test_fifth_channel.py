@@ -10,15 +10,15 @@ import torch
 from channel_setup import ALL, bank_of, do, of_cartridge, scene, trained, whole_kv
 from torch import Tensor
 
-from learning.batch import ChunkedLogits, Item, MicroBatch
-from learning.losses.channel import LossChannel, LossTerm, counted
-from learning.trainer import CartridgeTrainer
-from protocols import plugins
-from protocols.errors import DataError
-from protocols.spec.objective import LossSpec, ObjectiveSpec
-from protocols.spec.sections import TrainSpec
-from protocols.train_batch import TrainBatch
-from protocols.types import Sample
+from cartridge_forge.learning.batch import ChunkedLogits, Item, MicroBatch
+from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, counted
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.protocols import plugins
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.types import Sample
 
 if TYPE_CHECKING:
     from twins import Twin

@@ -35,25 +35,31 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.batch import pack, response_logits
-from learning.decoder import Decoder
-from learning.losses.advantages import group_advantages
-from learning.losses.doc_kl import doc_kl, jensen_shannon
-from learning.losses.objective import active_channels
-from learning.model.loading import base_hash, load_model, load_tokenizer
-from learning.teacher import TeacherDistribution, document_kv, response_logprobs, score, score_over
-from protocols.errors import DataError, ForgeError, RunError, StaleTokenError
-from protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
-from protocols.spec.policy_gradient import GrpoSpec
-from protocols.train_batch import HintedTurn, PolicySample, TrainBatch, hinted
-from protocols.types import Sample, Sampling
+from cartridge_forge.learning.batch import pack, response_logits
+from cartridge_forge.learning.decoder import Decoder
+from cartridge_forge.learning.losses.doc_kl import doc_kl, jensen_shannon
+from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.model.loading import base_hash, load_model, load_tokenizer
+from cartridge_forge.learning.teacher import (
+    TeacherDistribution,
+    document_kv,
+    response_logprobs,
+    score,
+    score_over,
+)
+from cartridge_forge.plugins.episodes.losses.advantages import group_advantages
+from cartridge_forge.protocols.errors import DataError, ForgeError, RunError, StaleTokenError
+from cartridge_forge.protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
+from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.train_batch import HintedTurn, PolicySample, TrainBatch, hinted
+from cartridge_forge.protocols.types import Sample, Sampling
 
 CHANNELS = tuple(ObjectiveSpec().weights)
 
 if TYPE_CHECKING:
     from twins import Twin
 
-    from learning.cartridge import CartridgeBank
+    from cartridge_forge.learning.cartridge import CartridgeBank
 
 READER = Path(__file__).parents[4] / "models/clinic-reader"
 

@@ -12,15 +12,21 @@ from channel_setup import bank_of, changed, prefixes, scene, scored, trained
 from torch import Tensor
 from twins import NEAR
 
-from learning.checkpoint import read_checkpoint
-from learning.policy_scores import document_logprobs
-from learning.teacher import TeacherDistribution, joined, response_logprobs, score, score_kept
-from learning.trainer import CartridgeTrainer
-from protocols.errors import CheckpointError, DataError
-from protocols.spec.objective import ObjectiveSpec
-from protocols.spec.policy_gradient import GrpoSpec
-from protocols.spec.sections import TrainSpec
-from protocols.train_batch import TrainBatch
+from cartridge_forge.learning.checkpoint import read_checkpoint
+from cartridge_forge.learning.policy_scores import document_logprobs
+from cartridge_forge.learning.teacher import (
+    TeacherDistribution,
+    joined,
+    response_logprobs,
+    score,
+    score_kept,
+)
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.protocols.errors import CheckpointError, DataError
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
     from twins import Twin

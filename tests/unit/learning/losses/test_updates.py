@@ -25,18 +25,18 @@ from channel_setup import (
 from torch import Tensor
 from twins import NEAR
 
-from learning.checkpoint import read_checkpoint
-from learning.losses.advantages import group_advantages
-from learning.policy_scores import shared_logprobs
-from learning.teacher import response_logprobs
-from learning.trainer import CartridgeTrainer
-from learning.updates import divide, joined_output
-from protocols.errors import RunError, StaleTokenError
-from protocols.spec.objective import ObjectiveSpec, SdpoSpec
-from protocols.spec.policy_gradient import GrpoSpec
-from protocols.spec.sections import TrainSpec
-from protocols.train_batch import TrainBatch
-from protocols.types import Sample, TrainStepOutput
+from cartridge_forge.learning.checkpoint import read_checkpoint
+from cartridge_forge.learning.policy_scores import shared_logprobs
+from cartridge_forge.learning.teacher import response_logprobs
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.learning.updates import divide, joined_output
+from cartridge_forge.plugins.episodes.losses.advantages import group_advantages
+from cartridge_forge.protocols.errors import RunError, StaleTokenError
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
+from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.types import Sample, TrainStepOutput
 
 if TYPE_CHECKING:
     from twins import Twin

@@ -12,18 +12,18 @@ import torch
 from rooms.environments.template_shapes import SHAPES, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from learning.decode import generate
-from learning.model.control_tokens import (
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.model.control_tokens import (
     require_text,
     special_in,
     special_tokens,
     stated_ends,
     token_count,
 )
-from learning.model.loading import load_model, load_tokenizer, text_ids
-from learning.teacher import document_kv
-from protocols.errors import DataError
-from protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.learning.model.loading import load_model, load_tokenizer, text_ids
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
 
 READER = Path(__file__).parents[4] / "models/clinic-reader"
 PADDED, NAMED = 1792, 1458

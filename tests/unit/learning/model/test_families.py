@@ -19,11 +19,11 @@ from rooms.learning.model_families import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from learning.cartridge import shifted
-from learning.decode import COPIED
-from learning.model.adapter import flat_attention
-from learning.model.loading import frequencies_of, load_model
-from protocols.errors import DataError
+from cartridge_forge.learning.cartridge import shifted
+from cartridge_forge.learning.decode import COPIED
+from cartridge_forge.learning.model.loading import frequencies_of, load_model
+from cartridge_forge.plugins.library.models.adapter import flat_attention
+from cartridge_forge.protocols.errors import DataError
 
 NATS = 1e-4
 
@@ -43,7 +43,7 @@ def test_drawn_tokens_are_the_likeliest(
     pair: FamilyPair, copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the prefix, which is copied to each row, or read apart."""
-    monkeypatch.setattr("learning.decode.COPIED", copied)
+    monkeypatch.setattr("cartridge_forge.learning.decode.COPIED", copied)
     told, best = pair.drawn()
     assert told < NATS
     assert best < NATS

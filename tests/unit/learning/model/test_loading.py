@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from learning.model.loading import base_hash, load_model, load_tokenizer, read_ahead
-from protocols.errors import DataError
+from cartridge_forge.learning.model.loading import base_hash, load_model, load_tokenizer, read_ahead
+from cartridge_forge.protocols.errors import DataError
 
 if TYPE_CHECKING:
     from twins import Twin

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from protocols.records.answers import (
+from cartridge_forge.protocols.records.answers import (
     TEXT_LIMIT,
     Answer,
     clusters,
@@ -16,7 +16,7 @@ from protocols.records.answers import (
     pairing_key,
     to_row,
 )
-from protocols.types import Completion
+from cartridge_forge.protocols.types import Completion
 
 ANSWER = Answer(
     id="p/1", fact="what is the sodium?", document="p", document_hash="0a", question_hash="1b",

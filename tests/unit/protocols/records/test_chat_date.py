@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from protocols.errors import CheckpointError
-from protocols.records.chat_date import CHAT, date_of, read_date, source_of, write_date
+from cartridge_forge.protocols.errors import CheckpointError
+from cartridge_forge.protocols.records.chat_date import (
+    CHAT,
+    date_of,
+    read_date,
+    source_of,
+    write_date,
+)
 
 
 def test_a_date_is_kept_to_the_second(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.records.token_scores import LEAST, MOST, decoded, decoded_top, encoded, encoded_top
+from cartridge_forge.protocols.records.token_scores import (
+    LEAST,
+    MOST,
+    decoded,
+    decoded_top,
+    encoded,
+    encoded_top,
+)
 
 
 def test_known_values_are_these_bytes() -> None:

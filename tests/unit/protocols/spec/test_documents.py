@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from protocols.errors import SpecError
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
 
 ROOT = Path(__file__).parents[4]
 MESH = str(ROOT / "meshes" / "documents.yaml")

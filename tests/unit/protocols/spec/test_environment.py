@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from protocols.errors import SpecError
-from protocols.spec.environment import EnvironmentSpec
-from protocols.spec.loading import load_spec
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.environment import EnvironmentSpec
+from cartridge_forge.protocols.spec.loading import load_spec
 
 MESH = Path(__file__).resolve().parents[4] / "meshes" / "three_channels.yaml"
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from protocols.spec.keys import CONFIG_FILE, FILES, MESH_FILE, OTHER_NAMES, near_keys, spec_keys
+from cartridge_forge.protocols.spec.keys import (
+    CONFIG_FILE,
+    FILES,
+    MESH_FILE,
+    OTHER_NAMES,
+    near_keys,
+    spec_keys,
+)
 
 
 def test_every_other_name_leads_to_a_key() -> None:

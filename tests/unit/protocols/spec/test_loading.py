@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from protocols.errors import SpecError
-from protocols.spec.loading import LoadedSpec, load_resolved, load_spec
-from protocols.spec.yaml_source import dump_yaml, parse_value
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.loading import LoadedSpec, load_resolved, load_spec
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml, parse_value
 
 REPOSITORY = Path(__file__).parents[4]
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from protocols.spec.learn import LearnSpec
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RolesSpec, RunSpec
-from protocols.spec.objective import LossSpec
-from protocols.spec.sections import EvaluateSpec, TeacherSpec
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RolesSpec, RunSpec
+from cartridge_forge.protocols.spec.objective import LossSpec
+from cartridge_forge.protocols.spec.sections import EvaluateSpec, TeacherSpec
 
 
 def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.preflight import slow_products
-from protocols.spec import model as of
-from protocols.spec.loading import load_serve, load_spec
+from cartridge_forge.forge_run.preflight import slow_products
+from cartridge_forge.protocols.spec import model as of
+from cartridge_forge.protocols.spec.loading import load_serve, load_spec
 
 FLAGS = {
     "fast": "flags\t\t: fpu avx512f amx_bf16 amx_tile\n",

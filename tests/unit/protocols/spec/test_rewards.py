@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from protocols.errors import SpecError
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
 
 MESH = str(Path(__file__).parents[4] / "examples" / "gsm8k_like" / "mesh.yaml")
 TEACHER = "{name: j, provider: openai, model: m, prices: {input: 1, output: 1}}"

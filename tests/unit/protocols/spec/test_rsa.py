@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from protocols.errors import SpecError
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
-from protocols.spec.rsa import ProblemsSpec, RsaSpec
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.spec.rsa import ProblemsSpec, RsaSpec
 
 MESH = str(Path(__file__).parents[4] / "meshes" / "rsagent.yaml")
 PRIMER = 'data={"source": "primer", "patients": 1, "held_out": 1.0}'

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from protocols.errors import SpecError
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import MeshSpec
-from protocols.spec.services import (
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import MeshSpec
+from cartridge_forge.protocols.spec.services import (
     AutoscaleSpec,
     ControlSpec,
     HealthSpec,

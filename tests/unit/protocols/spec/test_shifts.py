@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from protocols.errors import SpecError
-from protocols.spec.loading import load_spec
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.loading import load_spec
 
 MESH = Path(__file__).resolve().parents[4] / "meshes" / "three_channels.yaml"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from protocols.errors import SpecError
-from protocols.spec.cartridge import CartridgeSpec, StartSpec
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.cartridge import CartridgeSpec, StartSpec
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
 
 MESH = "meshes/longhealth.yaml"
 

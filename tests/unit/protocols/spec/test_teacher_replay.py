@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from protocols.spec.teacher_replay import PriceSpec, ReplaySpec, ReplayTeacherSpec
+from cartridge_forge.protocols.spec.teacher_replay import PriceSpec, ReplaySpec, ReplayTeacherSpec
 
 GOOD: dict[str, Any] = {
     "name": "a",

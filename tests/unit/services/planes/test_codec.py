@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from second_device import elsewhere
 
-from protocols.errors import PlaneError
-from protocols.types import TensorLayout
-from services.planes.codec import (
+from cartridge_forge.protocols.errors import PlaneError
+from cartridge_forge.protocols.types import TensorLayout
+from cartridge_forge.services.planes.codec import (
     layout_of,
     pack,
     packed_bytes,
@@ -20,7 +20,7 @@ from services.planes.codec import (
     staged,
     unpack,
 )
-from services.planes.memory_directory import check_key
+from cartridge_forge.services.planes.memory_directory import check_key
 
 DTYPES = (
     torch.bool,
@@ -166,7 +166,7 @@ def test_the_next_copy_is_under_way_while_one_is_used(monkeypatch: pytest.Monkey
         log.append(f"begin {name}")
         return tensor, lambda: log.append(f"wait {name}")
 
-    monkeypatch.setattr("services.planes.codec._begin_copy", begin)
+    monkeypatch.setattr("cartridge_forge.services.planes.codec._begin_copy", begin)
     for copy in staged([torch.tensor(i) for i in range(3)]):
         log.append(f"use {int(copy)}")
     assert log == [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from services.planes.shared_memory import SharedMemoryPlane
+from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
 
 
 def has_ended(pid: int) -> bool:

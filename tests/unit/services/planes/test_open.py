@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocols.errors import PlaneError, SpecError
-from services.planes.open import open_plane
-from services.planes.shared_memory import SharedMemoryPlane
-from services.planes.store_watch import StoreWatch
+from cartridge_forge.protocols.errors import PlaneError, SpecError
+from cartridge_forge.services.planes.open import open_plane
+from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
+from cartridge_forge.services.planes.store_watch import StoreWatch
 
 
 def test_planes_pickle_as_handles() -> None:
-    from services.planes.torchstore import TorchStorePlane
+    from cartridge_forge.services.planes.torchstore import TorchStorePlane
 
     watch = StoreWatch(7, "1/2/3")
     store = pickle.loads(pickle.dumps(TorchStorePlane("handle", 3.0, watch)))  # noqa: S301  our own
@@ -45,9 +45,9 @@ def test_a_missing_torchstore_is_an_error_with_the_command_that_installs_it(
     for name in [name for name in sys.modules if name.startswith("torchstore.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchstore", None)
-    monkeypatch.delitem(sys.modules, "services.planes.torchstore", raising=False)
+    monkeypatch.delitem(sys.modules, "cartridge_forge.services.planes.torchstore", raising=False)
     with pytest.raises(PlaneError, match=r"run `pip install --no-deps torchstore==0\.1\.2`"):
-        importlib.import_module("services.planes.torchstore")
+        importlib.import_module("cartridge_forge.services.planes.torchstore")
 
 
 def test_directories_of_dead_runs_are_removed_and_of_living_ones_kept(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.planes.store_watch import StoreWatch
-from services.proc_info import began
+from cartridge_forge.services.planes.store_watch import StoreWatch
+from cartridge_forge.services.proc_info import began
 
 LONG = 60.0  # seconds that no test waits
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from protocols.errors import RunError
-from services.hosts.handshake import WorkerInfo
-from services.hosts.source import HostWorker
-from services.pool.membership import attached_at
+from cartridge_forge.plugins.cluster.hosts.handshake import WorkerInfo
+from cartridge_forge.plugins.cluster.hosts.membership import attached_at
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.services.pool.hosts import HostWorker
 
 
 def hello(address: str) -> WorkerInfo:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.spec.services import AutoscaleSpec
-from services.pool.autoscale import decide
+from cartridge_forge.protocols.spec.services import AutoscaleSpec
+from cartridge_forge.services.pool.autoscale import decide
 
 
 def spec_of(**changes: float) -> AutoscaleSpec:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from fake_mesh import House, house, run
 
-from protocols.errors import EngineDied, EngineKilledError, RunError
-from protocols.spec.mesh import RoleSpec
-from services.pool.pool import Pool
+from cartridge_forge.protocols.errors import EngineDied, EngineKilledError, RunError
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.services.pool.pool import Pool
 
 LATE = 0.3
 

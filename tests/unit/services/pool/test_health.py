@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.records.status import ReplicaState
-from protocols.spec.services import HealthSpec
-from services.pool.health import HealthState, drained, lost, refitted, silent
+from cartridge_forge.protocols.records.status import ReplicaState
+from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.services.pool.health import HealthState, drained, lost, refitted, silent
 
 DEAD, DRAINING = ReplicaState.DEAD, ReplicaState.DRAINING
 HEALTHY, SUSPECT = ReplicaState.HEALTHY, ReplicaState.SUSPECT

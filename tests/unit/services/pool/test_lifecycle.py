@@ -11,12 +11,12 @@ import pytest
 from fake_mesh import house, run
 from rooms.services.lifecycle_setup import Worker, settled
 
-from protocols.errors import DataError, PlaneError, RunError
-from protocols.records.status import ReplicaState
-from protocols.spec.services import AutoscaleSpec
-from services.pool.pool import Pool
-from services.pool.replica import Replica
-from services.pool.service import UNHEARD
+from cartridge_forge.protocols.errors import DataError, PlaneError, RunError
+from cartridge_forge.protocols.records.status import ReplicaState
+from cartridge_forge.protocols.spec.services import AutoscaleSpec
+from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.replica import Replica
+from cartridge_forge.services.pool.service import UNHEARD
 
 
 def pids(pool: Pool) -> list[int]:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from fake_mesh import House, house, run
 
-from protocols.errors import RunError
-from protocols.records.status import ReplicaState
-from protocols.spec.mesh import RoleSpec
-from protocols.spec.services import AutoscaleSpec
-from services.hosts.source import HostWorker
-from services.pool.pool import Pool
-from services.pool.replica import Replica
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.records.status import ReplicaState
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.spec.services import AutoscaleSpec
+from cartridge_forge.services.pool.hosts import HostWorker
+from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.replica import Replica
 
 
 class Clerk:

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.hosts.source import HostWorker
-from services.pool.placement import choose, crowded, lack, never_fits
-from services.pool.process import ProcessHost
+from cartridge_forge.services.pool.hosts import HostWorker
+from cartridge_forge.services.pool.placement import choose, crowded, lack, never_fits
+from cartridge_forge.services.pool.process import ProcessHost
 
 
 def host(role: str = "", capacity: int = 0, busy: int = 0, well: bool = True) -> ProcessHost:

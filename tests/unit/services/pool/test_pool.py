@@ -13,12 +13,18 @@ from fake_mesh import HEALTH, healthy, pool_of, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.errors import ForgeError, PlaneError, PublishError, RunError, StaleTokenError
-from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus
-from protocols.types import TimedReply, TraceSpan
-from services.pool.health import silent
-from services.pool.pool import Pool, gather
-from services.pool.replica import Replica
+from cartridge_forge.protocols.errors import (
+    ForgeError,
+    PlaneError,
+    PublishError,
+    RunError,
+    StaleTokenError,
+)
+from cartridge_forge.protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus
+from cartridge_forge.protocols.types import TimedReply, TraceSpan
+from cartridge_forge.services.pool.health import silent
+from cartridge_forge.services.pool.pool import Pool, gather
+from cartridge_forge.services.pool.replica import Replica
 
 
 class Actor:
@@ -58,7 +64,7 @@ def test_a_pool_keeps_when_models_computed(monkeypatch: pytest.MonkeyPatch) -> N
     async def scenario() -> Pool:
         pool = pool_of(Actor("a"), Actor("b"))
         clock = SimpleNamespace(perf_counter=lambda: next(ticks), monotonic=time.monotonic)
-        monkeypatch.setattr("services.pool.pool.time", clock)
+        monkeypatch.setattr("cartridge_forge.services.pool.pool.time", clock)
         await pool.route("work")
         await pool.route("compute", 4.0)
         await pool.fanout("compute", 0.5)

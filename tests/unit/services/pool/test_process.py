@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from actors.heartbeat import digest
-from protocols.errors import RunError
-from services.pool.process import same_files
+from cartridge_forge.actors.heartbeat import digest
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.services.pool.process import same_files
 
 
 def process(seen: dict[str, tuple[str, bool]], local: bool = False) -> Any:

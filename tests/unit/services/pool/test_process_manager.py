@@ -8,10 +8,10 @@ import time
 import pytest
 from fake_mesh import HEALTH, FakeHost, run
 
-from protocols.errors import RunError
-from services.hosts.source import HostWorker
-from services.pool.process import ProcessHost, ReplicaProcess
-from services.pool.process_manager import ProcessManager
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.services.pool.hosts import HostWorker
+from cartridge_forge.services.pool.process import ProcessHost, ReplicaProcess
+from cartridge_forge.services.pool.process_manager import ProcessManager
 
 
 def of(
@@ -200,7 +200,7 @@ def test_a_worker_gives_each_of_its_devices_once() -> None:
 
 
 def test_roles_of_one_machine_share_its_devices_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.pool.process.gpus_here", lambda: 3)
+    monkeypatch.setattr("cartridge_forge.services.pool.process.gpus_here", lambda: 3)
 
     async def scenario() -> None:
         processes = ProcessManager(HEALTH, spares=0, timeout_s=20.0)

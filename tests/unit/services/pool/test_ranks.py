@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from fake_mesh import House, house, run
 
-from actors.heartbeat import Heartbeat
-from protocols.errors import PlaneError, RanksLostError, RunError
-from protocols.spec.mesh import RoleSpec
-from services.pool import process as process_module
-from services.pool.pool import Pool
-from services.pool.process import ReplicaProcess
+from cartridge_forge.actors.heartbeat import Heartbeat
+from cartridge_forge.protocols.errors import PlaneError, RanksLostError, RunError
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.services.pool import process as process_module
+from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.process import ReplicaProcess
 
 
 class Rank:

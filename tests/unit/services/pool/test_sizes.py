@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from protocols.errors import RunError
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
-from services.pool.sizes import PoolSize, opening, restore, resumed_sizes
+from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.services.pool.sizes import PoolSize, opening, restore, resumed_sizes
 
 AT = "2026-11-25T10:00:00.000Z"
 

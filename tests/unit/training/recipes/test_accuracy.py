@@ -4,9 +4,9 @@ from math import sqrt
 
 import pytest
 
-from environments.clinic.longhealth import PatientQuestion
-from training.recipes.longhealth import measure
-from training.recipes.longhealth_prompts import LongHealthQuestion
+from cartridge_forge.plugins.clinic.longhealth import PatientQuestion
+from cartridge_forge.plugins.documents.study.longhealth import measure
+from cartridge_forge.plugins.documents.study.longhealth_prompts import LongHealthQuestion
 
 Z = 1.959963984540054
 

@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 from small_run import ROOT
 
-from environments.clinic.longhealth import Patient
-from learning.model.loading import load_tokenizer
-from protocols.layout import CartridgeLayout
-from protocols.spec.learn import LearnSpec
-from protocols.spec.loading import load_spec
-from protocols.types import Completion, PrefixRef
-from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
-from training.recipes.study_prompts import titled, titles_of
-from training.rollouts import as_rollout, as_rows, rollout_from
+from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.clinic.longhealth import Patient
+from cartridge_forge.plugins.documents.study.longhealth_prompts import (
+    LongHealthPrompts,
+    read_patients,
+)
+from cartridge_forge.plugins.documents.study.prompts import titled, titles_of
+from cartridge_forge.protocols.layout import CartridgeLayout
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.types import Completion, PrefixRef
+from cartridge_forge.training.rollouts import as_rollout, as_rows, rollout_from
 
 MESH = str(ROOT / "meshes" / "longhealth.yaml")
 TOKENIZER = load_tokenizer(str(ROOT / "models" / "clinic-reader"))

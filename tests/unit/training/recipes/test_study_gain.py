@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 
-from documents.synthesis_rows import StudyRow
-from protocols.types import Completion, GenerateRequest
-from training.recipes.agreement import StudyQuestion
-from training.recipes.study_rows import gains, weighed
+from cartridge_forge.plugins.documents.study.agreement import StudyQuestion
+from cartridge_forge.plugins.documents.study.rows import gains, weighed
+from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
+from cartridge_forge.protocols.types import Completion, GenerateRequest
 
 
 def question(key: str, answer: tuple[int, ...]) -> StudyQuestion:

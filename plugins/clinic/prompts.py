@@ -1,0 +1,289 @@
+"""Write user prompts: self-study prompts to train on, five-option questions to evaluate with.
+
+Self-study prompts ask to recite, structure or summarise a part of the document, or ask for one fact
+in it, without options. They use only the documents and the questions kept for training. Their kinds
+follow the seed prompts of the Cartridges paper (Eyuboglu et al., 2025), reduced to those that a
+tiny model can follow.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
+
+from cartridge_forge.plugins.clinic.longhealth import LETTERS, NoteSpan, Patient, PatientQuestion
+from cartridge_forge.plugins.clinic.vocabulary import FIELDS
+from cartridge_forge.protocols.errors import DataError
+
+_ANSWER = re.compile(
+    r"(?:(?:(?<!\bno )answer|(?:correct|right|best) (?:option|choice))[*_`]*"
+    r"(?: is(?!\w|['\u2019]):?|:)[*_`]*|<answer>)"
+    r"\s*(?=\S)(?!</answer>)",
+    re.IGNORECASE,
+)
+_END = re.compile(r"</answer>", re.IGNORECASE)
+_BEFORE = re.compile(
+    r"^(?:\$*\\boxed\{(?:\\text\{)?)?(?:(?:option|choice|letter) )?", re.IGNORECASE
+)
+# A lower-case "a" before a word is an article ("the answer is a kind of ..."), not a choice.
+_LETTER = re.compile(r"\(?([a-eA-E])(?:[).:,*}]|\s*(?:\n|$)|(?<!a)\s)")
+_SEVERAL = re.compile(
+    r"\(?[a-e]\)?[*]*\s*(?:,|/|&|\bor\b|\band\b)\s*[*]*\(?(?:[b-e](?!\w)|a\s*(?:[).,*]|$))",
+    re.IGNORECASE,
+)
+_AROUND = " .\"'*_`"
+_SIGNS = str.maketrans(
+    {
+        **dict.fromkeys("\u2018\u2019\u201b\u02bc`\u00b4\u2032", "'"),
+        **dict.fromkeys("\u201c\u201d\u201e\u201f\u00ab\u00bb\u2033", '"'),
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212", "-"),
+    }
+)
+_NUMBER = re.compile(r"\d+")
+_WORD = re.compile(r"\w")
+_FIELD_QUESTION = re.compile(r"what is the (.+)\?")
+LEAD = "answer:"
+TAGS = ("<answer>", "</answer>")
+
+
+def recite_prompt(cue: str) -> str:
+    return f"recite from {cue}."
+
+
+def structure_prompt(note: int) -> str:
+    return f"list the findings of note {note}."
+
+
+def summarise_prompt(note: int) -> str:
+    return f"summarise note {note}."
+
+
+def question_prompt(cue: str) -> str:
+    return f"what about {cue}?"
+
+
+def findings_prompt(fields: Sequence[str]) -> str:
+    """Return a question of several fields: `"what is the sodium? what is the surgeon?"`."""
+    return " ".join(f"what is the {field}?" for field in fields)
+
+
+def option_prompt(text: str, options: tuple[str, ...] | list[str], instruction: str = "") -> str:
+    """Return a question with its lettered options on one line, then any `instruction`."""
+    lettered = " ".join(f"{letter}) {o}" for letter, o in zip(LETTERS, options, strict=True))
+    return f"{text} options: {lettered}" + (f"\n{instruction}" if instruction else "")
+
+
+def aggregation_prompt(question: str, candidates: Sequence[str]) -> str:
+    """Return the question (from `option_prompt`) with numbered candidate responses below, as in
+    recursive self-aggregation (Venkatraman et al., 2025), in words of the tiny tokenizer.
+
+    Every candidate takes one line, without its own line breaks; an empty one keeps its number. A
+    line begins with a space, else its first word is encoded as bytes. Raises DataError if empty.
+    """
+    if not candidates:
+        raise DataError("there are no candidates to aggregate; give at least one, or just ask")
+    lines = [" ".join([f" {i}:", *c.split()]) for i, c in enumerate(candidates, start=1)]
+    return "\n".join([question, " review the answers:", *lines])
+
+
+def sentences(text: str) -> list[str]:
+    """Return a note's sentences without their full stops."""
+    return [s.strip() for s in re.split(r"\.(?:\s+|$)", text) if s.strip()]
+
+
+def unique_cue(document: str, sentence: str, most: int = 8) -> str | None:
+    """Return the fewest leading words of the sentence that occur nowhere else in the document."""
+    parts = sentence.split()
+    for count in range(1, min(most, len(parts)) + 1):
+        cue = " ".join(parts[:count]).rstrip(",;:")
+        if cue and len(list(islice(_occurrences(_spaced(document), cue), 2))) == 1:
+            return cue
+    return None
+
+
+@lru_cache(maxsize=32)  # a chart of 12,000 tokens has a thousand sentences to look up
+def _spaced(document: str) -> str:
+    return " ".join(document.split())
+
+
+def _occurrences(text: str, words: str) -> Iterator[int]:
+    """Yield where `words` begin in the text as whole words; occurrences may overlap."""
+    at = text.find(words)
+    while at >= 0:
+        before, after = text[at - 1 : at], text[at + len(words) : at + len(words) + 1]
+        if not (_WORD.match(before) or _WORD.match(after)):
+            yield at
+        at = text.find(words, at + 1)
+
+
+def self_study_prompt(
+    patient: Patient,
+    questions: list[PatientQuestion],
+    kinds: tuple[str, ...],
+    rng: random.Random,
+    others: Sequence[str] = (),
+) -> tuple[str, str, tuple[NoteSpan, ...]]:
+    """Draw one training prompt for a patient: its kind, its text, and the passages that it is
+    about.
+
+    A "question" is about a sentence of the document or, half of the time if `questions` has any,
+    one of `questions` without its options. `questions` are those that may be trained on. A "choice"
+    is about a sentence too; its options are the sentence's end and four similar ones. These come
+    from the ends of the document's sentences and from `others`, ends in other documents. A
+    "recite_note" asks for a whole note, by its first sentence; "findings" for two to four fields of
+    the chart. A note without a unique cue, and a chart without fields, get the kind "structure".
+    """
+    kind = rng.choice(kinds)
+    note = rng.randrange(len(patient.texts))
+    whole = ((note, 0, len(patient.texts[note])),)
+    if kind == "structure":
+        return kind, structure_prompt(note + 1), whole
+    if kind == "summarise":
+        return kind, summarise_prompt(note + 1), whole
+    if kind == "recite_note":
+        first = sentences(patient.texts[note])[:1]
+        cue = unique_cue(patient.document, first[0]) if first else None
+        if cue is None:
+            return "structure", structure_prompt(note + 1), whole
+        return kind, recite_prompt(cue), whole
+    if kind == "question" and questions and rng.random() < 0.5:
+        asked = rng.choice(questions)
+        return kind, asked.text, patient.places_of(asked)
+    cued = cued_sentences(patient)
+    if kind == "findings":
+        fields = [(n, cue) for n, cue, rest in cued if rest and cue in FIELDS]
+        chosen = rng.sample(fields, min(len(fields), rng.randint(2, 4)))
+        places = tuple((n, 0, len(patient.texts[n])) for n in sorted({n for n, _ in chosen}))
+        if not chosen:
+            return "structure", structure_prompt(note + 1), whole
+        return kind, findings_prompt([field for _, field in chosen]), places
+    here = [(c, rest) for n, c, rest in cued if n == note and (kind != "choice" or rest)]
+    ends = _all_ends(patient, tuple(others)) if kind == "choice" else []
+    if not here or (kind == "choice" and len(ends) < len(LETTERS)):
+        return "structure", structure_prompt(note + 1), whole
+    cue, rest = rng.choice(here)
+    start = patient.texts[note].find(cue)  # -1: the cue's words are spaced otherwise there
+    passage = whole if start < 0 else ((note, start, start + len(cue) + len(rest)),)
+    if kind == "choice":
+        options = [rest, *look_alikes(rest, ends, len(LETTERS) - 1, rng)]
+        rng.shuffle(options)
+        return kind, option_prompt(question_prompt(cue), options), passage
+    text = question_prompt(cue) if kind == "question" else recite_prompt(cue)
+    return kind, text, passage
+
+
+def sentence_ends(patient: Patient) -> list[str]:
+    """Return the texts after the cues of a patient's sentences, sorted, without duplicates."""
+    return sorted({rest for _, _, rest in cued_sentences(patient) if rest})
+
+
+@lru_cache(maxsize=256)  # as `cued_sentences`
+def _all_ends(patient: Patient, others: tuple[str, ...]) -> list[str]:
+    return sorted({*sentence_ends(patient), *others})
+
+
+def look_alikes(end: str, ends: Sequence[str], count: int, rng: random.Random) -> list[str]:
+    """Return `count` hard wrong options for `end`.
+
+    An end with a number gets other numbers of as many digits. Any other gets those of `ends` with
+    the nearest number of words. Easy options would train a cartridge to distinguish drugs from
+    surgeons, which questions do not test (docs/log.md).
+    """
+    found: list[str] = []
+    if _NUMBER.search(end):
+        for _ in range(8 * count):  # few digits allow few numbers: `ends` supply the rest
+            other = _NUMBER.sub(lambda m: _another_number(m.group(), rng), end)
+            if other != end and other not in found:
+                found.append(other)
+            if len(found) == count:
+                return found
+    pool = [e for e in ends if e != end and e not in found]
+    rng.shuffle(pool)
+    words = _words(end)
+    pool.sort(key=lambda e: abs(_words(e) - words))
+    return found + pool[: count - len(found)]
+
+
+@lru_cache(maxsize=2**14)  # every choice of a run compares the same ends
+def _words(text: str) -> int:
+    return len(text.split())
+
+
+def _another_number(digits: str, rng: random.Random) -> str:
+    lowest = 10 ** (len(digits) - 1) if len(digits) > 1 else 0
+    return str(rng.randint(lowest, 10 ** len(digits) - 1))
+
+
+@lru_cache(maxsize=256)  # a run needs the same few patients thousands of times
+def cued_sentences(patient: Patient) -> list[tuple[int, str, str]]:
+    """Return (note, cue, rest) of every sentence with a unique cue: (0, "sodium", "41 mmol")."""
+    found = []
+    document = patient.document
+    for note, text in enumerate(patient.texts):
+        for sentence in sentences(text):
+            cue = unique_cue(document, sentence)
+            if cue:
+                found.append((note, cue, sentence[len(cue) :].strip(" ,;:")))
+    return found
+
+
+def parse_answer(response: str, question: PatientQuestion) -> str | None:
+    """Return the letter that a response chose, or None if it chose none of the options.
+
+    Reads the text after the last "answer is", "answer:" or <answer>: an option's whole text, or a
+    letter. Of
+    two options with equal text the first is returned; either scores alike. Text precedes letter,
+    because an option's text may begin with one ("a fracture"). Two letters choose nothing.
+    """
+    rest = said_answer(response)
+    if rest is None:
+        return None
+    said = _fold(rest)
+    texts = [_fold(o) for o in question.options]
+    exact = [i for i, t in enumerate(texts) if t == said]
+    leading = [i for i, t in enumerate(texts) if re.match(rf"{re.escape(t)}(?!\w)", said)]
+    if exact or leading:
+        # The longest option that the answer starts with: "41 gram daily" is not "41 gram".
+        best = exact or sorted(leading, key=lambda i: -len(texts[i]))
+        return LETTERS[best[0]]
+    chosen = _BEFORE.sub("", rest.strip(_AROUND))
+    letter = None if _SEVERAL.match(chosen) else _LETTER.match(chosen)
+    return letter.group(1).lower() if letter else None
+
+
+def said_answer(response: str) -> str | None:
+    """Return the text after the last "answer is", "answer:" or <answer>, up to </answer>; None if
+    there is none."""
+    found = list(_ANSWER.finditer(response))
+    return _END.split(response[found[-1].end() :])[0] if found else None
+
+
+def plain_signs(text: str) -> str:
+    """Return text in Unicode's form NFKC, with ASCII's quotes and hyphens for all others."""
+    return text if text.isascii() else unicodedata.normalize("NFKC", text.translate(_SIGNS))
+
+
+def _fold(text: str) -> str:
+    return " ".join(plain_signs(text).lower().split()).strip(_AROUND)
+
+
+def claims(field: str, value: str) -> str:
+    """Return one line of reasoning and the answer, right or wrong:
+    `claims("sodium", "41 mmol")`."""
+    return f"the chart says {field} {value}. the answer is {value}."
+
+
+def right_answer(question: PatientQuestion, asked: str) -> str:
+    """Return the right answer of a question in the model's wording: between tags where the prompt
+    `asked` names them."""
+    # clinic-reader begins its answers with "the chart says"; it never learned another wording.
+    field = _FIELD_QUESTION.fullmatch(question.text)
+    if field and field[1] in FIELDS:
+        return claims(field[1], question.correct)
+    if all(tag in asked for tag in TAGS):
+        return question.correct.join(TAGS)
+    return f"{LEAD} {question.correct}"

@@ -1,0 +1,57 @@
+"""Check manifests without a cluster: `forge k8s check DIR|FILE...`.
+
+schema                   each object against the schema of its kind
+references               names of objects, keys and ports that other objects of a mesh have
+command, spec            a container's command by our parser, its ConfigMap as a spec
+ports, probes, env,      what a command needs of its container: ports, paths, variables, mounts,
+files, grace             time to end in
+memory, pools            pods of a run against its plan and its roles
+
+Generic faults of Kubernetes: `kubectl apply --dry-run=server`, kubeconform, kube-linter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cartridge_forge.plugins.cluster.checks.commands import Parse, our_containers
+from cartridge_forge.plugins.cluster.checks.containers import check_commands
+from cartridge_forge.plugins.cluster.checks.findings import Manifest, ManifestFault, ours
+from cartridge_forge.plugins.cluster.checks.reading import read_sets
+from cartridge_forge.plugins.cluster.checks.references import check_references
+from cartridge_forge.plugins.cluster.checks.schemas import check_schemas, definitions
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Hold the faults of manifests, notes of what was not checked, and the number of objects."""
+
+    findings: tuple[ManifestFault, ...]
+    notes: tuple[str, ...]
+    objects: int
+
+
+def check(paths: Sequence[str], parse: Parse) -> CheckResult:
+    """Check the manifests of files and folders. Raises SpecError for paths without manifests."""
+    sets, faults, notes = read_sets(paths)
+    kinds = [m.value for each in sets for m in each if m.kind == "CustomResourceDefinition"]
+    for manifests in sets:
+        more, remarks = check_objects(manifests, parse, kinds)
+        faults += more
+        notes += remarks
+    count = sum(map(len, sets))
+    return CheckResult(tuple(dict.fromkeys(faults)), tuple(dict.fromkeys(notes)), count)
+
+
+def check_objects(
+    manifests: Sequence[Manifest], parse: Parse, kinds: Sequence[dict[str, object]] = ()
+) -> tuple[list[ManifestFault], list[str]]:
+    """Return the faults and notes of objects that are applied together; `kinds` are definitions of
+    custom kinds beside ours. Objects that break their schema are not read further."""
+    faults, notes = check_schemas(manifests, [*definitions(), *kinds])
+    if faults:
+        return faults, [*notes, "references and commands are checked once every schema is met"]
+    mine = ours(manifests)
+    containers, faults = our_containers(mine, parse)
+    return [*check_references(mine), *faults, *check_commands(mine, containers)], notes

@@ -1,0 +1,82 @@
+"""Add up what stands on each GPU of a host (`gpus` of the mesh file), and size vLLM's share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cartridge_forge.plugins.cluster.manifests.sizing import ModelSize, known_size, role_needs
+from cartridge_forge.protocols.spec.hosts import HostsSpec
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.spec.sections import GeneratorSpec
+
+GB = 10**9
+CONTEXT_BYTES = 600 * 2**20  # of a process on a GPU: CUDA's context and its libraries
+VLLM_BYTES = 3 * 2**30  # an engine's activations, graphs and sampler beside its needs
+
+
+@dataclass(frozen=True)
+class DeviceLoad:
+    """Hold what stands on one GPU: (role, bytes) of each process."""
+
+    device: int
+    processes: tuple[tuple[str, int], ...]
+
+    @property
+    def held(self) -> int:
+        return sum(count for _, count in self.processes)
+
+
+def device_loads(spec: RunSpec, size: ModelSize) -> tuple[DeviceLoad, ...]:
+    """Return the load of each GPU of the hosts, host by host. On this host a process takes the GPUs
+    that the fewest processes use; of others, those that no process uses, with all ranks of a
+    replica on one host (`services.pool.process`). Empty where `gpus` is not given."""
+    gpus, hosts = spec.mesh.gpus, spec.mesh.hosts
+    if gpus is None:
+        return ()
+    local = hosts.kind == "local"
+    there: list[list[list[tuple[str, int]]]] = [
+        [[] for _ in range(gpus.count)] for _ in range(1 if local else gpu_hosts(hosts))
+    ]
+    for name, role in spec.roles:
+        for _ in range(role.replicas if role.gpus else 0):
+            host = min(there, key=lambda host: _crowding(host, role.procs * role.gpus))
+            for _ in range(role.procs):
+                for device in sorted(range(len(host)), key=lambda d: len(host[d]))[: role.gpus]:
+                    host[device].append((name, process_bytes(spec, name, size)))
+    every = (device for host in there for device in host)
+    return tuple(DeviceLoad(d, tuple(processes)) for d, processes in enumerate(every))
+
+
+def gpu_hosts(hosts: HostsSpec) -> int:
+    """Return the number of hosts that a mesh names; 1 where it is not known before the run."""
+    return hosts.slurm.nodes if hosts.slurm is not None else max(1, len(hosts.addresses))
+
+
+def _crowding(host: Sequence[Sequence[object]], wanted: int) -> tuple[bool, int]:
+    """Return what a replica avoids in a host: too few free GPUs, then more of them than it needs
+    (`services.pool.placement`)."""
+    free = sum(not device for device in host)
+    return free < wanted, free
+
+
+def engine_share(spec: RunSpec) -> GeneratorSpec:
+    """Return the generators' settings of a run, with the GPU's share that vLLM takes."""
+    return with_share(spec, known_size(spec.learn.model))
+
+
+def with_share(spec: RunSpec, size: ModelSize | None) -> GeneratorSpec:
+    """Return the generators' settings with `gpu_share` where vLLM runs on a GPU of known memory:
+    vLLM demands that much free memory at start, and 92% of the device where it is told nothing."""
+    generator, gpus = spec.learn.generator, spec.mesh.gpus
+    on_gpu = generator.backend == "vllm" and spec.mesh.roles.generator.gpus
+    if generator.gpu_share is not None or gpus is None or size is None or not on_gpu:
+        return generator
+    share = process_bytes(spec, "generator", size) / (gpus.gb * GB)
+    return generator.model_copy(update={"gpu_share": min(1.0, share)})
+
+
+def process_bytes(spec: RunSpec, name: str, size: ModelSize) -> int:
+    """Return the bytes of one GPU that a process of a role holds, its libraries' included."""
+    vllm = name == "generator" and spec.learn.generator.backend == "vllm"
+    return role_needs(spec, name, size).held + CONTEXT_BYTES + (VLLM_BYTES if vllm else 0)

@@ -1,0 +1,65 @@
+"""Check a dataset's rows before a run: the lengths of its documents, that its texts are text, and
+that they are the same rows when a run is resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from cartridge_forge.learning.model.control_tokens import require_text, special_in
+from cartridge_forge.plugins.documents.rows.reading import RowSet
+from cartridge_forge.protocols.errors import CheckpointError, DataError
+from cartridge_forge.protocols.files import write_atomically
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.training.renderer import ChatRenderer
+
+
+def note_rows(rows: RowSet, directory: RunDirectory) -> None:
+    """Write what identifies the rows of a run. Raises CheckpointError where it differs on
+    resume."""
+    told = {
+        "source": rows.source, "training": len(rows.training), "held_out": len(rows.held_out),
+        "documents": len(rows.texts), "sha256": rows.sha256,
+    }  # fmt: skip
+    if directory.rows.exists():
+        before = json.loads(directory.rows.read_bytes())
+        if before["sha256"] != told["sha256"]:
+            raise CheckpointError(
+                f"the rows of {rows.source} changed since the run began ({directory.rows}: "
+                f"{before['training']} to train on and {before['held_out']} held out, now "
+                f"{told['training']} and {told['held_out']}); bring them back, or start anew "
+                "without --resume"
+            )
+        return
+    write_atomically(directory.rows, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+
+
+def require_plain(rows: RowSet, tokenizer: Any) -> None:
+    """Raise DataError where messages or answers of rows have special tokens of the model."""
+    texts = (
+        (row.place, text)
+        for row in (*rows.training, *rows.held_out)
+        for text in (*(m.content for m in row.messages), str(row.answer))
+    )
+    require_text(tokenizer, texts, f"rows of {rows.source}")
+
+
+def require_lengths(spec: LearnSpec, texts: Mapping[str, str], tokenizer: Any) -> None:
+    """Raise DataError for a document that no cartridge can stand for: one that has no more tokens
+    than a cartridge, or one of the model's special tokens."""
+    conversation = ChatRenderer(tokenizer, texts)
+    for name, text in texts.items():
+        special = special_in(tokenizer, text)
+        if special is not None:
+            raise DataError(
+                f"the document {name} ({text[:40]!r}) has the model's special token {special}; "
+                "remove it"
+            )
+        count = len(conversation.head(name))
+        if count <= spec.cartridge.tokens:
+            raise DataError(
+                f"the document {name} ({text[:40]!r}) has {count} tokens, no more than a "
+                f"cartridge; lower cartridge.tokens ({spec.cartridge.tokens})"
+            )

@@ -1,0 +1,92 @@
+"""Convert a student's text to an action, and an action to the text that would make it.
+
+DESK   find surgeon in cardiology.
+JSON   {"arguments":{"field":"surgeon","department":"cardiology"},"tool":"find"}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cartridge_forge.plugins.clinic.desk import call_text, parse_call
+from cartridge_forge.plugins.replay.actions import dense
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.teacher_replay import Action, OptionAction, TextAction, ToolAction
+
+END_OF_THINKING = "</think>"
+
+
+@dataclass(frozen=True)
+class ActionFormat:
+    """Hold one text format of actions. `parse` accepts any text; `say` raises DataError for an
+    action that the format cannot express."""
+
+    parse: Callable[[str], Action]
+    say: Callable[[Action], str]
+
+
+def _say_at_desk(action: Action) -> str:
+    if not isinstance(action, ToolAction):
+        raise DataError(f"the desk's format expresses tool calls only: got {action}")
+    return call_text(action)
+
+
+def _parse_json(text: str) -> Action:
+    """Return the first call after the thinking block, or the text itself when it has no call. Chat
+    templates of others name the tool "name"."""
+    for found in objects_in(text):
+        match found:
+            case {"tool": str(tool), "arguments": dict(arguments)}:
+                return ToolAction(tool, arguments)
+            case {"name": str(tool), "arguments": dict(arguments)}:
+                return ToolAction(tool, arguments)
+    return TextAction(_said(text).strip())
+
+
+def objects_in(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects after the thinking block, also those inside others."""
+    said = _said(text)
+    at = said.find("{")
+    while at >= 0:
+        try:
+            found, _ = _DECODER.raw_decode(said, at)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict):
+            yield found
+        at = said.find("{", at + 1)
+
+
+def _said(text: str) -> str:
+    return text.rpartition(END_OF_THINKING)[2]
+
+
+def _say_json(action: Action) -> str:
+    match action:
+        case ToolAction(tool, arguments):
+            return dense({"tool": tool, "arguments": dict(arguments)})
+        case OptionAction(option):
+            return option
+        case TextAction(text):
+            return text
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits} is too large")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+
+DESK = ActionFormat(parse_call, _say_at_desk)
+JSON = ActionFormat(_parse_json, _say_json)

@@ -1,0 +1,215 @@
+"""Run episodes on any OpenEnv server, and recover from a lost connection or a restarted server.
+
+    EnvironmentRequest(task, ("find surgeon in cardiology.",))
+    --/ws--> Observation((AgentMessage("tool", ..),))
+
+One /ws session is one episode (`environments.sessions`). This module implements the wire protocol
+itself: OpenEnv's client silently reopens a lost connection and would then step a session that was
+never reset.
+
+A server that lists tools (RFC 003) is asked for them at each reset with action form tool; a call is
+sent as its call_tool action. A reward may come with any step (RFC 004): `returns` says which count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, WebSocketException
+
+from cartridge_forge.plugins.episodes.environments.openenv.wire import called, observed, reward_of
+from cartridge_forge.plugins.episodes.environments.sessions import (
+    EnvironmentRefusal,
+    ReplayedSessions,
+    SessionLost,
+    SessionsFull,
+)
+from cartridge_forge.plugins.episodes.environments.student_actions import (
+    BAD_ACTION,
+    NoAction,
+    action_in,
+    with_tools_shown,
+)
+from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.spec.environment import EnvironmentSpec
+from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool, ToolAction
+
+MAX_MESSAGE_BYTES = 1 << 22
+CLOSE_TIMEOUT_S = 1.0
+SCHEMA_TIMEOUT_S = 10.0
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LIST_TOOLS = {"type": "list_tools"}
+FULL_REMEDY = "raise max_concurrent_envs of the server, or set roles.environment.replicas: 1"
+CAPACITY_REACHED = "CAPACITY_REACHED"  # a server's code where it takes no further session
+VALIDATION_ERROR = "VALIDATION_ERROR"  # a server's code for an action that does not fit its schema
+
+
+class OpenEnvClient(ReplayedSessions[ClientConnection]):
+    """Send the moves of many concurrent episodes to the server of `spec`, in one event loop."""
+
+    def __init__(self, spec: EnvironmentSpec, most_turns: int) -> None:
+        super().__init__(spec, most_turns)
+        assert spec.url is not None
+        self._url = spec.url.rstrip("/")
+        # A proxy cannot reach this machine's loopback.
+        local = urlsplit(self._url).hostname in LOOPBACK
+        self._proxy: Literal[True] | None = None if local else True
+        self._known = spec.action != "text"  # whether an action's fields are the server's
+
+    async def start(self) -> None:
+        """Compare the server's action schema with the keys of `spec`. A server that does not answer
+        now is no fault: episodes report it. Raises DataError for an action that the server would
+        refuse whatever the student writes."""
+        schema = await asyncio.to_thread(action_schema, self._url)
+        if schema is not None:
+            check_action(self._spec, schema)
+            self._known = True
+
+    async def _open(self, move: EnvironmentRequest) -> ClientConnection:
+        try:
+            return await connect(
+                f"ws{self._url.removeprefix('http')}/ws", proxy=self._proxy, open_timeout=None,
+                close_timeout=CLOSE_TIMEOUT_S, max_size=MAX_MESSAGE_BYTES,
+            )  # fmt: skip
+        except (OSError, WebSocketException) as error:
+            raise SessionLost(f"{type(error).__name__}: {error}") from error
+
+    async def _say(
+        self, handle: ClientConnection, move: EnvironmentRequest, played: int
+    ) -> tuple[Observation, float | None]:
+        shown = self._spec.observation
+        if played == 0:
+            arguments = {**move.task.arguments, "episode_id": move.task.id}
+            data = await self._ask(handle, "reset", arguments)
+            opening = _observed(data, opening=True, shown=shown)
+            if self._spec.action == "tool":
+                tools = await self._tools(handle)
+                opening = replace(opening, tools=tools or opening.tools)
+            return with_tools_shown(opening, self._spec.show_tools), reward_of(data)
+        try:
+            action = self._action(move.actions[played - 1])
+            data = await self._ask(handle, "step", action)
+        except (NoAction, UnfitAction) as error:
+            message = AgentMessage("tool", str(error))
+            return Observation((message,), error_kind=BAD_ACTION), None
+        data = called(data)
+        is_call = isinstance(data.get("observation"), dict) and action.get("type") == "call_tool"
+        seen = _observed(data, opening=False, shown=None if is_call else shown)
+        return seen, reward_of(data)
+
+    async def _tools(self, handle: ClientConnection) -> tuple[AgentTool, ...]:
+        """Return the tools that a server lists."""
+        listed = await self._ask(handle, "step", LIST_TOOLS)
+        marks = listed.get("metadata")
+        if isinstance(marks, dict) and "error" in marks:
+            raise EnvironmentRefusal(f"it lists no tools: {marks['error']}")
+        return _observed(listed, opening=True).tools
+
+    def _action(self, text: str) -> dict[str, Any]:
+        """Return the student's text as an action of the server. Raises NoAction."""
+        if self._spec.action == "text":
+            return {self._spec.action_key: action_in(text, "text")}
+        action = action_in(text, self._spec.action)
+        if isinstance(action, ToolAction):
+            arguments = dict(action.arguments)
+            return {"type": "call_tool", "tool_name": action.tool, "arguments": arguments}
+        return dict(action)
+
+    async def _ask(
+        self, connection: ClientConnection, kind: str, data: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Return the data of the server's reply. Raises SessionLost, EnvironmentRefusal, and
+        UnfitAction for a step that the server finds invalid."""
+        try:
+            with contextlib.suppress(ConnectionClosed):  # it may have said why before it closed
+                await connection.send(json.dumps({"type": kind, "data": data}))
+            reply = json.loads(await connection.recv())
+        except (OSError, WebSocketException, ValueError) as error:
+            raise SessionLost(f"{type(error).__name__}: {error}") from error
+        found = reply.get("data") if isinstance(reply, dict) else None
+        if not isinstance(found, dict):
+            raise SessionLost(f"not an OpenEnv reply: {str(reply)[:200]}")
+        if reply.get("type") != "error":
+            return found
+        code = found.get("code", "no code")
+        why = found.get("message", "no reason")
+        if code == CAPACITY_REACHED:
+            most = found.get("max_sessions")
+            raise SessionsFull(most if isinstance(most, int) and most > 0 else 1, FULL_REMEDY)
+        if code == VALIDATION_ERROR and kind == "step" and data is not LIST_TOOLS:
+            if self._known:  # the keys fit, so the text does not: "left" for a number
+                raise UnfitAction(_misfit(found))
+            why = f"{why}: {_misfit(found)}"
+        raise EnvironmentRefusal(f"{why} ({code})")
+
+    async def _end(self, handle: ClientConnection) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await handle.close()
+        except (OSError, WebSocketException):
+            handle.transport.abort()
+
+    def _drop(self, handle: ClientConnection) -> None:
+        handle.transport.abort()
+
+
+class UnfitAction(Exception):
+    """Signal an action of the student that does not fit the server's schema."""
+
+
+def _observed(data: Mapping[str, Any], opening: bool, shown: str | None = None) -> Observation:
+    try:
+        return observed(data, opening, shown)
+    except ValueError as error:
+        raise EnvironmentRefusal(f"{error}; correct the environment's key observation") from error
+
+
+def _misfit(found: Mapping[str, Any]) -> str:
+    """Return what is wrong with an action, by the server's first complaint."""
+    errors = found.get("errors")
+    first = errors[0] if isinstance(errors, list) and errors else {}
+    where = ".".join(map(str, first.get("loc", ()))) if isinstance(first, dict) else ""
+    why = first.get("msg", "it does not fit") if isinstance(first, dict) else "it does not fit"
+    return f"bad action: {where}: {why}." if where else f"bad action: {why}."
+
+
+def action_schema(url: str) -> Mapping[str, Any] | None:
+    """Return the JSON schema of a server's actions; None where it tells none."""
+    local = urlsplit(url).hostname in LOOPBACK
+    handlers = [urllib.request.ProxyHandler({})] if local else []
+    try:
+        with urllib.request.build_opener(*handlers).open(
+            f"{url}/schema", timeout=SCHEMA_TIMEOUT_S
+        ) as reply:
+            found = json.loads(reply.read(MAX_MESSAGE_BYTES)).get("action")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def check_action(spec: EnvironmentSpec, schema: Mapping[str, Any]) -> None:
+    """Raise DataError where no text of a student can be an action of this schema."""
+    given = schema.get("properties")
+    fields = {n: f for n, f in given.items() if n != "metadata"} if isinstance(given, dict) else {}
+    if spec.action != "text" or not fields:
+        return
+    missing = [n for n in schema.get("required", ()) if n not in (spec.action_key, "metadata")]
+    if spec.action_key in fields and not missing:
+        return
+    named = ", ".join(sorted(fields))
+    why = f"has no field {spec.action_key}" if spec.action_key not in fields else "needs more"
+    remedy = "set action: tool" if "tool_name" in fields else "set action_key to its text field"
+    raise DataError(
+        f"the action of {spec.url} {why}: its fields are {named}; {remedy}, or action: json if the "
+        "student writes them all"
+    )

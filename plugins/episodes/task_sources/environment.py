@@ -1,0 +1,86 @@
+"""Give the tasks of the user's environments; each environment has a cartridge of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cartridge_forge.plugins.episodes.environments.action_parsing import JSON
+from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER_TEXT
+from cartridge_forge.protocols.episodes import Task
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.seeds import stream_seed
+from cartridge_forge.protocols.spec.environment import EnvironmentSpec
+from cartridge_forge.protocols.spec.learn import LearnSpec
+
+MOST_TURNS = 1000  # of the cycle in which environments take turns
+SEEDS = 1 << 30  # twice as many fit any integer type of an environment
+
+
+class EnvironmentTasks:
+    """Draw tasks by seed, or by number where the environment has `tasks` distinct ones."""
+
+    dialect = JSON
+    hints: Mapping[str, str] = {}
+    exams: int | None = None
+
+    def __init__(self, spec: LearnSpec) -> None:
+        """Raise DataError for a document that cannot be read or is empty."""
+        assert spec.episodes is not None
+        self._held_out = spec.evaluate.questions
+        self._environments = {e.id: e for e in spec.episodes.played}
+        self.texts: Mapping[str, str] = {e.id: document_of(e) for e in spec.episodes.played}
+        weights = {e.id: e.weight for e in spec.episodes.played}
+        self.order: Sequence[str] = turns_by_weight(weights)
+
+    def task(self, name: str, turn: int, stream: str, held_out: bool) -> Task:
+        of = self.order[turn % len(self.order)]
+        environment = self._environments[of]
+        if environment.tasks is None:
+            number = 2 * (stream_seed(stream) % SEEDS) + held_out
+        elif held_out:
+            number = turn % self._held_out
+        else:
+            trained = environment.tasks - self._held_out
+            number = self._held_out + stream_seed(stream) % trained
+        if environment.kind == "verifiers":
+            return Task(name, of, {"index": number}, of)
+        return Task(name, of, {**environment.reset, "seed": number}, of)
+
+    def answer(self, text: str) -> str | None:
+        return text
+
+
+def document_of(environment: EnvironmentSpec) -> str:
+    """Return the text that an environment's cartridge stands for."""
+    if environment.document is None:
+        return PRIMER_TEXT
+    try:
+        text = Path(environment.document).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"the document of the environment {environment.id} cannot be read: {error}; name a "
+            "text file in UTF-8"
+        ) from error
+    if not text:
+        raise DataError(f"{environment.document} is empty; write the rules of {environment.id}")
+    return text
+
+
+def turns_by_weight(weights: Mapping[str, float]) -> list[str]:
+    """Return a cycle in which each name has its share of the turns, spread evenly:
+    `turns_by_weight({"a": 2, "b": 1})` is ["a", "b", "a"]. A share below 1 in MOST_TURNS gets one
+    turn."""
+    least, total = min(weights.values()), sum(weights.values())
+    counts = [round(w / least) for w in weights.values()]
+    exact = all(abs(w / least - n) < 1e-9 for w, n in zip(weights.values(), counts, strict=True))
+    length = sum(counts) if exact and sum(counts) <= MOST_TURNS else MOST_TURNS
+    credit = dict.fromkeys(weights, 0.0)
+    found = []
+    for _ in range(length):
+        for name, weight in weights.items():
+            credit[name] += weight / total
+        best = max(credit, key=credit.__getitem__)  # the first of equal ones
+        credit[best] -= 1.0
+        found.append(best)
+    return found + [name for name in weights if name not in found]

@@ -1,0 +1,38 @@
+"""Open the tasks of a run's episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cartridge_forge.plugins.episodes.task_sources.base import TaskSource
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
+from cartridge_forge.services.run_directory import RunDirectory
+
+
+def open_tasks(learn: LearnSpec, tokenizer: Any, directory: RunDirectory | None) -> TaskSource:
+    """Return the tasks of episodes. Rows are noted in the run's `directory`: raises CheckpointError
+    for others than those that it began with."""
+    if learn.data.source in ROW_SOURCES:
+        from cartridge_forge.plugins.documents.rows.checks import (
+            note_rows,
+            require_lengths,
+            require_plain,
+        )
+        from cartridge_forge.plugins.documents.rows.reading import read_row_set
+        from cartridge_forge.plugins.episodes.task_sources.rows import RowTasks
+
+        rows = read_row_set(learn)
+        require_plain(rows, tokenizer)
+        if directory is not None:
+            note_rows(rows, directory)
+        tasks = RowTasks(rows, learn.train.seed)
+        require_lengths(learn, tasks.texts, tokenizer)
+        return tasks
+    if learn.data.source == "desk":
+        from cartridge_forge.plugins.episodes.task_sources.desk import DeskTasks
+
+        return DeskTasks(learn)
+    from cartridge_forge.plugins.episodes.task_sources.environment import EnvironmentTasks
+
+    return EnvironmentTasks(learn)

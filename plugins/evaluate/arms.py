@@ -1,0 +1,346 @@
+"""Run the arms of `forge eval` on one evaluation suite, and keep every answer.
+
+teacher   the whole document: sampled answers to every question, once
+bare      no document: sampled answers to every probe, once
+arm       answers greedily -> right, exact, F1, unparsed
+          reads the right answers, the passages -> perplexity
+          reads the teacher's answers -> agreement; the bare model's -> forgetting
+          begins the passages, the teacher goes on -> perplexity of the teacher's words
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from statistics import fmean
+from typing import Any
+
+from cartridge_forge.plugins.documents.study.agreement import (
+    HeldOutQuestion,
+    StudyQuestion,
+    compared,
+    users_answer,
+)
+from cartridge_forge.plugins.documents.study.question_files import UserQuestion
+from cartridge_forge.plugins.evaluate.questions import EvalQuestion, EvalSuite, QuestionReading
+from cartridge_forge.plugins.evaluate.records import (
+    AfterOwn,
+    EvalRow,
+    Forgetting,
+    PairedDifference,
+    Perplexity,
+)
+from cartridge_forge.plugins.statistics.intervals import (
+    mean_interval,
+    paired_difference,
+    resamples,
+    wilson_interval,
+)
+from cartridge_forge.protocols.errors import PublishError
+from cartridge_forge.protocols.records.answers import mean_nll, to_row
+from cartridge_forge.protocols.records.run_files import Agreement
+from cartridge_forge.protocols.seeds import stream_seed
+from cartridge_forge.protocols.spec.experiments import EvalSpec
+from cartridge_forge.protocols.types import (
+    BARE,
+    SEPARATOR,
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+)
+
+Generating = Callable[[Sequence[GenerateRequest]], Awaitable[Sequence[Completion]]]
+AT_ONCE = 64  # requests of a call: more would wait in the engines until it times out
+
+
+@dataclass(frozen=True)
+class EvalArm:
+    """Describe the prefix before the questions. `prefixes` has one for everything that a question
+    of the suite is about (`EvalSuite.abouts`), None stands for no document at all; `routed` has
+    others for single questions, by their ids after a prefix. `tokens` is the mean length of a
+    prefix."""
+
+    name: str
+    kind: str
+    prefixes: Mapping[str, PrefixRef] | None
+    tokens: float
+    budget: int | None = None
+    run: str = ""
+    mesh: str = ""
+    step: int = 0
+    trained_tokens: int = 0
+    routed: Mapping[tuple[int, ...], PrefixRef] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ArmAnswers:
+    """Hold an arm's row, its scores by question, to compare arms by, and its answers."""
+
+    row: EvalRow
+    scores: tuple[float, ...]
+    answers: tuple[dict[str, Any], ...]
+
+
+async def sit(
+    paper: EvalSuite,
+    arms: Sequence[EvalArm],
+    spec: EvalSpec,
+    max_tokens: int,
+    generate: Generating,
+    show: Callable[[EvalRow], None] = lambda row: None,
+) -> list[ArmAnswers]:
+    """Return every arm's results on the whole suite. Raises PublishError for a refused request."""
+    room = RequestWindow(paper, spec, max_tokens, generate)
+    await room.prepare()
+    found = []
+    for arm in arms:
+        found.append(await room.sit(arm))
+        show(found[-1].row)
+    return found
+
+
+def pairs(
+    sat: Sequence[ArmAnswers], asked: Sequence[UserQuestion], spec: EvalSpec
+) -> list[PairedDifference]:
+    """Compare every pair of arms over the same resamples of the questions."""
+    documents = [q.document for q in asked]
+    some = resamples(documents, [q.fact for q in asked], spec.resamples, spec.seed)
+    found = []
+    for a, b in combinations(sat, 2):
+        told = paired_difference(a.scores, b.scores, some)
+        found.append(
+            PairedDifference(
+                a=a.row["arm"], b=b.row["arm"], difference=told.mean, ci95=list(told.ci95),
+                share=told.share,
+            )
+        )  # fmt: skip
+    return found
+
+
+class RequestWindow:
+    def __init__(
+        self, paper: EvalSuite, spec: EvalSpec, max_tokens: int, generate: Generating
+    ) -> None:
+        self._paper, self._spec, self._max_tokens = paper, spec, max_tokens
+        self._generate = generate
+        self._taught: list[HeldOutQuestion] = []
+        self._general: list[HeldOutQuestion] = []
+        self._bare_accuracy = 0.0
+
+        read = {about: PrefixRef(f"document/{about}", 0) for about in paper.abouts}
+        self._whole = EvalArm("document", "", read, 0.0)
+
+    async def prepare(self) -> None:
+        """Sample the answers of the teacher and of the bare model, once for all arms."""
+        bare = EvalArm("none", "", None, 0.0)
+        self._taught = await self._exams(self._whole, self._paper.items)
+        self._general = await self._exams(bare, self._paper.probes)
+        if self._paper.probes:
+            self._bare_accuracy = fmean(await self._right(bare, self._paper.probes))
+
+    async def sit(self, arm: EvalArm) -> ArmAnswers:
+        items = self._paper.items
+        made = await self._completions(arm, items, "asked")
+        said = [self._paper.about.conversation.decode(c.token_ids).strip() for c in made]
+        both = list(zip(items, said, strict=True))
+        judged = [i.asked.scores(a) if i.known else (0.0, 0.0, True) for i, a in both]
+        words = [i.asked.words(a) if i.known else (0.0, 0.0) for i, a in both]
+        kl, same = compared(self._taught, await self._read(arm, _readings(self._taught)))
+        known = all(i.known for i in items)
+        right = [score for score, _, _ in judged]
+        low, high = wilson_interval(round(sum(right)), len(right))
+        wanted = [i.right for i in items if i.right is not None] or _readings(self._taught)
+        answers_read, nll = await self._perplexity(arm, wanted)
+        heads = self._paper.heads
+        learned = self._paper.about.layout.contexts.values()
+        sizes = [sum(len(heads[c]) for c in contexts) for contexts in learned]
+        row = EvalRow(
+            arm=arm.name, kind=arm.kind, run=arm.run, mesh=arm.mesh, step=arm.step,
+            budget=arm.budget, prefix_tokens=arm.tokens, document_tokens=fmean(sizes),
+            compression=None if arm.prefixes is None else fmean(sizes) / arm.tokens,
+            trained_tokens=arm.trained_tokens, n=len(items),
+            accuracy=fmean(right) if known else None, ci95=[low, high] if known else None,
+            exact=fmean(e for e, _ in words) if known else None,
+            f1=fmean(f for _, f in words) if known else None,
+            parse_failures=sum(not gave for _, _, gave in judged),
+            answers=answers_read,
+            passages=(await self._perplexity(arm, self._paper.passages))[0]
+            if self._paper.passages else None,
+            after_own=await self._after_own(arm)
+            if self._paper.passages and self._spec.own_tokens else None,
+            teacher=_agreement(kl, same, self._taught),
+            forgetting=await self._forgetting(arm) if self._paper.probes else None,
+        )  # fmt: skip
+        records = zip(items, made, said, strict=True)
+        about = self._paper.about
+        answers = [
+            replace(
+                users_answer(i.asked, c, a, nll.get(i.asked.id), about.hashes),
+                cartridge=arm.routed[i.prompt_ids].name.removeprefix("cartridge/")
+                if arm.routed
+                else about.layout.cartridge_of(i.asked.document),
+                contexts=tuple(i.about.split(SEPARATOR)),
+            )
+            for i, c, a in records
+        ]
+        rows = tuple(
+            {
+                **to_row(answer if i.known else replace(answer, right=None), arm.name, arm.step,
+                         sampled=False),
+                "gave": gave, "exact": e if i.known else None, "f1": f if i.known else None,
+                "kl": k, "top1": s,
+            }
+            for i, answer, (_, _, gave), (e, f), k, s in zip(
+                items, answers, judged, words, kl, same, strict=True
+            )
+        )  # fmt: skip
+        return ArmAnswers(row, tuple(right if known else same), rows)
+
+    async def _forgetting(self, arm: EvalArm) -> Forgetting:
+        kl, same = compared(self._general, await self._read(arm, _readings(self._general)))
+        mean = fmean(kl)
+        return Forgetting(
+            kl=mean,
+            perplexity_ratio=math.exp(min(mean, 700.0)),
+            top1=fmean(same),
+            tokens=sum(len(e.answer_ids) for e in self._general),
+            accuracy=fmean(await self._right(arm, self._paper.probes)),
+            accuracy_without=self._bare_accuracy,
+            n=len(self._general),
+        )
+
+    async def _right(self, arm: EvalArm, items: Sequence[EvalQuestion]) -> list[float]:
+        made = await self._completions(arm, items, "probe")
+        said = [self._paper.about.conversation.decode(c.token_ids).strip() for c in made]
+        return [i.asked.scores(a)[0] for i, a in zip(items, said, strict=True)]
+
+    async def _perplexity(
+        self, arm: EvalArm, readings: Sequence[QuestionReading]
+    ) -> tuple[Perplexity, dict[str, float | None]]:
+        """Return the perplexity of all readings, and the mean loss of each (nats) by its id."""
+        read = await self._read(arm, readings)
+        tokens = sum(len(r.answer_ids) for r in readings)
+        both = list(zip(readings, read, strict=True))
+        lost = -math.fsum(x for r, c in both for x in c.prompt_logprobs[-len(r.answer_ids) :])
+        # A diverged prefix may make a token all but impossible: keep the value within a float.
+        found = Perplexity(value=math.exp(min(lost / tokens, 700.0)), tokens=tokens)
+        return found, {r.id: mean_nll(c, len(r.answer_ids)) for r, c in both}
+
+    async def _after_own(self, arm: EvalArm) -> AfterOwn | None:
+        """Have the arm begin each passage greedily, and the document's teacher go on by sampling;
+        return how likely the teacher's words are to the arm, None where it ended all of them."""
+        passages, tokens = self._paper.passages, self._spec.own_tokens
+        greedy = Sampling(temperature=0.0, max_tokens=tokens)
+        begun = await self._all(
+            [self._request(arm, f"{arm.name}/begins/{p.id}", p, greedy, 0) for p in passages]
+        )
+        own = [
+            replace(
+                p, prompt_ids=(*p.prompt_ids, *c.token_ids), bare_ids=(*p.bare_ids, *c.token_ids)
+            )
+            for p, c in zip(passages, begun, strict=True)
+            if c.finish_reason == "length"  # after its end token nothing goes on
+        ]
+        sampled = Sampling(max_tokens=tokens)
+        gone_on = await self._all(
+            [
+                self._request(
+                    self._whole, f"{arm.name}/goes_on/{p.id}", p, sampled,
+                    stream_seed(f"eval/{self._spec.seed}/{p.id}"),
+                )
+                for p in own
+            ]
+        )  # fmt: skip
+        readings = [replace(p, answer_ids=c.token_ids) for p, c in zip(own, gone_on, strict=True)]
+        if not readings:
+            return None
+        found, nll = await self._perplexity(arm, readings)
+        return AfterOwn(**found, nll={key: loss for key, loss in nll.items() if loss is not None})
+
+    async def _exams(self, arm: EvalArm, items: Sequence[EvalQuestion]) -> list[HeldOutQuestion]:
+        """Sample an arm's answers and its own log-probabilities of them: untruncated, at
+        temperature 1, or the mean of log T - log S would not estimate KL(T || S)."""
+        sampling = Sampling(max_tokens=self._max_tokens)
+        made = await self._all(
+            [
+                self._request(arm, f"{arm.name}/said/{i.asked.id}", i, sampling,
+                              stream_seed(f"eval/{self._spec.seed}/{i.asked.id}"))
+                for i in items
+            ]
+        )  # fmt: skip
+        readings = [
+            QuestionReading(i.asked.id, i.about, i.prompt_ids, i.bare_ids, c.token_ids)
+            for i, c in zip(items, made, strict=True)
+        ]
+        read = await self._read(arm, readings)
+        return [
+            HeldOutQuestion(
+                StudyQuestion(r.id, r.about, "", (), r.prompt_ids, ()), r.bare_ids, r.answer_ids,
+                c.prompt_logprobs[-len(r.answer_ids) :], c.prompt_likeliest[-len(r.answer_ids) :],
+            )
+            for r, c in zip(readings, read, strict=True)
+        ]  # fmt: skip
+
+    async def _completions(
+        self, arm: EvalArm, items: Sequence[EvalQuestion], what: str
+    ) -> list[Completion]:
+        sampling = Sampling(temperature=0.0, max_tokens=self._max_tokens)
+        return await self._all(
+            [self._request(arm, f"{arm.name}/{what}/{i.asked.id}", i, sampling, 0) for i in items]
+        )
+
+    async def _read(self, arm: EvalArm, readings: Sequence[QuestionReading]) -> list[Completion]:
+        sampling = Sampling(temperature=0.0, max_tokens=1)
+        return await self._all(
+            [
+                self._request(arm, f"{arm.name}/read/{r.id}", r, sampling, 0, r.answer_ids)
+                for r in readings
+            ]
+        )
+
+    def _request(
+        self, arm: EvalArm, name: str, of: EvalQuestion | QuestionReading, sampling: Sampling,
+        seed: int,
+        answer: tuple[int, ...] = (),
+    ) -> GenerateRequest:  # fmt: skip
+        """Return a request; `answer` goes to the end of the prompt for its log-probabilities."""
+        bare = arm.prefixes is None
+        ids = of.bare_ids if bare else of.prompt_ids
+        prefix = BARE if arm.prefixes is None else arm.prefixes[of.about]
+        prefix = arm.routed.get(of.prompt_ids, prefix)
+        return GenerateRequest(
+            name, (*ids, *answer), prefix, sampling, seed, prompt_logprobs=bool(answer)
+        )
+
+    async def _all(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        found: list[Completion] = []
+        for start in range(0, len(requests), AT_ONCE):
+            found += await self._generate(requests[start : start + AT_ONCE])
+        for completion in found:
+            if completion.error:
+                raise PublishError(f"{completion.request_id}: {completion.error}")
+        return found
+
+
+def _readings(exams: Sequence[HeldOutQuestion]) -> list[QuestionReading]:
+    return [
+        QuestionReading(
+            e.studied.key, e.studied.document, e.studied.prompt_ids, e.bare_ids, e.answer_ids
+        )
+        for e in exams
+    ]  # fmt: skip
+
+
+def _agreement(
+    kl: Sequence[float], same: Sequence[float], exams: Sequence[HeldOutQuestion]
+) -> Agreement:
+    mean = fmean(kl)
+    return Agreement(
+        kl=mean,
+        kl_ci95=list(mean_interval(kl) or (mean, mean)),
+        top1=fmean(same),
+        tokens=sum(len(e.answer_ids) for e in exams),
+    )

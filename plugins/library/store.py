@@ -1,0 +1,260 @@
+"""Store versioned cartridges in a directory, each checked when it is added.
+
+    library/patient_01/3/cartridge.safetensors    a cartridge in format `registry.formats.forge`
+    library/patient_01/3/manifest.json
+    library/patient_01/3/terms.json               the words of its text, if known (registry.terms)
+    library/patient_01/last                       the newest version that ever existed
+    library/patient_01/tags/best                  the version with the tag `best`
+
+A version is written under a temporary name and renamed, so it is whole or absent. Its number is
+never used again, not even after it was dropped, so NAME@VERSION never changes its meaning. Only
+safetensors are read: no pickle.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo, made_for, require_fit
+from cartridge_forge.plugins.library.formats.forge import (
+    FILE,
+    MANIFEST,
+    CartridgeManifest,
+    manifest_of,
+    read_file,
+    read_manifest,
+    write_manifest,
+)
+from cartridge_forge.plugins.library.names import (
+    AUTO,
+    LATEST,
+    TAG,
+    VERSION,
+    CartridgeName,
+    is_name,
+    parse_cartridge,
+)
+from cartridge_forge.plugins.library.terms import Passages, read_terms, write_terms
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.files import flush, write_atomically
+from cartridge_forge.protocols.records.run_files import TERMS
+
+LAST, INCOMING, TAGS = "last", ".incoming", "tags"
+ABANDONED_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class CartridgeVersion:
+    """Hold a version's manifest, the path of its file, and that of its text's terms, which need not
+    be there."""
+
+    manifest: CartridgeManifest
+    path: Path
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.manifest.name, self.manifest.version
+
+    @property
+    def terms(self) -> Path:
+        return self.path.parent / TERMS
+
+
+class CartridgeStore:
+    """Store cartridges for one base model. Every method may be called from any thread. Docstrings
+    say which methods read whole files. Raises DataError, with rule and remedy."""
+
+    def __init__(self, directory: Path, base: BaseModelInfo) -> None:
+        self.directory = Path(os.path.abspath(directory))
+        self.base = base
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for left in (self.directory / INCOMING).glob("*"):  # of a process that was killed
+            old = time.time() - left.stat().st_mtime > ABANDONED_SECONDS
+            if old and not _is_in_use(left):  # the clock may have been set forward
+                shutil.rmtree(left, ignore_errors=True)
+
+    def names(self) -> list[str]:
+        found = (p for p in self.directory.iterdir() if p.is_dir() and is_name(p.name))
+        return sorted(p.name for p in found if self.versions(p.name))
+
+    def versions(self, name: str) -> list[int]:
+        """Return the versions that exist, oldest first; none for an unknown name."""
+        if not is_name(name):
+            return []
+        found = (p for p in (self.directory / name).glob("*") if (p / MANIFEST).is_file())
+        return sorted(int(p.name) for p in found if p.name.isdecimal())
+
+    def get(self, wanted: CartridgeName) -> CartridgeVersion:
+        """Return the version or tag that `wanted` names, or the newest. Raises DataError."""
+        versions = self.versions(wanted.name)
+        if not versions:
+            have = ", ".join(self.names()) or "none"
+            raise DataError(f"there is no cartridge {wanted.name}; the library has {have}")
+        version = versions[-1] if wanted.version is None else wanted.version
+        if wanted.tag is not None:
+            tags = self.tags(wanted.name)
+            if wanted.tag not in tags:
+                have = ", ".join(tags) or "none"
+                raise DataError(f"cartridge {wanted.name} has no tag {wanted.tag}; it has {have}")
+            version = tags[wanted.tag]
+        if version not in versions:
+            have = ", ".join(map(str, versions))
+            raise DataError(f"cartridge {wanted.name} has no version {version}; it has {have}")
+        return self._entry(wanted.name, version)
+
+    def tags(self, name: str) -> dict[str, int]:
+        """Return versions by tag; a dropped version takes its tags with it."""
+        if not is_name(name):
+            return {}
+        versions, tags = self.versions(name), {}
+        for path in sorted((self.directory / name / TAGS).glob("[!.]*")):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                tags[path.name] = int(path.read_text())
+        return {tag: version for tag, version in tags.items() if version in versions}
+
+    def tag(self, wanted: CartridgeName, tag: str) -> CartridgeVersion:
+        """Give a version the tag `tag`, and take it from any other version of the cartridge."""
+        if not re.fullmatch(TAG, tag) or tag == LATEST:
+            raise DataError(
+                f"{tag!r} is no tag; write letters, digits and _ . -, at most 32, a letter first; "
+                f"{LATEST} is always the newest"
+            )
+        entry = self.get(wanted)
+        path = self.directory / wanted.name / TAGS / tag
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, str(entry.manifest.version))
+        return entry
+
+    def untag(self, name: str, tag: str) -> None:
+        self.get(CartridgeName(name, tag=tag))
+        (self.directory / name / TAGS / tag).unlink()
+
+    def prunable(self, name: str, keep: int) -> list[int]:
+        """Return versions that are neither among the newest `keep` nor tagged, oldest first."""
+        if keep < 1:
+            raise DataError(f"a library keeps at least 1 version of a cartridge: got {keep}")
+        tagged = self.tags(name).values()
+        return [v for v in self.versions(name)[:-keep] if v not in tagged]
+
+    def entries(self, name: str) -> list[CartridgeVersion]:
+        return [self._entry(name, version) for version in self.versions(name)]
+
+    def named(self, text: str) -> CartridgeName:
+        """Return the name that a name, or the path of a version in the store and never outside,
+        stands for; looks nothing up."""
+        try:
+            return parse_cartridge(text)
+        except ValueError:
+            path = Path(os.path.normpath(self.directory / text))
+        inside = path.is_relative_to(self.directory)
+        parts = path.relative_to(self.directory).parts if inside else ()
+        if parts[2:] in ((), (FILE,)) and len(parts) >= 2 and re.fullmatch(VERSION, parts[1]):
+            return CartridgeName(parts[0], int(parts[1]))
+        raise DataError(
+            "a local cartridge is named NAME or NAME@VERSION, or by its path in the library, "
+            "NAME/VERSION; add it to the library first: forge cartridges add, or POST "
+            "/admin/cartridges/NAME"
+        )
+
+    @contextmanager
+    def incoming(self) -> Iterator[Path]:
+        """Yield the path of a file for `add`; what is left of it at the end is removed."""
+        folder = self.directory / INCOMING / secrets.token_hex(8)
+        folder.mkdir(parents=True)
+        in_use = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(in_use, fcntl.LOCK_EX)
+        try:
+            yield folder / FILE
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(in_use)
+
+    def add(
+        self, name: str, file: Path, source: Mapping[str, Any], passages: Passages = ()
+    ) -> CartridgeVersion:
+        """Check an incoming file and add it as the next version of `name`, with the terms of its
+        passages if they are known; reads the whole file."""
+        if not is_name(name) or name == AUTO:
+            raise DataError(
+                f"{name!r} is no cartridge's name; write letters, digits and _ . -, at most 64, a "
+                f"letter or digit first, and not {AUTO}, which stands for the router's choice"
+            )
+        cartridge = read_file(file)
+        require_fit(cartridge, self.base)
+        cartridge, folder = made_for(cartridge.with_source(source), self.base), file.parent
+        if passages:
+            write_terms(folder / TERMS, {name: passages})
+        while True:
+            version = self._last(name) + 1
+            write_manifest(folder, manifest_of(cartridge, file, name, version))
+            for path in (file, folder / MANIFEST, folder):
+                flush(path)
+            (self.directory / name).mkdir(exist_ok=True)
+            try:
+                folder.rename(self.directory / name / str(version))
+            except OSError:
+                if not (self.directory / name / str(version)).exists():
+                    raise
+                continue  # another process took the number: try the next
+            self._note_last(name, version)
+            flush(self.directory / name)
+            return self._entry(name, version)
+
+    def describe(self, entry: CartridgeVersion, passages: Passages) -> None:
+        """Set the terms of a version's passages, for the router."""
+        write_terms(entry.terms, {entry.manifest.name: passages})
+
+    def passages(self, entry: CartridgeVersion) -> Passages:
+        """Return the terms of a version's passages; none where its text is not known."""
+        return read_terms(entry.terms).get(entry.manifest.name, ())
+
+    def drop(self, name: str, version: int | None = None) -> list[int]:
+        """Remove a version, or all of them; returns those that were removed."""
+        entry = self.get(CartridgeName(name, version))
+        dropped = self.versions(name) if version is None else [entry.manifest.version]
+        self._note_last(name, self._last(name))
+        for number in dropped:
+            # Renamed first, so that a version is whole or absent while it is removed.
+            gone = self.directory / INCOMING / secrets.token_hex(8)
+            gone.parent.mkdir(exist_ok=True)
+            (self.directory / name / str(number)).rename(gone)
+            shutil.rmtree(gone)
+        return dropped
+
+    def _entry(self, name: str, version: int) -> CartridgeVersion:
+        folder = self.directory / name / str(version)
+        try:
+            manifest = read_manifest(folder)
+        except DataError as error:
+            raise DataError(f"cartridge {name}@{version} is damaged: {error}") from error
+        return CartridgeVersion(manifest, folder / FILE)
+
+    def _last(self, name: str) -> int:
+        noted = self.directory / name / LAST
+        last = int(noted.read_text()) if noted.is_file() else 0
+        return max([last, *self.versions(name)])
+
+    def _note_last(self, name: str, version: int) -> None:
+        write_atomically(self.directory / name / LAST, str(max(version, self._last(name))))
+
+
+def _is_in_use(folder: Path) -> bool:
+    """Return whether a process holds the lock of `CartridgeStore.incoming`."""
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False

@@ -1,0 +1,105 @@
+"""Implement `Backend` over a pool of generators, with routing, retries and streamed tokens; open
+a pool for cartridges to measure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cartridge_forge.plugins.serve.backend import OnTokens
+from cartridge_forge.protocols.errors import PublishError, RunError
+from cartridge_forge.protocols.records.status import ReplicaState
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.types import Completion, GenerateRequest
+from cartridge_forge.services.clients import GeneratorClient, remember_files
+from cartridge_forge.services.mesh import open_generators
+from cartridge_forge.services.pool.pool import Pool
+
+ONGOING = 4096  # concurrent calls of one generator: its engine queues the rest
+
+
+class PoolBackend:
+    """Generate on a pool. `deadline_s` bounds one call, its retries included."""
+
+    def __init__(self, pool: Pool, deadline_s: float) -> None:
+        self._pool, self._deadline_s = pool, deadline_s
+        self._generator = GeneratorClient({"generator": pool})
+        self._held: dict[int, tuple[str, str]] = {}  # version -> (name, path)
+        self._changing = asyncio.Lock()  # serialises changes to `_held`
+
+    async def generate(
+        self, requests: Sequence[GenerateRequest], on_tokens: OnTokens | None = None
+    ) -> list[Completion]:
+        """Split the requests over the replicas; one request's tokens arrive while others still
+        wait."""
+
+        async def share(some: Sequence[GenerateRequest]) -> list[Completion]:
+            return await self._generator.stream(some, on_tokens, self._deadline_s)
+
+        return await self._pool.split(requests, share)
+
+    async def load(self, version: int, name: str, path: Path) -> None:
+        async with self._changing:
+            self._held[version] = (name, str(path))
+            try:
+                self._remember()
+                await self._pool.tell()
+            except BaseException:
+                # Forget it: a cartridge that cannot be loaded must not keep a new replica out.
+                del self._held[version]
+                self._remember()
+                raise
+
+    async def drop(self, version: int) -> None:
+        async with self._changing:
+            self._held.pop(version, None)
+            self._remember()
+            # A replica that never held it, or is lost, holds it no more.
+            with contextlib.suppress(PublishError, RunError):
+                await self._generator.drop(version)
+
+    def depth(self) -> int:
+        return len(self._pool.in_flight)
+
+    def healthy(self) -> int:
+        return sum(r.state is ReplicaState.HEALTHY for r in self._pool.replicas)
+
+    def _remember(self) -> None:
+        remember_files(self._pool, self._held)
+
+
+@asynccontextmanager
+async def cartridge_pool(
+    spec: RunSpec,
+    documents: Mapping[str, tuple[int, ...]],
+    end_ids: frozenset[int],
+    cartridges: Mapping[int, tuple[str, Tensor]],
+) -> AsyncIterator[PoolBackend]:
+    """Yield a pool of generators configured as a run's own, for commands that measure its
+    cartridges; they stop at the end of the block. `documents` (name -> token ids) and `cartridges`
+    (version -> name and KV [L, 2, H_kv, P, D]) are loaded."""
+    mesh = spec.mesh
+    role = mesh.roles.generator.model_copy(update={"max_ongoing": ONGOING})
+    service, pool = await open_generators(
+        spec.learn.model, spec.learn.generator, role, documents, end_ids,
+        health=mesh.health, spawn_timeout_s=mesh.spawn_timeout_s,
+        call_timeout_s=mesh.call_timeout_s,
+    )  # fmt: skip
+    try:
+        await service.ready()
+        backend = PoolBackend(pool, mesh.call_timeout_s)
+        with tempfile.TemporaryDirectory(prefix="forge-cartridges-") as made:
+            for version, (name, kv) in cartridges.items():
+                file = Path(made) / f"{version}.safetensors"
+                save_file({"kv": kv.contiguous()}, file)
+                await backend.load(version, name, file)
+            yield backend
+    finally:
+        await service.stop()

@@ -1,0 +1,394 @@
+"""Parse requests: look up names, tokenise texts, enforce limits."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+from cartridge_forge.learning.decode import LEAST_MASS
+from cartridge_forge.plugins.grammar.grammar import Grammars
+from cartridge_forge.plugins.library.names import (
+    AUTO,
+    CartridgeName,
+    ModelName,
+    parse_cartridge,
+    parse_model,
+)
+from cartridge_forge.plugins.library.store import CartridgeVersion
+from cartridge_forge.plugins.serve.access.keys import Caller
+from cartridge_forge.plugins.serve.apis import messages_api, responses_api
+from cartridge_forge.plugins.serve.apis.hub import library_name
+from cartridge_forge.plugins.serve.apis.tokasaurus import (
+    CartridgeChatRequest,
+    CartridgeCompletionRequest,
+    CartridgeSource,
+    FingerprintFields,
+)
+from cartridge_forge.plugins.serve.apis.translation import ChatFields, renaming
+from cartridge_forge.plugins.serve.backend import ServerConfig
+from cartridge_forge.plugins.serve.errors import ApiError, bad_request, refusing
+from cartridge_forge.plugins.serve.request import (
+    ServingRequest,
+    StrategyRequest,
+    chat_date,
+    drawn_seed,
+)
+from cartridge_forge.plugins.serve.routing import CartridgeRouter, RoutedChoice
+from cartridge_forge.plugins.serve.structured.grammars import grammar_of
+from cartridge_forge.plugins.serve.structured.tools import ToolOffer, messages_of, offer_of
+from cartridge_forge.plugins.serve.tokenization import TokenizedPrompt
+from cartridge_forge.plugins.wire.anthropic_messages import MessagesRequest
+from cartridge_forge.plugins.wire.openai_chat import (
+    ChatRequest,
+    CompletionRequest,
+    ForgeOptions,
+    SamplingFields,
+)
+from cartridge_forge.plugins.wire.openai_responses import ResponsesRequest
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.grammar import ResponseGrammar
+from cartridge_forge.protocols.teacher_replay import AgentMessage
+from cartridge_forge.protocols.types import Sampling
+
+DEFAULT_TOKENS = 16  # of a completion, OpenAI's default
+GENERAL = "general"  # the default form of answers
+NO_OPTIONS = ForgeOptions.model_validate({})
+Entries = tuple[CartridgeVersion, ...]
+
+
+class RequestParser:
+    """Parse one caller's requests for one model. Every method raises ApiError. The time of a method
+    grows with the length of the text; any thread may call it."""
+
+    def __init__(self, config: ServerConfig, caller: Caller, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self.model, self._limits = config.model, config.limits
+        self._texts, self._library = config.texts, config.library
+        self._strategies, self._caller, self._hub = config.strategies, caller, config.hub
+        self.router = CartridgeRouter(config.library, caller.may_use)
+
+    def chat(self, body: ChatRequest) -> ServingRequest:
+        forge = body.forge or NO_OPTIONS
+        name = self._name(body.model, forge)
+        entries, routed = self._entries(name, forge, _question(body))
+        request = _with_fingerprint(self._chat(body, entries), body)
+        return replace(self._with_strategy(request, name, forge), routed=routed)
+
+    def completion(self, body: CompletionRequest) -> ServingRequest:
+        forge = body.forge or NO_OPTIONS
+        name = self._name(body.model, forge)
+        if name.strategy is not None:
+            raise bad_request(
+                "strategies answer chats: they write prompts of their own; use "
+                "/v1/chat/completions",
+                "forge.strategy",
+            )
+        entries, routed = self._entries(name, forge, _question(body))
+        return replace(_with_fingerprint(self._completion(body, entries), body), routed=routed)
+
+    def cartridge_chat(self, body: CartridgeChatRequest) -> ServingRequest:
+        """Parse a chat of Tokasaurus' route, which ignores the name of the model."""
+        if body.max_tokens is not None and body.max_completion_tokens is not None:
+            raise bad_request(
+                "one of max_tokens and max_completion_tokens is given, not both", "max_tokens"
+            )
+        entries, routed = self._sourced(body.cartridges, _question(body))
+        return _with_fingerprint(replace(self._chat(body, entries), routed=routed), body)
+
+    def cartridge_completion(self, body: CartridgeCompletionRequest) -> ServingRequest:
+        entries, routed = self._sourced(body.cartridges, _question(body))
+        return _with_fingerprint(replace(self._completion(body, entries), routed=routed), body)
+
+    def responses(self, body: ResponsesRequest) -> ServingRequest:
+        return self._translated("resp", responses_api.chat_of(body), body.stream)
+
+    def messages(self, body: MessagesRequest) -> ServingRequest:
+        return self._translated("msg", messages_api.chat_of(body), body.stream)
+
+    def _translated(self, kind: str, chat: ChatFields, stream: bool | None) -> ServingRequest:
+        """Parse another API's request as the chat that it is."""
+        with renaming(chat.places):
+            request = self.chat(chat.chat(stream))
+        return replace(request, id=f"{kind}_{request.id.rpartition('-')[2]}")
+
+    def name_of(self, text: str) -> ModelName:
+        """Return the parsed name of a model that is served. Raises ApiError 404."""
+        with refusing(404, "model", "model_not_found"):
+            name = parse_model(text)
+            if name.base == AUTO and name.cartridge is None:
+                name = ModelName(self.model, CartridgeName(AUTO), name.strategy)
+            if name.base != self.model:
+                raise DataError(f"the model {name.base} is not served here; ask for {self.model}")
+        with refusing(404, "model", "strategy_not_found"):
+            if name.strategy not in (None, *self._strategies.names()):
+                raise DataError(
+                    f"there is no strategy {name.strategy}; GET /v1/models lists those there are"
+                )
+        if name.cartridge == CartridgeName(AUTO):
+            with refusing(404, "model", "not_routed"):
+                self.router.require()
+        elif name.cartridge is not None:
+            self._entry(name.cartridge)
+        return name
+
+    def _name(self, model: str, forge: ForgeOptions) -> ModelName:
+        name = self.name_of(model)
+        cartridge, strategy = name.cartridge, name.strategy
+        if forge.cartridge is not None:
+            with refusing(400, "forge.cartridge"):
+                cartridge = parse_cartridge(forge.cartridge)
+            if name.cartridge not in (None, cartridge):
+                raise bad_request(
+                    f"model names the cartridge {name.cartridge} and forge.cartridge {cartridge}; "
+                    "name one",
+                    "forge.cartridge",
+                )
+        if forge.strategy is not None:
+            if forge.strategy not in self._strategies.names():
+                raise bad_request(
+                    "forge.strategy is none there is; GET /v1/models lists them", "forge.strategy"
+                )
+            if strategy not in (None, forge.strategy):
+                raise bad_request(
+                    f"model names the strategy {strategy} and forge.strategy another; name one",
+                    "forge.strategy",
+                )
+            strategy = forge.strategy
+        if strategy is None and not forge.options is forge.form is forge.budget is None:
+            raise bad_request(
+                "forge.options, form and budget belong to a strategy; name one in forge.strategy",
+                "forge.strategy",
+            )
+        return ModelName(name.base, cartridge, strategy)
+
+    def _entries(
+        self, name: ModelName, forge: ForgeOptions, question: str | None
+    ) -> tuple[Entries, RoutedChoice | None]:
+        """Return the named cartridges, or the one that the router chooses for the question."""
+        if forge.cartridges is None:
+            if name.cartridge == CartridgeName(AUTO):
+                return self._routed(question)
+            return () if name.cartridge is None else (self._entry(name.cartridge),), None
+        if name.cartridge is not None:
+            raise bad_request(
+                f"the cartridge {name.cartridge} is named beside forge.cartridges; put it into "
+                "that list, where its order is told",
+                "forge.cartridges",
+            )
+        with refusing(400, "forge.cartridges"):
+            named = [parse_cartridge(text) for text in forge.cartridges]
+        return tuple(self._entry(cartridge) for cartridge in named), None
+
+    def _routed(self, question: str | None) -> tuple[Entries, RoutedChoice]:
+        if question is None:
+            raise bad_request(
+                f"{AUTO} goes by the words of a question; send one prompt, of text, or name a "
+                "cartridge",
+                "prompt",
+                "not_routed",
+            )
+        with refusing(400, "model", "not_routed"):
+            chosen = self.router.choose(question)
+        return (chosen.entry,), chosen
+
+    def _entry(self, cartridge: CartridgeName) -> CartridgeVersion:
+        with refusing(404, "forge.cartridge", "cartridge_not_found"):
+            return self._permitted(cartridge)
+
+    def _permitted(self, cartridge: CartridgeName) -> CartridgeVersion:
+        """Return a cartridge that the caller may use. Raises ApiError 403 before it is looked up,
+        and DataError."""
+        self._caller.check(cartridge.name)
+        if self._caller.cartridges is not None and not self._library.versions(cartridge.name):
+            raise DataError(f"there is no cartridge {cartridge.name}")  # names no other
+        return self._library.get(cartridge)
+
+    def _sourced(
+        self, cartridges: Sequence[CartridgeSource] | None, question: str | None
+    ) -> tuple[Entries, RoutedChoice | None]:
+        names = [library_name(source, self._hub) for source in cartridges or ()]
+        if names == [AUTO]:
+            return self._routed(question)
+        with refusing(400, "cartridges", "cartridge_not_found"):
+            return tuple(self._permitted(self._library.named(name)) for name in names), None
+
+    def _chat(self, body: ChatRequest, entries: Entries) -> ServingRequest:
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        both = {body.max_tokens, body.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise bad_request(
+                "max_tokens and max_completion_tokens are one limit and differ; give one",
+                "max_tokens",
+            )
+        offer = offer_of(body, self._texts.calls, self._grammars)
+        grammar = grammar_of(body, self._grammars)
+        if offer is not None and grammar is not None:
+            raise bad_request(
+                "response_format and structured_outputs leave no room for calls of tools; give "
+                'tool_choice: "none", or leave one out',
+                "tools",
+            )
+        messages = messages_of(body.messages, self._texts.calls)
+        self._require_short(sum(self._texts.fewest(m.content) for m in messages), "messages")
+        told = offer.tools if offer else ()
+        prompt = self._texts.chat(messages, bool(entries), told, chat_date(entries))
+        return self._parsed(
+            "chatcmpl", body, entries, (prompt,), next(iter(both), None),
+            (body.top_logprobs or 0) if body.logprobs else None, messages,
+            offer.grammar if offer else grammar, offer,
+        )  # fmt: skip
+
+    def _completion(self, body: CompletionRequest, entries: Entries) -> ServingRequest:
+        given = body.prompt
+        one = isinstance(given, str) or isinstance(given[0], int)
+        prompts = cast(Sequence[str | Sequence[int]], [given] if one else given)
+        if len(prompts) > self._limits.max_choices:
+            raise self._too_many()
+        for prompt in prompts:
+            fewest = self._texts.fewest(prompt) if isinstance(prompt, str) else len(prompt)
+            self._require_short(fewest, "prompt")
+        echo = bool(body.echo)
+        if echo and body.stream:
+            raise bad_request("echo is not served with stream; leave one of them out", "echo")
+        if body.max_tokens == 0 and not echo:
+            raise bad_request("max_tokens 0 needs echo: true; else ask for a token", "max_tokens")
+        read = tuple(self._texts.prompt(p, bool(entries), "prompt", echo) for p in prompts)
+        most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        grammar = grammar_of(body, self._grammars)
+        return self._parsed("cmpl", body, entries, read, most, body.logprobs, grammar=grammar)
+
+    def _parsed(
+        self,
+        kind: str,
+        body: SamplingFields,
+        entries: Entries,
+        prompts: tuple[TokenizedPrompt, ...],
+        most: int | None,
+        top_logprobs: int | None,
+        messages: tuple[AgentMessage, ...] = (),
+        grammar: ResponseGrammar | None = None,
+        offer: ToolOffer | None = None,
+    ) -> ServingRequest:
+        n = body.n or 1
+        if len(prompts) * n > self._limits.max_choices:
+            raise self._too_many()
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options needs stream: true", "stream_options")
+        request_id = f"{kind}-{secrets.token_hex(12)}"
+        top_p = 1.0 if body.top_p is None else max(body.top_p, LEAST_MASS)
+        stop = [] if body.stop is None else [body.stop] if isinstance(body.stop, str) else body.stop
+        return ServingRequest(
+            id=request_id,
+            model=body.model,
+            prompts=prompts,
+            n=n,
+            sampling=Sampling(
+                temperature=1.0 if body.temperature is None else body.temperature,
+                top_p=top_p,
+                top_k=body.top_k or 0,
+                max_tokens=self._room(prompts, entries, most),
+            ),
+            seed=drawn_seed(request_id) if body.seed is None else body.seed,
+            stops=tuple(dict.fromkeys(stop)),
+            top_logprobs=top_logprobs,
+            stream=bool(body.stream),
+            entries=entries,
+            messages=messages,
+            grammar=grammar,
+            tools=offer,
+        )
+
+    def _room(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        entries: Sequence[CartridgeVersion],
+        most: int | None,
+    ) -> int:
+        """Return the most tokens of a response. Raises ApiError where the context has no room."""
+        limits = self._limits
+        held = sum(entry.manifest.tokens for entry in entries)
+        read = max(p.counted for p in prompts) + held
+        room = limits.context - read
+        wanted = most or 1
+        if wanted > room:
+            of_cartridge = f", {held} of them of the cartridge" if entries else ""
+            raise bad_request(
+                f"the model has {limits.context} positions: {read} are read{of_cartridge}, and "
+                f"max_tokens asks for {wanted}; shorten the prompt or lower max_tokens",
+                "max_tokens" if room > 0 else "messages" if most is None else "prompt",
+                "context_length_exceeded",
+            )
+        if wanted > limits.max_tokens:
+            raise bad_request(
+                f"a response may have {limits.max_tokens} tokens here; lower max_tokens",
+                "max_tokens",
+            )
+        return min(room, limits.max_tokens) if most is None else most
+
+    def _require_short(self, fewest: int, param: str) -> None:
+        """Raise ApiError for a text that cannot fit. Without it 4 MB are tokenised for seconds, in
+        the one thread that reads requests."""
+        if fewest > self._limits.context:
+            raise bad_request(
+                f"the model has {self._limits.context} positions, and the text has at least "
+                f"{fewest} tokens; shorten it",
+                param,
+                "context_length_exceeded",
+            )
+
+    def _with_strategy(
+        self, request: ServingRequest, name: ModelName, forge: ForgeOptions
+    ) -> ServingRequest:
+        """Attach the strategy. Raises for fields that a strategy, with its one answer, cannot
+        serve."""
+        if name.strategy is None:
+            return request
+        for what, given in (
+            ("n", request.n > 1),
+            ("stop", bool(request.stops)),
+            ("top_k", request.sampling.top_k > 0),
+            ("logprobs", request.top_logprobs is not None),
+            ("tools", request.tools is not None),
+            ("response_format", request.grammar is not None),
+        ):
+            if given:
+                raise bad_request(
+                    f"{what} is not served with a strategy, which gives one answer and says in "
+                    "`forge` how it came; leave it out",
+                    what,
+                )
+        chosen = StrategyRequest(
+            name.strategy, forge.options or {}, forge.form or GENERAL, forge.budget
+        )
+        return replace(request, strategy=chosen)
+
+    def _too_many(self) -> ApiError:
+        return bad_request(
+            f"one request may ask for {self._limits.max_choices} responses, prompts times n; send "
+            "several requests",
+            "n",
+        )
+
+
+def _with_fingerprint(request: ServingRequest, body: SamplingFields) -> ServingRequest:
+    """Return the request with log-probabilities where the fingerprint is to hold them. Raises
+    ApiError for a stream, which has no fingerprint."""
+    if not (isinstance(body, FingerprintFields) and body.logprobs_in_fingerprint):
+        return request
+    if body.stream:
+        raise bad_request(
+            "logprobs_in_fingerprint is of whole replies; leave stream out, or ask for logprobs",
+            "logprobs_in_fingerprint",
+        )
+    return request if request.top_logprobs is not None else replace(request, top_logprobs=0)
+
+
+def _question(body: ChatRequest | CompletionRequest) -> str | None:
+    """Return the words to route by: the last user message, or the one prompt of text."""
+    if isinstance(body, ChatRequest):
+        return next((m.text for m in reversed(body.messages) if m.role == "user"), "")
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    return prompts[0] if len(prompts) == 1 and isinstance(prompts[0], str) else None

@@ -1,0 +1,96 @@
+"""Define the routes for models, health and metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import BaseModel, Field
+from starlette.concurrency import run_in_threadpool
+
+from cartridge_forge.plugins.serve.access.keys import CALLER
+from cartridge_forge.plugins.serve.handler import RequestHandler
+from cartridge_forge.plugins.serve.routes.generation import REFUSALS
+
+
+class ForgeModels(BaseModel):
+    """What may stand behind a model's name."""
+
+    cartridges: dict[str, list[int]] = Field(description="versions by name, oldest first")
+    strategies: list[str]
+    auto: list[str] = Field(description="what the model `auto` chooses from; empty: no such model")
+
+
+class ModelEntry(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "cartridge-forge"
+
+
+class BaseModelEntry(ModelEntry):
+    forge: ForgeModels
+
+
+class ModelList(BaseModel):
+    """One model, as Tokasaurus' clients need: its cartridges and strategies are named behind it,
+    and listed in `forge`; so is what `auto` stands for."""
+
+    object: Literal["list"] = "list"
+    data: list[BaseModelEntry]
+
+
+class ServerStatus(BaseModel):
+    status: Literal["ok", "starting", "draining"]
+    replicas: int = Field(description="generators in service")
+
+
+class PingReply(BaseModel):
+    message: Literal["pong"] = "pong"
+
+
+def model_routes(handler: RequestHandler) -> APIRouter:
+    """Return the routes; a model is as old as they are."""
+    router, config, started = APIRouter(responses=REFUSALS), handler.config, int(time.time())
+
+    @router.get("/v1/models")
+    async def models(request: Request) -> ModelList:
+        def have() -> ForgeModels:
+            library, router = config.library, handler.parser(request.scope[CALLER]).router
+            return ForgeModels(
+                cartridges={name: library.versions(name) for name in router.library_names()},
+                strategies=config.strategies.names(), auto=list(router.names()),
+            )  # fmt: skip
+
+        forge = await run_in_threadpool(have)
+        return ModelList(data=[BaseModelEntry(id=config.model, created=started, forge=forge)])
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str, request: Request) -> ModelEntry:
+        parser = handler.parser(request.scope[CALLER])
+        found = await run_in_threadpool(parser.name_of, name)
+        return ModelEntry(id=str(found), created=started)
+
+    @router.get("/health", summary="The process answers")
+    async def health() -> ServerStatus:
+        replicas = config.backend.healthy()
+        status: Literal["ok", "starting"] = "ok" if replicas else "starting"
+        return ServerStatus(status="draining" if config.draining() else status, replicas=replicas)
+
+    @router.get("/ready", summary="Requests are served: 200, else 503")
+    async def ready(response: Response) -> ServerStatus:
+        status = await health()
+        response.status_code = 200 if status.status == "ok" else 503
+        return status
+
+    @router.get("/ping", summary="Tokasaurus' sign of life")
+    async def ping() -> PingReply:
+        return PingReply()
+
+    @router.get("/metrics", summary="Prometheus' text format")
+    async def metrics() -> Response:
+        return Response(handler.metrics.page(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    return router

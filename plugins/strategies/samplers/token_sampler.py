@@ -1,0 +1,94 @@
+"""Sample in exact tokens from the mesh's generators, over any prefix.
+
+    SampleRequest -> chat template -> prompt ids + begun ids -> GenerateRequest (seed, first draw)
+    Completion    -> SampleResult
+
+Sampled tokens are never tokenized again: a continued response is passed on as its ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from cartridge_forge.plugins.strategies.samplers.sampler import (
+    ABILITIES,
+    Ability,
+    PartialResponse,
+    SampleRequest,
+    SampleResult,
+)
+from cartridge_forge.protocols.errors import DataError, PublishError
+from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef
+from cartridge_forge.training.renderer import ChatRenderer
+
+Generating = Callable[[Sequence[GenerateRequest]], Awaitable[Sequence[Completion]]]
+
+
+class TokenSampler:
+    """Sample over `prefix`: a cartridge or the KV of `document`; None means no document."""
+
+    abilities: frozenset[Ability] = ABILITIES
+
+    def __init__(
+        self,
+        generate: Generating,
+        conversation: ChatRenderer,
+        document: str | None,
+        prefix: PrefixRef,
+    ) -> None:
+        self._generate, self._conversation = generate, conversation
+        self._document, self._prefix = document, prefix
+
+    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
+        """Return the results in order. Raises DataError for a request that cannot be served,
+        PublishError for a prefix that no generator holds."""
+        begun = [self._begun(ask.begun) for ask in asks]
+        requests = [
+            GenerateRequest(
+                id=ask.id,
+                prompt_ids=(*self._conversation.opening(self._document, ask.messages), *ids),
+                prefix=self._prefix,
+                sampling=ask.sampling,
+                seed=ask.seed,
+                top_logprobs=ask.top_logprobs,
+                until=ask.until,
+                first_draw=len(ids),
+            )
+            for ask, ids in zip(asks, begun, strict=True)
+        ]
+        completions = await self._generate(requests)
+        return [
+            self._answer(r, ids, c) for r, ids, c in zip(requests, begun, completions, strict=True)
+        ]
+
+    def _begun(self, begun: PartialResponse) -> tuple[int, ...]:
+        """Return the ids, and those of any text after them."""
+        said = self._conversation.decode(begun.token_ids) if begun.token_ids else ""
+        if not begun.text.startswith(said):
+            raise DataError(
+                f"a response is gone on with from {begun.text[:40]!r}, and its ids say "
+                f"{said[:40]!r}: give the text of the ids, and what may follow it"
+            )
+        return (*begun.token_ids, *self._conversation.ids_of(begun.text[len(said) :]))
+
+    def _answer(
+        self, request: GenerateRequest, begun: tuple[int, ...], completion: Completion
+    ) -> SampleResult:
+        if completion.error:
+            raise PublishError(f"{completion.request_id}: {completion.error}")
+        decode = self._conversation.decode
+        before = decode(begun)
+        return SampleResult(
+            text=decode((*begun, *completion.token_ids))[len(before) :],
+            tokens=len(completion.token_ids) + completion.dropped,
+            prompt_tokens=len(request.prompt_ids),
+            finish_reason=completion.finish_reason,
+            ended_by=completion.ended_by,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            top_logprobs=tuple(
+                tuple((decode((token,)), logprob) for token, logprob in at)
+                for at in completion.top_logprobs
+            ),
+            top_token_ids=tuple(tuple(t for t, _ in at) for at in completion.top_logprobs),
+        )

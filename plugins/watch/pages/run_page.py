@@ -1,0 +1,152 @@
+"""Answer what the page of a run shows: how it stands, its curves and its events."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cartridge_forge.plugins.statistics.intervals import wilson_interval
+from cartridge_forge.plugins.watch.pages.run_view import RunView
+from cartridge_forge.plugins.watch.pages.tail import FollowedRows
+from cartridge_forge.plugins.watch.pages.timeline import stages
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.services.run_directory import outcome
+
+FIRST_ROWS = 2000  # of a curve at first; of more, every k-th
+MOST_DOCUMENTS = 200  # of the table by document
+NOISE = ("step", "publish")  # events that the curves show
+
+
+def overview(view: RunView, status: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return how a run stands: its outcome, stages, seconds left, arms and settings. `status` is
+    that of a run that goes on."""
+    view.refresh()
+    events, metrics = view.events.rows, view.metrics.rows
+    results = view.run.read_results() or {}
+    told = "running" if status is not None else str(results.get("status") or outcome(events))
+    arms: dict[str, Any] = {
+        e["arm"]: {k: v for k, v in e.items() if k not in ("event", "time", "arm")}
+        for e in events
+        if e["event"] == "evaluated"
+    }
+    found: dict[str, Any] = {
+        "run": view.key, "id": view.run.id, "mesh": view.run.path.parent.name, "outcome": told,
+        "status": status, "arms": {**arms, **results.get("arms", {})},
+        "compression": results.get("compression"), "policy": results.get("policy"),
+        "gold": results.get("gold"), "wall_seconds": results.get("wall_seconds"),
+        "documents": _by_document(view), "stages": [], "seconds_left": None, "usable_in": None,
+        "settings": {},
+    }  # fmt: skip
+    failed = [e for e in events if e["event"] == "failed"]
+    if told == "failed" and failed:
+        found["error"] = {k: v for k, v in failed[-1].items() if k not in ("event", "time")}
+    spec = view.spec
+    if spec is None:
+        return found
+    learn = spec.learn
+    done: dict[str, int] = {}
+    for row in metrics:
+        done[row["arm"]] = max(row["step"], done.get(row["arm"], 0))
+    offline = status["steps"] if status and status["arm"] == "offline" else 0
+    plan = stages(learn, events, done, running=status is not None, offline_steps=offline)
+    found["stages"] = [asdict(stage) for stage in plan]
+    if status is not None:
+        trained = next(i for i, stage in enumerate(plan) if stage.name == "train on policy")
+        found["usable_in"] = _sum([stage.left for stage in plan[: trained + 1]])
+        # The controller also knows the number of questions.
+        left = status["seconds_left"]
+        found["seconds_left"] = _sum([s.left for s in plan]) if left is None else left
+    found["compression"] = found["compression"] or {"cartridge_tokens": learn.cartridge.tokens}
+    found["settings"] = {
+        "steps": learn.train.steps, "model": learn.model.path, "seed": learn.train.seed,
+        "probe_questions": learn.evaluate.probe_questions, "staleness": learn.train.staleness,
+        "roles": [name for name, _ in spec.roles],
+    }  # fmt: skip
+    return found
+
+
+def _by_document(view: RunView) -> list[dict[str, Any]]:
+    """Return each document's greedy answers by arm, as (number, share of right ones)."""
+    found = view.index("answers").by_document("greedy")
+    return [{"document": name, "arms": found[name]} for name in sorted(found)[:MOST_DOCUMENTS]]
+
+
+def curves(view: RunView, generation: int, after: int) -> dict[str, Any]:
+    """Return the rows of metrics.jsonl after the first `after`, each validation with its interval.
+
+    Rows that the asker holds of another `generation` are to be dropped: `after` is then 0. Of more
+    than FIRST_ROWS every `stride`-th is sent, and each with a validation.
+    """
+    view.refresh()
+    spec = view.spec
+    questions = spec.learn.evaluate.probe_questions if spec is not None else 0
+
+    def shown(row: Mapping[str, Any]) -> dict[str, Any]:
+        kept = ("arm", "step", "kl", "grad_norm", "lr", "tokens", "stale_tokens", "accuracy")
+        found: dict[str, Any] = {key: row.get(key) for key in kept}
+        found["channels"] = {
+            name: {key: of.get(key) for key in ("value", "share", "grad_norm", "weight")}
+            for name, of in row.get("channels", {}).items()
+        }
+        found["reward"] = row.get("episodes", {}).get("reward")
+        if row.get("accuracy") is not None:
+            found["ci95"] = probe_interval(row["accuracy"], questions)
+        return found
+
+    return _since(
+        view.metrics, generation, after, shown, lambda row: row.get("accuracy") is not None
+    )
+
+
+def steps(view: RunView, generation: int, after: int) -> dict[str, Any]:
+    """Return the steps' seconds by phase and their tokens a second, as `curves` does its rows."""
+    view.refresh()
+
+    def shown(event: Mapping[str, Any]) -> dict[str, Any] | None:
+        if event["event"] != "step":
+            return None
+        return {key: event.get(key) for key in ("arm", "step", "seconds", "tokens_per_second")}
+
+    return _since(view.events, generation, after, shown)
+
+
+def happenings(view: RunView, last: int) -> list[dict[str, Any]]:
+    """Return the last events but those of steps, the newest first."""
+    view.refresh()
+    rows = [row for row in view.events.rows if row["event"] not in NOISE]
+    return rows[: -last - 1 : -1]
+
+
+def probe_interval(accuracy: float, questions: int) -> list[float] | None:
+    """Return the 95% interval of a validation on so many questions; None where the accuracy is no
+    share of them, as that of a population."""
+    right = accuracy * questions
+    if not questions or not math.isclose(right, round(right), abs_tol=1e-6):
+        return None
+    return list(wilson_interval(round(right), questions))
+
+
+def _since(
+    followed: FollowedRows,
+    generation: int,
+    after: int,
+    shown: Callable[[Mapping[str, Any]], dict[str, Any] | None],
+    always: Callable[[Mapping[str, Any]], bool] = lambda row: False,
+) -> dict[str, Any]:
+    if after < 0:
+        raise DataError(f"after must be 0 or more: got {after}; correct it")
+    held, count = followed.mark
+    begin = after if generation == held and after <= count else 0
+    rows = [(row, found) for row in followed.rows[begin:] if (found := shown(row)) is not None]
+    stride = max(1, math.ceil(len(rows) / FIRST_ROWS))
+    thin = [found for i, (row, found) in enumerate(rows) if not i % stride or always(row)]
+    return {
+        "generation": held, "next": count, "fresh": begin == 0, "stride": stride, "rows": thin,
+    }  # fmt: skip
+
+
+def _sum(parts: Sequence[float | None]) -> float | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None

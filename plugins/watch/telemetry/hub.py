@@ -1,0 +1,144 @@
+"""Combine all telemetry sinks of a run in one `TelemetrySink`.
+
+A sink that fails is reported once and removed, so telemetry never ends a run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.ports import TelemetrySink
+from cartridge_forge.protocols.records.run_files import MetricRow
+from cartridge_forge.protocols.records.status import RunStatus
+from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.services.run_directory import RunDirectory
+
+CLOSE_SECONDS = 5.0
+SINKS_REMEDY = "pip install 'cartridge-forge[sinks]', or leave it out"
+# Imports of each optional sink, checked before anything is started.
+SINK_MODULES: Mapping[str, tuple[str, ...]] = {
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+}
+
+
+class Telemetry:
+    """Pass events to named sinks. `report(sink, message)` is called once for a sink that failed, in
+    the thread of the failure. `metrics_url` is None where metrics are not served."""
+
+    def __init__(
+        self,
+        sinks: Sequence[tuple[str, TelemetrySink]],
+        report: Callable[[str, str], None],
+        metrics_url: str | None = None,
+    ) -> None:
+        self._sinks = dict(sinks)
+        self._report = report
+        self.metrics_url = metrics_url
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._tell(lambda sink: sink.event(event))
+
+    def metric(self, row: MetricRow) -> None:
+        self._tell(lambda sink: sink.metric(row))
+
+    def span(self, span: TraceSpan) -> None:
+        self._tell(lambda sink: sink.span(span))
+
+    def status(self, status: RunStatus) -> None:
+        self._tell(lambda sink: sink.status(status))
+
+    def close(self) -> None:
+        """Close all sinks concurrently, within CLOSE_SECONDS. A sink that takes longer is reported
+        and left to its daemon thread."""
+        sinks, self._sinks = self._sinks, {}
+        done = _close_all(sinks)
+        for name in sinks:
+            error = done.get(name, TimeoutError(f"not closed within {CLOSE_SECONDS:g} s"))
+            if error is not None:
+                self._report(name, _message(error))
+
+    def _tell(self, tell: Callable[[TelemetrySink], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                tell(sink)
+            except Exception as error:
+                # Removed before the report, which may send an event to this method again.
+                if self._sinks.pop(name, None) is not None:
+                    threading.Thread(target=_close, args=(sink, {}, name), daemon=True).start()
+                    self._report(name, _message(error))
+
+
+def require_sinks(spec: RunSpec) -> None:
+    """Raise SpecError for an optional sink whose packages are not installed. Imports none."""
+    for sink in spec.mesh.telemetry.sinks:
+        for module in SINK_MODULES[sink]:
+            if _missing(module):
+                raise SpecError(
+                    f"telemetry.sinks: {sink} needs the package {module}, which is not "
+                    f"installed: {SINKS_REMEDY}"
+                )
+
+
+def open_sinks(
+    spec: RunSpec, directory: RunDirectory, report: Callable[[str, str], None]
+) -> Telemetry:
+    """Return every sink of `spec.mesh.telemetry`, open. Raises SpecError for one that cannot open,
+    and then closes the others."""
+    require_sinks(spec)
+    wanted = spec.mesh.telemetry
+    sinks: dict[str, TelemetrySink] = {}
+    url = None
+    try:
+        if wanted.metrics is not None:
+            metrics = resolve("sinks", "metrics")(spec, directory)
+            sinks["metrics"], url = metrics, metrics.url
+        for name in (*(["trace"] if wanted.trace else []), *dict.fromkeys(wanted.sinks)):
+            sinks[name] = resolve("sinks", name)(spec, directory)
+    except BaseException:
+        _close_all(sinks)
+        raise
+    return Telemetry(list(sinks.items()), report, url)
+
+
+def _missing(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:  # its parent package is missing
+        return True
+
+
+def _close_all(sinks: Mapping[str, TelemetrySink]) -> dict[str, Exception | None]:
+    """Return name -> the error of its `close`, or None; without sinks not done in CLOSE_SECONDS."""
+    done: dict[str, Exception | None] = {}
+    threads = [
+        threading.Thread(target=partial(_close, sink, done, name), daemon=True)
+        for name, sink in sinks.items()
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + CLOSE_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(done)
+
+
+def _close(sink: TelemetrySink, done: dict[str, Exception | None], name: str) -> None:
+    try:
+        sink.close()
+        done[name] = None
+    except Exception as error:
+        done[name] = error
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,67 @@
+"""Find the runs that pages are served of: one run, or those of a folder."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from cartridge_forge.plugins.watch.commands.runs import RunSummary, summary_of
+from cartridge_forge.plugins.watch.control.endpoints import find_run
+from cartridge_forge.plugins.watch.pages.run_view import RunView
+from cartridge_forge.protocols.errors import ControlError, DataError
+from cartridge_forge.services.run_directory import LATEST
+
+DEPTH = 4  # folders between the one that was named and a run
+OPEN_RUNS = 16  # whose rows are held at a time
+
+
+class ServedRuns:
+    """Give access to the runs by key: the path below `root`, or of a single run its id.
+
+    Raises DataError for a place without runs.
+    """
+
+    def __init__(self, where: Path) -> None:
+        self._views: OrderedDict[str, RunView] = OrderedDict()
+        self._lock = threading.Lock()
+        if not where.is_dir():
+            try:
+                where = find_run(Path("runs"), str(where))
+            except ControlError as error:
+                raise DataError(
+                    f"there is nothing at {where}: give a run's directory or id, or a folder of "
+                    "runs such as runs"
+                ) from error
+        self.root = where.resolve()
+        self.single = (self.root / "spec.yaml").is_file()
+
+    def paths(self) -> dict[str, Path]:
+        """Return the runs by key, the last started first."""
+        if self.single:
+            return {self.root.name: self.root}
+        found = {
+            spec.parent.relative_to(self.root).as_posix(): spec.parent
+            for depth in range(1, DEPTH + 1)
+            for spec in self.root.glob("/".join(["*"] * depth) + "/spec.yaml")
+            if LATEST not in spec.relative_to(self.root).parts
+        }
+        return dict(sorted(found.items(), key=lambda item: item[1].name, reverse=True))
+
+    def summaries(self) -> list[tuple[str, RunSummary]]:
+        """Return how each run stands, with its key."""
+        return [(key, summary_of(path)) for key, path in self.paths().items()]
+
+    def view(self, key: str) -> RunView:
+        """Return a run. Raises DataError for one that is not served."""
+        with self._lock:
+            if (view := self._views.get(key)) is not None and view.run.spec.is_file():
+                self._views.move_to_end(key)
+                return view
+            path = self.paths().get(key)
+            if path is None:
+                raise DataError(f"there is no run {key[:200]!r} under {self.root}; see the list")
+            view = self._views[key] = RunView(key, path)
+            while len(self._views) > OPEN_RUNS:
+                self._views.popitem(last=False)
+            return view

@@ -1,0 +1,190 @@
+"""Real verifiers in a process of its own: rewards, errors, deadlines, and a worker that dies."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import (
+    PYTHON,
+    VerifiersOutcome,
+    VerifiersWorker,
+)
+from cartridge_forge.plugins.wire.openai_chat import HarnessRequest
+from cartridge_forge.plugins.wire.openai_replies import ChatReply, FunctionCall
+from cartridge_forge.protocols.episodes import Task
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.teacher_replay import TeacherUsage
+
+TASKSETS = Path(__file__).resolve().parents[5] / "data/tasksets"
+
+HANGS = b"sleep\x008639.25"  # what the taskset starts when it is to hang
+
+ANSWERS = ("5", "6")  # what is right after 4
+
+T = TypeVar("T")
+
+
+class Verifiers:
+    """A worker, and the event loop that it lives in."""
+
+    def __init__(self, runner: asyncio.Runner, worker: VerifiersWorker) -> None:
+        self.worker, self._runner = worker, runner
+
+    def run(self, wanted: Awaitable[T]) -> T:
+        async def bounded() -> T:
+            return await asyncio.wait_for(wanted, 120)
+
+        return self._runner.run(bounded())
+
+    def tasks(self, arguments: dict[str, Any], most: int = 1) -> list[Task]:
+        wanted = self.worker.tasks("forge_numbers", arguments, most=most, document="desk_01")
+        return self.run(wanted)
+
+    async def rollout(
+        self, task: Task, answers: Sequence[str | FunctionCall] = ANSWERS
+    ) -> tuple[VerifiersOutcome, list[HarnessRequest]]:
+        """A rollout whose student gives these answers, and what the harness asked."""
+        asked: list[HarnessRequest] = []
+
+        async def answer(request: HarnessRequest) -> ChatReply:
+            asked.append(request)
+            said = answers[len(asked) - 1]
+            text, calls = (said, ()) if isinstance(said, str) else ("", (said,))
+            return ChatReply(text, False, False, TeacherUsage(0, 0), calls)
+
+        with self.worker.endpoint.serving(answer) as url:
+            return await self.worker.play(task, url), asked
+
+
+@pytest.fixture(scope="module")
+def verifiers() -> Iterator[Verifiers]:
+    if not PYTHON.exists():
+        reason = "verifiers is not here: run `make install-verifiers`"
+        if os.environ.get("FORGE_REQUIRE_VERIFIERS"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with asyncio.Runner() as runner:
+        worker = VerifiersWorker([TASKSETS], timeout_s=90)
+        runner.run(worker.__aenter__())
+        yield Verifiers(runner, worker)
+        home = worker._home
+        installed = (home / ".local").exists()  # where uv would be
+        runner.run(worker.__aexit__(None, None, None))
+        assert [installed, home.exists()] == [False, False]
+    assert not running(b"verifiers_worker.py")
+
+
+def running(command: bytes) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if command in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+def test_rewards_of_two_turns(verifiers: Verifiers) -> None:
+    tasks = verifiers.tasks({"numbers": [4, 9]}, most=5)
+    assert [(t.id, t.document) for t in tasks] == [
+        ("forge_numbers/0", "desk_01"), ("forge_numbers/1", "desk_01")
+    ]  # fmt: skip
+
+    async def both() -> list[tuple[VerifiersOutcome, list[HarnessRequest]]]:
+        wrong = verifiers.rollout(tasks[0], ["5", "7"])
+        return await asyncio.gather(verifiers.rollout(tasks[0]), wrong, verifiers.rollout(tasks[1]))
+
+    (right, asked), (wrong, _), (other, _) = verifiers.run(both())
+    assert [right.reward, wrong.reward, other.reward] == [1.0, 0.0, 0.0]
+    assert right.metrics["turns"] == 2.0
+    assert [[(m.speaker, m.text) for m in request.messages] for request in asked] == [
+        [("user", "after 4?")],
+        [("user", "after 4?"), ("assistant", "5"), ("user", "and after that?")],
+    ]
+
+
+def test_calls_reach_the_taskset_s_tools(verifiers: Verifiers) -> None:
+    tasks = verifiers.tasks({"task": {"tools": True}})
+    call = FunctionCall("call_1", "successor", '{"number":4}')
+    outcome, asked = verifiers.run(verifiers.rollout(tasks[0], [call, *ANSWERS]))
+    assert [tool.name for tool in asked[0].offered] == ["successor"]
+    assert [(m.speaker, m.text) for m in asked[1].messages[2:]] == [("tool", "5")]
+    assert outcome.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("raise", "TaskError: task NumberTask scoring: ValueError: no rule for this"),
+        ("exit", "SystemExit: no runtime here"),
+    ],
+)
+def test_what_a_taskset_raises_costs_the_reward(verifiers: Verifiers, fault: str, why: str) -> None:
+    (task,) = verifiers.tasks({"fault": fault})
+    outcome, asked = verifiers.run(verifiers.rollout(task))
+    assert (outcome.reward, outcome.error) == (None, f"environment_refused: {why}")
+    assert len(asked) == 2
+
+
+def test_what_cannot_be_played_is_named(verifiers: Verifiers) -> None:
+    with pytest.raises(DataError, match=r"gsm9k.*folder"):
+        verifiers.run(verifiers.worker.tasks("gsm9k", most=1))
+    with pytest.raises(DataError, match="forge_pair has the agents left, right; only one"):
+        verifiers.run(verifiers.worker.tasks("forge_pair", most=1))
+    first = Task("x", "desk_01", {"taskset": "forge_numbers", "arguments": {}, "index": 0})
+    beyond = Task("x", "desk_01", {**first.arguments, "index": 7})
+    outcome, _ = verifiers.run(verifiers.rollout(beyond))
+    assert "has 2 tasks, none of index 7" in outcome.error
+    outcome = verifiers.run(verifiers.worker.play(first, "http://127.0.0.1:9/v1"))
+    assert outcome.error.startswith("environment_refused: ProviderError")
+
+
+def test_a_rollout_ends_at_its_deadline(
+    verifiers: Verifiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (task,) = verifiers.tasks({"fault": "hang"})
+    monkeypatch.setattr(verifiers.worker, "_timeout_s", 1.0)
+    outcome, _ = verifiers.run(verifiers.rollout(task))
+    assert outcome.error == "environment_died: no end within 1 s"
+    verifiers.run(until(lambda: not running(HANGS)))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_dies_costs_the_rewards(verifiers: Verifiers, how: signal.Signals) -> None:
+    tasks = verifiers.tasks({"fault": "hang"}, most=2) * 2
+
+    async def killed() -> None:
+        await until(lambda: len(running(HANGS)) == 4)
+        assert verifiers.worker._process is not None
+        os.kill(verifiers.worker._process.pid, how)
+
+    async def both() -> list[VerifiersOutcome]:
+        killing = asyncio.create_task(killed())
+        rollouts = await asyncio.gather(*(verifiers.rollout(task) for task in tasks))
+        await killing
+        await until(lambda: not running(HANGS))
+        return [outcome for outcome, _ in rollouts]
+
+    outcomes = verifiers.run(both())
+    assert [(o.reward, o.error.partition(":")[0]) for o in outcomes] == [
+        (None, "environment_died")
+    ] * 4
+    if how == signal.SIGKILL:
+        assert "it ended with -9" in outcomes[0].error
+        # The next rollouts have a worker again.
+        outcome, _ = verifiers.run(verifiers.rollout(verifiers.tasks({})[0]))
+        assert outcome.reward == 1.0

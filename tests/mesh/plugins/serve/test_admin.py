@@ -1,0 +1,127 @@
+"""The key, the library from outside, what Prometheus is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import save
+from serving_setup import (
+    MODEL,
+    Served,
+    an_api_key,
+    cartridge,
+    raw,
+    refused,
+    serving,
+    wait_until,
+)
+
+from cartridge_forge.protocols.spec.serving import RIGHTS
+
+KEY = "sk-forge-0123456789"
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(
+        tmp_path_factory.mktemp("locked"),
+        api_keys=(an_api_key("all", KEY, rights=RIGHTS),),
+        max_upload_bytes=40_000,
+    ) as one:
+        yield one
+
+
+def test_without_the_key_nobody_is_served(
+    locked: Served, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+    for given in ("", "Bearer", "Bearer wrong", f"Basic {KEY}", KEY, f"Bearer {KEY}x"):
+        status, headers, content = raw(locked, "/v1/completions", body, authorization=given)
+        error = json.loads(content)["error"]
+        assert (status, error["code"]) == (401, "invalid_api_key")
+        assert headers["www-authenticate"] == "Bearer"
+        assert KEY not in content.decode()
+    for path in ("/v1/models", "/metrics", "/admin/cartridges", "/openapi.json"):
+        assert raw(locked, path, method="GET")[0] == 401
+    for path in ("/health", "/ready", "/ping"):
+        assert raw(locked, path, method="GET")[0] == 200
+    with OpenAI(base_url=f"{locked.url}/v1", api_key=KEY) as client:
+        assert client.completions.create(**body).choices  # type: ignore[call-overload]
+    said = capfd.readouterr()
+    assert KEY not in said.out + said.err
+
+
+def test_cartridges_come_and_go_over_the_admin_routes(locked: Served) -> None:
+    key = {"authorization": f"Bearer {KEY}"}
+    data = save({"kv": cartridge(4)})
+    status, _, content = raw(locked, "/admin/cartridges/ward", data, **key)
+    added = json.loads(content)
+    assert (status, added["name"], added["version"], added["latest"]) == (201, "ward", 1, True)
+    raw(locked, "/admin/cartridges/ward", data, **key)
+    with OpenAI(base_url=f"{locked.url}/v1", api_key=KEY) as client:
+        answer: Any = client.completions.create(model=f"{MODEL}+ward@1", prompt="x", max_tokens=1)
+        assert answer.forge["cartridge"]["version"] == 1
+    _, _, content = raw(locked, "/admin/cartridges", method="GET", **key)
+    listed = json.loads(content)["cartridges"]
+    assert [(c["version"], c["latest"], c["loaded"]) for c in listed] == [
+        (1, False, True), (2, True, False),
+    ]  # fmt: skip
+    assert locked.backend.loaded == [(1, "ward")]
+    assert raw(locked, "/admin/cartridges/ward/1", method="DELETE", **key)[0] == 200
+    wait_until(lambda: locked.backend.loaded == [])
+    assert raw(locked, "/admin/cartridges/ward/1", method="GET", **key)[0] == 404
+    assert raw(locked, "/admin/cartridges/ward/latest", method="GET", **key)[0] == 200
+    assert raw(locked, "/admin/cartridges/ward", method="DELETE", **key)[0] == 200
+    assert raw(locked, "/admin/cartridges/ward", method="GET", **key)[0] == 404
+
+
+def test_uploads_are_checked(locked: Served) -> None:
+    key = {"authorization": f"Bearer {KEY}"}
+    for data, status, said in (
+        (b"\x80\x04\x95 a pickle", 400, "no safetensors file"),
+        (save({"kv": cartridge()[:2]}), 400, "has the shape"),
+        (b"\0" * 50_000, 413, "larger than 40000 bytes"),
+    ):
+        got, _, message = refused(locked, "/admin/cartridges/ward", data, **key)
+        assert got == status
+        assert said in message
+    assert refused(locked, "/admin/cartridges/.hidden", b"", **key)[0] == 400
+    assert locked.house.library.names() == []
+
+
+def test_without_a_key_the_library_is_changed_from_this_machine_alone(served: Served) -> None:
+    path = "/admin/cartridges"
+    assert raw(served, path, method="GET")[0] == 200
+    assert raw(served, path, method="GET", host="localhost:8000")[0] == 200
+    for headers, refusal in (
+        ({"host": "evil.example"}, (421, "unknown_host")),
+        ({"origin": "http://evil.example"}, (403, "unknown_origin")),
+        ({"host": "10.1.2.3"}, (403, "admin_off")),
+    ):
+        status, _, content = raw(served, path, method="GET", **headers)
+        assert (status, json.loads(content)["error"]["code"]) == refusal
+
+
+def test_what_prometheus_is_told(served: Served, client: OpenAI) -> None:
+    list(client.completions.create(model=MODEL, prompt="x", max_tokens=2, stream=True))
+    refused(served, "/v1/completions", {})
+    _, headers, content = raw(served, "/metrics", method="GET")
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    text = content.decode()
+    samples = {
+        (s.name, *sorted(s.labels.items())): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
+    route = ("route", "/v1/completions")
+    assert samples["forge_serve_requests_total", route, ("status", "200")] >= 1
+    assert samples["forge_serve_requests_total", route, ("status", "400")] >= 1
+    assert samples["forge_serve_tokens_total", ("kind", "completion")] > 0
+    assert samples["forge_serve_first_token_seconds_count",] > 0
+    assert samples["forge_serve_pending",] == 0
+    assert samples["forge_serve_queue_depth",] == 0

@@ -1,0 +1,68 @@
+"""Where a worker listens, and by what: refused before anything is opened."""
+
+from pathlib import Path
+
+import pytest
+
+from cartridge_forge.plugins.cluster.hosts.worker import address, work
+from cartridge_forge.plugins.cluster.tls.certificates import certificates
+from cartridge_forge.plugins.cluster.tls.identity import read_identity
+from cartridge_forge.protocols.errors import SpecError
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    [folder] = certificates(tmp_path, [("10.0.0.2", "w2.lan")])
+    return folder
+
+
+@pytest.mark.parametrize(
+    "at", ["tcp://10.0.0.2:26600", "tcp://w2.lan:26600@tcp://0.0.0.0:26600", "tcp://[fd00::2]:1"]
+)
+def test_plain_tcp_beyond_loopback_is_refused_with_the_remedy(at: str) -> None:
+    with pytest.raises(SpecError) as error:
+        work(at)
+    said = str(error.value)
+    assert said.startswith(f"--address: {at} is plain TCP beyond loopback, and whoever reaches")
+    assert "give --tls DIR and a tls:// address, or --insecure on a network that only" in said
+
+
+def test_an_address_for_tls_needs_a_certificate() -> None:
+    with pytest.raises(SpecError, match=r"tls://10\.0\.0\.2:26600 is for TLS; add --tls DIR"):
+        work("tls://10.0.0.2:26600")
+
+
+@pytest.mark.parametrize("at", ["tcp://10.0.0.2:1", "tls://10.0.0.2:1@tcp://0.0.0.0:1"])
+def test_a_certificate_needs_an_address_for_tls(own: Path, at: str) -> None:
+    with pytest.raises(SpecError, match="is plain TCP, and --tls is given; write it as tls://"):
+        work(at, tls=own)
+
+
+def test_the_certificate_is_for_the_address(own: Path) -> None:
+    with pytest.raises(SpecError, match=r"--address: the certificate .* not for 10\.0\.0\.3"):
+        work("tls://10.0.0.3:26600@tls://0.0.0.0:26600", tls=own)
+
+
+def test_one_cannot_be_both(own: Path) -> None:
+    with pytest.raises(SpecError, match="--tls and --insecure exclude each other"):
+        work("tls://10.0.0.2:26600", tls=own, insecure=True)
+
+
+def test_a_directory_without_the_files_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"--tls: cannot read .*ca\.crt.*`forge certs`"):
+        work("tls://10.0.0.2:26600", tls=tmp_path / "none")
+
+
+def test_a_pods_certificate_is_for_the_name_of_its_address(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POD_IP", "10.0.0.7")
+    monkeypatch.setenv("POD_NAMESPACE", "forge-x")
+    with pytest.raises(SpecError, match=r"not for 10-0-0-7\.forge-x\.pod; make another"):
+        work(tls=own)
+    [pods] = certificates(own.parent, [("*.forge-x.pod",)])
+    read_identity(pods, "--tls").require_name("10-0-0-7.forge-x.pod", "--address")
+
+
+def test_a_worker_listens_on_all_its_host_has_unless_told() -> None:
+    assert address("w2.lan", 26600, "tls") == "tls://w2.lan:26600@tls://0.0.0.0:26600"

@@ -1,0 +1,199 @@
+"""Comparing answers: values by hand, which runs are pooled, and what cannot be compared."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from evaluation_setup import spec
+
+from cartridge_forge.forge_run.cli import forge
+from cartridge_forge.plugins.evaluate.comparison import (
+    AnswerSource,
+    compare_groups,
+    grouped,
+    remarks,
+)
+from cartridge_forge.plugins.statistics.intervals import mean_interval
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.files import json_lines
+from cartridge_forge.protocols.records.answers import Answer, AnswerRow, to_row
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
+
+TINY = Answer(
+    id="0", fact="f0", document="d", document_hash="00", question_hash="q", tokens=3,
+    text="x", answer="x", expected="x",
+)  # fmt: skip
+
+
+def rows(
+    arm: str,
+    right: Sequence[float],
+    *,
+    document: str = "d",
+    hash: str = "00",
+    nll: Sequence[float] | None = None,
+    sampled: bool = False,
+) -> list[AnswerRow]:
+    """One question a fact."""
+    found = []
+    for i, value in enumerate(right):
+        answer = replace(
+            TINY, id=str(i), fact=f"f{i}", document=document, document_hash=hash, right=value,
+            nll=None if nll is None else nll[i],
+        )  # fmt: skip
+        found.append(to_row(answer, arm, 5, sampled=sampled))
+    return found
+
+
+def test_the_loss_is_that_of_right_answers_where_there_are_any() -> None:
+    """Held-out prompts of self-study, which no answer is right for, have a loss too: 9 and 1."""
+    asked = [
+        row
+        for arm, own, prompt in (("offline", 2.0, 9.0), ("on_policy", 1.0, 1.0))
+        for row in (
+            *rows(arm, [0.0, 1.0], nll=[own, own]),
+            *(r | {"right": None} for r in rows(arm, [0.0, 0.0], hash="01", nll=[prompt] * 2)),
+        )
+    ]
+    (group,) = grouped([AnswerSource("r", asked)], sampled=False)
+    (found,) = compare_groups([group], metrics=["nll"])
+    assert (found.n, found.of_a, found.of_b, found.difference) == (2, 2, 2, -1.0)
+    alone = [row for row in asked if row["right"] is None]
+    (group,) = grouped([AnswerSource("r", alone)], sampled=False)
+    (found,) = compare_groups([group], metrics=["nll"])
+    assert (found.n, found.difference) == (2, -8.0)
+
+
+def test_differences_of_two_arms_by_hand() -> None:
+    a, b = [0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 1.0]
+    source = AnswerSource(
+        "r", [*rows("offline", a, nll=[2.0] * 4), *rows("on_policy", b, nll=[1.0, 2.0, 0.0, 1.0])]
+    )
+    (group,) = grouped([source], sampled=False)
+    right, nll = compare_groups([group])
+    assert (right.metric, right.a, right.b, right.n) == ("right", "offline", "on_policy", 4)
+    assert (right.mean_a, right.mean_b, right.difference) == (0.25, 0.75, 0.5)
+    assert (right.documents, right.resampled, right.units) == (1, "facts", 4)
+    # Over its facts alone the bootstrap is that of four independent values: Student's interval.
+    assert right.ci95 == pytest.approx(mean_interval([1.0, 0.0, 0.0, 1.0]), abs=0.05)
+    assert nll.difference == pytest.approx(-1.0)
+    low, high = sorted([right.p, nll.p])
+    assert sorted([right.p_holm, nll.p_holm]) == pytest.approx(
+        sorted([2 * low, max(2 * low, high)])
+    )
+    assert remarks([right])[0].startswith("one document: the intervals speak of this document")
+
+
+def test_arms_are_paired_by_question_and_not_by_order() -> None:
+    b = rows("on_policy", [1.0, 0.0, 1.0])
+    source = AnswerSource("r", [*rows("offline", [1.0, 0.0, 0.0, 1.0]), *reversed(b)])
+    (one,) = compare_groups(grouped([source], sampled=False))
+    assert (one.n, one.of_a, one.of_b) == (3, 4, 3)
+    assert one.difference == pytest.approx(1 / 3)
+    assert any("left out" in line for line in remarks([one]))
+
+
+def test_runs_of_one_setting_over_other_documents_are_pooled() -> None:
+    """Of two settings over three documents each: two groups, one comparison, three units."""
+    sources = []
+    for name, p, gain in (("a", 8, 0.0), ("b", 16, 1.0)):
+        for number in range(3):
+            values = [gain, 0.0, gain if number else 0.0, 0.0]
+            own = rows("on_policy", values, hash=f"0{number}")  # the same name in every run
+            untrained = rows("untrained", [0.0] * 4, hash=f"0{number}")
+            sources.append(
+                AnswerSource(f"{name}{number}", [*own, *untrained], {"cartridge.tokens": p})
+            )
+    groups = grouped(sources, sampled=False)
+    assert [g.names for g in groups] == [["a0", "a1", "a2"], ["b0", "b1", "b2"]]
+    (one,) = compare_groups(groups)  # untrained arms of runs over one data set are equal
+    assert (one.a, one.b) == ("on_policy of a0+a1+a2", "on_policy of b0+b1+b2")
+    assert (one.n, one.documents, one.resampled, one.units) == (12, 3, "documents", 3)
+    assert one.difference == pytest.approx((1 + 2 + 2) / 12)
+    assert remarks([one])[0] == "3 documents: so few tell little of others"
+    assert len(compare_groups(groups, arms=["untrained", "on_policy"])) == 2
+
+
+def test_runs_of_one_setting_over_the_same_questions_are_compared() -> None:
+    """Such as two seeds of training: they are no further questions."""
+    sources = [AnswerSource(n, rows("on_policy", [1.0, 0.0, float(n == "b")])) for n in "ab"]
+    (one,) = compare_groups(grouped(sources, sampled=False))
+    assert (one.a, one.b, one.n) == ("on_policy of a", "on_policy of b", 3)
+
+
+def test_sampled_answers_are_taken_on_request_or_where_there_are_no_others() -> None:
+    both = [*rows("none", [0.0, 0.0]), *rows("none", [1.0, 1.0], sampled=True)]
+    alone = rows("on_policy", [1.0, 0.0], sampled=True)
+    means = []
+    for sampled in (False, True):
+        (one,) = compare_groups(grouped([AnswerSource("r", [*both, *alone])], sampled=sampled))
+        means.append((one.mean_a, one.mean_b))
+    assert means == [(0.0, 0.5), (1.0, 0.5)]
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    one = AnswerSource("a", rows("on_policy", [1.0, 0.0]), {"train.lr": 1})
+    other = AnswerSource("b", rows("on_policy", [1.0, 0.0], hash="01"), {"train.lr": 2})
+    with pytest.raises(DataError, match="on_policy of a and on_policy of b answered different"):
+        compare_groups(grouped([one, other], sampled=False))
+    with pytest.raises(DataError, match="nothing to compare"):
+        compare_groups(grouped([one], sampled=False))
+    with pytest.raises(DataError, match="an arm sgd; --arm is of on_policy"):
+        compare_groups(grouped([one], sampled=False), arms=["sgd"])
+    single = [*rows("offline", [1.0]), *rows("on_policy", [0.0])]
+    with pytest.raises(DataError, match="one fact only"):
+        compare_groups(grouped([AnswerSource("a", single)], sampled=False))
+
+
+def test_the_command_prints_a_table_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = [*rows("offline", [0.0, 1.0, 0.0]), *rows("on_policy", [1.0, 1.0, 1.0])]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "answers.jsonl").write_text(json_lines(both))
+    packed = tmp_path / "kept.jsonl.gz"
+    with gzip.open(packed, "wt") as file:
+        file.write(json_lines(both))
+    told = []
+    for path in (tmp_path / "run", packed):
+        assert forge(["compare", str(path), "--json"]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0]["comparisons"] == told[1]["comparisons"]
+    (one,) = told[0]["comparisons"]
+    assert one["difference"] == pytest.approx(2 / 3)
+    assert told[0]["notes"][0].startswith("one document")
+    assert forge(["compare", str(packed), "--arm", "offline", "--arm", "on_policy"]) == 0
+    shown = capsys.readouterr().out
+    assert "+66.7" in shown
+    assert "this document alone" in shown
+    assert forge(["compare", str(tmp_path)]) == 2
+    assert "has no answers.jsonl" in capsys.readouterr().err
+    assert forge(["compare", str(packed), "--arm", "none"]) == 2
+
+
+def test_runs_are_pooled_over_data_and_seeds_but_not_over_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = {
+        "a1": ("data.seed=1", "train.seed=1"),
+        "a2": ("data.seed=2", "train.seed=2", "evaluate.arms=[on_policy]"),
+        "b1": ("data.seed=1", "train.lr=0.1"),
+        "b2": ("data.seed=2", "train.lr=0.1"),
+    }
+    for name, own in sets.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "spec.yaml").write_text(dump_yaml(spec(*own).as_dict()))
+        values = rows("on_policy", [1.0, 0.0, float(name[0] == "b")], hash=f"0{name[1]}")
+        (tmp_path / name / "answers.jsonl").write_text(json_lines(values))
+    assert forge(["compare", *(str(tmp_path / name) for name in sets), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [g["runs"] for g in told["groups"]] == [["a1", "a2"], ["b1", "b2"]]
+    assert [g["settings"] for g in told["groups"]] == [{"train.lr": 0.4}, {"train.lr": 0.1}]
+    (one,) = told["comparisons"]
+    assert (one["n"], one["documents"]) == (6, 2)
+    assert one["difference"] == pytest.approx(1 / 3)

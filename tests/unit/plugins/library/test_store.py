@@ -1,0 +1,226 @@
+"""The library: what is let in, what is refused and why, numbers that are never used again."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from format_setup import checkpoint_of
+from safetensors.torch import load_file, save_file
+
+from cartridge_forge.learning.checkpoint import write_checkpoint
+from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo, config_hash
+from cartridge_forge.plugins.library.formats.forge import FILE, MANIFEST
+from cartridge_forge.plugins.library.importing import add_from_run
+from cartridge_forge.plugins.library.names import CartridgeName
+from cartridge_forge.plugins.library.store import INCOMING, CartridgeStore
+from cartridge_forge.plugins.library.terms import write_terms
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.files import sha256_of
+from cartridge_forge.protocols.records.run_files import TERMS
+
+BASE = BaseModelInfo(layers=2, kv_heads=1, head_dim=4, context=64, config_sha256="c" * 64)
+
+
+def kv(tokens: int = 3, value: float = 0.5) -> torch.Tensor:
+    return torch.full((2, 2, 1, tokens, 4), value)
+
+
+def add(library: CartridgeStore, name: str = "p1", tensors: Any = None, **metadata: str) -> Any:
+    with library.incoming() as file:
+        save_file({"kv": kv()} if tensors is None else tensors, file, metadata=metadata or None)
+        return library.add(name, file, {"by": "test"})
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> CartridgeStore:
+    return CartridgeStore(tmp_path / "library", BASE)
+
+
+def test_a_version_is_added_found_and_whole(library: CartridgeStore) -> None:
+    first, second = add(library), add(library, tensors={"kv": kv(5)})
+    assert [e.key for e in (first, second)] == [("p1", 1), ("p1", 2)]
+    assert library.get(CartridgeName("p1")).key == ("p1", 2)
+    found = library.get(CartridgeName("p1", 1))
+    assert found.path == library.directory / "p1/1" / FILE
+    assert found.manifest.sha256 == sha256_of(found.path)
+    assert (found.manifest.tokens, found.manifest.shape) == (3, (2, 2, 1, 3, 4))
+    assert found.manifest.source == {"by": "test"}
+    assert library.names() == ["p1"]
+    assert not any((library.directory / INCOMING).iterdir())
+
+
+def test_a_version_keeps_its_words_until_it_is_dropped(library: CartridgeStore) -> None:
+    first, second = add(library), add(library)
+    library.describe(first, [{"salt": 2}])
+    assert (library.passages(first), library.passages(second)) == ([{"salt": 2}], ())
+    library.describe(second, [{"tide": 1}, {"reef": 4}])
+    assert library.passages(library.get(CartridgeName("p1"))) == [{"tide": 1}, {"reef": 4}]
+    library.drop("p1", 2)
+    assert [library.passages(entry) for entry in library.entries("p1")] == [[{"salt": 2}]]
+
+
+def test_a_number_is_never_used_again(library: CartridgeStore) -> None:
+    add(library)
+    add(library)
+    assert library.drop("p1", 2) == [2]
+    assert library.versions("p1") == [1]
+    assert add(library).key == ("p1", 3)
+    assert library.drop("p1") == [1, 3]
+    assert library.names() == []
+    assert add(library).key == ("p1", 4)
+    again = CartridgeStore(library.directory, BASE)  # another process
+    assert add(again).key == ("p1", 5)
+
+
+def test_two_who_add_at_once_get_two_numbers(library: CartridgeStore) -> None:
+    added: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: added.append(add(library).manifest.version))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(added) == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"kv": torch.zeros(3, 2, 1, 3, 4)}, r"has the shape \[2, 2, 1, P, 4\]: got \[3, 2, 1"),
+        ({"kv": torch.zeros(2, 2, 1, 3)}, "has the shape"),
+        ({"kv": torch.zeros(2, 2, 1, 0, 4)}, "has the shape"),
+        ({"kv": kv(63)}, "leaves none of the model's 64 positions"),
+        ({"kv": kv(value=float("nan"))}, "layer 0 .* not finite"),
+        ({"kv": kv().long()}, "is float32, bfloat16 or float16: got torch.int64"),
+        ({"keys": kv()}, 'one tensor "kv" .*: got keys'),
+        ({"kv": kv(), "more": kv()}, "got kv, more"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(
+    library: CartridgeStore, tensors: Any, said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        add(library, tensors=tensors)
+    assert library.names() == []
+    assert not any((library.directory / INCOMING).iterdir())
+
+
+def test_another_base_is_refused(library: CartridgeStore) -> None:
+    with pytest.raises(DataError, match="trained for another base model"):
+        add(library, base_config_sha256="d" * 64)
+    assert add(library, base_config_sha256="c" * 64).key == ("p1", 1)
+
+
+def test_a_pickle_is_never_loaded(library: CartridgeStore, tmp_path: Path) -> None:
+    with library.incoming() as file:
+        torch.save({"kv": kv()}, file)
+        with pytest.raises(DataError, match="no safetensors file"):
+            library.add("p1", file, {})
+    with library.incoming() as file:
+        file.write_bytes(b"\xff" * 64)  # a header longer than the file
+        with pytest.raises(DataError, match="no safetensors file"):
+            library.add("p1", file, {})
+
+
+@pytest.mark.parametrize("name", ["../p1", ".p1", "", "a/b", "p" * 65, "p\0", "auto"])
+def test_no_name_leads_out_of_the_library(library: CartridgeStore, name: str) -> None:
+    with pytest.raises(DataError, match="is no cartridge's name"):
+        add(library, name)
+
+
+def test_a_path_names_a_version_within_the_library_alone(library: CartridgeStore) -> None:
+    add(library)
+    inside = ("p1", "p1@1", "p1@latest", "p1/1", f"p1/1/{FILE}", str(library.directory / "p1/1"))
+    for text in inside:
+        assert library.get(library.named(text)).key == ("p1", 1)
+    outside = ("/etc/passwd", "../p1/1", "p1/1/../../..", f"p1/1/{MANIFEST}", "p1/01", "p1/\0", ".")
+    for text in outside:
+        with pytest.raises(DataError):
+            library.named(text)
+
+
+def test_a_damaged_manifest_is_named(library: CartridgeStore) -> None:
+    entry = add(library)
+    (entry.path.parent / MANIFEST).write_text("{")
+    with pytest.raises(DataError, match=r"p1@1 is damaged: .* no readable manifest\.json"):
+        library.get(CartridgeName("p1"))
+
+
+def test_the_hash_of_a_config_is_that_of_what_is_computed() -> None:
+    config = {"hidden_size": 8, "rope": {"theta": 1}, "transformers_version": "1"}
+    assert config_hash(config) == config_hash({**config, "transformers_version": "2"})
+    assert config_hash(config) != config_hash({**config, "rope": {"theta": 2}})
+
+
+def checkpoint(run: Path, version: int, arm: str = "on_policy") -> None:
+    names, shape = ["p1", "p2"], (2, 2, 2, 1)
+    facts = {"names": names, "arm": arm, "step": version, "version": version}
+    tensors = {
+        "frozen": torch.full((*shape, 1, 4), 1.0),
+        "trainable": torch.stack(
+            [torch.full((*shape[1:], 2, 4), 10.0 * version + c) for c in (1, 2)]
+        ),
+    }
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    write_checkpoint(
+        run / "checkpoints", f"version-{version:06d}", checkpoint_of(facts, tensors), 3
+    )
+
+
+def test_the_newest_checkpoint_on_policy_of_a_run_is_added(
+    library: CartridgeStore, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs/longhealth/r1"
+    checkpoint(run, 1)
+    checkpoint(run, 2)
+    checkpoint(run, 3, "offline")  # the baseline is trained last
+    write_terms(run / TERMS, {"p1": [{"salt": 2}, {"tide": 1}]})
+    one, two = add_from_run(library, run)
+    assert (library.passages(one), library.passages(two)) == ([{"salt": 2}, {"tide": 1}], ())
+    assert [one.key, two.key] == [("p1", 1), ("p2", 1)]
+    assert one.manifest.source["checkpoint"] == "version-000002"
+    kv = load_file(two.path)["kv"]
+    assert kv.shape == (2, 2, 1, 3, 4)
+    assert kv[0, 0, 0, :, 0].tolist() == [1.0, 22.0, 22.0]  # the frozen token, then the trained
+    (renamed,) = add_from_run(library, run / "checkpoints/version-000001", {"p2": "ward"})
+    assert load_file(renamed.path)["kv"][0, 0, 0, :, 0].tolist() == [1.0, 12.0, 12.0]
+    assert library.names() == ["p1", "p2", "ward"]
+
+
+def test_a_run_without_what_is_asked_for(library: CartridgeStore, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no checkpoint in"):
+        add_from_run(library, tmp_path)
+    checkpoint(tmp_path / "r", 1)
+    with pytest.raises(DataError, match="the run has no cartridge p9; it has p1, p2"):
+        add_from_run(library, tmp_path / "r", {"p9": "p9"})
+
+
+def test_the_manifest_is_plain_json(library: CartridgeStore) -> None:
+    entry = add(library)
+    plain = json.loads((entry.path.parent / MANIFEST).read_text())
+    assert len(plain.pop("manifest_sha256")) == 64
+    assert plain["schema"] == 2
+    assert plain == entry.manifest.as_dict()
+
+
+def test_a_file_that_comes_in_is_kept_whatever_the_clock_says(library: CartridgeStore) -> None:
+    """An hour's leftovers of a killed process are removed, unless the file is still being written:
+    the clock may have been set forward meanwhile."""
+    left = library.directory / INCOMING / "left"
+    with library.incoming() as file:
+        left.mkdir()
+        for folder in (left, file.parent):
+            os.utime(folder, (0, 0))
+        CartridgeStore(library.directory, BASE)
+        assert not left.exists()
+        save_file({"kv": kv()}, file)
+        assert library.add("p1", file, {"by": "test"}).key == ("p1", 1)
+    assert not any((library.directory / INCOMING).iterdir())

@@ -1,0 +1,193 @@
+"""Whole runs of recursive self-aggregation, over samplers that follow a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from math import comb
+
+import pytest
+from rooms.strategies.rsa_setup import (
+    RIGHT,
+    WRONG,
+    Scripted,
+    accuracies,
+    begun,
+    majority_copier,
+    place,
+    scored,
+)
+
+from cartridge_forge.plugins.statistics.intervals import wilson_interval
+from cartridge_forge.plugins.strategies.answers.votes import AnswerVote
+from cartridge_forge.plugins.strategies.catalog import parse, run
+from cartridge_forge.plugins.strategies.problem import StrategyResult
+from cartridge_forge.plugins.strategies.rsa.engine import RSAEngine
+from cartridge_forge.plugins.strategies.rsa.populations import chosen_of, measure, reward
+from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest
+from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.teacher_replay import AgentMessage
+
+
+def oracle(right: int) -> Scripted:
+    """An aggregator that is right where any of its candidates is."""
+
+    def say(ask: SampleRequest, shown: list[str]) -> str:
+        return (RIGHT if RIGHT in shown else WRONG) if shown else begun(ask, right)
+
+    return Scripted(say)
+
+
+@pytest.mark.parametrize(("n", "k", "right"), [(8, 2, 3), (8, 4, 1), (6, 1, 2), (5, 3, 2)])
+def test_an_oracle_gains_what_the_formula_says(n: int, k: int, right: int) -> None:
+    """E[p'] = 1 - C(wrong, K) / C(n, K), in the interval of a thousand slots."""
+    questions = 150
+    first, second = accuracies(oracle(right), questions, N=n, K=k, T=2)
+    assert first == right / n
+    expected = 1 - comb(n - right, k) / comb(n, k)
+    low, high = wilson_interval(round(second * questions * n), questions * n)
+    assert low <= expected <= high
+    assert high - low < 0.08
+
+
+def test_once_fewer_than_k_are_wrong_all_are_right() -> None:
+    assert accuracies(oracle(2), 20, N=4, K=3, T=4) == [0.5, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("right", "stays"), [(0, 0.0), (6, 1.0)])
+def test_all_wrong_and_all_right_absorb(right: int, stays: float) -> None:
+    assert accuracies(oracle(right), 5, N=6, K=2, T=5) == [stays] * 5
+    assert accuracies(majority_copier(right), 5, N=6, K=3, T=5) == [stays] * 5
+
+
+def test_a_population_is_one_call_for_all_questions() -> None:
+    sampler = oracle(1)
+    result = RSAEngine(sampler, M=8, N=2, K=2, T=4, scorer=scored).run(["a?", "b?", "c?"])
+    assert [len(batch) for batch in sampler.batches] == [3 * 16] * 4
+    spent = result.spent
+    assert (spent.calls, spent.asks) == (4, 3 * 16 * 4)
+    assert (spent.tokens, spent.prompt_tokens) == (10 * spent.asks, 3 * spent.asks)
+    assert spent.seconds > 0
+    sampler = oracle(1)
+    RSAEngine(sampler, N=16, T=4).run(["a?"], temperature=0.3)
+    assert len(sampler.batches) == 4
+    assert {a.sampling.temperature for batch in sampler.batches for a in batch} == {0.3}
+
+
+def test_what_is_recorded_is_what_was_asked_and_said() -> None:
+    sampler = Scripted(lambda ask, shown: rf"\boxed{{{place(ask)[2] // 2}}}")
+    (only,) = RSAEngine(sampler, N=4, K=2, T=3, seed=1).run(["2 + 2?"]).runs
+    assert [p.step for p in only.populations] == [0, 1, 2]
+    for population, batch in zip(only.populations, sampler.batches, strict=True):
+        assert population.ids == tuple(a.id for a in batch)
+        assert population.prompts == tuple(a.messages[-1].content for a in batch)
+        assert population.answers == ("0", "0", "1", "1")
+        assert population.token_ids == ((1,) * 10,) * 4
+    first, second, _ = only.populations
+    assert first.parents == ((),) * 4
+    for prompt, own in zip(second.prompts, second.parents, strict=True):
+        places = [prompt.index(f"Attempt {i}:\n{first.texts[p]}") for i, p in enumerate(own, 1)]
+        assert places == sorted(places)
+    # Two against two: the earliest speaks. Without a scorer there is an answer, and no metrics.
+    assert [vote.traces for vote in only.votes] == [(0, 1), (2, 3)]
+    assert (only.chosen, only.answer, only.metrics) == (0, "0", None)
+    assert all(p.scores == () for p in only.populations)
+
+
+def test_equivalent_answers_vote_together_and_missing_ones_not_at_all() -> None:
+    says = [r"\boxed{3}", r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", "hm"]
+    sampler = Scripted(lambda ask, shown: says[place(ask)[2]])
+    (only,) = RSAEngine(sampler, N=4, T=1).run(["?"]).runs
+    assert [vote.traces for vote in only.votes] == [(1, 2), (0,)]
+    assert only.answer == "0.5"
+    (silent,) = RSAEngine(Scripted(lambda ask, shown: "hm"), T=1).run(["?"]).runs
+    assert (silent.votes, silent.chosen, silent.answer) == ((), None, None)
+
+
+def test_metrics_and_reward_by_hand() -> None:
+    assert chosen_of([AnswerVote("a", 2.0, (3, 4)), AnswerVote("b", 1.0, (0,))]) == 3
+    assert chosen_of([]) is None
+    scores = [1.0, 0.5, 0.0, 2.0]
+    found = measure(scores, 1)
+    assert found == {"mean_accuracy": 0.5, "majority_vote": 0.0, "pass_at_n": 1.0}
+    assert measure(scores, 3)["majority_vote"] == 1.0
+    assert measure([0.9, 0.0], None) == dict.fromkeys(found, 0.0)
+    # Three populations of four: mean of all twelve is 0.5.
+    populations = [[0.0] * 4, [1.0, 0.5, 0.5, 0.5], scores]
+    assert reward(found, "pass_at_n", populations, 0.2) == pytest.approx(1.0 + 0.2 * 0.5)
+    assert reward(found, "mean_accuracy", populations) == 0.5
+
+
+def test_a_budget_ends_a_run_with_the_populations_it_has() -> None:
+    """4 x 10 tokens a population: 30 are left for the third, and nothing for a fourth."""
+    sampler = oracle(1)
+    result = RSAEngine(sampler, N=4, K=2, T=5, budget=110, scorer=scored).run(["a?"])
+    (only,) = result.runs
+    assert (len(only.populations), only.finish_reason) == (3, "budget")
+    assert result.spent.tokens == 40 + 40 + 28  # seven for each of the last: two are left over
+    assert only.answer is not None
+    nothing = RSAEngine(oracle(1), budget=3).run(["a?"])
+    (only,) = nothing.runs
+    assert (only.populations, only.answer, only.finish_reason) == ((), None, "budget")
+    assert nothing.spent.calls == 0
+
+
+def test_metrics_are_means_over_questions() -> None:
+    def knows_a(ask: SampleRequest, shown: list[str]) -> str:
+        return RIGHT if place(ask)[0] == 0 else WRONG
+
+    engine = RSAEngine(Scripted(knows_a), T=2, scorer=scored)
+    assert engine.run(["a?", "b?"]).metrics == {
+        "mean_accuracy": 0.5, "majority_vote": 0.5, "pass_at_n": 0.5
+    }  # fmt: skip
+    assert engine.run([]).runs == ()
+    with pytest.raises(DataError, match="questions must be a list"):
+        engine.run("a?")
+
+
+def test_the_strategy_keeps_what_stood_before_its_question_and_tells_how_it_came() -> None:
+    sampler = oracle(2)
+    before = AgentMessage("system", "you are terse")
+    messages = (before, AgentMessage("user", "2 + 2?"))
+    strategy = parse("rsa", {"N": 4, "K": 3, "T": 2})
+
+    def solve(budget: int | None) -> StrategyResult:
+        return asyncio.run(
+            run(
+                strategy,
+                sampler,
+                messages,
+                form="math",
+                seed=1,
+                max_tokens=64,
+                name="0",
+                budget=budget,
+            )
+        )
+
+    result = solve(None)
+    for batch in sampler.batches:
+        for asked in batch:
+            assert asked.messages[0] == before
+            assert asked.messages[1].content.count("2 + 2?") == 1
+    assert (result.answer, result.text, result.finish_reason) == ("1", RIGHT, "stop")
+    assert result.token_ids == (1,) * 10
+    assert (result.spent.tokens, result.spent.calls) == (80, 2)
+    assert [len(p["texts"]) for p in result.details["populations"]] == [4, 4]
+    assert result.details["votes"] == [{"answer": "1", "weight": 4.0, "traces": [0, 1, 2, 3]}]
+    assert json.loads(json.dumps(result.details)) == result.details
+    cut, nothing = solve(43), solve(3)
+    assert (cut.finish_reason, len(cut.details["populations"])) == ("budget", 1)
+    assert (nothing.finish_reason, nothing.answer, nothing.spent.calls) == ("budget", None, 0)
+    with pytest.raises(DataError, match="M must be a power of two"):
+        asyncio.run(
+            run(
+                parse("rsa", {"M": 3}),
+                sampler,
+                messages,
+                form="math",
+                seed=1,
+                max_tokens=64,
+                name="0",
+            )
+        )
