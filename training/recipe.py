@@ -138,8 +138,10 @@ class Recipe(Protocol):
         """Write a trained rollout to the run's directory."""
 
     def facts(self, record: StepRecord) -> Mapping[str, Any]:
-        """Return further columns of the step's row of metrics.jsonl."""
-        return {}
+        """Return further columns of the step's row of metrics.jsonl: here those of its channels,
+        where doc_kl is not the only one."""
+        terms = record.output.terms
+        return {"channels": terms} if terms.keys() - {"doc_kl"} else {}
 
     def warning(self, rollout: Rollout) -> str:
         """Return what is probably wrong with a rollout, "" for nothing."""

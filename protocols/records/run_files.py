@@ -69,9 +69,9 @@ class MetricRow:
 
         {"cartridges": {"patient_01": {"lr": 0.02, "grad_norm": 0.3, "step": 12, "tokens": 212}}}
 
-    Episodes add three fields, each left out where it is empty:
-    `channels` holds the value, denominator ("count"), weight and facts of every channel with a
-    weight, `cosines` those between channels' gradients, and `episodes` counts and means over the
+    Three more fields are left out where they are empty. `channels` holds the value, denominator
+    ("count"), weight and facts of every channel with a weight, unless that is doc_kl alone.
+    Episodes add `cosines` between channels' gradients, and `episodes`, counts and means over the
     step's episodes:
 
         {"channels": {"grpo": {"value": -0.02, "count": 512, "weight": 1.0}, ...},

@@ -34,8 +34,9 @@ STEP = 2
 BEGIN, END = "training/loop.py OnPolicyLoop.step", "training/training_run.py TrainingRun._record"
 # What keeps processes alive, and what tells of the run: no number of a step depends on it.
 BESIDE = (
-    "plugins/watch/control/", "plugins/watch/telemetry/", "services/run_directory.py",
-    "services/proc_info.py", "services/pool/autoscale.py", "services/pool/health.py",
+    "plugins/watch/", "services/run_directory.py",
+    "plugins/library/run_lease.py", "services/run_log.py", "services/proc_info.py",
+    "services/pool/autoscale.py", "services/pool/health.py",
     "services/pool/lifecycle.py", "services/pool/placement.py", "services/pool/process.py",
     "services/pool/process_manager.py", "services/pool/service.py", "services/pool/hosts.py",
     "plugins/cluster/hosts/", "services/forkserver/", "actors/heartbeat.py",

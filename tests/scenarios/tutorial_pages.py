@@ -1,4 +1,4 @@
-"""Run the commands of a tutorial as its reader would, in an empty folder.
+"""Run the commands of a page as its reader would, in an empty folder.
 
 A page marks what is run. These are fenced blocks and comments of the page:
 
@@ -16,12 +16,15 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
+CORE = ROOT / "docs" / "explanation" / "core.md"
 PAGES = sorted(page.name for page in TUTORIALS.glob("*.md") if page.name != "index.md")
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?$")
 COMMENT = re.compile(r"^<!-- (prints|short|long|before)(?:: (.*))? -->$")
@@ -63,31 +66,60 @@ def blocks(page: str) -> Iterator[TutorialBlock]:
     yield from found
 
 
-def console_scripts(folder: Path) -> Path:
-    """Write `forge` and `forge-run` of this tree and this Python, and return their folder."""
+def page_files(page: str) -> list[str]:
+    """Return the source files that the first columns of a page's tables name."""
+    columns = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    return [name for column in columns for name in re.findall(r"`([\w/]+\.py)`", column)]
+
+
+def console_scripts(folder: Path, python: Path | str = sys.executable) -> Path:
+    """Write `forge`, `forge-run`, `python` and `pip` of this tree and `python`, and return their
+    folder."""
     folder.mkdir(parents=True)
-    for name, function in (("forge", "forge"), ("forge-run", "forge_run"), ("python", "")):
-        command = f"from cartridge_forge.forge_run.cli import {function}; sys.exit({function}())"
-        code = f'-c "import sys; {command}"'
-        words = f'exec "{sys.executable}" {code if function else ""} "$@"'
+    call = '-c "import sys; from cartridge_forge.forge_run.cli import {0}; sys.exit({0}())"'
+    for name, arguments in (
+        ("forge", call.format("forge")), ("forge-run", call.format("forge_run")), ("python", ""),
+        ("pip", "-m pip"),
+    ):  # fmt: skip
+        words = f'exec "{python}" {arguments} "$@"'
         (folder / name).write_text(f"#!/bin/sh\n{words}\n")
         (folder / name).chmod(0o755)
     return folder
 
 
-def follow(page: Path, folder: Path, *, short: bool, timeout_s: float) -> list[str]:
+def environment(folder: Path) -> Path:
+    """Make a virtual environment that reads this one's packages and installs into itself. Return
+    its Python."""
+    venv.create(folder, symlinks=True)
+    paths = {"base": str(folder), "platbase": str(folder)}
+    packages = Path(sysconfig.get_path("purelib", "venv", vars=paths))
+    (packages / "parent.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return folder / "bin" / "python"
+
+
+def as_a_reader() -> dict[str, str]:
+    """Return this process's environment with Monarch's own limits, not those of these tests."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("HYPERACTOR_")}
+
+
+def follow(
+    page: Path, folder: Path, *, short: bool, timeout_s: float, installs: bool = False
+) -> list[str]:
     """Write the page's files and run its commands in `folder`, in order; return the commands run.
+    A page that `installs` a package does so in a virtual environment of its own.
 
     Raises AssertionError for a command that fails, takes longer, or does not print what the page
     says.
     """
-    scripts = console_scripts(folder / "scripts")
+    python = environment(folder / "environment") if installs else sys.executable
+    scripts = console_scripts(folder / "scripts", python)
     home = folder / "home"
     home.mkdir()
     env = {
-        **os.environ,
+        **as_a_reader(),
         "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
         "TINY": str(ROOT / "models" / "clinic-reader"),  # for the short way
+        "CHECKOUT": str(ROOT),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     done: list[str] = []

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tutorial_pages import ROOT, TUTORIALS, blocks, follow
+from tutorial_pages import CORE, ROOT, TUTORIALS, blocks, follow, page_files
 
 PAGE = """
 # A page
@@ -55,7 +55,7 @@ def test_text_that_is_not_printed_is_told(tmp_path: Path) -> None:
 
 def test_every_command_block_of_a_tutorial_is_one_that_is_run() -> None:
     """A fenced block without a language, or of another shell's name, would be passed by."""
-    for page in TUTORIALS.glob("*.md"):
+    for page in (*TUTORIALS.glob("*.md"), CORE):
         for block in blocks(page.read_text()):
             assert block.language in ("sh", "text") or block.title, f"{page.name}: {block.text}"
             for line in block.commands(short=False) if block.language == "sh" else []:
@@ -67,3 +67,11 @@ def test_a_newcomer_reads_few_words_before_the_first_command_and_its_accuracy() 
     start = (ROOT / "README.md").read_text(encoding="utf-8").partition("```")[0]
     assert "    make run " in start
     assert len(start.split()) <= 120
+
+
+def test_the_page_on_the_core_names_files_that_exist() -> None:
+    """Its tables list the files of a step; the nightly tests measure that these are all."""
+    files = page_files(CORE.read_text())
+    assert len(files) == len(set(files)) > 20
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    assert len(CORE.read_text().split()) <= 1800
