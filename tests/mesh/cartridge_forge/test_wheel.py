@@ -18,7 +18,7 @@ from example_runs import by_clerk, copied
 from small_run import rows
 
 ROOT = Path(__file__).resolve().parents[3]
-NOT_SOURCE = (".*", "tests", "docs", "runs", "library", "build", "*.egg-info", "__pycache__")
+NOT_SOURCE = ("tests", "docs", "runs", "library", "build")  # at the top
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 SMALL = {
     "train.steps": 2, "train.warmup_steps": 0, "train.checkpoint_every": 1, "data.patients": 2,
@@ -96,7 +96,11 @@ class Installed:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     home = tmp_path_factory.mktemp("wheel")
-    left_out = shutil.ignore_patterns(*NOT_SOURCE)
+    nowhere = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__")
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        return nowhere(folder, names) | (set(NOT_SOURCE) if Path(folder) == ROOT else set())
+
     shutil.copytree(ROOT, home / "source", ignore=left_out, symlinks=True)
     subprocess.run(
         [sys.executable, "-c", BUILD, str(home)], cwd=home / "source", check=True,
