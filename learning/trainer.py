@@ -32,8 +32,13 @@ from cartridge_forge.learning.updates import run_updates
 from cartridge_forge.protocols.errors import CheckpointError, PublishError, StaleTokenError
 from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.spec.sections import GapBounds, TrainSpec
-from cartridge_forge.protocols.train_batch import PreferencePair, TrainBatch
-from cartridge_forge.protocols.types import Sample, SampleScores, TrainStepOutput
+from cartridge_forge.protocols.step import (
+    PreferencePair,
+    Sample,
+    SampleScores,
+    TrainBatch,
+    TrainStepOutput,
+)
 
 if TYPE_CHECKING:  # for objectives that balance their channels
     from cartridge_forge.learning.losses.balance import GradientBalance

@@ -36,10 +36,9 @@ from typing import Any
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.spec.sections import WarmStartSpec
 from cartridge_forge.services.clients import TrainerClient
-from cartridge_forge.services.pool.work_time import WorkTime
 from cartridge_forge.training.recipe import Recipe
-from cartridge_forge.training.rollouts import GenerateCall, Rollout, StepRecord, StepTimes
-from cartridge_forge.training.teacher_scoring import TeacherScoring, score_key, train_scored
+from cartridge_forge.training.records import GenerateCall, Rollout, StepRecord, StepTimes, WorkTime
+from cartridge_forge.training.scoring import TeacherScoring, score_key, train_scored
 from cartridge_forge.training.weight_sync import WeightSync
 
 WorkTimes = Callable[[float, float], WorkTime]
@@ -116,7 +115,7 @@ class OnPolicyLoop:
             rollout = await self.rollouts.take(step)
         with timer("score") as begun:
             self.validation.begin()  # the generators are idle from here on
-            batch = await self.recipe.lesson(rollout, version)
+            batch = await self.recipe.train_batch(rollout, version)
             batch, scoring = await self.teachers.score(key, batch, version, rollout.parts, begun)
         with timer("train"):
             if not self.validation.waiting:  # an environment may have no room for both

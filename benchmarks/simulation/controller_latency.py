@@ -29,7 +29,7 @@ from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.planes.open import open_plane
 from cartridge_forge.services.pool.health import HealthState
 from cartridge_forge.services.pool.pool import Pool, RequestStatus

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from cartridge_forge.protocols.errors import PlaneError
-from cartridge_forge.protocols.types import TensorLayout
+from cartridge_forge.protocols.step import TensorLayout
 
 # A cache line, and a multiple of every dtype's size: each entry can be viewed in place.
 ALIGNMENT = 64

@@ -28,7 +28,8 @@ from cartridge_forge.protocols.errors import EngineKilledError, ForgeError, RunE
 from cartridge_forge.protocols.files import steady_time
 from cartridge_forge.protocols.records.status import PoolStatus, ReplicaState
 from cartridge_forge.protocols.spec.mesh import RoleSpec
-from cartridge_forge.protocols.types import TimedReply, TraceSpan
+from cartridge_forge.protocols.step import TimedReply
+from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.pool.replica import (
     Replica,
     ReplicaLost,
@@ -36,8 +37,9 @@ from cartridge_forge.services.pool.replica import (
     ask,
     new_router,
 )
-from cartridge_forge.services.pool.work_time import SPANS, Span
 
+SPANS = 2**16  # that a pool keeps: those of several steps
+Span = tuple[float, float]  # begin and end of an actor's work, by `time.perf_counter`
 T = TypeVar("T")
 
 SUSPECT_DEATHS = 2  # of engines, after which a request is their cause

@@ -31,7 +31,7 @@ from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.pool.autoscale import decide
 from cartridge_forge.services.pool.health import IN_SERVICE, HealthState, silent
 from cartridge_forge.services.pool.hosts import HostSource, HostWorker, Membership

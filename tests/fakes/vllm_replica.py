@@ -35,7 +35,7 @@ from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, text_of
 from cartridge_forge.learning.teacher import context_ids, document_kv
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     Completion,
     GenerateRequest,

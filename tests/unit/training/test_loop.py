@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from loop_setup import House, delays, drive, run, sampled_versions, turns_of
 
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import TrainStepOutput
-from cartridge_forge.services.pool.work_time import WorkTime
-from cartridge_forge.training.rollouts import Rollout, ScoringCost, StepRecord
+from cartridge_forge.protocols.step import TrainBatch, TrainStepOutput
+from cartridge_forge.training.records import Rollout, ScoringCost, StepRecord, WorkTime
 
 # -- strict -----------------------------------------------------------------------------------
 

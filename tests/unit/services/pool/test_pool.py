@@ -21,7 +21,8 @@ from cartridge_forge.protocols.errors import (
     StaleTokenError,
 )
 from cartridge_forge.protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus
-from cartridge_forge.protocols.types import TimedReply, TraceSpan
+from cartridge_forge.protocols.step import TimedReply
+from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.pool.health import silent
 from cartridge_forge.services.pool.pool import Pool, gather
 from cartridge_forge.services.pool.replica import Replica

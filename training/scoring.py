@@ -20,20 +20,20 @@ from dataclasses import dataclass, replace
 
 from cartridge_forge.protocols.errors import PlaneError, RunError
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
-from cartridge_forge.protocols.train_batch import TeacherScores, TrainBatch
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CacheStats,
     CartridgeSnapshot,
     Sample,
     ScoreOutput,
+    TeacherScores,
+    TrainBatch,
     TrainStepOutput,
 )
 from cartridge_forge.services.clients import DocTeacherClient, HintedTeacherClient, TrainerClient
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.planes.codec import packed_bytes
 from cartridge_forge.services.pool.pool import gather
-from cartridge_forge.services.pool.work_time import busy
-from cartridge_forge.training.rollouts import ScoringCost
+from cartridge_forge.training.records import ScoringCost, busy
 from cartridge_forge.training.weight_sync import WeightSync
 
 PASS_TOKENS = 1024  # of a group that a teacher without a GPU scores by itself
