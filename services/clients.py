@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
@@ -37,8 +38,7 @@ from cartridge_forge.protocols.step import (
     TrainStepOutput,
 )
 from cartridge_forge.protocols.streams import EngineReport, TokenChunk, TokenPort
-from cartridge_forge.services.pool.pool import Pool, PoolUpdate
-from cartridge_forge.services.pool.replica import Packed, Replica, ask
+from cartridge_forge.services.pool.pool import Pool, PoolUpdate, Replica, ask
 
 Replied = Callable[[Sequence[Completion]], None] | None
 """Called with the completions of each reply as soon as that reply arrives."""
@@ -49,6 +49,18 @@ CANCEL_SECONDS = 5.0
 SHOWN = 12  # hexadecimal digits of a fingerprint in an error
 REMEMBERED = 2**16  # requests whose replica is known: those of several steps
 RECOVER_SECONDS = 60.0
+
+
+class Packed:
+    """Carry plain data as an argument of a call: the actor gets the `value` itself. Monarch's
+    pickler calls Python functions for every object, which takes three times as long as pickle."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._data = pickle.dumps(value)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._data,)
 
 
 class RoleClient:

@@ -35,9 +35,8 @@ from cartridge_forge.services.forkserver.client import bootstrap_command
 from cartridge_forge.services.planes.open import OwnedPlane, PlaneRelays, import_plane, open_plane
 from cartridge_forge.services.pool.hosts import HostSource, versions
 from cartridge_forge.services.pool.lifecycle import Check, Note
-from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.pool import Pool, Replica
 from cartridge_forge.services.pool.process import same_files
-from cartridge_forge.services.pool.replica import Replica
 from cartridge_forge.services.pool.service import Service
 from cartridge_forge.services.role_processes import WRITERS, role_variables
 from cartridge_forge.services.roles import (

@@ -45,8 +45,8 @@ from cartridge_forge.protocols.step import (
     composed_ref,
 )
 from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
-from cartridge_forge.services.pool.replica import Replica as Member
-from cartridge_forge.services.pool.replica import ask
+from cartridge_forge.services.pool.pool import Replica as Member
+from cartridge_forge.services.pool.pool import ask
 
 TIMEOUT = 120.0
 VOCAB = 101

@@ -19,8 +19,7 @@ from cartridge_forge.protocols.step import (
     PrefixRef,
     Sampling,
 )
-from cartridge_forge.services.clients import REMEMBERED, GeneratorClient
-from cartridge_forge.services.pool.replica import Packed
+from cartridge_forge.services.clients import REMEMBERED, GeneratorClient, Packed
 from cartridge_forge.training.records import Rollout
 
 STEPS, TOKENS = 30, 20_000
