@@ -207,11 +207,10 @@ def head_digests(kv: Tensor) -> list[str]:
     heads = kv.detach().movedim(2, 0)
     if kv.device.type == "cuda":
         heads = to_host(heads.contiguous())
-    return map_large(_digest, heads.cpu(), kv.nbytes)
-
-
-def _digest(head: Tensor) -> str:
-    return hashlib.sha256(head.contiguous().view(torch.uint8).numpy().data).hexdigest()
+    return map_large(
+        lambda head: hashlib.sha256(head.contiguous().view(torch.uint8).numpy().data).hexdigest(),
+        heads.cpu(), kv.nbytes,
+    )  # fmt: skip
 
 
 def joined_fingerprint(shape: Sequence[int], dtype: torch.dtype, heads: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import pickle
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from monarch.actor import Channel
@@ -87,9 +87,10 @@ async def use_plane(pool: Pool, told: int, plane: TensorPlane) -> None:
 # -- cartridges: of every pool that reads what is published ---------------------------------------
 
 
-async def load_cartridges(pool: Pool, snapshot: CartridgeSnapshot, keep: int) -> None:
+async def load_cartridges(pools: Iterable[Pool], snapshot: CartridgeSnapshot, keep: int) -> None:
     """Load a published version in every replica, and the newest `keep` in later replicas."""
-    await pool.update(CARTRIDGE_TOPIC, snapshot.version, "load", snapshot, keep=keep)
+    for pool in pools:
+        await pool.update(CARTRIDGE_TOPIC, snapshot.version, "load", snapshot, keep=keep)
 
 
 def remember_cartridges(pool: Pool, snapshots: Sequence[CartridgeSnapshot]) -> None:

@@ -164,6 +164,7 @@ def as_rollout(
 
 
 def as_sample(prompt: StudyPrompt, completion: Completion, offline: bool = False) -> Sample:
+    prefix = prompt.request.prefix
     return Sample(
         id=completion.request_id,
         cartridge=prompt.cartridge,
@@ -171,7 +172,7 @@ def as_sample(prompt: StudyPrompt, completion: Completion, offline: bool = False
         response_ids=completion.token_ids,
         sampler_logprobs=completion.logprobs,
         versions=(OFFLINE_VERSION,) * len(completion.token_ids) if offline else completion.versions,
-        composed=_composed(prompt.request.prefix),
+        composed=tuple(p.name.partition("/")[2] for p in prefix.parts) if prefix.then else (),
         contexts=prompt.contexts,
         prompt=prompt.prompt,
     )
@@ -255,12 +256,6 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
         tuple(TurnHint(**hint) for hint in saved.get("hints", ())),
         tuple(tuple(ids) for ids in saved.get("parts", ())), saved.get("dropped", 0),
     )  # fmt: skip
-
-
-def _composed(prefix: PrefixRef) -> tuple[str, ...]:
-    if not prefix.then:
-        return ()
-    return tuple(part.name.partition("/")[2] for part in prefix.parts)
 
 
 def _prefix(saved: dict[str, Any]) -> PrefixRef:

@@ -53,11 +53,6 @@ class ScoreReply:
     life: int
     came: float
 
-    @property
-    def span(self) -> tuple[float, float]:
-        """Return (begin, end) of the teacher's computation, on `time.perf_counter`'s clock."""
-        return self.came - self.scored.compute_seconds, self.came
-
 
 @dataclass(frozen=True)
 class PendingScore:
@@ -143,7 +138,7 @@ class TeacherScoring:
 
         self._scored_in = min((r.life for r in replies), default=self._mesh.plane_life)
         times = 1 + self._mesh.pools["trainer"].spec.procs  # one put, one get by every rank
-        beside = [(begin, min(end, asked)) for begin, end in (r.span for r in replies)]
+        beside = [(r.came - r.scored.compute_seconds, min(r.came, asked)) for r in replies]
         scored = {role: _in_order(role, texts[role], calls, replies) for role in texts}
         return (
             replace(batch, scores=scored),

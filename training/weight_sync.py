@@ -132,16 +132,12 @@ class WeightSync:
                 f"the trainer published version {snapshot.version} where {version} was due"
             )
         self.published.add(snapshot)
-        calls = [self._load(snapshot)]
+        calls = [load_cartridges(self._readers, snapshot, self._keep)]
         if self._mesh.relays is not None:
             calls.append(self._mesh.keep(snapshot))
         await gather(calls)
         if self.canary is not None:
             await self.canary.check(snapshot)
-
-    async def _load(self, snapshot: CartridgeSnapshot) -> None:
-        for pool in self._readers:
-            await load_cartridges(pool, snapshot, self._keep)
 
     @property
     def _readers(self) -> list[Pool]:

@@ -77,11 +77,10 @@ class DocKL(LossChannel):
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
         teacher = micro.batch.scores["doc_teacher"].rows(tokens.rows)
-
-        def distance(chunk: Tensor, span: slice) -> tuple[Tensor, ...]:
-            return (doc_kl_tokens(chunk, teacher.rows(span), self.spec),)
-
-        (kl,) = logits.read(tokens.at, distance)
+        (kl,) = logits.read(
+            tokens.at,
+            lambda chunk, span: (doc_kl_tokens(chunk, teacher.rows(span), self.spec),),
+        )
         return LossTerm(
             kl, teacher.tokens * _counted_as(teacher, self.spec), len(kl), owners=tokens.owners
         )

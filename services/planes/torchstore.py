@@ -119,7 +119,16 @@ class StoreWatch:
     @contextlib.asynccontextmanager
     async def bounded(self, seconds: float) -> AsyncIterator[None]:
         """Raise TimeoutError in the body after `seconds`, or at once when the store has ended."""
-        self._open()
+        if not self._opened:  # the process, where it is of this host
+            self._opened = True
+            ticks, _, host = self._began.partition("/")
+            if began(self._pid).partition("/")[2] == host:
+                with contextlib.suppress(ProcessLookupError):
+                    self._descriptor = os.pidfd_open(self._pid)
+                    weakref.finalize(self, os.close, self._descriptor)
+                # Looked at once it is open: another process may have its id by now.
+                lost = began(self._pid).partition("/")[0] != ticks
+                self.ended = self._descriptor is None or lost
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(0 if self.ended else seconds) as limit:
             waits = self._waits.setdefault(loop, set())
@@ -141,20 +150,6 @@ class StoreWatch:
         loop.remove_reader(self._descriptor)  # it stays readable
         for limit in self._waits[loop]:
             limit.reschedule(loop.time())
-
-    def _open(self) -> None:
-        """Open the process where it is of this host, once."""
-        if self._opened:
-            return
-        self._opened = True
-        ticks, _, host = self._began.partition("/")
-        if began(self._pid).partition("/")[2] != host:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            self._descriptor = os.pidfd_open(self._pid)
-            weakref.finalize(self, os.close, self._descriptor)
-        # Looked at once it is open: another process may have its id by now.
-        self.ended = self._descriptor is None or began(self._pid).partition("/")[0] != ticks
 
 
 class HostedVolume(StorageVolume):

@@ -143,7 +143,7 @@ class Collaborators:
 
     def __init__(self, house: House) -> None:
         self._house = house
-        self.waiting, self.prepared = False, list[int]()
+        self.row, self.prepared = None, list[int]()
 
     def ahead(self, version: int) -> CartridgeSnapshot:
         return CartridgeSnapshot(version, ())

@@ -234,6 +234,8 @@ class LongHealthPrompts:
         """Cut charts into chunks of at most `most` tokens, None: not at all. `date` is the one that
         the chat template may write, None for now."""
         self._spec = spec
+        # The least teacher's probability of a token that is not replaced.
+        self.repair: float | None = spec.rollout.repair
         self._tokenizer = tokenizer
         self.patients = {p.id: p for p in patients}
         overlap = spec.documents.overlap
@@ -270,11 +272,6 @@ class LongHealthPrompts:
     def prompts(self) -> int:
         """Return the prompts of a step."""
         return self._spec.rollout.prompts
-
-    @property
-    def repair(self) -> float | None:
-        """Return the least teacher's probability of a token that is not replaced."""
-        return self._spec.rollout.repair
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return a response's text without special tokens, for people and for answer parsing."""

@@ -45,7 +45,7 @@ def test_the_next_rollout_is_prepared_unless_a_validation_runs(
     async def scenario() -> list[int]:
         loop = house.loop(0, 3)
         ports: Any = loop.validation
-        ports.waiting = waiting
+        ports.row = object() if waiting else None
         for step in range(3):
             await loop.step(step)
             await asyncio.sleep(0.01)  # it is prepared a millisecond after training began
