@@ -6,6 +6,9 @@
 A client looks its pool up at each call, so it can be constructed before the role is spawned. The
 pool applies retries and deadlines. Every method raises RunError when no replica answers, and any
 exception that the actor raised. A pool of another role is called by name: `pool.route("work", x)`.
+
+What replicas served is compared with what the trainer published (`PublishedCartridges`): a label
+says which version a replica believes that it serves, a fingerprint is of the numbers that it read.
 """
 
 from __future__ import annotations

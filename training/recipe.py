@@ -1,9 +1,9 @@
 """Define the Recipe interface: a step's rollout, its train batch, and how arms are measured.
 
-LongHealthRecipe    one answer to each prompt about a document     (training.recipes.longhealth)
-ToolEpisodesRecipe  episodes of several turns with a desk's tools  (training.recipes.tool_episodes)
-RSARecipe           runs of recursive self-aggregation             (training.recipes.rsa)
-DocumentsRecipe     answers to self-study about documents          (training.recipes.documents)
+LongHealthRecipe    one answer to each prompt about a document (plugins.documents.study.longhealth)
+ToolEpisodesRecipe  episodes of several turns with tools       (plugins.episodes.recipe)
+RSARecipe           runs of recursive self-aggregation         (plugins.rsa.recipe)
+DocumentsRecipe     answers to self-study about documents      (plugins.documents.study.recipe)
 """
 
 from __future__ import annotations

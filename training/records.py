@@ -3,6 +3,7 @@
     StudyPrompt > Rollout > TrainBatch > StepRecord > MetricRow
 
 A completion becomes a sample and a row of rollouts.jsonl; a checkpoint's JSON becomes a rollout.
+A step's times count where models and where only environments worked (`WorkTime`).
 """
 
 from __future__ import annotations
