@@ -2,8 +2,8 @@
 
 Patients are the embedded clinic's, or those of the real `benchmark_v5.json`. Self-study prompts ask
 to recite, structure or summarise a part of a chart, or ask for one fact in it, without options;
-they use only the documents and the questions kept for training. Their kinds follow the seed prompts of
-the Cartridges paper (Eyuboglu et al., 2025), reduced to those that a tiny model can follow.
+they use only the documents and the questions kept for training. Their kinds follow the seed prompts
+of the Cartridges paper (Eyuboglu et al., 2025), reduced to those that a tiny model can follow.
 Five-option questions evaluate.
 
 The real file has 20 fictional patients and 400 questions. Its authors ask not to publish it where
