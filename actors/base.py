@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import gc
@@ -21,7 +20,7 @@ from cartridge_forge.learning.model.verdicts import ModelVerdict
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.ports import TensorPlane
 from cartridge_forge.protocols.secrets import confined
-from cartridge_forge.protocols.types import TensorRef
+from cartridge_forge.protocols.step import TensorRef
 
 if TYPE_CHECKING:  # a process sets its number of threads before torch is imported
     import torch
@@ -30,8 +29,6 @@ if TYPE_CHECKING:  # a process sets its number of threads before torch is import
     from cartridge_forge.learning.teacher import DocumentKVCache, HostCache
 
 KEPT_BYTES = 256 * 1024**2
-GIVE_BACK_SECONDS = 2.0
-IDLE_SECONDS = 0.5  # longer than a pause between two steps of a short run
 QUIET = {  # read by libraries when they are imported
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
@@ -196,39 +193,6 @@ def keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
         library.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
-
-
-class FreedMemory:
-    """Give freed memory back to the system between passes.
-
-    Passes over texts of different lengths leave gaps that `keep_freed_memory` lets a process keep:
-    1.4 GB in a trainer of a model of 135 M parameters, where 0.6 GB were in use (docs/log.md).
-    """
-
-    def __init__(self) -> None:
-        self._again = 0.0  # the loop's time from which memory is given back between two passes
-        self._due: asyncio.TimerHandle | None = None
-
-    def give_back(self) -> None:
-        """Give back what is free: at most once in GIVE_BACK_SECONDS while passes follow each other,
-        and once none has followed for IDLE_SECONDS, so that a process which waits keeps nothing.
-        Call it after a pass, in a coroutine: the next pass gets the pages anew."""
-        loop = asyncio.get_running_loop()
-        if self._due is not None:
-            self._due.cancel()
-        due = min(self._again, loop.time() + IDLE_SECONDS)
-        self._due = loop.call_at(due, self._trim, loop)
-
-    def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._due = None
-        self._again = loop.time() + GIVE_BACK_SECONDS
-        give_back_now()
-
-
-def give_back_now() -> None:
-    """Give freed memory back to the system. Other C libraries than glibc do nothing."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def warm_up(path: str, dtype: str) -> None:

@@ -32,15 +32,13 @@ from cartridge_forge.plugins.serve.engine.engine_thread import Engine, EngineThr
 from cartridge_forge.protocols.errors import PublishError, RunError
 from cartridge_forge.protocols.ports import TensorPlane
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     Completion,
-    EngineReport,
     GenerateOutput,
     GenerateRequest,
-    TokenChunk,
-    TokenPort,
 )
+from cartridge_forge.protocols.streams import EngineReport, TokenChunk, TokenPort
 
 REPLY_SECONDS = 2.0  # for the replies of an engine that died to reach their callers
 TELL_SECONDS = 0.02  # between two messages with later tokens of streams

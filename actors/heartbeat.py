@@ -16,14 +16,14 @@ from typing import Any
 from monarch.actor import Actor, concurrent_endpoint
 
 from cartridge_forge.actors.ports import PortCall, open_port
-from cartridge_forge.protocols import work
+from cartridge_forge.protocols.step import work_done
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Hold a process id, its resident memory, and its count of work (`protocols.work`)."""
+    """Hold a process id, its resident memory, and its count of work (`protocols.step`)."""
 
     pid: int
     memory_bytes: int
@@ -51,7 +51,7 @@ class HeartbeatActor(Actor):
     async def beat(self) -> Heartbeat:
         """Tell of this process."""
         self._asked = time.monotonic()
-        return Heartbeat(os.getpid(), resident_bytes(os.getpid()), work.done())
+        return Heartbeat(os.getpid(), resident_bytes(os.getpid()), work_done())
 
     @concurrent_endpoint
     async def warm(self, prepare: Callable[[], None]) -> None:

@@ -9,15 +9,22 @@ from monarch.actor import endpoint
 from torch import Tensor
 
 from cartridge_forge.actors.base import ModelSource
-from cartridge_forge.actors.model_actors import CartridgeReaderActor, engine_errors
-from cartridge_forge.learning.cartridge import CartridgeVersions, since_of
+from cartridge_forge.actors.model import ModelActor
+from cartridge_forge.learning.cartridge import CartridgeVersions, Fingerprints, since_of
 from cartridge_forge.learning.policy_scores import with_references
+from cartridge_forge.learning.ranks import engine_errors
 from cartridge_forge.learning.teacher import score_kept
-from cartridge_forge.protocols.train_batch import PreferencePair, ReferenceOutput
-from cartridge_forge.protocols.types import CartridgeSnapshot, Sample, ScoreOutput
+from cartridge_forge.protocols.step import (
+    CartridgeSnapshot,
+    PreferencePair,
+    ReferenceOutput,
+    Sample,
+    ScoreOutput,
+    unique_key,
+)
 
 
-class SDPOTeacherActor(CartridgeReaderActor):
+class SDPOTeacherActor(ModelActor):
     """Hold the last few published cartridge versions, as a generator does, and beside each the
     cartridges that read hints in its place, where the run publishes them."""
 
@@ -25,7 +32,9 @@ class SDPOTeacherActor(CartridgeReaderActor):
         self, base: ModelSource, row_tokens: int, keep_top: int | None, keep_versions: int
     ) -> None:
         """Send `keep_top` entries a token, or all logits for None."""
-        super().__init__(base, keep_versions)
+        super().__init__(base)
+        self._cartridges = CartridgeVersions(keep_versions)
+        self._fingerprints = Fingerprints()
         self._row_tokens = row_tokens
         self._keep_top = keep_top
         self._hinted = CartridgeVersions(keep_versions)
@@ -35,8 +44,9 @@ class SDPOTeacherActor(CartridgeReaderActor):
     async def load(self, snapshot: CartridgeSnapshot) -> int:
         """Load what is not held of a published version, with those that read hints."""
         # Both before either is added: a call that a lost plane ends is repeated.
-        new = await self._missing(self._cartridges, snapshot.cartridges)
-        hinted = await self._missing(self._hinted, snapshot.hinted)
+        get, model = self._plane.get, self._model
+        new = await self._cartridges.fetch(get, snapshot.cartridges, model)
+        hinted = await self._hinted.fetch(get, snapshot.hinted, model)
         self._cartridges.add(snapshot.version, since_of(snapshot.cartridges), new)
         if snapshot.hinted:
             self._hinted.add(snapshot.version, since_of(snapshot.hinted), hinted)
@@ -55,7 +65,7 @@ class SDPOTeacherActor(CartridgeReaderActor):
         served = {name: self._fingerprints.fingerprint(kv) for name, kv in prefixes.items()}
         seconds = time.perf_counter() - begun
         self._freed.give_back()
-        packet = await self._put(stem, tensors)
+        packet = await self._plane.put(unique_key(stem), tensors)
         return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), served=served)
 
     @endpoint

@@ -21,8 +21,8 @@ from monarch.actor import endpoint
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from cartridge_forge.actors.base import ModelSource, RankPlace, give_back_now
-from cartridge_forge.actors.model_actors import ModelActor
+from cartridge_forge.actors.base import ModelSource, RankPlace
+from cartridge_forge.actors.model import ModelActor
 from cartridge_forge.learning.cartridge import CartridgeBank, Fingerprints, put_changed
 from cartridge_forge.learning.checkpoint import read_checkpoint
 from cartridge_forge.learning.decoder import LanguageModel
@@ -30,7 +30,7 @@ from cartridge_forge.learning.initialization import CartridgeInit, Start, init_s
 from cartridge_forge.learning.model.loading import claim_device, text_ids
 from cartridge_forge.learning.model.parallel import divide_base, shard_base
 from cartridge_forge.learning.policy_scores import document_logprobs
-from cartridge_forge.learning.ranks import join
+from cartridge_forge.learning.ranks import give_back_now, join
 from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, joined, of_stored
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.protocols.errors import DataError, PlaneError, PublishError
@@ -38,19 +38,18 @@ from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.records.run_files import StoredPlace
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.sections import gap_bounds
-from cartridge_forge.protocols.train_batch import (
+from cartridge_forge.protocols.step import (
+    PUBLISHED,
+    CartridgeSnapshot,
     PrecomputedScores,
     PreferencePair,
     ReferenceOutput,
-    TeacherScores,
-    TrainBatch,
-)
-from cartridge_forge.protocols.types import (
-    PUBLISHED,
-    CartridgeSnapshot,
     Sample,
+    TeacherScores,
     TensorRef,
+    TrainBatch,
     TrainStepOutput,
+    unique_key,
 )
 
 SNAPSHOT = TypeAdapter(CartridgeSnapshot)
@@ -154,7 +153,7 @@ class TrainerActor(ModelActor):
 
     @endpoint
     async def step(
-        self, lesson: TrainBatch, version: int, there: CartridgeSnapshot | None = None
+        self, batch: TrainBatch, version: int, there: CartridgeSnapshot | None = None
     ) -> TrainStepOutput:
         """Train `version` on a train batch, with the teachers' scores of its tokens. Where `there`
         is given, put the cartridges that it has not into the plane, as `publish` would: one call
@@ -163,12 +162,12 @@ class TrainerActor(ModelActor):
         The scores are read, not deleted. Raises StaleTokenError, RunError, and PlaneError for lost
         scores.
         """
-        read = lesson.read_by
-        stored = {"doc_teacher": lesson.doc_stored}
+        read = batch.read_by
+        stored = {"doc_teacher": batch.doc_stored}
         found = await self._scores(
             *(
                 (
-                    lesson.scores.get(role, ()),
+                    batch.scores.get(role, ()),
                     stored.get(role, ()),
                     [len(s.response_ids) for s in samples],
                 )
@@ -179,11 +178,11 @@ class TrainerActor(ModelActor):
             role: told for role, told in zip(read, found, strict=True) if told is not None
         }
         if self._asks_document and "doc_teacher" in scores:
-            scores["document"] = document_logprobs(lesson, scores["doc_teacher"])
-        if "doc_teacher" in scores and lesson.doc_trained is not None:
-            marks = torch.tensor([m for marks in lesson.doc_trained for m in marks])
+            scores["document"] = document_logprobs(batch, scores["doc_teacher"])
+        if "doc_teacher" in scores and batch.doc_trained is not None:
+            marks = torch.tensor([m for marks in batch.doc_trained for m in marks])
             scores["doc_teacher"] = scores["doc_teacher"].rows(marks.nonzero().flatten())
-        batch = replace(lesson, scores=scores)
+        batch = replace(batch, scores=scores)
         begun = time.perf_counter()
         output = self._trainer.step(batch, version)
         self._freed.give_back()
@@ -272,11 +271,12 @@ class TrainerActor(ModelActor):
         snapshot = self._trainer.snapshot(version)
         stem, of = f"{PUBLISHED}{version}", self._fingerprints.fingerprint
         cartridges = await put_changed(
-            partial(self._put, stem), snapshot.since, snapshot.kv, of, there.cartridges
-        )
+            lambda tensors: self._plane.put(unique_key(stem), tensors),
+            snapshot.since, snapshot.kv, of, there.cartridges,
+        )  # fmt: skip
         hinted = await put_changed(
-            partial(self._put, f"{stem}/hinted"), snapshot.since, snapshot.hinted or {}, of,
-            there.hinted,
+            lambda tensors: self._plane.put(unique_key(f"{stem}/hinted"), tensors),
+            snapshot.since, snapshot.hinted or {}, of, there.hinted,
         )  # fmt: skip
         return CartridgeSnapshot(version, cartridges, hinted)
 

@@ -54,8 +54,7 @@ from cartridge_forge.learning.teacher import TeacherDistribution, score_kept, to
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from cartridge_forge.plugins.episodes.losses.sdpo import sdpo_tokens
 from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import Sample
+from cartridge_forge.protocols.step import Sample, TrainBatch
 
 DIFFERENCE = 1e-4
 GEMM, PRODUCTS = 768, 20

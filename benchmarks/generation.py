@@ -45,7 +45,7 @@ Backend = Callable[[str, Sequence[tuple[int, ...]], int], list[tuple[int, ...]]]
 
 def through_engine(engine: Engine) -> Backend:
     """Return a backend of the mesh's engine, stepped until all responses have ended."""
-    from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+    from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 
     refs = {"cartridge": PrefixRef("cartridge/p", 0), "none": PrefixRef("document/none", 0)}
 

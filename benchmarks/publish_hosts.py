@@ -35,7 +35,7 @@ from cartridge_forge.protocols.ports import TensorPlane
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RoleSpec
-from cartridge_forge.protocols.types import PUBLISHED, CartridgeSnapshot, PublishedCartridge
+from cartridge_forge.protocols.step import PUBLISHED, CartridgeSnapshot, PublishedCartridge
 from cartridge_forge.services.mesh import Mesh, open_mesh
 from cartridge_forge.services.roles import actor_class
 from cartridge_forge.training.weight_sync import WeightSync

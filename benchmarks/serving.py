@@ -52,10 +52,10 @@ ALONE = {
         "import cartridge_forge.plugins.serve.app, uvicorn"
     ),
     "generator's imports": (
-        "import cartridge_forge.actors.model_actors, transformers.models.llama.modeling_llama"
+        "import cartridge_forge.actors.model, transformers.models.llama.modeling_llama"
     ),
     "generator's imports and model": (
-        "import cartridge_forge.actors.model_actors; "
+        "import cartridge_forge.actors.model; "
         "from cartridge_forge.learning.model.loading import load_model; "
         "load_model('models/clinic-reader')"
     ),

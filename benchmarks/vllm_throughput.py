@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from cartridge_forge.actors.generator import GeneratorActor
 from monarch.actor import this_host
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,9 +43,8 @@ from benchmarks.meters import Laps, processor_seconds
 from benchmarks.record import ROOT, benchmark
 from cartridge_forge.actors.base import ModelSource, bootstrap
 from cartridge_forge.actors.engine_generator import EngineGeneratorActor
-from cartridge_forge.actors.model_actors import GeneratorActor
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     GenerateRequest,
     PrefixRef,

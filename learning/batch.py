@@ -38,8 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from cartridge_forge.learning.attention import FlatAttention
 from cartridge_forge.learning.decoder import LanguageModel, recomputing
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import SEPARATOR, Sample, require_ids
+from cartridge_forge.protocols.step import SEPARATOR, Sample, TrainBatch, require_ids
 
 Member = tuple[str, int]  # a group of samples: the name of its set, and its index there
 

@@ -61,7 +61,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cartridge_forge.learning.ranks import map_large, to_host
 from cartridge_forge.protocols.errors import DataError, PublishError
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CARTRIDGE,
     SEPARATOR,
     PrefixRef,
@@ -207,11 +207,10 @@ def head_digests(kv: Tensor) -> list[str]:
     heads = kv.detach().movedim(2, 0)
     if kv.device.type == "cuda":
         heads = to_host(heads.contiguous())
-    return map_large(_digest, heads.cpu(), kv.nbytes)
-
-
-def _digest(head: Tensor) -> str:
-    return hashlib.sha256(head.contiguous().view(torch.uint8).numpy().data).hexdigest()
+    return map_large(
+        lambda head: hashlib.sha256(head.contiguous().view(torch.uint8).numpy().data).hexdigest(),
+        heads.cpu(), kv.nbytes,
+    )  # fmt: skip
 
 
 def joined_fingerprint(shape: Sequence[int], dtype: torch.dtype, heads: Sequence[str]) -> str:
@@ -470,6 +469,13 @@ class CartridgeVersions:
         self._kv |= {(name, since[name]): kv for name, kv in new.items()}
         for old in released:
             del self._kv[old]
+
+    async def fetch(
+        self, get: GetTensors, cartridges: Sequence[PublishedCartridge], model: LanguageModel
+    ) -> dict[str, Tensor]:
+        """Return the tensors that are not held, on the model's device."""
+        new = await get_missing(get, cartridges, self._ledger.missing(since_of(cartridges)))
+        return {name: kv.to(model.device, model.dtype) for name, kv in new.items()}
 
     def get(self, name: str, version: int) -> Tensor:
         """Return one cartridge [L, 2, H_kv, P, D]. Raises PublishError for a version or name that

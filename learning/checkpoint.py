@@ -175,7 +175,7 @@ def _fill(partial: Path, checkpoint: Checkpoint, previous: Path | None) -> dict[
         path.unlink(missing_ok=True)  # of a try that met a full disk
         if previous is not None and _linked(previous / path.name, path, checksums.get(part)):
             return checksums[part]
-        save_tensors(on_host(checkpoint.parts[part]), path)
+        save_tensors({n: to_host(x) for n, x in checkpoint.parts[part].items()}, path)
         return sha256_of(path)
 
     digests = map_large(fill, checkpoint.parts, parts_bytes(checkpoint.parts))
@@ -311,11 +311,6 @@ def parts_bytes(parts: Mapping[str, Mapping[str, Tensor]]) -> int:
     return sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
 
 
-def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as a file takes them."""
-    return {name: to_host(tensor) for name, tensor in tensors.items()}
-
-
 def _unstacked(facts: dict[str, Any], stacked: Mapping[str, Tensor]) -> Checkpoint:
     """Return a checkpoint whose cartridges were trained and counted together, each with its share
     of the stacked tensors [C, ...] and the common counts."""
@@ -443,7 +438,7 @@ class LastState:
 
     def _write(self, item: tuple[str, Mapping[str, Tensor]]) -> str:
         """Write a part and its tensors; return the name of its file."""
-        part, tensors = item[0], on_host(item[1])
+        part, tensors = item[0], {name: to_host(tensor) for name, tensor in item[1].items()}
         name = _file_name(part, tensors)
         partial = self._path / f"{name}{PARTIAL}"
         save_tensors(tensors, partial)

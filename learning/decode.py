@@ -38,15 +38,14 @@ from cartridge_forge.learning.decoder import LanguageModel, linear
 from cartridge_forge.learning.stopping import Decode, StopChecker
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
     PrefixRef,
     Sampling,
-    TokenChunk,
-    refused,
     require_ids,
 )
+from cartridge_forge.protocols.streams import TokenChunk, refused
 
 MOST_TOKENS = 2**24  # of any number of tokens in a request
 MOST_TEMPERATURE = 1e6  # every token is as likely long before

@@ -33,7 +33,7 @@ from cartridge_forge.learning.attention import AttentionOptions
 from cartridge_forge.learning.decoder_config import DecoderConfig
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.model import PACKED_BYTES
-from cartridge_forge.protocols.work import count
+from cartridge_forge.protocols.step import count_work
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROJECTIONS = ("qkv", "out", "gate_up", "down")  # of a layer
@@ -58,7 +58,7 @@ class TensorRanks(Protocol):
         """Return the number of ranks."""
         ...
 
-    def share(self, count: int) -> slice:
+    def share(self, count_work: int) -> slice:
         """Return this rank's part of `count` rows."""
         ...
 
@@ -270,7 +270,7 @@ class DecoderLayer(nn.Module):
             q = rotated(self._normed(q, self.q_norm), cos[read], sin[read])
             k = rotated(self._normed(k, self.k_norm), cos, sin)
             x = x[read]
-        count(k.shape[0])
+        count_work(k.shape[0])
         attended = attention.attend(self._index, q, k, v, self._options)
         x = x + self._summed("out", attended.flatten(1), self.out_bias)
         normed = F.rms_norm(x, (config.hidden,), self.post_norm, config.eps)

@@ -30,8 +30,7 @@ from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.teacher import DocumentKVCache, context_ids, document_kv
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.plugins import resolve
-from cartridge_forge.protocols.seeds import stream_seed
-from cartridge_forge.protocols.types import SEPARATOR
+from cartridge_forge.protocols.step import SEPARATOR, stream_seed
 
 CHUNKS = 8  # at most, and so few that each has LEAST tokens
 LEAST = 4

@@ -23,13 +23,13 @@ from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.ranks import ALONE, ProcessGroup
 from cartridge_forge.learning.teacher import TeacherDistribution, response_logprobs
 from cartridge_forge.protocols.errors import DataError, StaleTokenError
-from cartridge_forge.protocols.train_batch import (
+from cartridge_forge.protocols.step import (
     PolicySample,
     PreferencePair,
+    Sample,
     TrainBatch,
     completions,
 )
-from cartridge_forge.protocols.types import Sample
 
 
 def shared_logprobs(

@@ -72,8 +72,7 @@ from cartridge_forge.learning.ranks import ALONE, ProcessGroup, concurrently, pa
 from cartridge_forge.learning.trainer_state import CartridgeProgress
 from cartridge_forge.protocols.errors import RunError, StaleTokenError
 from cartridge_forge.protocols.spec.sections import GapBounds
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import OFFLINE_VERSION, Sample, TrainStepOutput
+from cartridge_forge.protocols.step import OFFLINE_VERSION, Sample, TrainBatch, TrainStepOutput
 
 
 @dataclass(frozen=True)

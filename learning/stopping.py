@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.types import StopCondition
+from cartridge_forge.protocols.step import StopCondition
 
 Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how tokenizers write a character that is not yet whole

@@ -46,8 +46,13 @@ from cartridge_forge.learning.batch import (
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.ranks import concurrently, passes_beside
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.train_batch import PrecomputedScores
-from cartridge_forge.protocols.types import SEPARATOR, CacheStats, Sample, require_ids
+from cartridge_forge.protocols.step import (
+    SEPARATOR,
+    CacheStats,
+    PrecomputedScores,
+    Sample,
+    require_ids,
+)
 
 PREFILL_CHUNK = 512  # tokens: bounds the activations while a long document is read
 

@@ -32,8 +32,13 @@ from cartridge_forge.learning.updates import run_updates
 from cartridge_forge.protocols.errors import CheckpointError, PublishError, StaleTokenError
 from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.spec.sections import GapBounds, TrainSpec
-from cartridge_forge.protocols.train_batch import PreferencePair, TrainBatch
-from cartridge_forge.protocols.types import Sample, SampleScores, TrainStepOutput
+from cartridge_forge.protocols.step import (
+    PreferencePair,
+    Sample,
+    SampleScores,
+    TrainBatch,
+    TrainStepOutput,
+)
 
 if TYPE_CHECKING:  # for objectives that balance their channels
     from cartridge_forge.learning.losses.balance import GradientBalance
@@ -80,6 +85,8 @@ class CartridgeTrainer:
         self._keep_token_scores = keep_token_scores
         self.token_scores: Mapping[str, SampleScores] = {}
         self._ranks = ranks
+        self._writes = ranks.leads or ranks.apart
+        self._writers = ranks if ranks.apart else ALONE  # write the run's files together
         self.bank = bank
         for name in bank.names:
             for part in (bank.frozen[name], bank.trainable[name].data):
@@ -372,15 +379,6 @@ class CartridgeTrainer:
         """Return whether a part of a checkpoint is of a cartridge that this rank holds."""
         names = self._state.names[part_index(part) :]
         return not self._ranks.apart or names[:1] == () or names[0] in self._state.progress
-
-    @property
-    def _writes(self) -> bool:
-        return self._ranks.leads or self._ranks.apart
-
-    @property
-    def _writers(self) -> ProcessGroup:
-        """Return the ranks that write the run's files together."""
-        return self._ranks if self._ranks.apart else ALONE
 
     def _keep(self) -> None:
         """Write the state, with the published versions before the current one that rollouts in

@@ -22,7 +22,7 @@ from torch.optim.adam import adam
 from cartridge_forge.learning.cartridge import CartridgeBank
 from cartridge_forge.learning.checkpoint import CARTRIDGE, Checkpoint, part_name
 from cartridge_forge.protocols.errors import CheckpointError
-from cartridge_forge.protocols.types import TrainStepOutput
+from cartridge_forge.protocols.step import TrainStepOutput
 
 if TYPE_CHECKING:  # for objectives that balance their channels
     from cartridge_forge.learning.losses.balance import GradientBalance

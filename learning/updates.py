@@ -22,8 +22,7 @@ from torch import Tensor
 
 from cartridge_forge.learning.trainer_state import CartridgeProgress
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import TrainStepOutput
+from cartridge_forge.protocols.step import TrainBatch, TrainStepOutput
 
 OF_EPISODES = ("old", "ref", "document")  # scores of all response tokens of a batch's episodes
 LAST = ("ratio", "clipped_low", "clipped_high", "approx_kl")  # also told of the last update

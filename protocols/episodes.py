@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cartridge_forge.protocols.step import Sampling, TimedReply
 from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
-from cartridge_forge.protocols.types import Sampling, TimedReply
 
 
 @dataclass(frozen=True)

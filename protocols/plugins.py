@@ -178,8 +178,8 @@ PLUGINS = "cartridge_forge.plugins"
 CORE = Plugin(
     "core",
     roles={
-        "generator": "cartridge_forge.actors.model_actors:GeneratorActor",
-        "doc_teacher": "cartridge_forge.actors.model_actors:DocTeacherActor",
+        "generator": "cartridge_forge.actors.generator:GeneratorActor",
+        "doc_teacher": "cartridge_forge.actors.doc_teacher:DocTeacherActor",
         "trainer": "cartridge_forge.actors.trainer:TrainerActor",
         "store": "cartridge_forge.actors.heartbeat:StoreActor",
     },

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import PoolStatus, RunStatus
-from cartridge_forge.protocols.types import Completion, GenerateRequest, TensorRef, TraceSpan
+from cartridge_forge.protocols.step import Completion, GenerateRequest, TensorRef
+from cartridge_forge.protocols.streams import TraceSpan
 
 if TYPE_CHECKING:
     import torch

@@ -6,48 +6,64 @@
 A client looks its pool up at each call, so it can be constructed before the role is spawned. The
 pool applies retries and deadlines. Every method raises RunError when no replica answers, and any
 exception that the actor raised. A pool of another role is called by name: `pool.route("work", x)`.
+
+What replicas served is compared with what the trainer published (`PublishedCartridges`): a label
+says which version a replica believes that it serves, a fingerprint is of the numbers that it read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from monarch.actor import Channel
 
-from cartridge_forge.protocols.errors import PublishError, RunError
+from cartridge_forge.protocols.errors import PublishError, RunError, StaleTokenError
 from cartridge_forge.protocols.ports import TensorPlane
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
-from cartridge_forge.protocols.train_batch import PreferencePair, ReferenceOutput, TrainBatch
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
+    CARTRIDGE,
     CartridgeSnapshot,
     Completion,
-    EngineReport,
     GenerateOutput,
     GenerateRequest,
+    PreferencePair,
+    ReferenceOutput,
     Sample,
     ScoreOutput,
     TensorRef,
-    TokenChunk,
-    TokenPort,
+    TrainBatch,
     TrainStepOutput,
 )
-from cartridge_forge.services.pool.pool import Pool, PoolUpdate
-from cartridge_forge.services.pool.replica import Packed, Replica, ask
-from cartridge_forge.services.published import PublishedCartridges
+from cartridge_forge.protocols.streams import EngineReport, TokenChunk, TokenPort
+from cartridge_forge.services.pool.pool import Pool, PoolUpdate, Replica, ask
 
 Replied = Callable[[Sequence[Completion]], None] | None
 """Called with the completions of each reply as soon as that reply arrives."""
 
-PLANE = "plane"  # the topic of updates about the tensor plane
-CARTRIDGE = "cartridge"  # the topic of updates about published cartridges
+PLANE_TOPIC = "plane"  # the topic of updates about the tensor plane
+CARTRIDGE_TOPIC = "cartridge"  # the topic of updates about published cartridges
 CANCEL_SECONDS = 5.0
+SHOWN = 12  # hexadecimal digits of a fingerprint in an error
 REMEMBERED = 2**16  # requests whose replica is known: those of several steps
 RECOVER_SECONDS = 60.0
+
+
+class Packed:
+    """Carry plain data as an argument of a call: the actor gets the `value` itself. Monarch's
+    pickler calls Python functions for every object, which takes three times as long as pickle."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._data = pickle.dumps(value)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._data,)
 
 
 class RoleClient:
@@ -65,29 +81,31 @@ class RoleClient:
 
 async def use_plane(pool: Pool, told: int, plane: TensorPlane) -> None:
     """Make every replica pass tensors over `plane`; `told` rises with every call."""
-    pool.remember(PLANE, [PoolUpdate(PLANE, told, "use_plane", (plane,))])
-    if CARTRIDGE in pool.updates:  # a new replica reads them over this plane
-        pool.remember(CARTRIDGE, pool.updates[CARTRIDGE])
+    pool.remember(PLANE_TOPIC, [PoolUpdate(PLANE_TOPIC, told, "use_plane", (plane,))])
+    if CARTRIDGE_TOPIC in pool.updates:  # a new replica reads them over this plane
+        pool.remember(CARTRIDGE_TOPIC, pool.updates[CARTRIDGE_TOPIC])
     await pool.tell()
 
 
 # -- cartridges: of every pool that reads what is published ---------------------------------------
 
 
-async def load_cartridges(pool: Pool, snapshot: CartridgeSnapshot, keep: int) -> None:
+async def load_cartridges(pools: Iterable[Pool], snapshot: CartridgeSnapshot, keep: int) -> None:
     """Load a published version in every replica, and the newest `keep` in later replicas."""
-    await pool.update(CARTRIDGE, snapshot.version, "load", snapshot, keep=keep)
+    for pool in pools:
+        await pool.update(CARTRIDGE_TOPIC, snapshot.version, "load", snapshot, keep=keep)
 
 
 def remember_cartridges(pool: Pool, snapshots: Sequence[CartridgeSnapshot]) -> None:
     """Set the snapshots that a replica loads when it starts or at its next update."""
-    pool.remember(CARTRIDGE, [PoolUpdate(CARTRIDGE, s.version, "load", (s,)) for s in snapshots])
+    updates = [PoolUpdate(CARTRIDGE_TOPIC, s.version, "load", (s,)) for s in snapshots]
+    pool.remember(CARTRIDGE_TOPIC, updates)
 
 
 def remember_files(pool: Pool, files: Mapping[int, tuple[str, str]]) -> None:
     """Set the files to load at a replica's start or next update: version -> (cartridge, path)."""
-    updates = [PoolUpdate(CARTRIDGE, v, "load_file", (v, *files[v])) for v in sorted(files)]
-    pool.remember(CARTRIDGE, updates)
+    updates = [PoolUpdate(CARTRIDGE_TOPIC, v, "load_file", (v, *files[v])) for v in sorted(files)]
+    pool.remember(CARTRIDGE_TOPIC, updates)
 
 
 # -- roles ----------------------------------------------------------------------------------------
@@ -350,3 +368,79 @@ async def _hear(receiver: Any, told: Mapping[str, Callable[[TokenChunk], None]])
         for came in await receiver.recv():
             if came.request_id in told:  # else its call has ended
                 told[came.request_id](came)
+
+
+class PublishedCartridges:
+    """Hold the trainer's fingerprints of the newest `keep` published versions. `evidence` is what
+    every completion must carry: "fingerprint", "logprobs", both or neither."""
+
+    def __init__(
+        self, keep: int, evidence: frozenset[str] = frozenset({"fingerprint", "logprobs"})
+    ) -> None:
+        self._keep, self._evidence = keep, evidence
+        self._known: dict[int, Mapping[str, str]] = {}
+        self._hinted: dict[int, Mapping[str, str]] = {}  # of versions whose hints others read
+
+    def add(self, snapshot: CartridgeSnapshot) -> None:
+        """Add a version that is about to be published, or is published again."""
+        self._known[snapshot.version] = {c.name: c.fingerprint for c in snapshot.cartridges}
+        if snapshot.hinted:
+            self._hinted[snapshot.version] = {c.name: c.fingerprint for c in snapshot.hinted}
+        for old in sorted(self._known)[: -self._keep]:
+            del self._known[old]
+            self._hinted.pop(old, None)
+
+    def check(
+        self, replica: str, requests: Sequence[GenerateRequest], completions: Sequence[Completion]
+    ) -> None:
+        """Raise StaleTokenError for a completion that was not sampled over the published numbers of
+        the cartridges that its request names."""
+        for request, completion in zip(requests, completions, strict=True):
+            if "logprobs" in self._evidence and len(completion.logprobs) != len(
+                completion.token_ids
+            ):
+                raise StaleTokenError(
+                    f"{replica} returned {len(completion.token_ids)} tokens of {request.id} with "
+                    f"{len(completion.logprobs)} log-probabilities: its tokens cannot be compared "
+                    "with the trainer's; repair or replace this replica, then resume the run"
+                )
+            if "fingerprint" not in self._evidence:
+                continue
+            parts = request.prefix.parts
+            served = completion.served or ("",) * len(parts)
+            for part, got in zip(parts, served, strict=True):
+                if part.name.startswith(CARTRIDGE):
+                    name = part.name.removeprefix(CARTRIDGE)
+                    of = self._known.get(part.version, {})
+                    self._compare(replica, request.id, name, part.version, got, of)
+
+    def check_served(
+        self, replica: str, what: str, version: int, served: Mapping[str, str]
+    ) -> None:
+        """Raise StaleTokenError unless `replica`, which reads hints, read for `what` the numbers
+        that were published for hints with `version`."""
+        of = self._hinted.get(version, self._known.get(version, {}))
+        for name, got in served.items():
+            self._compare(replica, what, name, version, got, of)
+
+    def _compare(
+        self, replica: str, what: str, name: str, version: int, got: str, of: Mapping[str, str]
+    ) -> None:
+        published = of.get(name)
+        if published is None or got == published:
+            return
+        raise StaleTokenError(
+            f"{replica} served {what} under cartridge {name} version {version}, published with "
+            f"fingerprint {published[:SHOWN]}, from numbers with fingerprint "
+            f"{got[:SHOWN] or '(none given)'}, {self._whose(got, name)}: what it loads or looks "
+            "up is not what was published; nothing was trained on it; repair or replace this "
+            "replica, then resume the run"
+        )
+
+    def _whose(self, got: str, name: str) -> str:
+        """Return which published cartridge has this fingerprint, one of this name if any."""
+        holders = [(n, v) for v, of in self._known.items() for n in of if of[n] == got]
+        if not holders:
+            return f"which no published cartridge has (versions {sorted(self._known)})"
+        one, version = min(holders, key=lambda holder: (holder[0] != name, holder))
+        return f"which is cartridge {one} version {version}"

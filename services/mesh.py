@@ -28,17 +28,16 @@ from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.protocols.types import CartridgeSnapshot, TraceSpan, require_ids
+from cartridge_forge.protocols.step import CartridgeSnapshot, require_ids
+from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.clients import TrainerClient, use_plane
 from cartridge_forge.services.forkserver.client import bootstrap_command
 from cartridge_forge.services.planes.open import OwnedPlane, PlaneRelays, import_plane, open_plane
 from cartridge_forge.services.pool.hosts import HostSource, versions
 from cartridge_forge.services.pool.lifecycle import Check, Note
-from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.pool import Pool, Replica
 from cartridge_forge.services.pool.process import same_files
-from cartridge_forge.services.pool.replica import Replica
 from cartridge_forge.services.pool.service import Service
-from cartridge_forge.services.pool.work_time import WorkTime, work_time
 from cartridge_forge.services.role_processes import WRITERS, role_variables
 from cartridge_forge.services.roles import (
     ENGINE_GENERATOR,
@@ -112,11 +111,6 @@ class Mesh:
                     with contextlib.suppress(PlaneError):
                         await use_plane(pool, next(self._told), plane)
             self.plane = plane
-
-    def work_time(self, begin: float, end: float) -> WorkTime:
-        """Return the seconds between two times of `time.perf_counter` in which models, and only
-        environments, worked."""
-        return work_time({role: pool.worked for role, pool in self.pools.items()}, begin, end)
 
     async def keep(self, snapshot: CartridgeSnapshot) -> None:
         """Have the store's host hold a published version too, where relays hand it on. Raises

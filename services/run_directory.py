@@ -71,7 +71,7 @@ from cartridge_forge.protocols.records.token_scores import TokenScoreRow
 from cartridge_forge.protocols.reserve import FULL, hold_room
 from cartridge_forge.protocols.reserve import NAME as RESERVE
 from cartridge_forge.protocols.secrets import redacted_row
-from cartridge_forge.protocols.types import SampleScores
+from cartridge_forge.protocols.step import SampleScores
 
 Position = tuple[int, int]  # index of a trained arm, and its step
 

@@ -16,7 +16,7 @@ from cartridge_forge.protocols.ports import TelemetrySink
 from cartridge_forge.protocols.records.run_files import EventName, MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.secrets import redacted_row
-from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.run_directory import RunDirectory
 
 HELD_EVENTS = 1000  # queue length of a slow follower; the oldest are dropped

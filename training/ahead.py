@@ -21,9 +21,9 @@ from typing import Generic, TypeVar
 
 from cartridge_forge.protocols.episodes import Episode
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.types import Completion, GenerateRequest
+from cartridge_forge.protocols.step import Completion, GenerateRequest
 from cartridge_forge.services.clients import Replied
-from cartridge_forge.training.rollouts import GenerateCall
+from cartridge_forge.training.records import GenerateCall
 
 T = TypeVar("T")
 

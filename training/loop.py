@@ -36,10 +36,9 @@ from typing import Any
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.spec.sections import WarmStartSpec
 from cartridge_forge.services.clients import TrainerClient
-from cartridge_forge.services.pool.work_time import WorkTime
 from cartridge_forge.training.recipe import Recipe
-from cartridge_forge.training.rollouts import GenerateCall, Rollout, StepRecord, StepTimes
-from cartridge_forge.training.teacher_scoring import TeacherScoring, score_key, train_scored
+from cartridge_forge.training.records import GenerateCall, Rollout, StepRecord, StepTimes, WorkTime
+from cartridge_forge.training.scoring import TeacherScoring, score_key, train_scored
 from cartridge_forge.training.weight_sync import WeightSync
 
 WorkTimes = Callable[[float, float], WorkTime]
@@ -116,10 +115,10 @@ class OnPolicyLoop:
             rollout = await self.rollouts.take(step)
         with timer("score") as begun:
             self.validation.begin()  # the generators are idle from here on
-            batch = await self.recipe.lesson(rollout, version)
+            batch = await self.recipe.train_batch(rollout, version)
             batch, scoring = await self.teachers.score(key, batch, version, rollout.parts, begun)
         with timer("train"):
-            if not self.validation.waiting:  # an environment may have no room for both
+            if self.validation.row is None:  # an environment may have no room for both
                 self.rollouts.prepare_after(step)
             there = self.weights.ahead(version + 1)
             output = await train_scored(self.trainer, self.teachers, key, batch, version, there)
@@ -235,37 +234,27 @@ class OverlappedValidation:
         self, measure: Callable[[int], Awaitable[float]], tell: Callable[[MetricRow], None]
     ) -> None:
         self._measure, self._tell = measure, tell
-        self._row: MetricRow | None = None
+        self.row: MetricRow | None = None  # the row that waits for its measurement
         self._task: asyncio.Future[float] | None = None
-
-    @property
-    def row(self) -> MetricRow | None:
-        """Return the row that waits for its measurement, if any."""
-        return self._row
-
-    @property
-    def waiting(self) -> bool:
-        """Return whether a row waits for its measurement."""
-        return self._row is not None
 
     def hold(self, row: MetricRow) -> None:
         """Keep a step's row until its version is measured; one row at a time."""
-        assert self._row is None, "the row before was not settled"
-        self._row = row
+        assert self.row is None, "the row before was not settled"
+        self.row = row
 
     def begin(self) -> None:
         """Start to measure the held row's version, unless a measurement runs already."""
-        if self._row is not None and (self._task is None or self._task.cancelled()):
-            self._task = asyncio.ensure_future(self._measure(self._row.version))
+        if self.row is not None and (self._task is None or self._task.cancelled()):
+            self._task = asyncio.ensure_future(self._measure(self.row.version))
 
     async def settled(self) -> None:
         """Wait for the measurement and write its row; return at once without one. An error of
         `measure` is raised, and no row written."""
         self.begin()
-        if self._row is None or self._task is None:
+        if self.row is None or self._task is None:
             return
         accuracy = await self._task
-        row, self._row, self._task = self._row, None, None
+        row, self.row, self._task = self.row, None, None
         self._tell(replace(row, accuracy=accuracy))
 
 

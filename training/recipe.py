@@ -1,9 +1,9 @@
 """Define the Recipe interface: a step's rollout, its train batch, and how arms are measured.
 
-LongHealthRecipe    one answer to each prompt about a document     (training.recipes.longhealth)
-ToolEpisodesRecipe  episodes of several turns with a desk's tools  (training.recipes.tool_episodes)
-RSARecipe           runs of recursive self-aggregation             (training.recipes.rsa)
-DocumentsRecipe     answers to self-study about documents          (training.recipes.documents)
+LongHealthRecipe    one answer to each prompt about a document (plugins.documents.study.longhealth)
+ToolEpisodesRecipe  episodes of several turns with tools       (plugins.episodes.recipe)
+RSARecipe           runs of recursive self-aggregation         (plugins.rsa.recipe)
+DocumentsRecipe     answers to self-study about documents      (plugins.documents.study.recipe)
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.records.answers import KeepAnswers
 from cartridge_forge.protocols.records.run_files import ArmResult, MeasuredAccuracy, RoutingAccuracy
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.step import TrainBatch
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.rollouts import (
+from cartridge_forge.training.records import (
     GenerateCall,
     Rollout,
     ScoreGroup,
     StepRecord,
+    no_scoring,
     rollout_from,
-    unheard,
 )
 
 # (the cartridge that a question is about, the question) -> the cartridge to answer it over
@@ -105,7 +105,7 @@ class Recipe(Protocol):
 
     @abstractmethod
     async def sample(
-        self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = unheard
+        self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = no_scoring
     ) -> Rollout:
         """Return the on-policy rollout of 0-based `step`, over cartridge `version`. `ended` gets
         samples that are complete before that, in groups that depend on requests and responses,
@@ -116,7 +116,7 @@ class Recipe(Protocol):
         return rollout_from(saved)
 
     @abstractmethod
-    async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
+    async def train_batch(self, rollout: Rollout, version: int) -> TrainBatch:
         """Return the train batch of a rollout for `version`, without the teachers' scores."""
 
     @abstractmethod
@@ -152,7 +152,7 @@ class Recipe(Protocol):
         answers.jsonl."""
         return {}
 
-    def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
+    def event_facts(self, directory: RunDirectory) -> Mapping[str, Any]:
         """Return further fields of the step's event, which may depend on timing."""
         return {}
 
@@ -160,7 +160,7 @@ class Recipe(Protocol):
         """Return the recipe's unfinished work as JSON, for a checkpoint."""
         return {}
 
-    def stand(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Resume the unfinished work of a checkpoint's `saved`."""
         return
 

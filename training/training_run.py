@@ -26,12 +26,10 @@ from cartridge_forge.protocols.records.run_files import (
 )
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.spec.sections import gap_bounds
-from cartridge_forge.protocols.types import NO_DOCUMENT, SampleScores
-from cartridge_forge.services.clients import GeneratorClient, TrainerClient
+from cartridge_forge.protocols.step import NO_DOCUMENT, SampleScores
+from cartridge_forge.services.clients import GeneratorClient, PublishedCartridges, TrainerClient
 from cartridge_forge.services.mesh import Mesh
-from cartridge_forge.services.pool.work_time import WorkTime
 from cartridge_forge.services.proc_info import CpuSeconds
-from cartridge_forge.services.published import PublishedCartridges
 from cartridge_forge.services.roles import generator_evidence
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.services.run_log import RunLog
@@ -44,12 +42,21 @@ from cartridge_forge.training.loop import (
     PhaseTimes,
     Rollouts,
     RunState,
+    WorkTimes,
     WritingTime,
 )
 from cartridge_forge.training.recipe import QuestionRouting, Recipe, Route, own_cartridge
-from cartridge_forge.training.rollouts import GenerateCall, Rollout, StepRecord, counted, is_offline
+from cartridge_forge.training.records import (
+    GenerateCall,
+    Rollout,
+    StepRecord,
+    WorkTime,
+    counted,
+    is_offline,
+    work_time,
+)
 from cartridge_forge.training.run_results import run_results
-from cartridge_forge.training.teacher_scoring import TeacherScoring, score_key, train_scored
+from cartridge_forge.training.scoring import TeacherScoring, score_key, train_scored
 from cartridge_forge.training.time_left import TimeLeft
 from cartridge_forge.training.weight_sync import WeightSync
 
@@ -72,7 +79,10 @@ class TrainingRun:
     ) -> None:
         self._spec, self._learn = spec, spec.learn
         self._recipe = recipe
-        self._trainer, self._work_times = TrainerClient(mesh.pools), mesh.work_time
+        self._trainer = TrainerClient(mesh.pools)
+        self._work_times: WorkTimes = lambda begin, end: work_time(
+            {role: pool.worked for role, pool in mesh.pools.items()}, begin, end
+        )
         keep, evidence = 1 + spec.learn.train.staleness, generator_evidence(spec.learn)
         # Generators keep one version more than stays published, and so do their requests.
         published = PublishedCartridges(keep + 1, evidence)
@@ -213,7 +223,7 @@ class TrainingRun:
         version, key = self._state.version, score_key("offline", rollout.step)
         timer = PhaseTimer(self._work_times, self._watch)
         with timer("score"):
-            batch = await self._recipe.lesson(rollout, version)
+            batch = await self._recipe.train_batch(rollout, version)
             batch, scoring = await self._teachers.score(key, batch, version)
         with timer("train"):
             output = await train_scored(self._trainer, self._teachers, key, batch, version)
@@ -278,7 +288,7 @@ class TrainingRun:
             seconds={k: round(v, 6) for k, v in seconds.items()}, tokens_per_second=round(speed, 1),
             bytes={"scores": scoring.moved_bytes, "cartridges": self._weights.moved_bytes},
             hidden=round(scoring.hidden_seconds, 6), documents=asdict(scoring.documents),
-            rollouts=len(record.rollout.samples), **self._recipe.heard(self._directory),
+            rollouts=len(record.rollout.samples), **self._recipe.event_facts(self._directory),
         )  # fmt: skip
         self._times.add(arm, seconds)
         self._show(
@@ -420,7 +430,7 @@ class TrainingRun:
             self._state = RunState(**position)
             self._resumed = True
             self._begun_arm = True
-            self._recipe.stand(self._state.course)
+            self._recipe.restore(self._state.course)
         state, held = self._state, self._state.held
         self._directory.truncate_after(state.arm, state.step, state.arms)
         state.held = None

@@ -18,17 +18,21 @@ from collections.abc import Sequence
 
 from cartridge_forge.protocols.errors import PlaneError, PublishError, RunError
 from cartridge_forge.protocols.spec.mesh import CARTRIDGE_READERS, HINTED_TEACHER
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     PUBLISHED,
     CartridgeSnapshot,
     PublishedCartridge,
     TensorRef,
 )
-from cartridge_forge.services.clients import TrainerClient, load_cartridges, remember_cartridges
+from cartridge_forge.services.clients import (
+    PublishedCartridges,
+    TrainerClient,
+    load_cartridges,
+    remember_cartridges,
+)
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.planes.codec import packed_bytes
 from cartridge_forge.services.pool.pool import Pool, gather
-from cartridge_forge.services.published import PublishedCartridges
 from cartridge_forge.training.canary import Canary
 
 REPEATS = 5  # of a publish whose host is lost before another host has it
@@ -128,13 +132,12 @@ class WeightSync:
                 f"the trainer published version {snapshot.version} where {version} was due"
             )
         self.published.add(snapshot)
-        await gather([self._load(snapshot), self._mesh.keep(snapshot)])
+        calls = [load_cartridges(self._readers, snapshot, self._keep)]
+        if self._mesh.relays is not None:
+            calls.append(self._mesh.keep(snapshot))
+        await gather(calls)
         if self.canary is not None:
             await self.canary.check(snapshot)
-
-    async def _load(self, snapshot: CartridgeSnapshot) -> None:
-        for pool in self._readers:
-            await load_cartridges(pool, snapshot, self._keep)
 
     @property
     def _readers(self) -> list[Pool]:

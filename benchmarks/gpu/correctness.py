@@ -29,7 +29,7 @@ from cartridge_forge.learning.teacher import (
 )
 from cartridge_forge.protocols.spec.objective import LossSpec
 from cartridge_forge.protocols.spec.sections import GAP_BOUNDS
-from cartridge_forge.protocols.types import Completion, Sample
+from cartridge_forge.protocols.step import Completion, Sample
 
 SPREADS = (1, 3, 6)  # standard deviations of scores
 OVER_TORCH = 1.5  # times the error of torch's own attention

@@ -23,7 +23,7 @@ from cartridge_forge.forge_run.plan.roofline import DevicePeaks
 from cartridge_forge.plugins.cluster.manifests.devices import process_bytes
 from cartridge_forge.plugins.cluster.manifests.sizing import model_size
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
-from cartridge_forge.protocols.types import Completion, GenerateRequest
+from cartridge_forge.protocols.step import Completion, GenerateRequest
 
 START_SECONDS = 240.0  # to load, compile and capture graphs
 SHORT = 32  # tokens of a response where numbers are compared

@@ -43,8 +43,14 @@ from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRa
 from cartridge_forge.protocols.ports import TensorPlane
 from cartridge_forge.protocols.spec.model import ShapeSpec
 from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
+from cartridge_forge.protocols.step import (
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    Sample,
+    Sampling,
+    TrainBatch,
+)
 
 TOP = 20
 NAME = "document"

@@ -33,7 +33,7 @@ from cartridge_forge.learning.ranks import join, leave
 from cartridge_forge.learning.teacher import TeacherDistribution, document_kv
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.protocols.spec.sections import TrainSpec
-from cartridge_forge.protocols.types import Sample
+from cartridge_forge.protocols.step import Sample
 
 READER = ROOT / "models" / "clinic-reader"
 CARTRIDGES, TOKENS = 4, 64

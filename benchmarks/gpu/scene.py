@@ -26,7 +26,7 @@ from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.spec.model import ShapeSpec
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sample, Sampling
 
 NAME = "document"
 MESH = Path(__file__).parents[2] / "meshes" / "longhealth_3b_1gpu.yaml"

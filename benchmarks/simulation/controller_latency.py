@@ -29,11 +29,10 @@ from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.planes.open import open_plane
 from cartridge_forge.services.pool.health import HealthState
-from cartridge_forge.services.pool.pool import Pool, RequestStatus
-from cartridge_forge.services.pool.replica import Replica
+from cartridge_forge.services.pool.pool import Pool, Replica, RequestStatus
 from cartridge_forge.services.pool.service import Service
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.services.run_log import RunLog

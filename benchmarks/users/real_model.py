@@ -84,7 +84,7 @@ class Sides:
 
     def our_rollout(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         from cartridge_forge.learning.decode import generate
-        from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
+        from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 
         kv = self.trainer.bank.kv()[0].detach().to(self.dtype)
         greedy = Sampling(temperature=0.0, max_tokens=self.asked.new)
@@ -150,7 +150,7 @@ def one_round(sides: Sides, number: int, turns: random.Random) -> dict[str, dict
     """Return by phase each side's seconds. Raises SystemExit where the losses differ."""
     import torch
 
-    from cartridge_forge.protocols.types import Sample
+    from cartridge_forge.protocols.step import Sample
 
     with torch.no_grad():  # both train the same cartridge
         sides.bank.trainable["d"].copy_(sides.trainer.bank.trainable["d"])

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cartridge_forge.learning.teacher import TeacherDistribution
-    from cartridge_forge.protocols.types import Sample
+    from cartridge_forge.protocols.step import Sample
 
 MESH = ROOT / "meshes" / "longhealth.yaml"
 OURS = "ours"
@@ -60,7 +60,7 @@ class Scene:
         from cartridge_forge.learning.cartridge import first_tokens
         from cartridge_forge.learning.model.loading import load_model, load_tokenizer
         from cartridge_forge.learning.teacher import document_kv
-        from cartridge_forge.plugins.documents.study.longhealth_prompts import open_prompts
+        from cartridge_forge.plugins.documents.study.longhealth import open_prompts
         from cartridge_forge.protocols.spec.loading import load_spec
 
         self.learn = learn = load_spec(str(MESH)).spec.learn
@@ -79,7 +79,7 @@ class Scene:
         from cartridge_forge.learning.batch import context_of
         from cartridge_forge.learning.decode import generate
         from cartridge_forge.learning.teacher import TeacherDistribution, score_kept
-        from cartridge_forge.training.rollouts import as_sample
+        from cartridge_forge.training.records import as_sample
 
         kv = dict(zip(self.bank.names, self.bank.kv(), strict=True))
         prompts = self.tasks.rollout(number, number)

@@ -37,8 +37,8 @@ from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.loading import load_resolved, load_serve
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
 
 ANSWER_SECONDS = 300.0  # most of a server's answer
 

@@ -27,7 +27,7 @@ from cartridge_forge.protocols.records.answers import Answer, AnswerRow, to_row
 from cartridge_forge.protocols.spec.experiments import FrontierSpec
 from cartridge_forge.protocols.spec.loading import load_file, load_resolved
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.types import PrefixRef
+from cartridge_forge.protocols.step import PrefixRef
 from cartridge_forge.services.run_directory import FRONTIER, FRONTIER_ANSWERS, RunDirectory
 
 ARMS = REPOSITORY / "configs" / "frontier.yaml"
@@ -101,7 +101,7 @@ async def _measure(
 ) -> tuple[list[ArmRow], int, list[AnswerRow]]:
     # Imported here: a bad spec is refused before torch is imported.
     from cartridge_forge.learning.model.loading import load_tokenizer
-    from cartridge_forge.plugins.documents.study.longhealth_prompts import open_prompts
+    from cartridge_forge.plugins.documents.study.longhealth import open_prompts
     from cartridge_forge.plugins.library.formats.run_checkpoint import (
         chosen_checkpoint,
         read_cartridges,

@@ -189,7 +189,7 @@ def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     read, left_out = learn.documents, tuple[SkippedFile, ...]()
     assert learn.data.path is not None
     if learn.data.source == "longhealth":
-        from cartridge_forge.plugins.documents.study.longhealth_prompts import read_patients
+        from cartridge_forge.plugins.documents.study.longhealth import read_patients
 
         texts = [p.document for p in read_patients(learn.data)]
     else:

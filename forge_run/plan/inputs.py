@@ -44,11 +44,8 @@ def sections(learn: LearnSpec) -> list[TableSection]:
 
 
 def _charts(learn: LearnSpec) -> TableSection:
-    from cartridge_forge.plugins.clinic.longhealth import is_held_out
-    from cartridge_forge.plugins.documents.study.longhealth_prompts import (
-        open_prompts,
-        read_patients,
-    )
+    from cartridge_forge.plugins.clinic.text import is_held_out
+    from cartridge_forge.plugins.documents.study.longhealth import open_prompts, read_patients
 
     patients = read_patients(learn.data)
     questions = [q for patient in patients for q in patient.questions]

@@ -452,7 +452,7 @@ def _contexts(learn: LearnSpec) -> tuple[CartridgeLayout, Mapping[str, int]] | N
 
         parts, _ = read_material(learn, tokenizer)
         return parts.layout, {name: len(part.tokens) for name, part in parts.parts.items()}
-    from cartridge_forge.plugins.documents.study.longhealth_prompts import open_prompts
+    from cartridge_forge.plugins.documents.study.longhealth import open_prompts
 
     prompts = open_prompts(learn, tokenizer)
     return prompts.layout, {name: len(prompts.documents[name]) for name in prompts.texts}

@@ -19,7 +19,7 @@ from cartridge_forge.learning.batch import BatchReader, ChunkedLogits, MicroBatc
 from cartridge_forge.learning.teacher import TeacherDistribution
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.step import TrainBatch
 
 
 class LossChannel(BatchReader, Protocol):

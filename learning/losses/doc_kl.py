@@ -33,8 +33,7 @@ from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, check
 from cartridge_forge.learning.teacher import TeacherDistribution
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import Sample
+from cartridge_forge.protocols.step import Sample, TrainBatch
 
 IMPOSSIBLE = float("-inf")  # the log-probability of an outcome that a side rules out
 UNRESOLVED = 1e-7  # float32 log-probabilities cannot tell a smaller rest of the mass from rounding
@@ -78,11 +77,10 @@ class DocKL(LossChannel):
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
         teacher = micro.batch.scores["doc_teacher"].rows(tokens.rows)
-
-        def distance(chunk: Tensor, span: slice) -> tuple[Tensor, ...]:
-            return (doc_kl_tokens(chunk, teacher.rows(span), self.spec),)
-
-        (kl,) = logits.read(tokens.at, distance)
+        (kl,) = logits.read(
+            tokens.at,
+            lambda chunk, span: (doc_kl_tokens(chunk, teacher.rows(span), self.spec),),
+        )
         return LossTerm(
             kl, teacher.tokens * _counted_as(teacher, self.spec), len(kl), owners=tokens.owners
         )

@@ -27,13 +27,14 @@ from cartridge_forge.plugins.clinic.findings import (
     said_parts,
     says_parts,
 )
-from cartridge_forge.plugins.clinic.longhealth import PatientQuestion, parse_patients
 from cartridge_forge.plugins.clinic.patients import generate_clinic
-from cartridge_forge.plugins.clinic.prompts import (
+from cartridge_forge.plugins.clinic.text import (
+    PatientQuestion,
     aggregation_prompt,
     claims,
     option_prompt,
     parse_answer,
+    parse_patients,
 )
 from models.pretrain.merge_tasks import draw_value
 from models.pretrain.panel_tasks import field_of

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from cartridge_forge.plugins.clinic import vocabulary as words
 from cartridge_forge.plugins.clinic.findings import said_parts, says_parts
-from cartridge_forge.plugins.clinic.prompts import aggregation_prompt, findings_prompt
+from cartridge_forge.plugins.clinic.text import aggregation_prompt, findings_prompt
 from models.pretrain.panel_tasks import (
     AGREE_RATE,
     CUT_WORDS,

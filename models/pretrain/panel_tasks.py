@@ -17,9 +17,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from cartridge_forge.plugins.clinic import vocabulary as words
-from cartridge_forge.plugins.clinic.longhealth import LETTERS, PatientQuestion
 from cartridge_forge.plugins.clinic.patients import draw_options
-from cartridge_forge.plugins.clinic.prompts import (
+from cartridge_forge.plugins.clinic.text import (
+    LETTERS,
+    PatientQuestion,
     aggregation_prompt,
     claims,
     option_prompt,

@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cartridge_forge.plugins.clinic.longhealth import Patient, parse_patients
 from cartridge_forge.plugins.clinic.patients import (
     Chart,
     draw_chart,
@@ -20,10 +19,12 @@ from cartridge_forge.plugins.clinic.patients import (
     fact_text,
     longhealth_record,
 )
-from cartridge_forge.plugins.clinic.prompts import (
+from cartridge_forge.plugins.clinic.text import (
+    Patient,
     claims,
     cued_sentences,
     option_prompt,
+    parse_patients,
     question_prompt,
     recite_prompt,
     self_study_prompt,

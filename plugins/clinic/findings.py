@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb, prod
 
-from cartridge_forge.plugins.clinic.longhealth import Patient
-from cartridge_forge.plugins.clinic.prompts import findings_prompt, said_answer
+from cartridge_forge.plugins.clinic.text import Patient, findings_prompt, said_answer
 from cartridge_forge.plugins.clinic.vocabulary import FIELDS
 from cartridge_forge.protocols.errors import DataError
 

@@ -19,8 +19,8 @@ from cartridge_forge.plugins.documents.seed_prompts import asking, plain_turn
 from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
 from cartridge_forge.plugins.documents.text_turns import question_prompt, quizzed, text_turn
 from cartridge_forge.protocols.files import utc_text
-from cartridge_forge.protocols.seeds import stream_seed
 from cartridge_forge.protocols.spec.users.documents import SEED_KINDS, SelfStudySpec
+from cartridge_forge.protocols.step import stream_seed
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 AROUND = 1200  # characters of the text on each side of words that B is asked about

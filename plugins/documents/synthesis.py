@@ -40,10 +40,9 @@ from cartridge_forge.protocols.files import (
     utc_text,
     write_atomically,
 )
-from cartridge_forge.protocols.seeds import stream_seed
 from cartridge_forge.protocols.spec.users.documents import SEED_KINDS, SelfStudySpec
+from cartridge_forge.protocols.step import Sampling, stream_seed
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
 
 BATCH = 32  # items written together: a kill loses at most so many
 

@@ -21,12 +21,11 @@ from cartridge_forge.plugins.episodes.environments.rollout import (
 from cartridge_forge.plugins.episodes.task_sources.base import TaskSource
 from cartridge_forge.plugins.episodes.task_sources.rewards import EpisodeRewards
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Episode, Observation, Task
-from cartridge_forge.protocols.seeds import stream_seed
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.types import PrefixRef, Sampling
+from cartridge_forge.protocols.step import PrefixRef, Sampling, stream_seed
 from cartridge_forge.services.pool.pool import gather
+from cartridge_forge.training.records import GenerateCall
 from cartridge_forge.training.renderer import ChatRenderer
-from cartridge_forge.training.rollouts import GenerateCall
 
 
 class EpisodePlay:

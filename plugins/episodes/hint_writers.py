@@ -23,11 +23,11 @@ from cartridge_forge.plugins.replay.client import TeacherReplayClient
 from cartridge_forge.protocols.episodes import Episode, TurnHint
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.spec.objective import HintSpec
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage, ReplayState, TextAction
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.training.records import GenerateCall
 from cartridge_forge.training.renderer import ChatRenderer
-from cartridge_forge.training.rollouts import GenerateCall
 
 
 class HintWriter:

@@ -26,8 +26,8 @@ from cartridge_forge.protocols import teacher_replay
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.spec.objective import DpoSpec
 from cartridge_forge.protocols.spec.teacher_replay import ReplaySpec
+from cartridge_forge.protocols.step import PreferencePair
 from cartridge_forge.protocols.teacher_replay import PanelVerdict, ReplayState
-from cartridge_forge.protocols.train_batch import PreferencePair
 from cartridge_forge.services.clients import HintedTeacherClient, TrainerClient
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.training.renderer import ChatRenderer
@@ -141,7 +141,7 @@ class PreferenceQueue:
             "counts": dict(self.counts),
         }
 
-    def stand(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Resume the unfinished work of `saved`."""
         self.counts = Counter(saved["counts"])
         self._held = [_HELD.validate_python(h) for h in saved["held"]]

@@ -59,9 +59,17 @@ from cartridge_forge.protocols.records.run_files import MeasuredAccuracy
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
+from cartridge_forge.protocols.step import (
+    BARE,
+    NO_DOCUMENT,
+    HintedTurn,
+    PreferencePair,
+    PrefixRef,
+    Sampling,
+    TrainBatch,
+    hinted,
+)
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.train_batch import HintedTurn, PreferencePair, TrainBatch, hinted
-from cartridge_forge.protocols.types import BARE, NO_DOCUMENT, PrefixRef, Sampling
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.ahead import (
@@ -71,17 +79,17 @@ from cartridge_forge.training.ahead import (
     oldest_version,
 )
 from cartridge_forge.training.recipe import Recipe, Route, drawn_steps, own_cartridge
-from cartridge_forge.training.renderer import ChatRenderer
-from cartridge_forge.training.rollouts import (
+from cartridge_forge.training.records import (
     GenerateCall,
     Rollout,
     ScoreGroup,
     StepRecord,
     is_offline,
+    no_scoring,
     refill_counts,
-    unheard,
     written_offline,
 )
+from cartridge_forge.training.renderer import ChatRenderer
 
 
 class ToolEpisodesRecipe(Recipe):
@@ -124,7 +132,7 @@ class ToolEpisodesRecipe(Recipe):
         return drawn_steps(self._source.order, self._episodes.tasks, steps)
 
     async def sample(
-        self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = unheard
+        self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = no_scoring
     ) -> Rollout:
         """Return a step's episodes; those of a wave that end in the same turn are scored together.
         Further tasks are sampled for groups that GRPO drops, in `refill` rounds at most. Where
@@ -271,7 +279,7 @@ class ToolEpisodesRecipe(Recipe):
         )  # fmt: skip
 
     async def _hand_over(self, ended: ScoreGroup, episodes: Sequence[Episode]) -> None:
-        """Send samples of ended episodes to the teachers, as `lesson` makes them."""
+        """Send samples of ended episodes to the teachers, as `train_batch` makes them."""
         rl = rl_samples(episodes)
         if self._objective.reads_document:
             ended("doc_teacher", [r.sample for r in rl])
@@ -288,7 +296,7 @@ class ToolEpisodesRecipe(Recipe):
 
     # -- train batches --------------------------------------------------------------------------
 
-    async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
+    async def train_batch(self, rollout: Rollout, version: int) -> TrainBatch:
         objective, episodes = self._objective, rollout.episodes
         if is_offline(rollout):
             return _doc_batch(episodes)
@@ -376,7 +384,7 @@ class ToolEpisodesRecipe(Recipe):
             counts |= {f"teachers/{what}": n for what, n in sorted(became.items())}
         return {"channels": output.terms, "cosines": output.cosines, "episodes": counts}
 
-    def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
+    def event_facts(self, directory: RunDirectory) -> Mapping[str, Any]:
         """Return what the teacher calls have cost since the run began."""
         if self._preferences is None and not self._rewards.asks_judges:
             return {}
@@ -384,7 +392,7 @@ class ToolEpisodesRecipe(Recipe):
             self._spending = RunSpending(directory.ledger)
         return {"teachers": self._spending.total()}
 
-    def stand(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         if saved:
             self._asking().stand(saved)
 

@@ -41,15 +41,15 @@ from cartridge_forge.plugins.statistics.intervals import (
 from cartridge_forge.protocols.errors import PublishError
 from cartridge_forge.protocols.records.answers import mean_nll, to_row
 from cartridge_forge.protocols.records.run_files import Agreement
-from cartridge_forge.protocols.seeds import stream_seed
 from cartridge_forge.protocols.spec.experiments import EvalSpec
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     BARE,
     SEPARATOR,
     Completion,
     GenerateRequest,
     PrefixRef,
     Sampling,
+    stream_seed,
 )
 
 Generating = Callable[[Sequence[GenerateRequest]], Awaitable[Sequence[Completion]]]

@@ -13,7 +13,7 @@ from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.ranks import concurrently, passes_beside
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 
 TRIAL_TOKENS = 32  # of the first pass, which is slower than those after it
 MOST_TOKENS = 512

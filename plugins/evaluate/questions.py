@@ -18,8 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cartridge_forge.plugins.clinic.longhealth import Patient, is_held_out, load_patients
-from cartridge_forge.plugins.clinic.prompts import (
+from cartridge_forge.plugins.clinic.text import (
+    Patient,
+    is_held_out,
+    load_patients,
     option_prompt,
     recite_prompt,
     sentences,
@@ -30,14 +32,9 @@ from cartridge_forge.plugins.documents.corpus import read_parts, tokenised
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText
 from cartridge_forge.plugins.documents.seed_prompts import PLAIN, SENTENCE
 from cartridge_forge.plugins.documents.study.agreement import split
-from cartridge_forge.plugins.documents.study.longhealth_prompts import open_prompts, read_patients
+from cartridge_forge.plugins.documents.study.longhealth import open_prompts, read_patients
 from cartridge_forge.plugins.documents.study.material import require_questions
-from cartridge_forge.plugins.documents.study.prompts import (
-    in_turns,
-    of_contexts,
-    titled,
-    titled_messages,
-)
+from cartridge_forge.plugins.documents.study.prompts import of_contexts, titled_messages
 from cartridge_forge.plugins.documents.study.question_files import (
     UserQuestion,
     read_question_file,
@@ -51,9 +48,10 @@ from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.records.answers import hash_of
 from cartridge_forge.protocols.spec.experiments import EvalSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.step import NO_DOCUMENT, SEPARATOR
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import NO_DOCUMENT, SEPARATOR
 from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.training.records import interleave, with_title
 from cartridge_forge.training.renderer import ChatRenderer
 
 GENERAL = REPOSITORY / "configs" / "forgetting.json"
@@ -158,7 +156,9 @@ def set_paper(
         read = read_question_file(file, about.texts, words, owners, unanswerable=True)
         require_questions(read.questions, file, tokenizer)
         by_context = [[q for q in read.questions if q.document == name] for name in about.texts]
-        own = [(replace(q, document=owners[q.document]), q.document) for q in in_turns(by_context)]
+        own = [
+            (replace(q, document=owners[q.document]), q.document) for q in interleave(by_context)
+        ]
         source, known, notes = Path(file).name, True, read.notes
     if not own:
         raise DataError(
@@ -247,7 +247,7 @@ def _patients(
         ]
         for _, p in sorted(prompts.patients.items())
     ]
-    return about, in_turns(every)
+    return about, interleave(every)
 
 
 def _choice(question: Any, learn: LearnSpec) -> UserQuestion:
@@ -320,7 +320,7 @@ def _passages(
             turn = PLAIN["question"][1].format(cue=cue)
             if learn.data.source != "documents":
                 turn = recite_prompt(cue)
-            turn = titled(about.titles, name, turn)
+            turn = with_title(about.titles, name, turn)
             found.append(
                 QuestionReading(
                     f"{name}/passage/{number}", name, _opening(conversation, name, turn),
@@ -346,7 +346,7 @@ def _probes(spec: EvalSpec, learn: LearnSpec, about: EvalSubjects) -> list[EvalQ
     others = [] if learn.data.source == "documents" else _others(learn)
     if others:
         # The chart is in the user's turn, to test whether the model can still read one there.
-        asked = in_turns(
+        asked = interleave(
             [
                 [replace(_choice(q, learn), text=f"{p.document} {_choice(q, learn).text}")
                  for q in p.questions]

@@ -19,7 +19,7 @@ from cartridge_forge.learning.checkpoint import last_of_arms
 from cartridge_forge.learning.initialization import first_of_each, parts_of
 from cartridge_forge.learning.teacher import context_ids
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText
-from cartridge_forge.plugins.documents.study.prompts import contexts_of, texts_of, titled
+from cartridge_forge.plugins.documents.study.prompts import texts_of
 from cartridge_forge.plugins.documents.study.routing import RoutedQuestions
 from cartridge_forge.plugins.evaluate.arms import EvalArm
 from cartridge_forge.plugins.evaluate.questions import EvalSubjects, EvalSuite, first_tokens_of
@@ -29,9 +29,10 @@ from cartridge_forge.protocols.files import iter_rows
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.step import NO_DOCUMENT, PrefixRef
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import NO_DOCUMENT, PrefixRef
 from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.training.records import contexts_of, with_title
 from cartridge_forge.training.renderer import ChatRenderer
 
 KINDS = ("none", "document", "truncated", "untrained", "offline", "hybrid", "on_policy")
@@ -228,7 +229,7 @@ def routed_questions(paper: EvalSuite) -> dict[tuple[int, ...], str]:
     found = {}
     for item in paper.items:
         own = about.layout.cartridge_of(item.asked.document)
-        asked = titled(about.titles, contexts_of(item.about)[0], item.asked.text)
+        asked = with_title(about.titles, contexts_of(item.about)[0], item.asked.text)
         found[item.prompt_ids] = routing.chosen(own, asked)
     return found
 
@@ -248,7 +249,7 @@ def trained_on(run: FinishedRun, about: EvalSubjects) -> Iterator[LocatedText]:
             wraps[context] = _wrap(about.conversation, context)
         before, after = wraps[context]
         for text in about.conversation.texts_of(ids[before : len(ids) - after]):
-            text = text.removeprefix(titled(about.titles, context, "")).strip()
+            text = text.removeprefix(with_title(about.titles, context, "")).strip()
             if row["kind"] == "choice":
                 text = text.partition(" options: ")[0]
             yield LocatedText(document, text, f"run {run.directory.id}, rollouts.jsonl {row['id']}")

@@ -48,8 +48,7 @@ from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, count
 from cartridge_forge.learning.policy_scores import is_stale, summed_by_pair
 from cartridge_forge.protocols.errors import StaleTokenError
 from cartridge_forge.protocols.spec.objective import DpoSpec, LossSpec, ObjectiveSpec
-from cartridge_forge.protocols.train_batch import PreferencePair, TrainBatch, completions
-from cartridge_forge.protocols.types import Sample
+from cartridge_forge.protocols.step import PreferencePair, Sample, TrainBatch, completions
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,23 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
-from cartridge_forge.plugins.clinic.longhealth import LETTERS, PatientQuestion, is_held_out
-from cartridge_forge.plugins.clinic.prompts import (
+from cartridge_forge.plugins.clinic.text import (
+    LETTERS,
+    PatientQuestion,
     cued_sentences,
+    is_held_out,
     look_alikes,
     question_prompt,
     sentence_ends,
 )
-from cartridge_forge.plugins.documents.study.longhealth_prompts import read_patients
-from cartridge_forge.plugins.documents.study.prompts import in_turns
+from cartridge_forge.plugins.documents.study.longhealth import read_patients
 from cartridge_forge.plugins.episodes.environments.problems import clinic_problem
 from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER, PRIMER_TEXT
 from cartridge_forge.plugins.strategies.rsa.records import RSAProblem
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.rsa import OF_DOCUMENTS
+from cartridge_forge.training.records import interleave
 
 Draw = Callable[[Sequence[int], str], Awaitable[Sequence[RSAProblem]]]
 
@@ -73,7 +75,7 @@ class OfPatients:
             for p in patients
         }
         rows = [held[name] for name in sorted(held)]
-        chosen = in_turns(rows)[: spec.evaluate.questions]
+        chosen = interleave(rows)[: spec.evaluate.questions]
         self._held_out = [clinic_problem(q, instruction) for q in chosen]
         self._instruction = instruction
         self._askable = {

@@ -38,16 +38,16 @@ from cartridge_forge.protocols.records.run_files import (
     PopulationMeans,
 )
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     BARE,
     NO_DOCUMENT,
     Completion,
     GenerateRequest,
     PrefixRef,
     Sampling,
+    TrainBatch,
 )
+from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.services.clients import Replied
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.pool.pool import gather
@@ -59,17 +59,17 @@ from cartridge_forge.training.ahead import (
     oldest_version,
 )
 from cartridge_forge.training.recipe import Recipe, Route, own_cartridge
-from cartridge_forge.training.renderer import ChatRenderer
-from cartridge_forge.training.rollouts import (
+from cartridge_forge.training.records import (
     GenerateCall,
     Rollout,
     ScoreGroup,
     StepRecord,
     StudyPrompt,
     as_sample,
+    no_scoring,
     refill_counts,
-    unheard,
 )
+from cartridge_forge.training.renderer import ChatRenderer
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class RSARecipe(Recipe):
     # -- runs -----------------------------------------------------------------------------------
 
     async def sample(
-        self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = unheard
+        self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = no_scoring
     ) -> RSARollout:
         """Return the rollout of a step; a population is scored while the next is sampled. Where
         rollouts run ahead, runs do not wait for each other (`training.recipes.ahead`)."""
@@ -266,7 +266,7 @@ class RSARecipe(Recipe):
 
     # -- train batches --------------------------------------------------------------------------
 
-    async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
+    async def train_batch(self, rollout: Rollout, version: int) -> TrainBatch:
         rl = rl_samples(rollout.episodes)
         doc = rl if self._spec.objective.reads_document else []
         return TrainBatch(

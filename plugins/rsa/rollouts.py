@@ -20,10 +20,15 @@ from cartridge_forge.plugins.strategies.rsa.records import (
     RSAProblem,
 )
 from cartridge_forge.protocols.errors import PublishError
-from cartridge_forge.protocols.seeds import stream_seed
-from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.step import (
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+    stream_seed,
+)
+from cartridge_forge.training.records import GenerateCall
 from cartridge_forge.training.renderer import ChatRenderer
-from cartridge_forge.training.rollouts import GenerateCall
 
 UNJUDGED = JudgedCandidate(None, None)
 

@@ -52,14 +52,14 @@ from cartridge_forge.plugins.wire.openai_chat import (
     usage,
 )
 from cartridge_forge.protocols.errors import DataError, EngineKilledError, ForgeError, RunError
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     NO_DOCUMENT,
     Completion,
     GenerateRequest,
     PrefixRef,
-    TokenChunk,
     composed_ref,
 )
+from cartridge_forge.protocols.streams import TokenChunk
 
 Body = TypeVar("Body")
 Parse = Callable[[RequestParser, Body], ServingRequest]

@@ -14,8 +14,8 @@ from cartridge_forge.plugins.serve.structured.tools import ToolOffer
 from cartridge_forge.plugins.serve.tokenization import TokenizedPrompt
 from cartridge_forge.protocols.grammar import ResponseGrammar
 from cartridge_forge.protocols.records.chat_date import date_of
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling, StopCondition
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling, StopCondition
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ from cartridge_forge.plugins.wire.openai_chat import (
 from cartridge_forge.plugins.wire.openai_responses import ResponsesRequest
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.grammar import ResponseGrammar
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
 
 DEFAULT_TOKENS = 16  # of a completion, OpenAI's default
 GENERAL = "general"  # the default form of answers

@@ -17,7 +17,7 @@ from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.backend import Backend
 from cartridge_forge.plugins.serve.errors import ApiError
 from cartridge_forge.protocols.files import sha256_of
-from cartridge_forge.protocols.types import PrefixRef
+from cartridge_forge.protocols.step import PrefixRef
 
 Key = tuple[str, int]
 

@@ -25,7 +25,7 @@ from cartridge_forge.plugins.wire.openai_chat import (
     TopLogprob,
 )
 from cartridge_forge.plugins.wire.openai_tools import AnsweredCall, AnsweredFunction
-from cartridge_forge.protocols.types import Completion
+from cartridge_forge.protocols.step import Completion
 
 Item = TypeVar("Item")
 Missing = TypeVar("Missing")

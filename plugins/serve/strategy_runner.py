@@ -24,7 +24,7 @@ from cartridge_forge.plugins.strategies.catalog import STRATEGIES, parse, run
 from cartridge_forge.plugins.strategies.problem import Judge, StrategyCost, StrategyResult
 from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef
+from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
 
 T = TypeVar("T")
 

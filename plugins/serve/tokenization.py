@@ -26,8 +26,8 @@ from cartridge_forge.plugins.serve.structured.call_formats import (
 )
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.serving import CallFormatName
+from cartridge_forge.protocols.step import NO_DOCUMENT, require_ids
 from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
-from cartridge_forge.protocols.types import NO_DOCUMENT, require_ids
 from cartridge_forge.training.renderer import ChatRenderer
 
 STAND_IN = "cartridge"  # rendered and cut off: a placeholder for the cartridge's document

@@ -33,8 +33,8 @@ from cartridge_forge.plugins.strategies.samplers.token_budget import BudgetSpent
 from cartridge_forge.plugins.strategies.scorers import token_judge
 from cartridge_forge.plugins.strategies.search import BeamSearch, BestOfN
 from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
 
 
 class Strategy(Protocol):

@@ -37,7 +37,7 @@ from cartridge_forge.plugins.strategies.problem import StrategyCost, StrategyPro
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleResult, require
 from cartridge_forge.plugins.strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from cartridge_forge.protocols.spec.base import SpecSection, broken
-from cartridge_forge.protocols.types import StopCondition
+from cartridge_forge.protocols.step import StopCondition
 
 Measure = Literal["mean", "tail", "lowest_group", "lowest_tenth"]
 

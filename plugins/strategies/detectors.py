@@ -18,7 +18,7 @@ from pydantic import Field, field_validator
 
 from cartridge_forge.plugins.strategies.answers.extract import Form
 from cartridge_forge.protocols.spec.base import SpecSection, bounded, broken
-from cartridge_forge.protocols.types import StopCondition
+from cartridge_forge.protocols.step import StopCondition
 
 # A full stop; after a digit it may be the point of 41.5, unless a blank follows.
 _STOP = r"(?:(?<=\D)\.|\.\s)"

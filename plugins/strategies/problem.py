@@ -10,9 +10,8 @@ from typing import Any
 from cartridge_forge.plugins.strategies.answers.extract import Form
 from cartridge_forge.plugins.strategies.samplers.sampler import PartialResponse, SampleRequest
 from cartridge_forge.plugins.strategies.samplers.token_budget import TokenSpend
-from cartridge_forge.protocols.seeds import stream_seed
+from cartridge_forge.protocols.step import Sampling, StopCondition, stream_seed
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling, StopCondition
 
 Judge = Callable[[Sequence[str]], Awaitable[Sequence[float]]]
 """Return for each text the probability that its last step is good (process reward model)."""

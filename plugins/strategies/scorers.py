@@ -29,8 +29,8 @@ from cartridge_forge.plugins.strategies.samplers.sampler import (
 )
 from cartridge_forge.plugins.strategies.steps import StepPath
 from cartridge_forge.protocols.errors import DataError, RunError
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
 
 ScorerName = Literal["sequence_logprob", "perplexity", "entropy", "gap", "process_reward"]
 NOTHING = -1e9

@@ -42,7 +42,7 @@ from cartridge_forge.plugins.grammar.grammar import Grammars
 from cartridge_forge.plugins.vllm.draws import GrammarFollower, SeededRow, leave_drawn
 from cartridge_forge.plugins.vllm.kv_layout import KVFill, PromptCartridge, kv_heads, pieces, slots
 from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.types import Sampling
+from cartridge_forge.protocols.step import Sampling
 
 LOADED = "cartridges"  # key in kv_transfer_params: [name, since, P] of each, in order
 DRAWN = "draw"  # key in extra_args: [seed, temperature, top_p, top_k, first draw, grammar]

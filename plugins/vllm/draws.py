@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cartridge_forge.learning.decode import draw
 from cartridge_forge.plugins.grammar.grammar import GrammarMatcher
-from cartridge_forge.protocols.types import Sampling
+from cartridge_forge.protocols.step import Sampling
 
 
 class GrammarFollower:

@@ -47,15 +47,15 @@ from cartridge_forge.plugins.vllm.kv_layout import (
 from cartridge_forge.plugins.vllm.outputs import completed, likeliest, of_prompt
 from cartridge_forge.protocols.errors import DataError, PublishError, RunError
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CARTRIDGE,
     Completion,
     GenerateRequest,
     PrefixRef,
-    TokenChunk,
+    count_work,
     require_ids,
 )
-from cartridge_forge.protocols.work import count
+from cartridge_forge.protocols.streams import TokenChunk
 
 MAX_LOGPROBS = 20  # at a position; vLLM's default, and the maximum of other APIs
 MAX_REQUESTS = 256  # in one step; vLLM's default on most machines
@@ -207,7 +207,7 @@ class VllmEngine:
 
     def _step(self) -> Iterable[tuple[str, TokenChunk | Completion]]:
         outputs = self._engine.step()
-        count(1)  # at least a token: most requests tell nothing before their end
+        count_work(1)  # at least a token: most requests tell nothing before their end
         if outputs and self.first_token_seconds is None and self._first_request is not None:
             self.first_token_seconds = time.perf_counter() - self._first_request
         for output in outputs:

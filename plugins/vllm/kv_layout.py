@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from cartridge_forge.learning.cartridge import CartridgeId
 from cartridge_forge.protocols.errors import DataError, PublishError
-from cartridge_forge.protocols.types import CARTRIDGE, PrefixRef
+from cartridge_forge.protocols.step import CARTRIDGE, PrefixRef
 
 PLACEHOLDER = 0  # any id of the vocabulary, because it is never embedded
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict, cast
 
-from cartridge_forge.protocols.types import Completion
+from cartridge_forge.protocols.step import Completion
 
 TEXT_LIMIT = 2000  # characters of a text; what was longer ends with a mark
 HASH_DIGITS = 12

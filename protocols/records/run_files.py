@@ -26,7 +26,7 @@ EventName = Literal[
     # "documents": {"hits": 4, "host_hits": 0, "misses": 0, "evictions": 0}}: wall seconds of the
     # step and of its phases.
     # `hidden` are seconds that the teachers computed beside the rollout; they are in no phase.
-    # `documents` are the document teacher's `protocols.types.CacheStats`, which depend on what was
+    # `documents` are the document teacher's `protocols.step.CacheStats`, which depend on what was
     # replaced.
     "step",
     "publish",
@@ -106,7 +106,7 @@ class RolloutRow:
     "contexts": ["patient_01"]}`
     `document` is what the prompt is about. `text` is the decoded response, for people; the ids are
     what was trained on. `composed`, `cartridge` and `contexts` are those of
-    `protocols.types.Sample`.
+    `protocols.step.Sample`.
     """
 
     schema: int = 1

@@ -16,7 +16,7 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 
-from cartridge_forge.protocols.types import SampleScores
+from cartridge_forge.protocols.step import SampleScores
 
 LEAST = 1e-5  # nats
 MOST = 50.0

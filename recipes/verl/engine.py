@@ -32,7 +32,7 @@ from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.formats.convert import FORMATS, read
 from cartridge_forge.plugins.library.formats.peft import TENSOR, rows_of
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError
-from cartridge_forge.protocols.types import Sample
+from cartridge_forge.protocols.step import Sample
 
 NAME = "cartridge"
 FOLDER, MOMENTS, COUNTS = "adapter", "moments.safetensors", "progress.json"

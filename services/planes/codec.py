@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from cartridge_forge.protocols.errors import PlaneError
-from cartridge_forge.protocols.types import TensorLayout
+from cartridge_forge.protocols.step import TensorLayout
 
 # A cache line, and a multiple of every dtype's size: each entry can be viewed in place.
 ALIGNMENT = 64
@@ -43,7 +43,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
 def packed_bytes(layout: TensorLayout) -> int:
     """Return the packed buffer's bytes; at least 64, since mmap and RDMA refuse an empty one."""
     ends = [end for _, _, _, _, end in _spans(layout)]
-    return max(_aligned(ends[-1]) if ends else 0, ALIGNMENT)
+    return max(-(-ends[-1] // ALIGNMENT) * ALIGNMENT if ends else 0, ALIGNMENT)
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, TensorLayout]:
@@ -110,37 +110,6 @@ def unpack(buffer: torch.Tensor, layout: TensorLayout) -> dict[str, torch.Tensor
 
     Raises PlaneError for a buffer that `pack` cannot have made with this layout.
     """
-    _check_buffer(buffer, layout)
-    return {
-        name: buffer[start:end].view(dtype).view(shape)
-        for name, shape, dtype, start, end in _spans(layout)
-    }
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
-def _dtype(name: str, dtype: str) -> torch.dtype:
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise PlaneError(f"tensor {name!r} has dtype {dtype!r}, which this torch does not know")
-    return found
-
-
-def _spans(
-    layout: TensorLayout,
-) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, int, int]]:
-    """Yield name, shape, dtype, first byte and byte past the last of each entry."""
-    end = 0
-    for name, shape, dtype_name in layout.entries:
-        dtype = _dtype(name, dtype_name)
-        start = _aligned(end)
-        end = start + math.prod(shape) * dtype.itemsize
-        yield name, shape, dtype, start, end
-
-
-def _check_buffer(buffer: torch.Tensor, layout: TensorLayout) -> None:
     expected = packed_bytes(layout)
     if (
         buffer.dtype != torch.uint8
@@ -153,3 +122,23 @@ def _check_buffer(buffer: torch.Tensor, layout: TensorLayout) -> None:
             f"of {expected} bytes on the CPU: got {buffer.dtype} {list(buffer.shape)} on "
             f"{buffer.device}; was it packed with another layout?"
         )
+    return {
+        name: buffer[start:end].view(dtype).view(shape)
+        for name, shape, dtype, start, end in _spans(layout)
+    }
+
+
+def _spans(
+    layout: TensorLayout,
+) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, int, int]]:
+    """Yield name, shape, dtype, first byte and byte past the last of each entry."""
+    end = 0
+    for name, shape, dtype_name in layout.entries:
+        dtype = getattr(torch, dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise PlaneError(
+                f"tensor {name!r} has dtype {dtype_name!r}, which this torch does not know"
+            )
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        end = start + math.prod(shape) * dtype.itemsize
+        yield name, shape, dtype, start, end

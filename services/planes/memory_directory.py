@@ -15,9 +15,8 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from cartridge_forge.protocols.errors import PlaneError
+from cartridge_forge.protocols.step import check_key
 
-# The length of a file name (255 bytes) less a suffix: the smallest limit of the transports.
-MAX_KEY_BYTES = 240
 PREFIX = "cartridge-forge-"
 SUFFIX = ".tensors"  # keys end with it, temporary files do not
 # A shell that outlives the owner: `read` returns when the owner's end of the pipe closes, however
@@ -27,17 +26,6 @@ echo
 read -r _
 for try in 1 2 3; do rm -rf -- "$1" && exit; sleep 1; done"""
 JANITOR_SECONDS = 5.0
-
-
-def check_key(key: str) -> str:
-    """Return the key. Raises PlaneError when some plane cannot hold it."""
-    if not key or not key.isprintable() or ".." in key.split("/"):
-        raise PlaneError(f"a key must be printable, not empty and without '..': got {key!r}")
-    if (size := len(quote(key, safe=""))) > MAX_KEY_BYTES:
-        raise PlaneError(
-            f"a key must take at most {MAX_KEY_BYTES} bytes percent-encoded: got {size} for {key!r}"
-        )
-    return key
 
 
 def missing_key(operation: str, *keys: str) -> str:

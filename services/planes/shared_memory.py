@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from cartridge_forge.protocols.errors import PlaneError
-from cartridge_forge.protocols.types import TensorRef
+from cartridge_forge.protocols.step import TensorRef
 from cartridge_forge.services.planes.codec import layout_of, packed_bytes, packed_chunks, unpack
 from cartridge_forge.services.planes.memory_directory import (
     MemoryDirectory,

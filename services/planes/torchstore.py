@@ -13,11 +13,13 @@ torch (150 MB) and answers two calls for every tensor.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import inspect
 import logging
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -31,10 +33,9 @@ from monarch.actor import Actor, ProcMesh, endpoint
 from monarch.rdma import is_ibverbs_available
 
 from cartridge_forge.protocols.errors import PlaneError
-from cartridge_forge.protocols.types import TensorRef
+from cartridge_forge.protocols.step import TensorRef, check_key
 from cartridge_forge.services.planes.codec import pack, unpack
-from cartridge_forge.services.planes.memory_directory import check_key, missing_key
-from cartridge_forge.services.planes.store_watch import StoreWatch
+from cartridge_forge.services.planes.memory_directory import missing_key
 from cartridge_forge.services.proc_info import began
 
 try:
@@ -99,6 +100,56 @@ def _sync_endpoints(actor: type) -> dict[str, Any]:
 
 
 _volumes: list[StorageVolume] = []  # of this process: none, or one
+
+
+class StoreWatch:
+    """Bound waits for the store in process `pid`, which began as `services.proc_info.began` tells.
+    The process of another host is not watched."""
+
+    def __init__(self, pid: int, began: str) -> None:
+        self._pid, self._began = pid, began
+        self._opened = False
+        self._descriptor: int | None = None
+        self._waits: dict[asyncio.AbstractEventLoop, set[asyncio.Timeout]] = {}
+        self.ended = False
+
+    def __reduce__(self) -> tuple[type[StoreWatch], tuple[int, str]]:
+        return StoreWatch, (self._pid, self._began)
+
+    @contextlib.asynccontextmanager
+    async def bounded(self, seconds: float) -> AsyncIterator[None]:
+        """Raise TimeoutError in the body after `seconds`, or at once when the store has ended."""
+        if not self._opened:  # the process, where it is of this host
+            self._opened = True
+            ticks, _, host = self._began.partition("/")
+            if began(self._pid).partition("/")[2] == host:
+                with contextlib.suppress(ProcessLookupError):
+                    self._descriptor = os.pidfd_open(self._pid)
+                    weakref.finalize(self, os.close, self._descriptor)
+                # Looked at once it is open: another process may have its id by now.
+                lost = began(self._pid).partition("/")[0] != ticks
+                self.ended = self._descriptor is None or lost
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(0 if self.ended else seconds) as limit:
+            waits = self._waits.setdefault(loop, set())
+            if not waits and self._descriptor is not None:
+                loop.add_reader(self._descriptor, self._see, loop)
+            waits.add(limit)
+            try:
+                yield
+            finally:
+                waits.discard(limit)
+                if not waits:
+                    del self._waits[loop]
+                    if self._descriptor is not None:
+                        loop.remove_reader(self._descriptor)
+
+    def _see(self, loop: asyncio.AbstractEventLoop) -> None:
+        assert self._descriptor is not None
+        self.ended = True
+        loop.remove_reader(self._descriptor)  # it stays readable
+        for limit in self._waits[loop]:
+            limit.reschedule(loop.time())
 
 
 class HostedVolume(StorageVolume):

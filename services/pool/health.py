@@ -60,3 +60,26 @@ def drained(life: HealthState) -> HealthState:
 def lost(life: HealthState) -> HealthState:
     """Return the final state of a process that died or was given up."""
     return HealthState(ReplicaState.DEAD, over=True)
+
+
+class ReplicaLost(Exception):
+    """Report that the replica of a call is lost. `suspect` is set where its engine died in a step
+    that was over this call, which may be the cause."""
+
+    def __init__(self, reason: str, suspect: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.suspect = reason, suspect
+
+
+class EngineLost(ReplicaLost):
+    """Report that the replica is lost because its engine died. Its process still replies."""
+
+
+class ReplicaTimeout(Exception):
+    """Report a missing reply. Not a TimeoutError, which an actor may raise itself."""
+
+
+def last_line(error: BaseException) -> str:
+    """Return an error's message without the remote traceback that Monarch puts before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__

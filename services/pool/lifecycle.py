@@ -20,11 +20,16 @@ from cartridge_forge.protocols.errors import ForgeError, HostsEndedError, PlaneE
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.services import HealthSpec
 from cartridge_forge.services.pool.autoscale import Loads
-from cartridge_forge.services.pool.health import IN_SERVICE, drained, refitted
-from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.health import (
+    IN_SERVICE,
+    ReplicaLost,
+    drained,
+    last_line,
+    refitted,
+)
+from cartridge_forge.services.pool.pool import Pool, Replica, ask
 from cartridge_forge.services.pool.process import ReplicaProcess, by_rank
 from cartridge_forge.services.pool.process_manager import ProcessManager
-from cartridge_forge.services.pool.replica import Replica, ReplicaLost, ask, last_line
 
 RETRY_SECONDS = 0.5  # doubled by every further start that fails
 LONGEST_PAUSE_SECONDS = 8.0
@@ -177,7 +182,7 @@ class ReplicaLifecycle:
         replica.beaten = time.monotonic()
         if role.prepare is not None:
             await role.prepare(replica)
-        while not replica.ended and not pool.is_current(replica):
+        while not replica.ended and pool.missed(replica):
             try:
                 await pool.catch_up(replica)
             except PlaneError:  # the store is being replaced; its tensors get new keys

@@ -7,41 +7,251 @@
     scale(n)               starts more replicas, or drains some, while requests continue
 
 An exception that an actor raises is raised to the caller. Only a death, which a heartbeat,
-Monarch's supervision or an engine that died (EngineDied) reports, counts against the replica.
-
-A request may be the cause of an engine's death, and would end one engine after another. So one that
-the failed step was over is a suspect: it is tried again beside no other suspect, and only where
-another replica serves on; when that engine dies too, the request fails.
+Monarch's supervision or an engine that died (EngineDied) reports, counts against the replica. A
+request whose engine died is tried once more, beside no other such request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Protocol, TypeVar
 
-from cartridge_forge.protocols.errors import EngineKilledError, ForgeError, RunError
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+from cartridge_forge.protocols.errors import (
+    EngineDied,
+    EngineKilledError,
+    ForgeError,
+    RanksLostError,
+    RunError,
+)
 from cartridge_forge.protocols.files import steady_time
-from cartridge_forge.protocols.records.status import PoolStatus, ReplicaState
+from cartridge_forge.protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus
 from cartridge_forge.protocols.spec.mesh import RoleSpec
-from cartridge_forge.protocols.types import TimedReply, TraceSpan
-from cartridge_forge.services.pool.replica import (
-    Replica,
+from cartridge_forge.protocols.spec.services import RouterName
+from cartridge_forge.protocols.step import TimedReply
+from cartridge_forge.protocols.streams import TraceSpan
+from cartridge_forge.services.pool.health import (
+    EngineLost,
+    HealthState,
     ReplicaLost,
     ReplicaTimeout,
-    ask,
-    new_router,
+    last_line,
+    lost,
 )
-from cartridge_forge.services.pool.work_time import SPANS, Span
+from cartridge_forge.services.pool.process import ReplicaProcess
 
+SPANS = 2**16  # that a pool keeps: those of several steps
+Span = tuple[float, float]  # begin and end of an actor's work, by `time.perf_counter`
 T = TypeVar("T")
-
 SUSPECT_DEATHS = 2  # of engines, after which a request is their cause
 DOUBT_SECONDS = 0.25  # between two checks whether an update waits for a silent replica
+
+
+@dataclass(eq=False)
+class Replica:
+    """Hold one process in a slot of a pool. Its replacement is a `Replica` of the next generation.
+
+    `actor` is the actor's handle, or that of rank 0; `others` are the handles of the other ranks.
+    `told` holds the newest version it received, by topic; `catching_up` is the task that sends
+    missed updates. `begun` is the start, `beaten` the last heartbeat or reply (monotonic seconds).
+    `calls` are the time limits of the calls in flight; when it dies, `ended` is set and they are
+    over at once. Where its engine died alone (`engine_died`), they still get the replies of its
+    process, which say whether a call may be the cause.
+    """
+
+    role: str
+    slot: int
+    generation: int = 0
+    life: HealthState = field(default_factory=HealthState)
+    process: ReplicaProcess | None = None
+    actor: Any = None
+    others: Sequence[Any] = ()
+    actor_name: str = ""
+    ongoing: int = 0
+    suspects: int = 0  # of the ongoing requests, those during which an engine died before
+    memory_bytes: int = 0
+    begun: float = field(default_factory=time.monotonic)
+    beaten: float = field(default_factory=time.monotonic)
+    told: dict[str, int] = field(default_factory=dict)
+    catching_up: asyncio.Task[None] | None = None
+    calls: CallLimits = field(default_factory=lambda: CallLimits())
+    ended: str = ""
+    engine_died: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}[{self.slot}]"
+
+    @property
+    def state(self) -> ReplicaState:
+        return self.life.state
+
+    @property
+    def version(self) -> int:
+        """Return the newest cartridge version that it received; -1 for none."""
+        return self.told.get("cartridge", -1)
+
+    def end(self, reason: str) -> None:
+        """Mark the replica dead and fail every call in flight with ReplicaLost, unless its process
+        still replies to them."""
+        self.ended = self.ended or reason
+        self.life = lost(self.life)
+        if not self.engine_died:
+            self.calls.end()
+
+
+class CallLimits:
+    """End the calls of a replica at their deadlines, by one timer for all: asyncio's own, one for
+    each call, are a third of what routing costs."""
+
+    def __init__(self) -> None:
+        self._deadlines: dict[asyncio.Timeout, float] = {}  # of the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    def add(self, limit: asyncio.Timeout, deadline: float) -> None:
+        """Have `limit`, which has been entered, expire at `deadline`."""
+        self._deadlines[limit] = deadline
+        if self._timer is None or deadline < self._timer.when():
+            self._wait(deadline)
+
+    def discard(self, limit: asyncio.Timeout) -> None:
+        del self._deadlines[limit]
+
+    def end(self, until: float = math.inf) -> None:
+        """End the calls whose deadlines are not after `until`."""
+        for limit, deadline in self._deadlines.items():
+            if deadline <= until and not limit.expired():  # a call may take turns to be cancelled
+                limit.reschedule(0.0)
+
+    def _wait(self, deadline: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(deadline, self._due)
+
+    def _due(self) -> None:
+        now, self._timer = asyncio.get_running_loop().time(), None
+        self.end(now)
+        if later := [deadline for deadline in self._deadlines.values() if deadline > now]:
+            self._wait(min(later))
+
+
+async def ask(replica: Replica, method: str, args: tuple[Any, ...], deadline: float) -> Any:
+    """Call one replica and return its reply, until `deadline` (monotonic seconds).
+
+    Raises ReplicaLost when it dies, ReplicaTimeout at the deadline, or the actor's exception.
+    """
+    if replica.ended:
+        raise ReplicaLost(replica.ended)
+    # A death ends the wait as the deadline does, so that a call needs no task of its own.
+    limit = asyncio.timeout(None)
+    try:
+        async with limit:
+            replica.calls.add(limit, deadline)  # the loop's clock is monotonic too
+            try:
+                if replica.others:
+                    reply = await _call_ranks(replica, method, args)
+                else:
+                    reply = await _call_rank(replica.name, replica.actor, method, args)
+                replica.beaten = time.monotonic()
+                return reply
+            finally:
+                replica.calls.discard(limit)
+    except EngineLost:
+        replica.engine_died = True
+        raise
+    except TimeoutError as error:
+        if not limit.expired():  # the actor's own
+            raise
+        if replica.ended:
+            raise ReplicaLost(replica.ended) from error
+        raise ReplicaTimeout(f"{replica.name}.{method} did not answer in time") from error
+
+
+async def _call_ranks(replica: Replica, method: str, args: tuple[Any, ...]) -> Any:
+    async def outcome(rank: int, handle: Any) -> tuple[Any, Exception | None]:
+        try:
+            return await _call_rank(f"{replica.name} rank {rank}", handle, method, args), None
+        except ReplicaLost:  # once a rank is gone, others may never reply
+            raise
+        except Exception as error:
+            return None, error
+
+    # Wait for all ranks, unless one dies: the error that matters may arrive last.
+    handles = enumerate((replica.actor, *replica.others))
+    outcomes = await asyncio.gather(*(outcome(rank, handle) for rank, handle in handles))
+    errors = [error for _, error in outcomes if error is not None]
+    if errors:
+        raise next(
+            (e for e in errors if not isinstance(e, RanksLostError)), ReplicaLost(str(errors[0]))
+        )
+    return outcomes[0][0]
+
+
+async def _call_rank(name: str, handle: Any, method: str, args: tuple[Any, ...]) -> Any:
+    try:
+        # A mesh known to be dead raises at the call, not in the await.
+        return await getattr(handle, method).call_one(*args)
+    except ActorError as error:
+        cause = getattr(error, "exception", None)
+        if not isinstance(cause, Exception):
+            raise
+        if isinstance(cause, EngineDied):
+            raise EngineLost(str(cause), cause.suspect) from error
+        cause.add_note(f"raised by {name}.{method}")
+        raise cause from error
+    except SupervisionError as error:  # its process or its host is gone
+        raise ReplicaLost(last_line(error)) from error
+
+
+class Seat(Protocol):
+    """Describe a replica to a router: its slot in the pool, and how many requests it works on."""
+
+    slot: int
+    ongoing: int
+
+
+S = TypeVar("S", bound=Seat)
+
+
+class Router:
+    """Choose a replica by one policy, for one pool. It knows a replica by its slot, which its
+    replacement keeps; replicas come and go between two choices.
+
+    round_robin   every replica in turn, by slot: one that leaves or returns shifts no other's turn
+    least_loaded  one with the fewest ongoing requests, of equally many in turn
+    session       the same one for the same session (rendezvous hashing: each session ranks all
+                  replicas and takes the first in service, so one that leaves moves its own sessions
+                  alone), least_loaded without a session
+    """
+
+    def __init__(self, policy: RouterName) -> None:
+        self._policy, self._last = policy, -1
+
+    def choose(self, seats: Sequence[S], session: str | None = None) -> S:
+        """Return one of `seats`, which is not empty."""
+        if self._policy == "session" and session is not None:
+            return max(seats, key=lambda seat: (_rank(session, seat.slot), seat.slot))
+        loads, last = self._policy != "round_robin", self._last
+        chosen = min(seats, key=lambda seat: (loads and seat.ongoing, seat.slot <= last, seat.slot))
+        self._last = chosen.slot
+        return chosen
+
+
+def _rank(session: str, index: int) -> bytes:
+    # Not `hash`, which differs from process to process: a resumed run keeps its affinities.
+    return blake2b(f"{index}/{session}".encode(), digest_size=8).digest()
 
 
 @dataclass(frozen=True)
@@ -94,15 +304,13 @@ class Pool:
         self.report_death: Callable[[Replica, str], None] = lambda replica, why: None
         self._timeout_s = timeout_s
         self._observe = observe
-        self._router = new_router(spec.router)
+        self._router = Router(spec.router)
         self._ids = itertools.count(1)
         self._changed = asyncio.Event()
         self._seekers = 0  # requests that wait for a replica
 
     def __len__(self) -> int:
         return len(self.replicas)
-
-    # -- requests -------------------------------------------------------------------------------
 
     async def route(
         self, method: str, *args: Any, session: str | None = None, timeout_s: float | None = None
@@ -197,8 +405,6 @@ class Pool:
         """Send every replica in service its missed updates. Raises the first failure."""
         await gather(self.catch_up(r) for r in self.replicas if r.state is ReplicaState.HEALTHY)
 
-    # -- replicas -------------------------------------------------------------------------------
-
     def scale(self, replicas: int) -> None:
         """Set the target and return at once. Replicas start or drain in the background. Raises
         RunError for fewer than one."""
@@ -218,7 +424,7 @@ class Pool:
                 while not self.is_settled():
                     if self.failed is not None:
                         raise self.failed
-                    await self._change()
+                    await self._changed.wait()
         except TimeoutError as error:
             raise TimeoutError(
                 f"{self.role} has not {self.target} replicas in service after {timeout_s:g} s "
@@ -241,16 +447,14 @@ class Pool:
         """
         if replica.catching_up is None or replica.catching_up.done():
             replica.catching_up = asyncio.create_task(self._catch_up(replica))
-            replica.catching_up.add_done_callback(_seen)
+            # Its failure is seen: a waiter raises it, or the next `catch_up` will.
+            replica.catching_up.add_done_callback(lambda task: task.cancelled() or task.exception())
         telling = replica.catching_up
         while not telling.done():
             await asyncio.wait({telling}, timeout=DOUBT_SECONDS)
             if not telling.done() and replica.state is ReplicaState.SUSPECT:
                 return
         telling.result()
-
-    def is_current(self, replica: Replica) -> bool:
-        return not self._missed(replica)
 
     def forget(self, replica: Replica) -> None:
         """Remove a replica from the pool."""
@@ -272,13 +476,17 @@ class Pool:
 
     def status(self) -> PoolStatus:
         waiting = sum(1 for r in self.in_flight.values() if not r.replica)
-        replicas = tuple(r.status() for r in self.replicas)
+        replicas = tuple(
+            ReplicaStatus(
+                r.name, r.state, r.process.host if r.process else "",
+                r.process.pid if r.process else 0, r.ongoing, r.version, r.memory_bytes,
+            )
+            for r in self.replicas
+        )  # fmt: skip
         return PoolStatus(
             self.role, self.target, waiting, replicas, self.requests, self.failures,
             self.retries, self.restarts, self.engine_deaths,
         )  # fmt: skip
-
-    # -- one request ----------------------------------------------------------------------------
 
     async def _attempts(
         self,
@@ -353,7 +561,7 @@ class Pool:
             self._seekers += 1
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
-                    await self._change()
+                    await self._changed.wait()
             except TimeoutError as error:
                 raise RunError(self._silence(request, limit, "found no replica")) from error
             finally:
@@ -376,7 +584,7 @@ class Pool:
         return self._router.choose(free, session) if free else None
 
     async def _catch_up(self, replica: Replica) -> None:
-        while missed := self._missed(replica):
+        while missed := self.missed(replica):
             update = missed[0]
             try:
                 await self._tell(replica, update.method, update.args)
@@ -414,16 +622,14 @@ class Pool:
             now = time.perf_counter()
             self.worked.append((now - answer.compute_seconds, now))
 
-    def _missed(self, replica: Replica) -> list[PoolUpdate]:
+    def missed(self, replica: Replica) -> list[PoolUpdate]:
+        """Return the updates that a replica has not received."""
         return [
             u
             for updates in self.updates.values()
             for u in updates
             if u.version > replica.told.get(u.topic, -1)
         ]
-
-    async def _change(self) -> None:
-        await self._changed.wait()
 
     def _silence(self, request: RequestStatus, limit: float, what: str) -> str:
         who = request.replica or self.role
@@ -433,12 +639,6 @@ class Pool:
             f"{request.attempt}; replicas: {states}); raise call_timeout_s in the mesh file if "
             "the work is really that long"
         )
-
-
-def _seen(task: asyncio.Task[None]) -> None:
-    """Mark the failure as retrieved: a waiter raised it, or the next `catch_up` will."""
-    if not task.cancelled():
-        task.exception()
 
 
 async def gather(calls: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -31,9 +31,9 @@ from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.pool.autoscale import decide
-from cartridge_forge.services.pool.health import IN_SERVICE, HealthState, silent
+from cartridge_forge.services.pool.health import IN_SERVICE, HealthState, last_line, silent
 from cartridge_forge.services.pool.hosts import HostSource, HostWorker, Membership
 from cartridge_forge.services.pool.lifecycle import (
     DRAIN_SECONDS,
@@ -43,10 +43,9 @@ from cartridge_forge.services.pool.lifecycle import (
     Prepare,
     ReplicaLifecycle,
 )
-from cartridge_forge.services.pool.pool import Pool
+from cartridge_forge.services.pool.pool import Pool, Replica
 from cartridge_forge.services.pool.process import ProcessHost, ReplicaProcess
 from cartridge_forge.services.pool.process_manager import ProcessManager
-from cartridge_forge.services.pool.replica import Replica, last_line
 
 # Monarch's text for any actor whose process did not answer, in place of the actor's own error.
 UNHEARD = "timeout waiting for message from proc mesh agent"
@@ -327,7 +326,7 @@ class Service:
             return self._lifecycle.lost(
                 replica, f"it cannot be told what it missed: {last_line(error)}"
             )
-        if replica.state is ReplicaState.SUSPECT and pool.is_current(replica):
+        if replica.state is ReplicaState.SUSPECT and not pool.missed(replica):
             replica.life = life
             pool.changed()
 

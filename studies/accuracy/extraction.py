@@ -7,12 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cartridge_forge.learning.decode import generate
-from cartridge_forge.plugins.clinic.prompts import sentences, structure_prompt, summarise_prompt
-from cartridge_forge.plugins.documents.study.prompts import titled
-from cartridge_forge.protocols.seeds import stream_seed
+from cartridge_forge.plugins.clinic.text import sentences, structure_prompt, summarise_prompt
 from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.step import (
+    BARE,
+    NO_DOCUMENT,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+    stream_seed,
+)
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import BARE, NO_DOCUMENT, GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.training.records import with_title
 from studies.accuracy.study import RightCount, StudyBench, share, told
 
 
@@ -32,7 +38,8 @@ def replies(
     prefix = BARE if bare else PrefixRef(f"{kind}/{patient}", 0)
     for number, text in enumerate(texts):
         ids = tasks.conversation.opening(
-            None if bare else patient, (AgentMessage("user", titled(tasks.titles, patient, text)),)
+            None if bare else patient,
+            (AgentMessage("user", with_title(tasks.titles, patient, text)),),
         )
         for draw in range(draws or 1):
             sampling = Sampling(1.0 if draws else 0.0, max_tokens=96)

@@ -22,16 +22,15 @@ from cartridge_forge.learning.teacher import (
     score_kept,
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
-from cartridge_forge.plugins.documents.study.longhealth import measure
-from cartridge_forge.plugins.documents.study.longhealth_prompts import (
+from cartridge_forge.plugins.documents.study.longhealth import (
     LongHealthQuestion,
+    measure,
     open_prompts,
 )
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef
-from cartridge_forge.training.rollouts import as_rollout
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, TrainBatch
+from cartridge_forge.training.records import as_rollout
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ from cartridge_forge.processes import COMMAND, environment
 from cartridge_forge.protocols.files import write_atomically
 from cartridge_forge.protocols.records.answers import mean_nll
 from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.training.renderer import ChatRenderer
 
 MESH = ROOT / "meshes" / "documents.yaml"

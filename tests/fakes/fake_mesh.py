@@ -21,11 +21,11 @@ from cartridge_forge.actors.heartbeat import Heartbeat
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.protocols.streams import TraceSpan
+from cartridge_forge.services.clients import Packed
 from cartridge_forge.services.pool import process as process_module
 from cartridge_forge.services.pool.health import HealthState, refitted
-from cartridge_forge.services.pool.pool import Pool
-from cartridge_forge.services.pool.replica import Packed, Replica
+from cartridge_forge.services.pool.pool import Pool, Replica
 from cartridge_forge.services.pool.service import Service
 
 HEALTH = HealthSpec(heartbeat_s=0.5, suspect_after_s=2.0, dead_after_s=5.0)

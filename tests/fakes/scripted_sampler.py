@@ -20,7 +20,7 @@ from cartridge_forge.plugins.strategies.samplers.sampler import (
     SampleResult,
 )
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.types import StopCondition
+from cartridge_forge.protocols.step import StopCondition
 
 
 @dataclass(frozen=True)

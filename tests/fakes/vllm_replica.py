@@ -35,7 +35,7 @@ from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, text_of
 from cartridge_forge.learning.teacher import context_ids, document_kv
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     Completion,
     GenerateRequest,
@@ -45,8 +45,8 @@ from cartridge_forge.protocols.types import (
     composed_ref,
 )
 from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
-from cartridge_forge.services.pool.replica import Replica as Member
-from cartridge_forge.services.pool.replica import ask
+from cartridge_forge.services.pool.pool import Replica as Member
+from cartridge_forge.services.pool.pool import ask
 
 TIMEOUT = 120.0
 VOCAB = 101

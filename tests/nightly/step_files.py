@@ -41,6 +41,9 @@ BESIDE = (
     "services/pool/process_manager.py", "services/pool/service.py", "services/pool/hosts.py",
     "plugins/cluster/hosts/", "services/forkserver/", "actors/heartbeat.py",
     "learning/losses/token_scores.py", "protocols/files.py", "protocols/records/",
+    # Ports of heartbeats; who holds the run; a second try where the disk is full; lines for people.
+    "actors/ports.py", "plugins/library/run_lease.py", "protocols/reserve.py",
+    "plugins/watch/console.py", "services/run_log.py",
     "protocols/wire/", "training/controller.py", "training/training_run.py",
     "forge_run/",
 )  # fmt: skip

@@ -26,14 +26,16 @@ from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRa
 from cartridge_forge.learning.updates import Share, part_of
 from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.spec.sections import GapBounds, TrainSpec
-from cartridge_forge.protocols.train_batch import (
+from cartridge_forge.protocols.step import (
     HintedTurn,
     PolicySample,
     PreferencePair,
+    Sample,
+    Sampling,
     TrainBatch,
+    TrainStepOutput,
     hinted,
 )
-from cartridge_forge.protocols.types import Sample, Sampling, TrainStepOutput
 
 if TYPE_CHECKING:
     from twins import Twin

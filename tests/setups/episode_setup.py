@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from cartridge_forge.plugins.clinic.desk import TOOLS, DeskCase
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Episode, Observation, Task, Turn
+from cartridge_forge.protocols.step import Completion, GenerateRequest, Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Completion, GenerateRequest, Sampling
 from cartridge_forge.training.renderer import ChatRenderer
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "clinic-reader"

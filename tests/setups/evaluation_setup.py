@@ -25,7 +25,7 @@ from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.spec.yaml_source import dump_yaml
-from cartridge_forge.protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
+from cartridge_forge.protocols.step import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
 from cartridge_forge.services.run_directory import RunDirectory
 
 MESH = Path(__file__).parents[2] / "meshes" / "longhealth.yaml"

@@ -18,21 +18,21 @@ from cartridge_forge.learning.step import check_fresh
 from cartridge_forge.plugins.watch.telemetry.hub import open_sinks
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.train_batch import TeacherScores, TrainBatch
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     Sample,
+    TeacherScores,
     TensorLayout,
     TensorRef,
+    TrainBatch,
     TrainStepOutput,
 )
 from cartridge_forge.services.mesh import open_mesh, spawn_roles
-from cartridge_forge.services.pool.work_time import WorkTime
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.services.run_log import RunLog
 from cartridge_forge.training.loop import OnPolicyLoop, Rollouts, RunState
 from cartridge_forge.training.recipe import open_recipe
-from cartridge_forge.training.rollouts import Rollout, ScoringCost, StepRecord
+from cartridge_forge.training.records import Rollout, ScoringCost, StepRecord, WorkTime
 from cartridge_forge.training.training_run import TrainingRun
 
 Event = tuple[Any, ...]
@@ -143,7 +143,7 @@ class Collaborators:
 
     def __init__(self, house: House) -> None:
         self._house = house
-        self.waiting, self.prepared = False, list[int]()
+        self.row, self.prepared = None, list[int]()
 
     def ahead(self, version: int) -> CartridgeSnapshot:
         return CartridgeSnapshot(version, ())
@@ -169,7 +169,7 @@ class Collaborators:
     def parts(self, key: str) -> tuple[tuple[str, ...], ...]:
         return ()
 
-    async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
+    async def train_batch(self, rollout: Rollout, version: int) -> TrainBatch:
         batch, self._cost = await self._house.score(rollout)
         return batch
 

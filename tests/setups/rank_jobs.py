@@ -47,8 +47,7 @@ from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.library.attention_matching import attention_matched
 from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
-from cartridge_forge.protocols.train_batch import TrainBatch, completions
-from cartridge_forge.protocols.types import Sample
+from cartridge_forge.protocols.step import Sample, TrainBatch, completions
 
 READER = Path(__file__).parents[2] / "models/clinic-reader"
 TRAIN = TrainSpec(steps=6, lr=0.02, row_tokens=24)

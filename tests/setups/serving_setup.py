@@ -41,7 +41,8 @@ from cartridge_forge.plugins.strategies.problem import StrategyCost, StrategyRes
 from cartridge_forge.plugins.strategies.samplers.token_budget import TokenSpend
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.serving import ApiKeySpec, HttpSpec
-from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
+from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
+from cartridge_forge.protocols.streams import TokenChunk
 
 READER = Path(__file__).parents[2] / "models/clinic-reader"
 MODEL = "clinic-reader"

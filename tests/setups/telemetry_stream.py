@@ -19,7 +19,7 @@ from cartridge_forge.protocols.records.status import (
     ReplicaStatus,
     RunStatus,
 )
-from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.protocols.streams import TraceSpan
 
 STEPS = 4
 SECONDS = {"rollout": 0.2, "score": 0.1, "train": 0.3, "publish": 0.02, "orchestration": 0.03}

@@ -24,7 +24,7 @@ from transformers import (
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.model.loading import load_model
 from cartridge_forge.learning.teacher import DocumentKVCache, document_kv
-from cartridge_forge.protocols.types import Sample
+from cartridge_forge.protocols.step import Sample
 
 VOCAB = 97
 SHAPE = {

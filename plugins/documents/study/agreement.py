@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from cartridge_forge.plugins.documents.study.prompts import in_turns
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.plugins.statistics.intervals import mean_interval, wilson_interval
 from cartridge_forge.protocols.records.answers import Answer, hash_of, mean_nll
 from cartridge_forge.protocols.records.run_files import Agreement, MeasuredAccuracy
+from cartridge_forge.protocols.step import Completion
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Completion
+from cartridge_forge.training.records import interleave
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def split(
         held_out.append(ranked[:count])
         kept = {s.key for s in ranked[:count]}
         training[name] = [s for s in pool if s.key not in kept]
-    return training, in_turns(held_out)
+    return training, interleave(held_out)
 
 
 def compared(

@@ -23,24 +23,23 @@ from cartridge_forge.plugins.documents.study.agreement import (
     teachers_answer,
     users_answer,
 )
-from cartridge_forge.plugins.documents.study.prompts import (
-    answered_over,
-    context_ref,
-    contexts_of,
-    reading,
-    titled,
-    titled_messages,
-)
+from cartridge_forge.plugins.documents.study.prompts import answered_over, reading, titled_messages
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.protocols.records.answers import Answer, KeepAnswers, mean_nll
 from cartridge_forge.protocols.records.run_files import MeasuredAccuracy
-from cartridge_forge.protocols.seeds import stream_seed
 from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.step import (
+    BARE,
+    NO_DOCUMENT,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+    stream_seed,
+)
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import BARE, NO_DOCUMENT, GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.training.recipe import Route, own_cartridge
+from cartridge_forge.training.records import GenerateCall, context_ref, contexts_of, with_title
 from cartridge_forge.training.renderer import ChatRenderer
-from cartridge_forge.training.rollouts import GenerateCall
 
 
 class StudyExam:
@@ -134,7 +133,7 @@ class StudyExam:
         if prefix == "document":
             return context_ref(contexts_of(about))
         cartridge = self._layout.cartridge_of(self.document(about))
-        asked = titled(self._titles, contexts_of(about)[0], messages[-1].content)
+        asked = with_title(self._titles, contexts_of(about)[0], messages[-1].content)
         return PrefixRef(f"{prefix}/{route(cartridge, asked)}", version)
 
     def _kept(self, answer: Answer) -> Answer:

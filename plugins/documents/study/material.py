@@ -8,20 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from cartridge_forge.learning.model.control_tokens import require_text
-from cartridge_forge.plugins.clinic.longhealth import PatientQuestion, is_held_out
-from cartridge_forge.plugins.clinic.prompts import option_prompt
+from cartridge_forge.plugins.clinic.text import PatientQuestion, is_held_out, option_prompt
 from cartridge_forge.plugins.documents.corpus import Corpus, corpus_of, read_parts
 from cartridge_forge.plugins.documents.reading import ReadResult, SkippedFile, UserDocument
 from cartridge_forge.plugins.documents.rows.reading import RowSet
-from cartridge_forge.plugins.documents.study.longhealth_prompts import (
-    LongHealthPrompts,
-    open_prompts,
-)
-from cartridge_forge.plugins.documents.study.prompts import in_turns
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, open_prompts
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion, read_question_file
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.types import SEPARATOR
+from cartridge_forge.protocols.step import SEPARATOR
+from cartridge_forge.training.records import interleave
 
 
 def read_material(spec: LearnSpec, tokenizer: Any) -> tuple[Corpus, list[UserQuestion]]:
@@ -43,7 +39,7 @@ def read_material(spec: LearnSpec, tokenizer: Any) -> tuple[Corpus, list[UserQue
     notes = (SkippedFile(file, note) for note in read.notes)
     corpus = replace(corpus, notes=(*corpus.notes, *notes))
     asked = [[q for q in read.questions if q.document == name] for name in corpus.parts]
-    return corpus, in_turns(asked)
+    return corpus, interleave(asked)
 
 
 def require_questions(asked: Sequence[UserQuestion], file: str, tokenizer: Any) -> None:
@@ -114,7 +110,7 @@ def held_out_questions(spec: LearnSpec, prompts: LongHealthPrompts) -> list[User
         [q for q in patient.questions if is_held_out(q, data.held_out)]
         for _, patient in sorted(patients.items())
     ]
-    found = in_turns(by_patient)
+    found = interleave(by_patient)
     if not found:
         raise DataError(
             f"{data.path} has no held-out question: raise data.held_out (the share kept for "

@@ -14,9 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cartridge_forge.plugins.documents.study.prompts import context_ref, reading
-from cartridge_forge.protocols.types import Completion, GenerateRequest
-from cartridge_forge.training.rollouts import GenerateCall, StudyPrompt
+from cartridge_forge.plugins.documents.study.prompts import reading
+from cartridge_forge.protocols.step import Completion, GenerateRequest
+from cartridge_forge.training.records import GenerateCall, StudyPrompt, context_ref
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,8 @@ retrieved ones. Recipes of patients and of a user's documents share these.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from cartridge_forge.plugins.documents.corpus import context_tokens, room_beside_a_row
 from cartridge_forge.plugins.documents.retrieval import Bm25Router
@@ -18,52 +16,15 @@ from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.records.answers import Answer
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.users.data import DataSpec
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import (
-    SEPARATOR,
+from cartridge_forge.protocols.step import (
     GenerateRequest,
-    PrefixRef,
     Sampling,
-    composed_ref,
 )
-from cartridge_forge.training.rollouts import StudyPrompt
+from cartridge_forge.protocols.teacher_replay import AgentMessage
+from cartridge_forge.training.records import with_title
 
-Turn = TypeVar("Turn")
 # (the prompt's cartridge, its own contexts, its text) -> the contexts that the teacher reads
 ChooseContexts = Callable[[str, tuple[str, ...], str], tuple[str, ...]]
-
-
-def in_company(
-    prompts: Sequence[StudyPrompt], version: int, names: Sequence[str], share: float, seed: int
-) -> list[StudyPrompt]:
-    """Return the prompts over their cartridges of `version`; for about `share` of them, the
-    cartridge of another of `names` stands before or after it."""
-    found = []
-    for prompt in prompts:
-        order = [prompt.cartridge]
-        if share:
-            rng = random.Random(f"compose/{seed}/{prompt.request.id}")
-            others = [name for name in names if name != prompt.cartridge]
-            if rng.random() < share and others:
-                order.insert(rng.randrange(2), rng.choice(others))
-        refs = [PrefixRef(f"cartridge/{name}", version) for name in order]
-        found.append(over(prompt, composed_ref(refs)))
-    return found
-
-
-def over(prompt: StudyPrompt, prefix: PrefixRef) -> StudyPrompt:
-    """Return the prompt with another prefix."""
-    return replace(prompt, request=replace(prompt.request, prefix=prefix))
-
-
-def context_ref(contexts: Sequence[str]) -> PrefixRef:
-    """Return the prefix of contexts that are read as one text."""
-    return PrefixRef(f"document/{SEPARATOR.join(contexts)}", 0)
-
-
-def contexts_of(about: str) -> tuple[str, ...]:
-    """Return the contexts that are read as one text of this name."""
-    return tuple(about.split(SEPARATOR))
 
 
 def texts_of(layout: CartridgeLayout, texts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -88,12 +49,6 @@ def reading(request: GenerateRequest, answer_ids: tuple[int, ...]) -> GenerateRe
     )  # fmt: skip
 
 
-def in_turns(rows: Sequence[Sequence[Turn]]) -> list[Turn]:
-    """Return items column by column; rows may end early: [[a, b], [c]] -> [a, c, b]."""
-    longest = max((len(r) for r in rows), default=0)
-    return [r[i] for i in range(longest) for r in rows if i < len(r)]
-
-
 def titles_of(
     data: DataSpec, layout: CartridgeLayout, names: Mapping[str, str]
 ) -> Mapping[str, str]:
@@ -111,22 +66,12 @@ def of_contexts(titles: Mapping[str, str], layout: CartridgeLayout) -> dict[str,
     return {c: titles[document] for c, document in layout.documents.items() if document in titles}
 
 
-def titled(titles: Mapping[str, str], about: str, text: str) -> str:
-    """Return a prompt's text, after the title of what it is about, if any: "ada novak: ..."."""
-    return f"{titles[about]}: {text}" if about in titles else text
-
-
 def titled_messages(
     titles: Mapping[str, str], about: str, messages: Sequence[AgentMessage]
 ) -> tuple[AgentMessage, ...]:
     """Return a conversation whose first turn is after the title of what it is about, if any."""
     first, *others = messages
-    return (replace(first, content=titled(titles, about, first.content)), *others)
-
-
-def own_contexts(cartridge: str, own: tuple[str, ...], text: str) -> tuple[str, ...]:
-    """Return the contexts that the prompt is about."""
-    return own
+    return (replace(first, content=with_title(titles, about, first.content)), *others)
 
 
 def context_choice(
@@ -143,7 +88,7 @@ def context_choice(
     Raises DataError where so many do not fit the model's context beside a row.
     """
     if spec.teacher.context == "own":
-        return own_contexts
+        return lambda cartridge, own, text: own
     count = spec.teacher.retrieved
     _require_room(spec, layout, documents, count)
     routers = {

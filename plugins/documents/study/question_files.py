@@ -21,19 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cartridge_forge.plugins.clinic.longhealth import (
+from cartridge_forge.plugins.clinic.text import (
     LETTERS,
     PatientQuestion,
     contains_words,
-    parse_patients,
-    spaced,
-)
-from cartridge_forge.plugins.clinic.prompts import (
     option_prompt,
     parse_answer,
+    parse_patients,
     plain_signs,
     right_answer,
     said_answer,
+    spaced,
 )
 from cartridge_forge.plugins.strategies.answers.declines import declines
 from cartridge_forge.plugins.strategies.answers.squad import (

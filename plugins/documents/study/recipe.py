@@ -25,13 +25,7 @@ from cartridge_forge.plugins.documents.rows.records import DatasetRow
 from cartridge_forge.plugins.documents.study.agreement import StudyQuestion, split
 from cartridge_forge.plugins.documents.study.exam import StudyExam
 from cartridge_forge.plugins.documents.study.material import read_material, row_corpus
-from cartridge_forge.plugins.documents.study.prompts import (
-    context_choice,
-    context_ref,
-    in_company,
-    texts_of,
-    titled,
-)
+from cartridge_forge.plugins.documents.study.prompts import context_choice, texts_of
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.plugins.documents.study.rows import (
     context_titles,
@@ -54,27 +48,36 @@ from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import json_lines, write_atomically
 from cartridge_forge.protocols.records.answers import KeepAnswers
 from cartridge_forge.protocols.records.run_files import ArmResult, MeasuredAccuracy
-from cartridge_forge.protocols.seeds import stream_seed
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.users.documents import SelfStudySpec
 from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
-from cartridge_forge.protocols.train_batch import PrecomputedScores, TrainBatch
-from cartridge_forge.protocols.types import BARE, NO_DOCUMENT, GenerateRequest, Sampling
+from cartridge_forge.protocols.step import (
+    BARE,
+    NO_DOCUMENT,
+    GenerateRequest,
+    PrecomputedScores,
+    Sampling,
+    TrainBatch,
+    stream_seed,
+)
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.recipe import Recipe, Route, drawn_steps, own_cartridge
-from cartridge_forge.training.renderer import ChatRenderer
-from cartridge_forge.training.rollouts import (
+from cartridge_forge.training.records import (
     GenerateCall,
     Rollout,
     ScoreGroup,
     StudyPrompt,
     as_rollout,
     as_rows,
-    handed_over,
+    context_ref,
     is_offline,
-    unheard,
+    no_scoring,
+    score_callback,
+    with_composition,
+    with_title,
 )
+from cartridge_forge.training.renderer import ChatRenderer
 
 
 class DocumentsRecipe(Recipe):
@@ -231,7 +234,9 @@ class DocumentsRecipe(Recipe):
             order = list(range(len(pool)))
             random.Random(f"questions/{seed}/{about}/{lap}").shuffle(order)
             studied = pool[order[place]]
-            contexts = self._choose(cartridge, (about,), titled(self._titles, about, studied.text))
+            contexts = self._choose(
+                cartridge, (about,), with_title(self._titles, about, studied.text)
+            )
             name = f"{arm}/{step + 1}/{i}"
             request = GenerateRequest(
                 id=name,
@@ -265,14 +270,14 @@ class DocumentsRecipe(Recipe):
         return drawn_steps([c for _, c in self._turns], self._spec.rollout.prompts, steps)
 
     async def sample(
-        self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = unheard
+        self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = no_scoring
     ) -> Rollout:
         await self._ready(generate)
         train, asked = self._spec.train, [p for _, p in self._prompts("on_policy", step)]
         names = sorted(self.layout.cartridges)
-        prompts = in_company(asked, version, names, train.compose, train.seed)
+        prompts = with_composition(asked, version, names, train.compose, train.seed)
         requests = [p.request for p in prompts]
-        completions = await generate(requests, handed_over(prompts, ended))
+        completions = await generate(requests, score_callback(prompts, ended))
         return as_rollout(step, prompts, completions, False)
 
     async def offline(self, first: int, generate: GenerateCall) -> list[Rollout]:
@@ -287,7 +292,7 @@ class DocumentsRecipe(Recipe):
         asked = [p for _, p in prompts]
         return [as_rollout(first, asked, completions, True)]
 
-    async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
+    async def train_batch(self, rollout: Rollout, version: int) -> TrainBatch:
         stored: tuple[PrecomputedScores, ...] = ()
         if self._study.scores == "stored" and is_offline(rollout):
             asked = enumerate(self._prompts("offline", rollout.step))

@@ -14,26 +14,21 @@ from dataclasses import replace
 from typing import Any
 
 from cartridge_forge.learning.model.control_tokens import require_text
-from cartridge_forge.plugins.clinic.longhealth import contains_words, spaced
+from cartridge_forge.plugins.clinic.text import contains_words, spaced
 from cartridge_forge.plugins.documents.corpus import Corpus
 from cartridge_forge.plugins.documents.rows.records import DatasetRow
 from cartridge_forge.plugins.documents.study.agreement import StudyQuestion
-from cartridge_forge.plugins.documents.study.prompts import (
-    context_ref,
-    of_contexts,
-    titled_messages,
-    titles_of,
-)
+from cartridge_forge.plugins.documents.study.prompts import of_contexts, titled_messages, titles_of
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.files import write_atomically
 from cartridge_forge.protocols.records.answers import mean_nll
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.types import BARE, Completion, GenerateRequest, Sampling
+from cartridge_forge.protocols.step import BARE, Completion, GenerateRequest, Sampling
 from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.training.records import GenerateCall, StudyPrompt, context_ref
 from cartridge_forge.training.renderer import ChatRenderer
-from cartridge_forge.training.rollouts import GenerateCall, StudyPrompt
 
 NO_GAIN = "no_gain"
 

@@ -17,8 +17,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from cartridge_forge.plugins.clinic.longhealth import LETTERS, PatientQuestion
-from cartridge_forge.plugins.clinic.prompts import option_prompt, parse_answer
+from cartridge_forge.plugins.clinic.text import (
+    LETTERS,
+    PatientQuestion,
+    option_prompt,
+    parse_answer,
+)
 from cartridge_forge.plugins.episodes.environments.verifiers.chat_endpoint import BadChatRequest
 from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import VerifiersWorker
 from cartridge_forge.plugins.sandbox.limited_process import (

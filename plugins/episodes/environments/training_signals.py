@@ -20,9 +20,8 @@ from cartridge_forge.plugins.replay.actions import action_of
 from cartridge_forge.protocols import teacher_replay
 from cartridge_forge.protocols.episodes import Episode, Turn, TurnHint
 from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.step import HintedTurn, PolicySample, PreferencePair, Sample
 from cartridge_forge.protocols.teacher_replay import ReplayState
-from cartridge_forge.protocols.train_batch import HintedTurn, PolicySample, PreferencePair
-from cartridge_forge.protocols.types import Sample
 from cartridge_forge.training.renderer import ChatRenderer, messages_read
 
 TOOL_VERSION = -1  # of tokens that the student did not sample

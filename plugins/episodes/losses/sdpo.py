@@ -51,8 +51,7 @@ from cartridge_forge.plugins.episodes.losses.grpo import (
 )
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
-from cartridge_forge.protocols.train_batch import TrainBatch, hinted
-from cartridge_forge.protocols.types import Sample
+from cartridge_forge.protocols.step import Sample, TrainBatch, hinted
 
 RATIO_CAP = 2.0
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from cartridge_forge.plugins.clinic.desk import HINTS, draw_desk
 from cartridge_forge.plugins.episodes.environments.action_parsing import DESK
 from cartridge_forge.protocols.episodes import Task
-from cartridge_forge.protocols.seeds import stream_seed
 from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.step import stream_seed
 from cartridge_forge.protocols.teacher_replay import ToolAction
 
 

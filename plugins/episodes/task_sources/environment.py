@@ -9,9 +9,9 @@ from cartridge_forge.plugins.episodes.environments.action_parsing import JSON
 from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER_TEXT
 from cartridge_forge.protocols.episodes import Task
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.seeds import stream_seed
 from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.step import stream_seed
 
 MOST_TURNS = 1000  # of the cycle in which environments take turns
 SEEDS = 1 << 30  # twice as many fit any integer type of an environment

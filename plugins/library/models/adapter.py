@@ -42,7 +42,7 @@ from cartridge_forge.learning.decoder import (
 )
 from cartridge_forge.learning.model.hub import model_files
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.work import count
+from cartridge_forge.protocols.step import count_work
 
 IMPLEMENTATION = "cartridge"
 REMEDY = "use a model of another family; docs/reference/models.md lists those that are right"
@@ -126,7 +126,7 @@ def flat_attention(
     if asked is None:
         raise DataError("an attention mask is neither causal, nor a sliding window, nor in chunks")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    count(len(k))
+    count_work(len(k))
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int, typed as Tensor | Module
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     q = _tempered(module, q, attention_mask.positions)

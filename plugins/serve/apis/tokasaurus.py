@@ -29,7 +29,7 @@ from pydantic import Field
 
 from cartridge_forge.plugins.wire.openai_chat import MAX_COMPOSED, ChatRequest, CompletionRequest
 from cartridge_forge.plugins.wire.parts import RequestPart
-from cartridge_forge.protocols.types import Completion
+from cartridge_forge.protocols.step import Completion
 
 
 class CartridgeSource(RequestPart):

@@ -23,7 +23,8 @@ from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.stopping import Decode
 from cartridge_forge.plugins.grammar.grammar import Grammars
 from cartridge_forge.protocols.errors import PublishError
-from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
+from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
+from cartridge_forge.protocols.streams import TokenChunk
 
 Document = Callable[[str], Tensor]
 

@@ -25,7 +25,7 @@ from cartridge_forge.learning.model.loading import checked_model, load_tokenizer
 from cartridge_forge.plugins.serve.engine.engine_thread import EngineThread
 from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
-from cartridge_forge.protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
+from cartridge_forge.protocols.step import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
 from cartridge_forge.training.renderer import ChatRenderer
 
 DOCUMENT = "document"

@@ -17,7 +17,7 @@ from cartridge_forge.plugins.serve.backend import OnTokens
 from cartridge_forge.protocols.errors import PublishError, RunError
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.types import Completion, GenerateRequest
+from cartridge_forge.protocols.step import Completion, GenerateRequest
 from cartridge_forge.services.clients import GeneratorClient, remember_files
 from cartridge_forge.services.mesh import open_generators
 from cartridge_forge.services.pool.pool import Pool

@@ -19,7 +19,7 @@ import re
 import unicodedata
 from typing import Literal
 
-from cartridge_forge.plugins.clinic.prompts import plain_signs
+from cartridge_forge.plugins.clinic.text import plain_signs
 
 MOST_WORDS = 60  # of a clause that may decline
 Kind = Literal["declining", "beside it", "other"]

@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from cartridge_forge.plugins.clinic.prompts import plain_signs, said_answer
+from cartridge_forge.plugins.clinic.text import plain_signs, said_answer
 from cartridge_forge.plugins.strategies.answers.equivalence import need_judge, same_math
 from cartridge_forge.protocols.errors import DataError
 

@@ -15,7 +15,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
-from cartridge_forge.plugins.clinic.prompts import plain_signs
+from cartridge_forge.plugins.clinic.text import plain_signs
 from cartridge_forge.plugins.strategies.answers.declines import declines
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -40,8 +40,8 @@ from cartridge_forge.plugins.strategies.samplers.token_budget import (
 )
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.base import SpecSection
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
 
 Score = Callable[[str, str], float]  # question, text -> 1 or more if the text is right
 

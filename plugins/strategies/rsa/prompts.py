@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cartridge_forge.plugins.clinic import prompts as clinic_prompts
+from cartridge_forge.plugins.clinic import text as clinic_prompts
 from cartridge_forge.plugins.strategies.answers.extract import Form
 from cartridge_forge.protocols.errors import DataError
 

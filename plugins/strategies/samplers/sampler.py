@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.step import Sampling, StopCondition
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling, StopCondition
 
 Ability = Literal["logprobs", "top_logprobs", "continue", "until", "confidence", "seed"]
 ABILITIES: frozenset[Ability] = frozenset(
@@ -54,7 +54,7 @@ class SampleResult:
     `tokens` and `prompt_tokens` are the backend's counts. `token_ids`, `logprobs` and
     `top_logprobs` (for each token the likeliest, as (text, log-probability), likeliest first) are
     empty where the backend returns none. `finish_reason` and `ended_by` are those of
-    `protocols.types.Completion`; only `TokenBudget` sets "budget", for a response that it cuts
+    `protocols.step.Completion`; only `TokenBudget` sets "budget", for a response that it cuts
     short. `text` decodes all `token_ids`, without special tokens; `top_token_ids` are the ids of
     `top_logprobs`.
     """

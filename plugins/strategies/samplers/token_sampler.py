@@ -18,7 +18,7 @@ from cartridge_forge.plugins.strategies.samplers.sampler import (
     SampleResult,
 )
 from cartridge_forge.protocols.errors import DataError, PublishError
-from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef
+from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
 from cartridge_forge.training.renderer import ChatRenderer
 
 Generating = Callable[[Sequence[GenerateRequest]], Awaitable[Sequence[Completion]]]

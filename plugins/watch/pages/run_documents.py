@@ -14,7 +14,7 @@ def document_of(path: Path, cartridge: str) -> str:
     """Return the text that a cartridge of a run replaces. Raises DataError for a run without
     documents, and where they are not there any more, or are others."""
     from cartridge_forge.learning.model.loading import load_tokenizer
-    from cartridge_forge.plugins.documents.study.longhealth_prompts import open_prompts
+    from cartridge_forge.plugins.documents.study.longhealth import open_prompts
     from cartridge_forge.plugins.documents.study.material import read_material
 
     run = RunDirectory(path)

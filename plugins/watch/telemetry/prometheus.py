@@ -31,7 +31,7 @@ from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.records.run_files import TRAINED_ARMS, MetricRow
 from cartridge_forge.protocols.records.status import ReplicaState, RunStatus
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.run_directory import RunDirectory
 
 # Seconds, from a cached response of the tiny model to a long rollout of a large one.

@@ -26,7 +26,7 @@ from cartridge_forge.plugins.watch.telemetry.values import epoch_seconds, role_o
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.run_directory import RunDirectory
 
 NAME = "trace.json"

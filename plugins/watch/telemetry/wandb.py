@@ -19,7 +19,7 @@ from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.run_directory import RunDirectory
 
 PROJECT = "cartridge-forge"

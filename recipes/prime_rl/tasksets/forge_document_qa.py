@@ -15,15 +15,16 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-from cartridge_forge.plugins.clinic.longhealth import (
+from cartridge_forge.plugins.clinic.patients import generate_clinic
+from cartridge_forge.plugins.clinic.text import (
     Patient,
     PatientQuestion,
     is_held_out,
     load_patients,
+    option_prompt,
+    parse_answer,
     parse_patients,
 )
-from cartridge_forge.plugins.clinic.patients import generate_clinic
-from cartridge_forge.plugins.clinic.prompts import option_prompt, parse_answer
 
 INSTRUCTION = "End with a line: answer: LETTER"
 

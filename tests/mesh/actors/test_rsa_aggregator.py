@@ -18,9 +18,9 @@ from cartridge_forge.plugins.strategies.rsa.records import (
     RSAProblem,
 )
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.seeds import stream_seed
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.rsa import ProblemsSpec, RsaSpec
+from cartridge_forge.protocols.step import stream_seed
 from cartridge_forge.services.pool.pool import Pool, gather
 from cartridge_forge.services.pool.service import Service
 

@@ -21,7 +21,7 @@ from cartridge_forge.actors.engine_generator import EngineGeneratorActor
 from cartridge_forge.learning.cartridge import fingerprint
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -29,7 +29,7 @@ from cartridge_forge.plugins.library.names import CartridgeName
 from cartridge_forge.plugins.library.store import CartridgeStore
 from cartridge_forge.plugins.vllm.kv_layout import PLACEHOLDER
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

@@ -14,7 +14,7 @@ from vllm_replica import END, Replica, Tiny, over, over_all, replica, require_vl
 
 from cartridge_forge.actors.engine_generator import EngineGeneratorActor
 from cartridge_forge.learning.decode import generate
-from cartridge_forge.services.pool.replica import EngineLost, ReplicaLost
+from cartridge_forge.services.pool.health import EngineLost, ReplicaLost
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

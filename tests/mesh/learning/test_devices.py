@@ -21,7 +21,7 @@ from cartridge_forge.learning.teacher import score_kept
 from cartridge_forge.plugins.serve.engine.engine import TorchEngine
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
-from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.services.planes.codec import pack, unpack
 
 if TYPE_CHECKING:

@@ -22,14 +22,14 @@ from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.protocols.records.token_scores import TOP, decoded, decoded_top
 from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
-from cartridge_forge.protocols.train_batch import TrainBatch, completions
+from cartridge_forge.protocols.step import TrainBatch, completions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twins import Twin
 
-    from cartridge_forge.protocols.types import Sample, TrainStepOutput
+    from cartridge_forge.protocols.step import Sample, TrainStepOutput
 
     MakeSamples = Callable[..., list[Sample]]
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from cartridge_forge.plugins.clinic.desk import draw_case, draw_desk
-from cartridge_forge.plugins.clinic.longhealth import LETTERS, parse_patients
 from cartridge_forge.plugins.clinic.patients import generate_clinic
+from cartridge_forge.plugins.clinic.text import LETTERS, parse_patients
 from cartridge_forge.plugins.episodes.environments.verifiers.chat_endpoint import ChatEndpoint
 from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import KEY, PYTHON
 from cartridge_forge.plugins.strategies.rsa.islands import RSAShape, draw_parents

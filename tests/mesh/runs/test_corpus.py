@@ -11,10 +11,7 @@ from small_run import command, latest, rows, run_to_end
 
 from cartridge_forge.forge_run.cli import forge
 from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.plugins.documents.study.longhealth_prompts import (
-    LongHealthPrompts,
-    read_patients,
-)
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.plugins.library.formats import convert, run_checkpoint
 from cartridge_forge.protocols.files import read_rows
 from cartridge_forge.protocols.spec.loading import load_resolved

@@ -13,11 +13,8 @@ from served import documented_nll, serve_command
 from small_run import MESH, Finished, rows
 
 from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.plugins.clinic.prompts import right_answer
-from cartridge_forge.plugins.documents.study.longhealth_prompts import (
-    LongHealthPrompts,
-    read_patients,
-)
+from cartridge_forge.plugins.clinic.text import right_answer
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.protocols.spec.loading import load_resolved
 
 ROOT = MESH.parents[1]

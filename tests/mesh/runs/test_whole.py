@@ -11,10 +11,7 @@ import pytest
 from small_run import SMALL, Finished, rows
 
 from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.plugins.documents.study.longhealth_prompts import (
-    LongHealthPrompts,
-    read_patients,
-)
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.protocols.records.run_files import PHASES, WITHIN
 from cartridge_forge.protocols.spec.loading import load_resolved
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cartridge_forge.actors.generator import GeneratorActor
 from loop_setup import run_with, small_spec
 from monarch.actor import endpoint
 
-from cartridge_forge.actors.model_actors import GeneratorActor
 from cartridge_forge.learning.cartridge import since_of
 from cartridge_forge.protocols.errors import PublishError, StaleTokenError
 from cartridge_forge.protocols.plugins import CORE
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     GenerateOutput,
     GenerateRequest,

@@ -17,7 +17,7 @@ from cartridge_forge.protocols.errors import CheckpointError, RunError
 from cartridge_forge.protocols.files import iter_rows, read_rows
 from cartridge_forge.protocols.records.answers import Answer, AnswerRow, to_row
 from cartridge_forge.protocols.records.run_files import MetricRow, RolloutRow, RunResults
-from cartridge_forge.protocols.types import SampleScores
+from cartridge_forge.protocols.step import SampleScores
 from cartridge_forge.services.run_directory import RunDirectory, outcome, storage_error
 
 START = datetime(2026, 7, 26, 10, 15, 30, 120_000, tzinfo=UTC)

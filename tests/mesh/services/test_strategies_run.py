@@ -18,9 +18,8 @@ from cartridge_forge.actors.base import missing_vllm
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.plugins.clinic.longhealth import parse_patients
 from cartridge_forge.plugins.clinic.patients import generate_clinic
-from cartridge_forge.plugins.clinic.prompts import option_prompt
+from cartridge_forge.plugins.clinic.text import option_prompt, parse_patients
 from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
 from cartridge_forge.plugins.strategies.catalog import STRATEGIES, parse, run
 from cartridge_forge.plugins.strategies.problem import StrategyResult
@@ -30,8 +29,8 @@ from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.protocols.step import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
 from cartridge_forge.services.mesh import open_generators
 from cartridge_forge.training.renderer import ChatRenderer
 

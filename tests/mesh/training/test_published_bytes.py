@@ -12,7 +12,7 @@ import pytest
 from loop_setup import between_steps, small_spec
 
 from cartridge_forge.protocols.files import read_rows
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.training_run import TrainingRun
 

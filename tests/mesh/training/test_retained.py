@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 from loop_setup import House, run
 
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     Completion,
     GenerateOutput,
     GenerateRequest,
     PrefixRef,
     Sampling,
 )
-from cartridge_forge.services.clients import REMEMBERED, GeneratorClient
-from cartridge_forge.services.pool.replica import Packed
-from cartridge_forge.training.rollouts import Rollout
+from cartridge_forge.services.clients import REMEMBERED, GeneratorClient, Packed
+from cartridge_forge.training.records import Rollout
 
 STEPS, TOKENS = 30, 20_000
 

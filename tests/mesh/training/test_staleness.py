@@ -17,9 +17,8 @@ from loop_setup import House, delays, drive, run, sampled_versions, turns_of
 
 from cartridge_forge.learning.cartridge import VersionLedger
 from cartridge_forge.protocols.errors import PublishError, StaleTokenError
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import Sample, TrainStepOutput
-from cartridge_forge.training.rollouts import Rollout, ScoringCost
+from cartridge_forge.protocols.step import Sample, TrainBatch, TrainStepOutput
+from cartridge_forge.training.records import Rollout, ScoringCost
 
 bounds = st.integers(0, 4)
 

@@ -25,14 +25,15 @@ from cartridge_forge.plugins.library.formats.peft import save
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
-from cartridge_forge.protocols.train_batch import (
+from cartridge_forge.protocols.step import (
     HintedTurn,
     PolicySample,
     PreferencePair,
+    Sample,
+    Sampling,
     TrainBatch,
     hinted,
 )
-from cartridge_forge.protocols.types import Sample, Sampling
 
 PYTHON = REPOSITORY / ".venv-trl" / "bin" / "python"
 SCRIPT = Path(__file__).with_name("trl_step.py")

@@ -22,8 +22,7 @@ from cartridge_forge.plugins.library.formats.peft import save
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
-from cartridge_forge.protocols.train_batch import PolicySample, TrainBatch
-from cartridge_forge.protocols.types import Sample, Sampling
+from cartridge_forge.protocols.step import PolicySample, Sample, Sampling, TrainBatch
 
 PYTHON = REPOSITORY / ".venv-verl" / "bin" / "python"
 SCRIPT = Path(__file__).with_name("verl_step.py")

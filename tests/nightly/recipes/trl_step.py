@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec
-from cartridge_forge.protocols.train_batch import PreferencePair
+from cartridge_forge.protocols.step import PreferencePair
 from recipes.trl.adapter import trainable
 from recipes.trl.trainer import CartridgeGRPOTrainer
 

@@ -9,7 +9,8 @@ import pytest
 
 from cartridge_forge.actors import engine_generator
 from cartridge_forge.actors.engine_generator import StreamBuffer
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling, TokenChunk
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.streams import TokenChunk
 
 Sent = list[list[tuple[str, int, tuple[int, ...]]]]
 

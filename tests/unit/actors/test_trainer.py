@@ -18,8 +18,7 @@ from cartridge_forge.learning.ranks import ALONE, ProcessGroup
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.train_batch import PrecomputedScores, TeacherScores
-from cartridge_forge.protocols.types import TensorLayout, TensorRef
+from cartridge_forge.protocols.step import PrecomputedScores, TeacherScores, TensorLayout, TensorRef
 from cartridge_forge.services.roles import role_arguments
 from cartridge_forge.services.run_directory import RunDirectory
 
@@ -110,7 +109,7 @@ def test_the_cartridges_start_as_the_spec_says(
 ) -> None:
     """What the mesh constructs the actor with, for documents of drawn tokens."""
     monkeypatch.setattr(
-        "cartridge_forge.actors.model_actors.flush_denormals", lambda: None
+        "cartridge_forge.actors.model.flush_denormals", lambda: None
     )  # it is for a whole process
     sets = ["cartridge.init=sampled_chunks", "train.seed=3", "roles.trainer.threads=1"]
     spec = load_spec(MESH, sets=sets).spec

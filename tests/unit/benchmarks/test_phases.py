@@ -11,7 +11,7 @@ from benchmarks.gpu.phase_step import PHASES, SETTINGS, PhaseStep, Setting
 from benchmarks.step_gpu import measure, measured, published_bound
 from cartridge_forge.forge_run.plan.roofline import DevicePeaks, Workload
 from cartridge_forge.protocols.spec.model import ShapeSpec
-from cartridge_forge.protocols.types import TensorRef
+from cartridge_forge.protocols.step import TensorRef
 from cartridge_forge.services.planes.codec import pack, unpack
 
 CPU = torch.device("cpu")

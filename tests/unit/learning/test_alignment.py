@@ -24,7 +24,7 @@ from cartridge_forge.learning.teacher import (
     score,
 )
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.step import TrainBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from twins import Twin
 
-    from cartridge_forge.protocols.types import Sample
+    from cartridge_forge.protocols.step import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 

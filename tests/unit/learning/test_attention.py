@@ -26,7 +26,7 @@ from cartridge_forge.plugins.library.models.adapter import load_by_transformers
 if TYPE_CHECKING:
     from twins import Twin
 
-    from cartridge_forge.protocols.types import Sample
+    from cartridge_forge.protocols.step import Sample
 
 SIZE, KV_HEADS, SHARED = 8, 2, 3
 SCALE = 0.3

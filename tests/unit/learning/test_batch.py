@@ -28,13 +28,14 @@ from cartridge_forge.learning.teacher import TeacherDistribution
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
-from cartridge_forge.protocols.train_batch import (
+from cartridge_forge.protocols.step import (
     HintedTurn,
     PolicySample,
     PreferencePair,
+    Sample,
+    Sampling,
     TrainBatch,
 )
-from cartridge_forge.protocols.types import Sample, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 
     from twins import Twin
 
-    from cartridge_forge.protocols.types import Sample
+    from cartridge_forge.protocols.step import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 

@@ -27,14 +27,14 @@ from cartridge_forge.learning.losses.objective import active_channels
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import TeacherDistribution, score
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.step import TrainBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twins import Twin
 
-    from cartridge_forge.protocols.types import Sample
+    from cartridge_forge.protocols.step import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 import hashlib
@@ -51,7 +51,7 @@ from cartridge_forge.learning.attention import FlatAttention
 from cartridge_forge.learning.cartridge import Fingerprints, fingerprint, shifted
 from cartridge_forge.learning.decoder import half_split
 from cartridge_forge.learning.model.loading import frequencies_of
-from cartridge_forge.protocols.types import PrefixRef, composed_ref
+from cartridge_forge.protocols.step import PrefixRef, composed_ref
 
 
 def numbered(cartridges: int, tokens: int) -> torch.Tensor:

@@ -38,7 +38,7 @@ from cartridge_forge.learning.model.loading import (
 )
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,

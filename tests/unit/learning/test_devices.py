@@ -24,7 +24,7 @@ from cartridge_forge.learning.initialization import (
 from cartridge_forge.learning.model.loading import base_hash, claim_device
 from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, score_kept
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.step import TrainBatch
 
 if TYPE_CHECKING:
     from twins import Twin

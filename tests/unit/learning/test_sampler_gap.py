@@ -33,8 +33,14 @@ from cartridge_forge.protocols.spec.sections import (
     TrainSpec,
     gap_bounds,
 )
-from cartridge_forge.protocols.train_batch import PolicySample, TrainBatch
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
+from cartridge_forge.protocols.step import (
+    GenerateRequest,
+    PolicySample,
+    PrefixRef,
+    Sample,
+    Sampling,
+    TrainBatch,
+)
 
 if TYPE_CHECKING:
     from twins import Twin

@@ -31,8 +31,7 @@ from cartridge_forge.learning.teacher import TeacherDistribution, score, top_k
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from cartridge_forge.protocols.errors import RunError, StaleTokenError
 from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import OFFLINE_VERSION
+from cartridge_forge.protocols.step import OFFLINE_VERSION, TrainBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from twins import Twin
 
     from cartridge_forge.learning.cartridge import CartridgeBank
-    from cartridge_forge.protocols.types import Sample, TrainStepOutput
+    from cartridge_forge.protocols.step import Sample, TrainStepOutput
 
     MakeSamples = Callable[..., list[Sample]]
 

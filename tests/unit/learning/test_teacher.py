@@ -36,15 +36,14 @@ from cartridge_forge.learning.teacher import (
     top_k,
 )
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.train_batch import hinted
-from cartridge_forge.protocols.types import CacheStats
+from cartridge_forge.protocols.step import CacheStats, hinted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twins import Twin
 
-    from cartridge_forge.protocols.types import Sample
+    from cartridge_forge.protocols.step import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from twins import Twin
 
-    from cartridge_forge.protocols.types import Sample, TrainStepOutput
+    from cartridge_forge.protocols.step import Sample, TrainStepOutput
 
     MakeSamples = Callable[..., list[Sample]]
 

@@ -14,7 +14,7 @@ from fake_mesh import run
 from cartridge_forge.protocols.files import read_rows
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
-from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.services.run_log import HELD_EVENTS, RunLog
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cartridge_forge.protocols.errors import StaleTokenError
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     Completion,
     GenerateRequest,

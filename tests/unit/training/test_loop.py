@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from loop_setup import House, delays, drive, run, sampled_versions, turns_of
 
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import TrainStepOutput
-from cartridge_forge.services.pool.work_time import WorkTime
-from cartridge_forge.training.rollouts import Rollout, ScoringCost, StepRecord
+from cartridge_forge.protocols.step import TrainBatch, TrainStepOutput
+from cartridge_forge.training.records import Rollout, ScoringCost, StepRecord, WorkTime
 
 # -- strict -----------------------------------------------------------------------------------
 
@@ -47,7 +45,7 @@ def test_the_next_rollout_is_prepared_unless_a_validation_runs(
     async def scenario() -> list[int]:
         loop = house.loop(0, 3)
         ports: Any = loop.validation
-        ports.waiting = waiting
+        ports.row = object() if waiting else None
         for step in range(3):
             await loop.step(step)
             await asyncio.sleep(0.01)  # it is prepared a millisecond after training began

@@ -54,7 +54,7 @@ def resumed(path: Path, point: ResumePoint, *, rows: int, damaged: bool = False)
 
     run: Any = object.__new__(TrainingRun)
     run._directory, run._trainer, run._state = directory, Trainer(damaged), RunState()
-    run._recipe = SimpleNamespace(stand=lambda saved: None)
+    run._recipe = SimpleNamespace(restore=lambda saved: None)
     run._validation = OverlappedValidation(measure, directory.append_metric)
     run._recorder = SimpleNamespace(event=lambda name, **facts: None)
     run._show = lambda **changes: None

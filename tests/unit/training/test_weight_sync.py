@@ -14,7 +14,7 @@ from fake_mesh import FakeProcess, House, house, run
 from cartridge_forge.learning.cartridge import VersionLedger, get_missing, since_of
 from cartridge_forge.protocols.errors import PlaneError, PublishError, RunError
 from cartridge_forge.protocols.spec.mesh import RoleSpec
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     PublishedCartridge,
     TensorLayout,

@@ -31,7 +31,7 @@ from cartridge_forge.protocols.episodes import Task
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.secrets import confined
-from cartridge_forge.protocols.types import NO_DOCUMENT
+from cartridge_forge.protocols.step import NO_DOCUMENT
 
 PYTHON = REPOSITORY / ".venv-verifiers" / "bin" / "python"
 WORKER = Path(__file__).with_name("worker_main.py")

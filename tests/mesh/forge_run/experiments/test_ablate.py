@@ -19,8 +19,8 @@ from cartridge_forge.protocols.episodes import Episode, Observation, Task, Turn
 from cartridge_forge.protocols.errors import RunError, SpecError
 from cartridge_forge.protocols.records.run_files import ArmResult, MetricRow, RunOutcome, RunResults
 from cartridge_forge.protocols.spec.yaml_source import dump_yaml
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import NANO, AgentMessage
-from cartridge_forge.protocols.types import Sampling
 from cartridge_forge.services.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).parents[4]

@@ -15,7 +15,7 @@ from cartridge_forge.learning import decode as decode_batch
 from cartridge_forge.learning.cartridge import CartridgeVersions
 from cartridge_forge.learning.decode import DecodeBatch, draw, generate
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable

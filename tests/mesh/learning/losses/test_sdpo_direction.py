@@ -35,15 +35,16 @@ from cartridge_forge.plugins.episodes.environments.training_signals import (
 )
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.train_batch import TrainBatch, hinted
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
     Sample,
     Sampling,
+    TrainBatch,
     TrainStepOutput,
+    hinted,
 )
+from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.training.renderer import ChatRenderer
 
 CLERK = Path(__file__).resolve().parents[4] / "models" / "clinic-clerk"

@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 from rooms.environments.clinic_setup import MODELS, PANEL, Parts
 
-from cartridge_forge.plugins.clinic.longhealth import PatientQuestion
-from cartridge_forge.plugins.clinic.prompts import (
+from cartridge_forge.plugins.clinic.text import (
+    PatientQuestion,
     aggregation_prompt,
     claims,
     option_prompt,

@@ -12,10 +12,9 @@ import pytest
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import DocumentKVCache, document_kv
-from cartridge_forge.plugins.clinic.longhealth import parse_patients
 from cartridge_forge.plugins.clinic.patients import generate_clinic
-from cartridge_forge.plugins.clinic.prompts import option_prompt, parse_answer
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.plugins.clinic.text import option_prompt, parse_answer, parse_patients
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 from models.pretrain.reader_tasks import Difficulty, draw_conversation
 
 READER = Path(__file__).resolve().parents[4] / "models" / "clinic-reader"

@@ -14,9 +14,9 @@ import torch
 from evaluation_setup import EVAL, Reader, paper, spec, tokenizer
 from transformers import AutoModelForCausalLM
 
-from cartridge_forge.plugins.documents.study.longhealth import LongHealthRecipe
-from cartridge_forge.plugins.documents.study.longhealth_prompts import (
+from cartridge_forge.plugins.documents.study.longhealth import (
     LongHealthPrompts,
+    LongHealthRecipe,
     read_patients,
 )
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
@@ -24,7 +24,7 @@ from cartridge_forge.plugins.evaluate.arms import ArmAnswers, EvalArm, pairs, si
 from cartridge_forge.plugins.evaluate.questions import EvalSuite, first_tokens_of
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.records.answers import Answer, to_row
-from cartridge_forge.protocols.types import NO_DOCUMENT, Completion, GenerateRequest
+from cartridge_forge.protocols.step import NO_DOCUMENT, Completion, GenerateRequest
 
 
 def test_a_cartridge_of_the_first_tokens_is_the_untrained_arm(sat: dict[str, ArmAnswers]) -> None:

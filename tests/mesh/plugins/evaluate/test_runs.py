@@ -29,8 +29,8 @@ from cartridge_forge.plugins.evaluate.runs import (
 from cartridge_forge.protocols.errors import CheckpointError, DataError, SpecError
 from cartridge_forge.protocols.spec.experiments import EvalSpec
 from cartridge_forge.protocols.spec.loading import load_file, load_spec
+from cartridge_forge.protocols.step import PrefixRef
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import PrefixRef
 from cartridge_forge.services.run_directory import RunDirectory
 
 

@@ -21,7 +21,7 @@ from cartridge_forge.plugins.grammar.grammar import Grammars
 from cartridge_forge.plugins.serve.engine.engine import TorchEngine
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.grammar import GrammarKind, ResponseGrammar
-from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 
 READER = str(Path(__file__).parents[4] / "models/clinic-reader")
 END = frozenset({2})

@@ -19,7 +19,7 @@ from rooms.services.planes_setup import KINDS
 
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.ports import TensorPlane
-from cartridge_forge.protocols.types import TensorLayout, TensorRef
+from cartridge_forge.protocols.step import TensorLayout, TensorRef
 from cartridge_forge.services.planes.open import OwnedPlane, open_plane
 from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cartridge_forge.protocols.spec.services import RouterName
-from cartridge_forge.services.pool.replica import Router, new_router
+from cartridge_forge.services.pool.pool import Router
 
 indices = st.sets(st.integers(0, 40), min_size=1, max_size=8).map(sorted)
 names = st.text(max_size=12)
@@ -38,12 +38,12 @@ def choose(router: Router, seats: Sequence[Load], session: str | None) -> int:
 
 
 def test_round_robin_goes_by_index_whatever_the_order_of_the_seats() -> None:
-    router = new_router("round_robin")
+    router = Router("round_robin")
     assert [choose(router, idle(5, 2, 9), None) for _ in range(5)] == [2, 5, 9, 2, 5]
 
 
 def test_a_replica_that_leaves_or_returns_shifts_nobodys_turn() -> None:
-    router = new_router("round_robin")
+    router = Router("round_robin")
     assert [choose(router, idle(0, 1, 2), None) for _ in range(2)] == [0, 1]
     assert choose(router, idle(0, 2), None) == 2
     assert [choose(router, idle(0, 1, 2), None) for _ in range(3)] == [0, 1, 2]
@@ -51,7 +51,7 @@ def test_a_replica_that_leaves_or_returns_shifts_nobodys_turn() -> None:
 
 @given(at=indices, rounds=st.integers(1, 5), extra=st.integers(0, 7))
 def test_round_robin_gives_each_its_share(at: list[int], rounds: int, extra: int) -> None:
-    router = new_router("round_robin")
+    router = Router("round_robin")
     calls = rounds * len(at) + extra % len(at)
     counts = Counter(choose(router, idle(*at), "s") for _ in range(calls))
     assert set(counts) == set(at)
@@ -62,7 +62,7 @@ def test_round_robin_gives_each_its_share(at: list[int], rounds: int, extra: int
 
 
 def test_least_loaded_by_hand() -> None:
-    router = new_router("least_loaded")
+    router = Router("least_loaded")
     seats = [Load(0, 3), Load(1, 1), Load(2, 1), Load(3, 2)]
     assert [choose(router, seats, None) for _ in range(3)] == [1, 2, 1]
     assert choose(router, [Load(0, 0), *seats[1:]], None) == 0
@@ -71,13 +71,13 @@ def test_least_loaded_by_hand() -> None:
 @given(loads=st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_the_choice_has_the_fewest(loads: list[int]) -> None:
     seats = [Load(i, n) for i, n in enumerate(loads)]
-    assert loads[choose(new_router("least_loaded"), seats, None)] == min(loads)
+    assert loads[choose(Router("least_loaded"), seats, None)] == min(loads)
 
 
 @given(at=indices, calls=st.integers(1, 40))
 def test_idle_replicas_share_and_so_do_busy_ones(at: list[int], calls: int) -> None:
     """One request after the other, each answered at once; and as many that are never answered."""
-    router = new_router("least_loaded")
+    router = Router("least_loaded")
     answered = Counter(choose(router, idle(*at), None) for _ in range(calls))
     open_ = dict.fromkeys(at, 0)
     for _ in range(calls):
@@ -94,9 +94,9 @@ def test_idle_replicas_share_and_so_do_busy_ones(at: list[int], calls: int) -> N
 def test_a_session_stays_whatever_the_order_and_the_load(
     at: list[int], session: str, data: st.DataObject
 ) -> None:
-    chosen = choose(new_router("session"), idle(*at), session)
+    chosen = choose(Router("session"), idle(*at), session)
     busy = [Load(i, data.draw(st.integers(0, 9))) for i in data.draw(st.permutations(at))]
-    router = new_router("session")
+    router = Router("session")
     choose(router, busy, None)
     assert choose(router, busy, session) == chosen
 
@@ -105,7 +105,7 @@ def test_a_session_stays_whatever_the_order_and_the_load(
 def test_a_replica_that_goes_or_comes_moves_its_own_sessions_alone(
     at: list[int], gone: int, sessions: list[str]
 ) -> None:
-    router = new_router("session")
+    router = Router("session")
     leaver = at[gone % len(at)]
     rest = [i for i in at if i != leaver]
     for session in sessions:
@@ -117,7 +117,7 @@ def test_a_replica_that_goes_or_comes_moves_its_own_sessions_alone(
 def test_sessions_spread_evenly_and_so_do_those_of_a_replica_that_goes() -> None:
     """12,000 sessions over 6 replicas: 2,000 each, give or take 5 standard deviations of a fair
     die (41 each); the 2,000 of one that goes over 5 others: 400 each, likewise (18)."""
-    router = new_router("session")
+    router = Router("session")
     sessions = [f"patient_{i}" for i in range(12_000)]
     before = {s: choose(router, idle(*range(6)), s) for s in sessions}
     counts = Counter(before.values())
@@ -133,13 +133,13 @@ def test_sessions_spread_evenly_and_so_do_those_of_a_replica_that_goes() -> None
 
 
 def test_a_request_without_a_session_goes_to_the_least_loaded() -> None:
-    router = new_router("session")
+    router = Router("session")
     assert choose(router, [Load(0, 2), Load(1, 1), Load(2, 2)], None) == 1
     assert [choose(router, idle(0, 1, 2), None) for _ in range(3)] == [2, 0, 1]
 
 
 def test_the_empty_session_is_a_session() -> None:
-    router = new_router("session")
+    router = Router("session")
     assert len({choose(router, idle(0, 1, 2), "") for _ in range(6)}) == 1
 
 
@@ -147,9 +147,9 @@ def test_another_process_chooses_alike() -> None:
     """With other seeds of `hash`, whose values differ between them."""
     code = (
         "from types import SimpleNamespace as Load\n"
-        "from cartridge_forge.services.pool.replica import new_router\n"
+        "from cartridge_forge.services.pool.pool import Router\n"
         "seats = [Load(slot=i, ongoing=0) for i in range(8)]\n"
-        "router = new_router('session')\n"
+        "router = Router('session')\n"
         "print(hash('patient_1'))\n"
         "print(*(router.choose(seats, f'patient_{i}').slot for i in range(64)))\n"
     )
@@ -162,7 +162,7 @@ def test_another_process_chooses_alike() -> None:
         for seed in ("1", "2")
     ]  # fmt: skip
     assert runs[0][0] != runs[1][0]
-    router = new_router("session")
+    router = Router("session")
     here = [str(choose(router, idle(*range(8)), f"patient_{i}")) for i in range(64)]
     assert runs[0][1:] == runs[1][1:] == here
     assert set(here) == set("01234567")
@@ -179,7 +179,7 @@ def test_the_choice_is_there_and_history_alone_decides_it(
     name: RouterName, calls: list[tuple[list[int], list[int], str | None]]
 ) -> None:
     """Seats come, go and fill at random; two routers of one history agree on every choice."""
-    router, twin = new_router(name), new_router(name)
+    router, twin = Router(name), Router(name)
     for at, loads, session in calls:
         seats = [Load(i, n) for i, n in zip(at, loads + [0] * len(at), strict=False)]
         chosen = choose(router, seats, session)

@@ -21,7 +21,7 @@ from cartridge_forge.plugins.documents.synthesis import read_rows
 from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.types import Completion, GenerateRequest
+from cartridge_forge.protocols.step import Completion, GenerateRequest
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.renderer import ChatRenderer
 

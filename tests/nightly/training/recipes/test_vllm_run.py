@@ -12,12 +12,9 @@ from cartridge_forge.learning.cartridge import first_tokens
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.plugins.documents.study.longhealth_prompts import (
-    LongHealthPrompts,
-    read_patients,
-)
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.protocols.spec.loading import load_resolved
-from cartridge_forge.protocols.types import NO_DOCUMENT
+from cartridge_forge.protocols.step import NO_DOCUMENT
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -16,7 +16,7 @@ from cartridge_forge.learning.cartridge import first_tokens
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
-from cartridge_forge.protocols.types import TrainStepOutput
+from cartridge_forge.protocols.step import TrainStepOutput
 
 TRAIN = TrainSpec(steps=5, lr=0.02, row_tokens=24)
 OBJECTIVE = changed(ALL, micro_tokens=40, compare_every=3)

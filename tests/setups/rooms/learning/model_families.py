@@ -15,7 +15,7 @@ from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.model.loading import load_model
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 
 SHAPE = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
 from cartridge_forge.plugins.library.store import CartridgeStore, CartridgeVersion
 from cartridge_forge.protocols.errors import PublishError
-from cartridge_forge.protocols.types import Completion, GenerateRequest
+from cartridge_forge.protocols.step import Completion, GenerateRequest
 
 
 class RecordingBackend:

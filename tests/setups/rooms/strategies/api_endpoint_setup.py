@@ -13,8 +13,8 @@ from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, Provi
 from cartridge_forge.plugins.strategies.samplers.api_sampler import ApiEndpoint, ApiSampler
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
 from cartridge_forge.protocols.spec.teacher_replay import PriceSpec
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
 
 KEY = "local-key-1234"
 TALK = (

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cartridge_forge.plugins.documents.study.longhealth_prompts import (
-    LongHealthPrompts,
-    read_patients,
-)
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.protocols.spec.learn import LearnSpec
 
 ALL_KINDS = ("recite", "structure", "summarise", "question")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from twins import Twin
 
-    from cartridge_forge.protocols.types import Sample
+    from cartridge_forge.protocols.step import Sample
 
     MakeSamples = Callable[..., list[Sample]]
 

@@ -20,7 +20,7 @@ from cartridge_forge.learning.cartridge import (
     since_of,
 )
 from cartridge_forge.protocols.errors import PublishError
-from cartridge_forge.protocols.types import PublishedCartridge
+from cartridge_forge.protocols.step import PublishedCartridge
 from cartridge_forge.services.planes.codec import layout_of, packed_bytes
 from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
 

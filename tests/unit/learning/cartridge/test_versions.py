@@ -7,7 +7,7 @@ import torch
 
 from cartridge_forge.learning.cartridge import CartridgeVersions, VersionLedger
 from cartridge_forge.protocols.errors import PublishError
-from cartridge_forge.protocols.types import PrefixRef, composed_ref
+from cartridge_forge.protocols.step import PrefixRef, composed_ref
 
 NAMES = ("a", "b")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cartridge_forge.learning.stopping import UNFINISHED, StopChecker, StopMatch, TokenText
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.types import StopCondition
+from cartridge_forge.protocols.step import StopCondition
 
 
 def decode(ids: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cartridge_forge.learning.losses.balance import GradientBalance
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.step import TrainBatch
 
 CHANNELS = tuple(ObjectiveSpec().weights)
 

@@ -17,8 +17,7 @@ from cartridge_forge.protocols import plugins
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import Sample
+from cartridge_forge.protocols.step import Sample, TrainBatch
 
 if TYPE_CHECKING:
     from twins import Twin

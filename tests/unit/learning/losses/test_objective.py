@@ -51,8 +51,14 @@ from cartridge_forge.plugins.episodes.losses.advantages import group_advantages
 from cartridge_forge.protocols.errors import DataError, ForgeError, RunError, StaleTokenError
 from cartridge_forge.protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
 from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
-from cartridge_forge.protocols.train_batch import HintedTurn, PolicySample, TrainBatch, hinted
-from cartridge_forge.protocols.types import Sample, Sampling
+from cartridge_forge.protocols.step import (
+    HintedTurn,
+    PolicySample,
+    Sample,
+    Sampling,
+    TrainBatch,
+    hinted,
+)
 
 CHANNELS = tuple(ObjectiveSpec().weights)
 

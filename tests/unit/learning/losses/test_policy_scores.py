@@ -26,7 +26,7 @@ from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
+from cartridge_forge.protocols.step import TrainBatch
 
 if TYPE_CHECKING:
     from twins import Twin

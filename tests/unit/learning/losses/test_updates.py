@@ -35,8 +35,7 @@ from cartridge_forge.protocols.errors import RunError, StaleTokenError
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import Sample, TrainStepOutput
+from cartridge_forge.protocols.step import Sample, TrainBatch, TrainStepOutput
 
 if TYPE_CHECKING:
     from twins import Twin

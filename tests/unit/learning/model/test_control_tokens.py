@@ -23,7 +23,7 @@ from cartridge_forge.learning.model.control_tokens import (
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer, text_ids
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 
 READER = Path(__file__).parents[4] / "models/clinic-reader"
 PADDED, NAMED = 1792, 1458

@@ -13,8 +13,8 @@ from cartridge_forge.plugins.clinic.findings import (
     said_parts,
     says_parts,
 )
-from cartridge_forge.plugins.clinic.longhealth import parse_patients
 from cartridge_forge.plugins.clinic.patients import generate_clinic
+from cartridge_forge.plugins.clinic.text import parse_patients
 from cartridge_forge.protocols.errors import DataError
 
 RIGHT = {"sodium": "41 mmol", "surgeon": "weber", "ecg": "normal", "mri": "cyst"}

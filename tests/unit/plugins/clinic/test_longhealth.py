@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from cartridge_forge.plugins.clinic.longhealth import (
+from cartridge_forge.plugins.clinic.patients import generate_clinic
+from cartridge_forge.plugins.clinic.text import (
     Patient,
     contains_words,
     load_patients,
     parse_patients,
 )
-from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.protocols.errors import DataError
 
 # Shaped like the real file: long texts of several paragraphs, more than ten of them, JSON order

@@ -11,7 +11,7 @@ import pytest
 from rooms.environments.clinic_setup import MODELS
 
 from cartridge_forge.plugins.clinic.findings import said_parts, says_parts
-from cartridge_forge.plugins.clinic.prompts import aggregation_prompt
+from cartridge_forge.plugins.clinic.text import aggregation_prompt
 from models.pretrain import merge_tasks
 from models.pretrain.measure import draw_lists
 from models.pretrain.merge_tasks import (

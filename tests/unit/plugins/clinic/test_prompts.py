@@ -7,13 +7,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cartridge_forge.plugins.clinic.longhealth import Patient, PatientQuestion, parse_patients
 from cartridge_forge.plugins.clinic.patients import generate_clinic
-from cartridge_forge.plugins.clinic.prompts import (
+from cartridge_forge.plugins.clinic.text import (
+    Patient,
+    PatientQuestion,
     cued_sentences,
     look_alikes,
     option_prompt,
     parse_answer,
+    parse_patients,
     recite_prompt,
     right_answer,
     self_study_prompt,

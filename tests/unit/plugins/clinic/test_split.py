@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cartridge_forge.plugins.clinic.longhealth import PatientQuestion, is_held_out, parse_patients
 from cartridge_forge.plugins.clinic.patients import generate_clinic
+from cartridge_forge.plugins.clinic.text import PatientQuestion, is_held_out, parse_patients
 
 
 def question(patient: str, text: str, number: int = 0) -> PatientQuestion:

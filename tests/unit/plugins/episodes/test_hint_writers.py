@@ -15,8 +15,8 @@ from cartridge_forge.plugins.episodes.hint_writers import HintWriter
 from cartridge_forge.protocols.episodes import Episode, TurnHint
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.spec.objective import SdpoSpec
+from cartridge_forge.protocols.step import Completion, GenerateRequest
 from cartridge_forge.protocols.teacher_replay import ReplayState
-from cartridge_forge.protocols.types import Completion, GenerateRequest
 
 TALK = conversation()
 EPISODES = [episode_of(LOST)]  # turns 0 and 1 meet errors; its answer is weber

@@ -25,6 +25,7 @@ from cartridge_forge.protocols.spec.teacher_replay import (
     ReplaySpec,
     ReplayTeacherSpec,
 )
+from cartridge_forge.protocols.step import PreferencePair, ReferenceOutput
 from cartridge_forge.protocols.teacher_replay import (
     AgentMessage,
     PanelVerdict,
@@ -32,7 +33,6 @@ from cartridge_forge.protocols.teacher_replay import (
     TeacherVote,
     ToolAction,
 )
-from cartridge_forge.protocols.train_batch import PreferencePair, ReferenceOutput
 
 BETTER = ToolAction("find", {"field": "surgeon", "department": "cardiology"})
 SPEC = ReplaySpec(
@@ -215,7 +215,7 @@ def test_what_is_under_way_survives_a_checkpoint() -> None:
 
         later = Pools()
         again = preferences(later, uses=3)
-        again.stand(saved)
+        again.restore(saved)
         await soon()
         assert [s.trace_id for s in later.asked] == ["1"]
         first, second = await again.due(2, 8)
@@ -237,7 +237,7 @@ def test_a_checkpoint_of_an_older_run_has_unanimous_pairs() -> None:
         for held in saved["held"]:
             del held["pair"]["chosen_share"], held["pair"]["rejected_share"]
         again = preferences(Pools(), uses=3)
-        again.stand(saved)
+        again.restore(saved)
         assert await again.due(2, 8) == [pair]
         assert (pair.chosen_share, pair.rejected_share) == (1.0, 0.0)
 

@@ -31,10 +31,9 @@ from cartridge_forge.protocols.errors import RunError, SpecError
 from cartridge_forge.protocols.records.answers import Answer
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.step import Completion, GenerateRequest, TrainStepOutput, hinted
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.train_batch import hinted
-from cartridge_forge.protocols.types import Completion, GenerateRequest, TrainStepOutput
-from cartridge_forge.training.rollouts import Rollout, StepRecord, StepTimes, is_offline
+from cartridge_forge.training.records import Rollout, StepRecord, StepTimes, is_offline
 
 tokenizer_at = cache(load_tokenizer)
 
@@ -232,7 +231,7 @@ def test_every_case_of_a_shift_is_a_sequence_with_the_shift_s_reward() -> None:
     rollout = sample(cases, clerk)
     assert facts(cases, rollout) == {"count": 6, "errored": 0, "turns": 36, "reward": 1.0}
     assert [[t.branch for t in e.turns] for e in rollout.episodes] == [[0, 0, 0, 1, 1, 1]] * 6
-    lesson = asyncio.run(cases.lesson(rollout, 7))
+    lesson = asyncio.run(cases.train_batch(rollout, 7))
     assert [r.reward for r in lesson.rl] == [1.0] * 12
     longest = max(len(r.sample.prompt_ids) for r in lesson.rl)
     assert longest == max(len(e.turns[0].context_ids) for e in rollout.episodes)
@@ -243,7 +242,7 @@ def test_errors_of_every_case_of_a_lost_shift_have_hints() -> None:
     cases, clerk = course(learn), Clerk(learn, able=False)
     rollout = sample(cases, clerk)
     assert facts(cases, rollout)["error/missing_record"] == 36
-    lesson = asyncio.run(cases.lesson(rollout, 7))
+    lesson = asyncio.run(cases.train_batch(rollout, 7))
     assert (len(lesson.turns), {r.reward for r in lesson.rl}) == (36, {0.0})
     fields = [
         clerk.tokenizer.decode(list(t.context_ids)).partition("what is the")[2].split("?")[0]
@@ -282,7 +281,7 @@ def test_a_lesson_holds_what_its_channels_need(
     cases, clerk = course(learn), Clerk(learn, able=False)
     rollout = sample(cases, clerk)
     assert facts(cases, rollout)["error/missing_record"] == 30
-    lesson = asyncio.run(cases.lesson(rollout, 7))
+    lesson = asyncio.run(cases.train_batch(rollout, 7))
     assert (len(lesson.doc), len(lesson.rl), len(lesson.turns)) == (doc, rl, sdpo)
     assert lesson.pairs == ()
     if doc:
@@ -306,7 +305,7 @@ def test_a_desk_that_dies_in_the_middle_costs_its_episodes_and_nothing_else(unti
     assert (found["count"], found["errored"], found["turns"]) == (6, 6, 6 * until)
     assert "reward" not in found
     assert {e.error_kind for e in rollout.episodes} == {"environment_died"}
-    lesson = asyncio.run(cases.lesson(rollout, 7))
+    lesson = asyncio.run(cases.train_batch(rollout, 7))
     assert len(lesson.doc) == len(lesson.rl) == (6 if until else 0)
     assert {r.reward for r in lesson.rl} <= {None}
 
@@ -376,7 +375,7 @@ def test_what_is_handed_over_is_what_the_lesson_has(sets: tuple[str, ...], able:
         told[role] += samples
 
     rollout = asyncio.run(cases.sample(0, 7, clerk, ended))
-    lesson = asyncio.run(cases.lesson(rollout, 7))
+    lesson = asyncio.run(cases.train_batch(rollout, 7))
     assert told == {
         "doc_teacher": list(lesson.doc),
         "sdpo_teacher": hinted(lesson.turns, lesson.rl),
@@ -394,7 +393,7 @@ def test_hints_that_need_the_whole_step_are_scored_with_the_lesson(
     told: list[str] = []
     rollout = asyncio.run(cases.sample(0, 7, clerk, lambda role, samples: told.append(role)))
     assert set(told) == {"doc_teacher"}
-    lesson = asyncio.run(cases.lesson(rollout, 7))
+    lesson = asyncio.run(cases.train_batch(rollout, 7))
     found = facts(cases, rollout)
     assert len(rollout.hints) == 30
     if source == "sibling":
@@ -459,7 +458,7 @@ def test_further_tasks_take_the_place_of_those_without_variance(
     }
     assert counts == (told or {})
     # All episodes are read by the teachers; GRPO itself drops the groups.
-    lesson = asyncio.run(cases.lesson(rollout, 7))
+    lesson = asyncio.run(cases.train_batch(rollout, 7))
     assert sorted(s.id for s in heard) == sorted(s.id for s in lesson.doc)
     assert len(lesson.doc) == 2 * tasks
     again = Uneven(learn)
@@ -479,7 +478,7 @@ def test_a_turn_that_its_limit_cut_is_told_to_grpo() -> None:
 
     learn = spec("objective.grpo.overlong=filter")
     rollout = sample(course(learn), Wordy(learn))
-    lesson = asyncio.run(course(learn).lesson(rollout, 7))
+    lesson = asyncio.run(course(learn).train_batch(rollout, 7))
     assert [r.truncated for r in lesson.rl] == [False, True] * 3
     assert all(r.longest_turn for r in lesson.rl)
 
@@ -507,7 +506,7 @@ def test_the_document_teacher_plays_the_same_cases_and_trains_doc_kl_alone() -> 
     assert {v for s in theirs.samples for v in s.versions} == {-1}
     assert is_offline(theirs)
     assert not is_offline(ours)
-    lesson = asyncio.run(cases.lesson(theirs, 7))
+    lesson = asyncio.run(cases.train_batch(theirs, 7))
     assert (lesson.rl, lesson.turns, lesson.pairs) == ((), (), ())
     assert [s.cartridge for s in lesson.doc] == [e.task.document for e in theirs.episodes]
     assert {v for s in lesson.doc for v in s.versions} == {-1}

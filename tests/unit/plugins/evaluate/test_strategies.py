@@ -10,7 +10,7 @@ from math import sqrt
 import pytest
 
 from cartridge_forge.plugins.clinic.findings import FindingsQuestion
-from cartridge_forge.plugins.clinic.longhealth import Patient
+from cartridge_forge.plugins.clinic.text import Patient
 from cartridge_forge.plugins.evaluate.frontier_questions import FrontierQuestion, findings_answer
 from cartridge_forge.plugins.evaluate.strategies import ArmRow, compare
 from cartridge_forge.plugins.statistics.intervals import student_t95, wilson_interval

@@ -18,7 +18,7 @@ from cartridge_forge.learning.policy_scores import is_stale, summed_by_pair
 from cartridge_forge.plugins.replay.dpo import replay_dpo
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.objective import DpoSpec, ObjectiveSpec
-from cartridge_forge.protocols.train_batch import PreferencePair
+from cartridge_forge.protocols.step import PreferencePair
 
 if TYPE_CHECKING:
     from twins import Twin

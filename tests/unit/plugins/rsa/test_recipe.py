@@ -28,9 +28,9 @@ from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.records.answers import Answer
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.types import Completion, GenerateRequest, TrainStepOutput
+from cartridge_forge.protocols.step import Completion, GenerateRequest, TrainStepOutput
 from cartridge_forge.training.recipe import open_recipe
-from cartridge_forge.training.rollouts import StepRecord, StepTimes
+from cartridge_forge.training.records import StepRecord, StepTimes
 
 tokenizer_at = cache(load_tokenizer)
 
@@ -163,7 +163,7 @@ def test_every_candidate_is_a_sample_in_its_exact_tokens_with_its_runs_reward() 
     """Last populations of 1 and 3 right of 4: rewards 0.25 and 0.75, advantages of equal size."""
     scene = Scene(second_run_knows)
     rollout = scene.sample()
-    lesson = asyncio.run(scene.course.lesson(rollout, 7))
+    lesson = asyncio.run(scene.course.train_batch(rollout, 7))
     assert (len(lesson.rl), lesson.doc) == (6 * EACH, ())
     requests = {r.id: r for batch in scene.student.batches for r in batch}
     for sample in lesson.rl:
@@ -200,7 +200,7 @@ def test_rewards_by_hand(sets: tuple[str, ...], rewards: tuple[float, float]) ->
 
 def test_with_advantage_population_each_is_compared_with_its_own() -> None:
     scene = Scene(second_run_knows, "rsa.advantage=population", "objective.w_doc=1")
-    lesson = asyncio.run(scene.course.lesson(scene.sample(), 7))
+    lesson = asyncio.run(scene.course.train_batch(scene.sample(), 7))
     own = [r for r in lesson.rl if r.group == "on_policy/1/0/1/3"]
     assert [r.reward for r in own] == [0.0, 1.0, 1.0, 1.0]
     assert len({r.group for r in lesson.rl}) == 6 * 4
@@ -217,7 +217,7 @@ def test_a_candidate_that_cannot_be_judged_costs_its_run_and_no_other() -> None:
     wrong = next(o for o in facts["options"] if o != facts["correct"])
     scene = Scene(right, broken=f"is {wrong}.")
     rollout = scene.sample()
-    lesson = asyncio.run(scene.course.lesson(rollout, 7))
+    lesson = asyncio.run(scene.course.train_batch(rollout, 7))
     lost = [r for r in lesson.rl if r.reward is None]
     assert {r.sample.id.rsplit("/", 2)[0] for r in lost} == {"on_policy/1/1/0"}
     assert {r.error_kind for r in lost} == {"environment_died"}
@@ -331,7 +331,7 @@ def test_each_population_is_handed_over_once_it_is_sampled(w_doc: int) -> None:
         told.append((role, list(samples)))
 
     rollout = asyncio.run(scene.course.sample(0, 7, scene.student, ended))
-    lesson = asyncio.run(scene.course.lesson(rollout, 7))
+    lesson = asyncio.run(scene.course.train_batch(rollout, 7))
     assert [(role, len(samples)) for role, samples in told] == [("doc_teacher", 24)] * 4 * w_doc
     by_id = {s.id: s for s in lesson.doc}
     assert {s.id: s for _, samples in told for s in samples} == by_id

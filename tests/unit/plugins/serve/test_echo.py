@@ -14,7 +14,7 @@ from cartridge_forge.plugins.serve.request import ServingRequest, requests_of
 from cartridge_forge.plugins.serve.responses import CompletionWire, echoed, unsaid
 from cartridge_forge.plugins.serve.tokenization import EchoedPrompt, Tokenization, TokenizedPrompt
 from cartridge_forge.plugins.wire.openai_chat import ForgeExtension, usage
-from cartridge_forge.protocols.types import Completion, PrefixRef, Sampling
+from cartridge_forge.protocols.step import Completion, PrefixRef, Sampling
 
 WORDS = ["<bos>", "a", " b", "c", "d"]
 HEAD = {"id": "cmpl-1", "created": 0, "model": "m"}

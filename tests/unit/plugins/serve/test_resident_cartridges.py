@@ -13,7 +13,7 @@ from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.errors import ApiError
 from cartridge_forge.plugins.serve.resident_cartridges import ResidentCartridges
 from cartridge_forge.protocols.errors import PublishError
-from cartridge_forge.protocols.types import PrefixRef
+from cartridge_forge.protocols.step import PrefixRef
 
 
 def test_the_least_recently_used_goes_first(entries: dict[str, CartridgeVersion]) -> None:

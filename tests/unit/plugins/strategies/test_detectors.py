@@ -12,8 +12,8 @@ from cartridge_forge.plugins.strategies.problem import StrategyProblem
 from cartridge_forge.plugins.strategies.samplers.token_budget import TokenBudget
 from cartridge_forge.plugins.strategies.steps import StepPath, StepSampler
 from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
 
 ASKED = (AgentMessage("user", "why?"),)
 

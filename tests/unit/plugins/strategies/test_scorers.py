@@ -22,8 +22,8 @@ from cartridge_forge.plugins.strategies.scorers import (
 )
 from cartridge_forge.plugins.strategies.steps import StepPath
 from cartridge_forge.protocols.errors import DataError, RunError
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
 
 ASKED = (AgentMessage("system", "be brief"), AgentMessage("user", "what is it?"))
 

@@ -6,7 +6,7 @@ import torch
 
 from cartridge_forge.learning.decode import draw, uniforms
 from cartridge_forge.plugins.vllm.draws import SeededRow, leave_drawn
-from cartridge_forge.protocols.types import Sampling
+from cartridge_forge.protocols.step import Sampling
 
 PLAIN, CUT = Sampling(1.0), Sampling(0.7, 0.8, 5)
 

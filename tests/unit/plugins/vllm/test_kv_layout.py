@@ -17,7 +17,7 @@ from cartridge_forge.plugins.vllm.kv_layout import (
     slots,
 )
 from cartridge_forge.protocols.errors import DataError, PublishError
-from cartridge_forge.protocols.types import PrefixRef, composed_ref
+from cartridge_forge.protocols.step import PrefixRef, composed_ref
 
 
 def test_slots_by_hand() -> None:

@@ -16,7 +16,7 @@ from cartridge_forge.protocols.records.answers import (
     pairing_key,
     to_row,
 )
-from cartridge_forge.protocols.types import Completion
+from cartridge_forge.protocols.step import Completion
 
 ANSWER = Answer(
     id="p/1", fact="what is the sodium?", document="p", document_hash="0a", question_hash="1b",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from second_device import elsewhere
 
 from cartridge_forge.protocols.errors import PlaneError
-from cartridge_forge.protocols.types import TensorLayout
+from cartridge_forge.protocols.step import TensorLayout, check_key
 from cartridge_forge.services.planes.codec import (
     layout_of,
     pack,
@@ -20,7 +20,6 @@ from cartridge_forge.services.planes.codec import (
     staged,
     unpack,
 )
-from cartridge_forge.services.planes.memory_directory import check_key
 
 DTYPES = (
     torch.bool,

@@ -16,7 +16,7 @@ import torch
 from cartridge_forge.protocols.errors import PlaneError, SpecError
 from cartridge_forge.services.planes.open import open_plane
 from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
-from cartridge_forge.services.planes.store_watch import StoreWatch
+from cartridge_forge.services.planes.torchstore import StoreWatch
 
 
 def test_planes_pickle_as_handles() -> None:

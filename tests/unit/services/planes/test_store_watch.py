@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cartridge_forge.services.planes.store_watch import StoreWatch
+from cartridge_forge.services.planes.torchstore import StoreWatch
 from cartridge_forge.services.proc_info import began
 
 LONG = 60.0  # seconds that no test waits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cartridge_forge.services.pool.replica import CallLimits
+from cartridge_forge.services.pool.pool import CallLimits
 
 FAR = 3600.0
 

@@ -14,8 +14,7 @@ from rooms.services.lifecycle_setup import Worker, settled
 from cartridge_forge.protocols.errors import DataError, PlaneError, RunError
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.services import AutoscaleSpec
-from cartridge_forge.services.pool.pool import Pool
-from cartridge_forge.services.pool.replica import Replica
+from cartridge_forge.services.pool.pool import Pool, Replica
 from cartridge_forge.services.pool.service import UNHEARD
 
 

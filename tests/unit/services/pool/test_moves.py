@@ -15,8 +15,7 @@ from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import AutoscaleSpec
 from cartridge_forge.services.pool.hosts import HostWorker
-from cartridge_forge.services.pool.pool import Pool
-from cartridge_forge.services.pool.replica import Replica
+from cartridge_forge.services.pool.pool import Pool, Replica
 
 
 class Clerk:

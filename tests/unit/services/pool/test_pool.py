@@ -21,10 +21,10 @@ from cartridge_forge.protocols.errors import (
     StaleTokenError,
 )
 from cartridge_forge.protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus
-from cartridge_forge.protocols.types import TimedReply, TraceSpan
+from cartridge_forge.protocols.step import TimedReply
+from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.pool.health import silent
-from cartridge_forge.services.pool.pool import Pool, gather
-from cartridge_forge.services.pool.replica import Replica
+from cartridge_forge.services.pool.pool import Pool, Replica, gather
 
 
 class Actor:
@@ -452,9 +452,9 @@ def test_all_are_told_and_no_one_twice() -> None:
         assert [a.told for a in actors] == [["v1", "v2"]] * 2
         assert [r.version for r in pool.replicas] == [2, 2]
         late = healthy(pool, 2, Actor())
-        assert not pool.is_current(late)
+        assert pool.missed(late)
         await pool.catch_up(late)
-        assert pool.is_current(late)
+        assert not pool.missed(late)
         assert late.process.actor.told == ["v2"]
 
     run(scenario())
@@ -526,7 +526,7 @@ def test_one_that_is_silent_or_dies_keeps_nobody_from_an_update() -> None:
         await asyncio.sleep(1.0)
         await pool.catch_up(stopped)
         assert actors[1].told == ["v3", "v4"], "what it was being told is not told twice"
-        assert pool.is_current(stopped)
+        assert not pool.missed(stopped)
         assert actors[0].told == ["v3", "v4"]
 
     run(scenario())

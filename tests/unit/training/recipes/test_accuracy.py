@@ -4,9 +4,8 @@ from math import sqrt
 
 import pytest
 
-from cartridge_forge.plugins.clinic.longhealth import PatientQuestion
-from cartridge_forge.plugins.documents.study.longhealth import measure
-from cartridge_forge.plugins.documents.study.longhealth_prompts import LongHealthQuestion
+from cartridge_forge.plugins.clinic.text import PatientQuestion
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthQuestion, measure
 
 Z = 1.959963984540054
 

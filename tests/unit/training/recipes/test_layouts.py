@@ -8,17 +8,14 @@ import pytest
 from small_run import ROOT
 
 from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.plugins.clinic.longhealth import Patient
-from cartridge_forge.plugins.documents.study.longhealth_prompts import (
-    LongHealthPrompts,
-    read_patients,
-)
-from cartridge_forge.plugins.documents.study.prompts import titled, titles_of
+from cartridge_forge.plugins.clinic.text import Patient
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
+from cartridge_forge.plugins.documents.study.prompts import titles_of
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.types import Completion, PrefixRef
-from cartridge_forge.training.rollouts import as_rollout, as_rows, rollout_from
+from cartridge_forge.protocols.step import Completion, PrefixRef
+from cartridge_forge.training.records import as_rollout, as_rows, rollout_from, with_title
 
 MESH = str(ROOT / "meshes" / "longhealth.yaml")
 TOKENIZER = load_tokenizer(str(ROOT / "models" / "clinic-reader"))
@@ -108,9 +105,9 @@ def test_when_prompts_name_their_document(choice: str, shared: bool, named: bool
         {"a": "a", "b": "b"}, {"all": ("a", "b")} if shared else {"a": ("a",), "b": ("b",)}
     )
     titles = titles_of(data, layout, {"a": "ada novak", "b": "ida weber"})
-    assert titled(titles, "a", "why?") == ("ada novak: why?" if named else "why?")
+    assert with_title(titles, "a", "why?") == ("ada novak: why?" if named else "why?")
     twins = titles_of(data, layout, {"a": "ada novak", "b": "ada novak"})
-    assert titled(twins, "b", "why?") == ("b: why?" if named else "why?")
+    assert with_title(twins, "b", "why?") == ("b: why?" if named else "why?")
 
 
 def finished(run: LongHealthPrompts) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from cartridge_forge.plugins.documents.study.agreement import StudyQuestion
 from cartridge_forge.plugins.documents.study.rows import gains, weighed
 from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
-from cartridge_forge.protocols.types import Completion, GenerateRequest
+from cartridge_forge.protocols.step import Completion, GenerateRequest
 
 
 def question(key: str, answer: tuple[int, ...]) -> StudyQuestion:

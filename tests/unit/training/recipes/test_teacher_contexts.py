@@ -4,10 +4,7 @@ import pytest
 from small_run import ROOT
 
 from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.plugins.documents.study.longhealth_prompts import (
-    LongHealthPrompts,
-    read_patients,
-)
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.plugins.documents.study.prompts import context_choice
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.layout import CartridgeLayout

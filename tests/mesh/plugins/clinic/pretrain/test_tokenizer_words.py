@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from cartridge_forge.plugins.clinic import vocabulary as words
-from cartridge_forge.plugins.clinic.longhealth import Patient, parse_patients
 from cartridge_forge.plugins.clinic.patients import generate_clinic
-from cartridge_forge.plugins.clinic.prompts import option_prompt
+from cartridge_forge.plugins.clinic.text import Patient, option_prompt, parse_patients
 from models.pretrain.tokenizer import build_tokenizer
 
 PAD, BOS, END, SYSTEM, USER, ASSISTANT = range(6)

@@ -10,7 +10,7 @@ import pytest
 from rooms.training.longhealth_setup import learn, tasks
 from transformers import PreTrainedTokenizerFast
 
-from cartridge_forge.plugins.documents.study.longhealth_prompts import LongHealthPrompts
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts
 from models.pretrain.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[5]

@@ -23,10 +23,10 @@ from cartridge_forge.protocols.records.run_files import MeasuredAccuracy
 from cartridge_forge.protocols.spec.experiments import EvalSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef
+from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
 from cartridge_forge.services.clients import Replied
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.rollouts import rollout_from
+from cartridge_forge.training.records import rollout_from
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -138,13 +138,13 @@ def test_what_b_said_of_its_answers_goes_with_them(tmp_path: Path, house: House)
     (tmp_path / "run").mkdir()
     other = House(tmp_path / "run", f"self_study.rows={path}", "self_study.scores=stored")
     (rollout,) = asyncio.run(other.course.offline(0, other.generate))
-    lesson = asyncio.run(other.course.lesson(rollout, 0))
+    lesson = asyncio.run(other.course.train_batch(rollout, 0))
     assert [s.sample for s in lesson.doc_stored] == list(range(len(lesson.doc)))
     for sample, stored in zip(lesson.doc, lesson.doc_stored, strict=True):
         (row,) = [r for q, r in rows.items() if q in TOKENIZER.decode(sample.prompt_ids)]
         assert (stored.ids, stored.logprobs) == (row.teacher_ids, row.teacher_logprobs)
     on_policy = asyncio.run(other.course.sample(0, 0, other.generate))
-    assert asyncio.run(other.course.lesson(on_policy, 0)).doc_stored == ()
+    assert asyncio.run(other.course.train_batch(on_policy, 0)).doc_stored == ()
 
 
 def test_a_users_questions_decide_the_accuracy(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_each_reply_is_handed_over_as_the_lesson_has_it(house: House) -> None:
         told.extend(samples)
 
     rollout = asyncio.run(house.course.sample(3, 5, house.generate, ended))
-    lesson = asyncio.run(house.course.lesson(rollout, 5))
+    lesson = asyncio.run(house.course.train_batch(rollout, 5))
     assert told == list(lesson.doc) != []
 
 

@@ -8,15 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from cartridge_forge.plugins.clinic.longhealth import Patient, PatientQuestion
-from cartridge_forge.plugins.clinic.prompts import right_answer
-from cartridge_forge.plugins.documents.study.longhealth import LongHealthRecipe
-from cartridge_forge.plugins.documents.study.longhealth_prompts import LongHealthPrompts
+from cartridge_forge.plugins.clinic.text import Patient, PatientQuestion, right_answer
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, LongHealthRecipe
 from cartridge_forge.plugins.documents.study.routing import RememberedAnswers, RoutedQuestions
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
 from cartridge_forge.protocols.records.answers import Answer
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 from models.pretrain.tokenizer import build_tokenizer
 
 TEXTS = {"ada": ["Ada has a cyst."], "bo": ["Bo has an ulcer.", "Bo sleeps."]}

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from cartridge_forge.plugins.episodes.environments.episode_files import from_row, to_row
 from cartridge_forge.protocols.episodes import Episode, Observation, Turn
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
-from cartridge_forge.protocols.types import Sampling
 
 ids = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 

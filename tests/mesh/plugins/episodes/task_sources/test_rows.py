@@ -20,7 +20,7 @@ from cartridge_forge.protocols.episodes import RewardOutcome, RewardReply
 from cartridge_forge.protocols.errors import CheckpointError, DataError, RunError
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.types import Completion, GenerateRequest
+from cartridge_forge.protocols.step import Completion, GenerateRequest
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.recipe import drawn_steps, open_recipe
 
@@ -119,7 +119,7 @@ def test_an_episode_is_an_answer_and_its_rewards(tmp_path: Path) -> None:
         "count": 8, "errored": 4, "turns": 8, "reward": 0.5, "reward/correct": 0.5,
         "reward/correct/failed": 2, "reward/correct/left_out": 2,
     }  # fmt: skip
-    batch = asyncio.run(course.lesson(rollout, 3))
+    batch = asyncio.run(course.train_batch(rollout, 3))
     assert [r.reward for r in batch.rl] == [1.0, 0.0, None, None] * 2
 
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rooms.learning.decoding_setup import ASKED, alone, engine
 
-from cartridge_forge.protocols.types import Completion
+from cartridge_forge.protocols.step import Completion
 
 if TYPE_CHECKING:
     from twins import Twin

@@ -16,9 +16,8 @@ from vllm_replica import require_vllm
 from cartridge_forge.actors.base import missing_vllm
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.plugins.clinic.longhealth import parse_patients
 from cartridge_forge.plugins.clinic.patients import generate_clinic
-from cartridge_forge.plugins.clinic.prompts import option_prompt
+from cartridge_forge.plugins.clinic.text import option_prompt, parse_patients
 from cartridge_forge.plugins.serve.engine.in_process import local_sampler
 from cartridge_forge.plugins.strategies.rsa.engine import RSAEngine
 from cartridge_forge.training.renderer import ChatRenderer
@@ -94,7 +93,7 @@ def test_vllm_samples_no_padding_and_the_tokens_of_the_embedded_backend(tmp_path
 import asyncio, sys
 from cartridge_forge.plugins.serve.engine.in_process import local_sampler
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest
 user = (AgentMessage("user", "what is the sodium?"),)
 asked = [

@@ -24,7 +24,7 @@ from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.plugins import SHIPPED
 from cartridge_forge.protocols.spec.loading import load_serve
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sampling, StopCondition
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling, StopCondition
 from cartridge_forge.services.mesh import open_generators
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.services.roles import ENGINE_GENERATOR

@@ -18,8 +18,8 @@ from cartridge_forge.plugins.strategies.catalog import parse, run
 from cartridge_forge.plugins.strategies.samplers.api_sampler import ApiEndpoint, ApiSampler
 from cartridge_forge.plugins.strategies.samplers.sampler import PartialResponse, SampleResult
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError
+from cartridge_forge.protocols.step import Sampling, StopCondition
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling, StopCondition
 
 
 @pytest.fixture(autouse=True)

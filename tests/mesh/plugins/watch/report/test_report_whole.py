@@ -34,6 +34,7 @@ from cartridge_forge.plugins.watch.pages.export import write_report
 from cartridge_forge.plugins.watch.report.frontier import best
 from cartridge_forge.protocols.episodes import Episode, Observation, Task, Turn
 from cartridge_forge.protocols.records.run_files import MetricRow
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import (
     AgentMessage,
     PanelVerdict,
@@ -43,7 +44,6 @@ from cartridge_forge.protocols.teacher_replay import (
     ToolAction,
     VerdictReason,
 )
-from cartridge_forge.protocols.types import Sampling
 from cartridge_forge.services.run_directory import EVALUATION, FRONTIER, RunDirectory
 
 X, Y, Z = '{"choice":"X"}', '{"choice":"Y"}', '{"choice":"Z"}'

@@ -43,7 +43,7 @@ from cartridge_forge.plugins.cluster.manifests.sizing import (
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 from cartridge_forge.protocols.spec.model import ShapeSpec
-from cartridge_forge.protocols.types import Sample
+from cartridge_forge.protocols.step import Sample
 
 ALL_AT_ONCE = ("objective.micro_tokens=null", "train.recompute_layers=false",
                "teacher.max_kv_bytes=1000")  # fmt: skip

@@ -10,8 +10,8 @@ from cartridge_forge.plugins.documents.study.agreement import (
     agreement,
     split,
 )
+from cartridge_forge.protocols.step import Completion
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Completion
 
 
 def studied(document: str, text: str) -> StudyQuestion:

@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 
 from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.plugins.clinic.longhealth import Patient, PatientQuestion, parse_patients
 from cartridge_forge.plugins.clinic.patients import generate_clinic
-from cartridge_forge.plugins.documents.study.charts import ChartChunk, chart_chunks, chunks_holding
+from cartridge_forge.plugins.clinic.text import Patient, PatientQuestion, parse_patients
+from cartridge_forge.plugins.documents.study.longhealth import (
+    ChartChunk,
+    chart_chunks,
+    chunks_holding,
+)
 from cartridge_forge.protocols.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[5]

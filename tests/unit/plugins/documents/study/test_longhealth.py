@@ -14,18 +14,18 @@ import pytest
 from rooms.training.longhealth_setup import learn, tasks
 from transformers import PreTrainedTokenizerFast
 
-from cartridge_forge.plugins.clinic.longhealth import Patient
-from cartridge_forge.plugins.clinic.prompts import option_prompt, sentence_ends
-from cartridge_forge.plugins.documents.study.longhealth_prompts import (
-    LongHealthPrompts,
-    read_patients,
-)
-from cartridge_forge.plugins.documents.study.prompts import in_company
+from cartridge_forge.plugins.clinic.text import Patient, option_prompt, sentence_ends
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.seeds import stream_seed
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from cartridge_forge.training.rollouts import StudyPrompt, as_rollout, rollout_from
+from cartridge_forge.protocols.step import (
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+    stream_seed,
+)
+from cartridge_forge.training.records import StudyPrompt, as_rollout, rollout_from, with_composition
 from models.pretrain.tokenizer import build_tokenizer
 
 BOS, END, USER, ASSISTANT = 1, 2, 4, 5
@@ -168,9 +168,7 @@ def test_a_prepared_step_is_the_same_and_is_not_made_again(
     prepared.prepare(3)
     assert prepared.rollout(2, 7) == plain.rollout(2, 7), "another step is made as ever"
     prepared.prepare(3)
-    monkeypatch.delattr(
-        "cartridge_forge.plugins.documents.study.longhealth_prompts.self_study_prompt"
-    )
+    monkeypatch.delattr("cartridge_forge.plugins.documents.study.longhealth.self_study_prompt")
     assert prepared.rollout(3, 7) == expected
     with pytest.raises(NameError):
         prepared.rollout(3, 7)  # what was used is not kept
@@ -352,7 +350,7 @@ def some_prompts(count: int) -> list[StudyPrompt]:
 
 def test_about_a_share_of_the_prompts_is_asked_in_company() -> None:
     """Of 600 with share 0.5, within four standard deviations (12.2); both orders, all others."""
-    asked = in_company(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=0)
+    asked = with_composition(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=0)
     pairs = [tuple(p.name for p in q.request.prefix.parts) for q in asked]
     assert {p.version for q in asked for p in q.request.prefix.parts} == {7}
     for q, names in zip(asked, pairs, strict=True):
@@ -360,21 +358,21 @@ def test_about_a_share_of_the_prompts_is_asked_in_company() -> None:
     two = [names for names in pairs if len(names) == 2]
     assert abs(len(two) - 300) < 49
     assert len(set(two)) == 6
-    assert in_company(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=0) == asked
-    assert in_company(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=1) != asked
+    assert with_composition(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=0) == asked
+    assert with_composition(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=1) != asked
 
 
 def test_without_a_share_every_prompt_is_asked_alone() -> None:
     for share, names in ((0.0, ["a", "b", "c"]), (1.0, ["a"])):
         prompts = [p for p in some_prompts(9) if p.document in names]
-        asked = in_company(prompts, 2, names, share, seed=0)
+        asked = with_composition(prompts, 2, names, share, seed=0)
         assert [q.request.prefix for q in asked] == [
             PrefixRef(f"cartridge/{p.document}", 2) for p in prompts
         ]
 
 
 def test_a_rollout_in_company_keeps_it_through_a_checkpoint() -> None:
-    asked = in_company(some_prompts(3), 2, ["a", "b", "c"], 1.0, seed=0)
+    asked = with_composition(some_prompts(3), 2, ["a", "b", "c"], 1.0, seed=0)
     done = [Completion(q.request.id, (9, 2), (-0.1, -0.2), (2, 2), "stop") for q in asked]
     rollout = as_rollout(0, asked, done, offline=False)
     assert [len(s.composed) for s in rollout.samples] == [2, 2, 2]

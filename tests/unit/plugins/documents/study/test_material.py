@@ -12,7 +12,7 @@ import pytest
 
 from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.clinic.patients import generate_clinic
-from cartridge_forge.plugins.clinic.prompts import option_prompt
+from cartridge_forge.plugins.clinic.text import option_prompt
 from cartridge_forge.plugins.documents.study.material import read_material
 from cartridge_forge.plugins.documents.study.recipe import DocumentsRecipe
 from cartridge_forge.plugins.documents.study.rows import context_titles
@@ -22,7 +22,7 @@ from cartridge_forge.protocols.records.answers import Answer
 from cartridge_forge.protocols.spec.experiments import EvalSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.types import SEPARATOR, Completion, GenerateRequest
+from cartridge_forge.protocols.step import SEPARATOR, Completion, GenerateRequest
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.renderer import ChatRenderer
 

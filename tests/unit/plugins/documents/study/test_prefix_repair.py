@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from cartridge_forge.plugins.documents.study.prefix_repair import repaired
-from cartridge_forge.protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from cartridge_forge.training.rollouts import StudyPrompt
+from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.training.records import StudyPrompt
 
 END = 2
 

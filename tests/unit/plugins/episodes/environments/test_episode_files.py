@@ -10,8 +10,8 @@ from episode_setup import LOST, RIGHT, TEMPLATES, episode_of, task
 from cartridge_forge.plugins.episodes.environments.episode_files import from_row, to_row
 from cartridge_forge.protocols.episodes import Episode, Observation, Turn, TurnHint
 from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

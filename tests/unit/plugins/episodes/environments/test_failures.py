@@ -11,8 +11,8 @@ from cartridge_forge.plugins.episodes.environments.failures import (
     reason,
 )
 from cartridge_forge.protocols.episodes import Episode, Observation, RewardOutcome, Task, Turn
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
 
 RAISED = Observation(done=True, error="environment_refused: ValueError: too late (guess.py:12)")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rooms.environments.problems_setup import over
 
-from cartridge_forge.plugins.clinic.longhealth import PatientQuestion
+from cartridge_forge.plugins.clinic.text import PatientQuestion
 from cartridge_forge.plugins.episodes.environments.problems import clinic_problem
 from cartridge_forge.plugins.strategies.rsa.records import JudgedCandidate
 from cartridge_forge.protocols.spec.rsa import ProblemsSpec

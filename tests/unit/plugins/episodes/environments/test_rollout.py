@@ -21,14 +21,8 @@ from episode_setup import (
 from cartridge_forge.plugins.episodes.environments.rollout import over_cartridge, run_episodes
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Episode, Observation, Task
 from cartridge_forge.protocols.errors import PublishError
-from cartridge_forge.protocols.types import (
-    BARE,
-    Completion,
-    GenerateRequest,
-    PrefixRef,
-    Sampling,
-    refused,
-)
+from cartridge_forge.protocols.step import BARE, Completion, GenerateRequest, PrefixRef, Sampling
+from cartridge_forge.protocols.streams import refused
 
 TALK = conversation()
 

@@ -21,8 +21,8 @@ from cartridge_forge.plugins.replay.actions import canonical
 from cartridge_forge.plugins.replay.prompts import state_hash
 from cartridge_forge.protocols import teacher_replay
 from cartridge_forge.protocols.episodes import Episode, TurnHint
+from cartridge_forge.protocols.step import HintedTurn, PreferencePair, hinted
 from cartridge_forge.protocols.teacher_replay import AgentMessage, ToolAction
-from cartridge_forge.protocols.train_batch import HintedTurn, PreferencePair, hinted
 
 USER, END, ASSISTANT = 4, 2, 5
 

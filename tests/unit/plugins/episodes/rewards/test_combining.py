@@ -8,8 +8,8 @@ from cartridge_forge.plugins.episodes.environments.single_turn import answered_o
 from cartridge_forge.plugins.episodes.rewards.combining import can_be_judged, judged, view_of
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Episode, RewardOutcome, Turn
 from cartridge_forge.protocols.spec.users.rewards import RewardSpec
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
 
 TASK = task_of("t/0", "d", (AgentMessage("user", "2 + 2"),), (), {"answer": 4, "level": 1})
 REWARDS = (

@@ -14,15 +14,15 @@ from cartridge_forge.learning.cartridge import composed, fingerprint
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.plugins.serve.engine.engine import PassError, TorchEngine
 from cartridge_forge.protocols.errors import DataError, PublishError
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
     PrefixRef,
     Sampling,
     StopCondition,
-    TokenChunk,
     composed_ref,
 )
+from cartridge_forge.protocols.streams import TokenChunk
 
 if TYPE_CHECKING:
     from twins import Twin

@@ -13,8 +13,8 @@ from cartridge_forge.plugins.strategies.samplers.sampler import (
     SampleRequest,
     SampleResult,
 )
+from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import Sampling
 
 
 class Named:

@@ -18,7 +18,7 @@ from cartridge_forge.plugins.strategies.catalog import parse, run
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest
 from cartridge_forge.plugins.strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.types import Sampling
+from cartridge_forge.protocols.step import Sampling
 
 ROOT = Path(__file__).resolve().parents[5]
 IDS = [f"{name}-{i}" for i, (name, _) in enumerate(VARIANTS)]

@@ -16,15 +16,15 @@ from cartridge_forge.plugins.strategies.samplers.sampler import (
 )
 from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 from cartridge_forge.protocols.errors import DataError, PublishError
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
     PrefixRef,
     Sampling,
     StopCondition,
-    refused,
 )
+from cartridge_forge.protocols.streams import refused
+from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.training.renderer import ChatRenderer
 
 MODEL = Path(__file__).parents[5] / "models" / "clinic-reader"

@@ -22,7 +22,7 @@ from telemetry_stream import STEPS, tell
 
 from cartridge_forge.plugins.watch.telemetry.otlp import OtlpSink
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.protocols.streams import TraceSpan
 
 NOW = 1785060942.125
 

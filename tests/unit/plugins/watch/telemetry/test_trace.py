@@ -15,7 +15,7 @@ from telemetry_stream import STEPS, event, tell
 from trace_check import read_trace
 
 from cartridge_forge.plugins.watch.telemetry.trace import TraceSink
-from cartridge_forge.protocols.types import TraceSpan
+from cartridge_forge.protocols.streams import TraceSpan
 
 NOW = 1785060942.1
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cartridge_forge.protocols.errors import StaleTokenError
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     Completion,
     GenerateRequest,
@@ -14,7 +14,7 @@ from cartridge_forge.protocols.types import (
     TensorRef,
     composed_ref,
 )
-from cartridge_forge.services.published import PublishedCartridges
+from cartridge_forge.services.clients import PublishedCartridges
 
 PACKET = TensorRef("k", TensorLayout(()))
 

@@ -11,12 +11,13 @@ from functools import partial
 
 import pytest
 
-from cartridge_forge.actors import base
+from cartridge_forge.learning import ranks
 
 # A process of an actor keeps what it freed. One block of ten stays, so that nothing is at the end.
 HELD = """
 import asyncio, json
-from cartridge_forge.actors.base import FreedMemory, keep_freed_memory
+from cartridge_forge.actors.base import keep_freed_memory
+from cartridge_forge.learning.ranks import FreedMemory
 keep_freed_memory()
 def held():
     for line in open("/proc/self/smaps_rollup"):
@@ -93,10 +94,10 @@ def test_it_is_done_once_in_a_time_and_when_no_pass_follows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library, loop = CountingLibrary(), HandLoop()
-    monkeypatch.setattr(base.ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(base.asyncio, "get_running_loop", lambda: loop)
-    freed = base.FreedMemory()
-    assert (base.GIVE_BACK_SECONDS, base.IDLE_SECONDS) == (2.0, 0.5)
+    monkeypatch.setattr(ranks.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(ranks.asyncio, "get_running_loop", lambda: loop)
+    freed = ranks.FreedMemory()
+    assert (ranks.GIVE_BACK_SECONDS, ranks.IDLE_SECONDS) == (2.0, 0.5)
     seen = []
     for now, passes in (
         (100.0, 1), (100.5, 3),  # at once, then too soon

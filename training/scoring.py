@@ -20,20 +20,20 @@ from dataclasses import dataclass, replace
 
 from cartridge_forge.protocols.errors import PlaneError, RunError
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
-from cartridge_forge.protocols.train_batch import TeacherScores, TrainBatch
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CacheStats,
     CartridgeSnapshot,
     Sample,
     ScoreOutput,
+    TeacherScores,
+    TrainBatch,
     TrainStepOutput,
 )
 from cartridge_forge.services.clients import DocTeacherClient, HintedTeacherClient, TrainerClient
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.planes.codec import packed_bytes
 from cartridge_forge.services.pool.pool import gather
-from cartridge_forge.services.pool.work_time import busy
-from cartridge_forge.training.rollouts import ScoringCost
+from cartridge_forge.training.records import ScoringCost, busy
 from cartridge_forge.training.weight_sync import WeightSync
 
 PASS_TOKENS = 1024  # of a group that a teacher without a GPU scores by itself
@@ -52,11 +52,6 @@ class ScoreReply:
     scored: ScoreOutput
     life: int
     came: float
-
-    @property
-    def span(self) -> tuple[float, float]:
-        """Return (begin, end) of the teacher's computation, on `time.perf_counter`'s clock."""
-        return self.came - self.scored.compute_seconds, self.came
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,7 @@ class TeacherScoring:
 
         self._scored_in = min((r.life for r in replies), default=self._mesh.plane_life)
         times = 1 + self._mesh.pools["trainer"].spec.procs  # one put, one get by every rank
-        beside = [(begin, min(end, asked)) for begin, end in (r.span for r in replies)]
+        beside = [(r.came - r.scored.compute_seconds, min(r.came, asked)) for r in replies]
         scored = {role: _in_order(role, texts[role], calls, replies) for role in texts}
         return (
             replace(batch, scores=scored),

@@ -14,25 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cartridge_forge.protocols.errors import PlaneError, RunError
-from cartridge_forge.protocols.train_batch import (
+from cartridge_forge.protocols.step import (
+    CacheStats,
+    CartridgeSnapshot,
     HintedTurn,
     PolicySample,
     PrecomputedScores,
-    TrainBatch,
-)
-from cartridge_forge.protocols.types import (
-    CacheStats,
-    CartridgeSnapshot,
     Sample,
     Sampling,
     ScoreOutput,
     TensorLayout,
     TensorRef,
+    TrainBatch,
     TrainStepOutput,
 )
 from cartridge_forge.services.clients import TrainerClient
-from cartridge_forge.training.rollouts import ScoringCost
-from cartridge_forge.training.teacher_scoring import TeacherScoring, train_scored
+from cartridge_forge.training.records import ScoringCost
+from cartridge_forge.training.scoring import TeacherScoring, train_scored
 from cartridge_forge.training.weight_sync import WeightSync
 
 LAYOUT = TensorLayout((("logprobs", (4, 4), "float32"),))  # 64 bytes
@@ -243,7 +241,7 @@ def test_scores_that_are_lost_before_the_trainer_reads_them_are_made_again_in_th
 def test_small_groups_are_scored_together(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of six samples of 1 + 2 tokens: the group (0, 2, 4) has the 9 tokens of an own pass. With a
     GPU (1, 3) has one too."""
-    monkeypatch.setattr("cartridge_forge.training.teacher_scoring.PASS_TOKENS", 9)
+    monkeypatch.setattr("cartridge_forge.training.scoring.PASS_TOKENS", 9)
 
     async def scenario() -> tuple[list[Any], tuple[tuple[str, ...], ...]]:
         w = await world()
@@ -308,7 +306,7 @@ def test_seconds_beside_the_rollout_are_told_apart(monkeypatch: pytest.MonkeyPat
     """Of two parts of 1 s and 2 s, begun together as the pool takes several at a time, the rollout
     covers 1.5 s: half a second is waited for, and 1.5 s were hidden."""
     clock = SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time())
-    monkeypatch.setattr("cartridge_forge.training.teacher_scoring.time", clock)
+    monkeypatch.setattr("cartridge_forge.training.scoring.time", clock)
 
     async def scenario() -> ScoringCost:
         w = await world({sample(0).id: 1.0, sample(1).id: 2.0})

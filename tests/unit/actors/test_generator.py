@@ -12,7 +12,7 @@ import torch
 from cartridge_forge.actors.sdpo_teacher import SDPOTeacherActor
 from cartridge_forge.learning.cartridge import CartridgeVersions
 from cartridge_forge.protocols.errors import PlaneError
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     PublishedCartridge,
     TensorLayout,

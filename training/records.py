@@ -3,20 +3,25 @@
     StudyPrompt > Rollout > TrainBatch > StepRecord > MetricRow
 
 A completion becomes a sample and a row of rollouts.jsonl; a checkpoint's JSON becomes a rollout.
+A step's times count where models and where only environments worked (`WorkTime`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
 from cartridge_forge.protocols.episodes import Episode, TurnHint
 from cartridge_forge.protocols.records.run_files import RolloutRow
-from cartridge_forge.protocols.types import (
+from cartridge_forge.protocols.step import (
     OFFLINE_VERSION,
+    SEPARATOR,
     CacheStats,
     Completion,
     GenerateRequest,
@@ -24,16 +29,19 @@ from cartridge_forge.protocols.types import (
     Sample,
     Sampling,
     TrainStepOutput,
+    composed_ref,
 )
 from cartridge_forge.services.clients import Replied
+from cartridge_forge.services.pool.pool import Span
 
+Turn = TypeVar("Turn")
 _EPISODE = TypeAdapter(Episode)
 
 ScoreGroup = Callable[[str, Sequence[Sample]], None]
 """Called with a teacher's role and completed samples, which it scores together, now."""
 
 
-def unheard(role: str, samples: Sequence[Sample]) -> None:
+def no_scoring(role: str, samples: Sequence[Sample]) -> None:
     """Ignore the samples: the `ScoreGroup` of callers that do not score beside the rollout."""
 
 
@@ -157,6 +165,7 @@ def as_rollout(
 
 
 def as_sample(prompt: StudyPrompt, completion: Completion, offline: bool = False) -> Sample:
+    prefix = prompt.request.prefix
     return Sample(
         id=completion.request_id,
         cartridge=prompt.cartridge,
@@ -164,7 +173,7 @@ def as_sample(prompt: StudyPrompt, completion: Completion, offline: bool = False
         response_ids=completion.token_ids,
         sampler_logprobs=completion.logprobs,
         versions=(OFFLINE_VERSION,) * len(completion.token_ids) if offline else completion.versions,
-        composed=_composed(prompt.request.prefix),
+        composed=tuple(p.name.partition("/")[2] for p in prefix.parts) if prefix.then else (),
         contexts=prompt.contexts,
         prompt=prompt.prompt,
     )
@@ -180,7 +189,7 @@ def refill_counts(wanted: int, sampled: int, kept: int) -> dict[str, int]:
     }
 
 
-def handed_over(
+def score_callback(
     prompts: Sequence[StudyPrompt], ended: ScoreGroup
 ) -> Callable[[Sequence[Completion]], None]:
     """Return a callback that gives the samples of each reply to the document teacher."""
@@ -250,12 +259,6 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
     )  # fmt: skip
 
 
-def _composed(prefix: PrefixRef) -> tuple[str, ...]:
-    if not prefix.then:
-        return ()
-    return tuple(part.name.partition("/")[2] for part in prefix.parts)
-
-
 def _prefix(saved: dict[str, Any]) -> PrefixRef:
     then = tuple(_prefix(part) for part in saved.get("then", ()))
     return PrefixRef(saved["name"], saved["version"], then)
@@ -271,3 +274,84 @@ def _named(sample: dict[str, Any]) -> dict[str, Any]:
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+
+
+def with_composition(
+    prompts: Sequence[StudyPrompt], version: int, names: Sequence[str], share: float, seed: int
+) -> list[StudyPrompt]:
+    """Return the prompts over their cartridges of `version`; for about `share` of them, the
+    cartridge of another of `names` stands before or after it."""
+    found = []
+    for prompt in prompts:
+        order = [prompt.cartridge]
+        if share:
+            rng = random.Random(f"compose/{seed}/{prompt.request.id}")
+            others = [name for name in names if name != prompt.cartridge]
+            if rng.random() < share and others:
+                order.insert(rng.randrange(2), rng.choice(others))
+        refs = [PrefixRef(f"cartridge/{name}", version) for name in order]
+        found.append(with_prefix(prompt, composed_ref(refs)))
+    return found
+
+
+def with_prefix(prompt: StudyPrompt, prefix: PrefixRef) -> StudyPrompt:
+    """Return the prompt with another prefix."""
+    return replace(prompt, request=replace(prompt.request, prefix=prefix))
+
+
+def context_ref(contexts: Sequence[str]) -> PrefixRef:
+    """Return the prefix of contexts that are read as one text."""
+    return PrefixRef(f"document/{SEPARATOR.join(contexts)}", 0)
+
+
+def contexts_of(about: str) -> tuple[str, ...]:
+    """Return the contexts that are read as one text of this name."""
+    return tuple(about.split(SEPARATOR))
+
+
+def with_title(titles: Mapping[str, str], about: str, text: str) -> str:
+    """Return a prompt's text, after the title of what it is about, if any: "ada novak: ..."."""
+    return f"{titles[about]}: {text}" if about in titles else text
+
+
+def interleave(rows: Sequence[Sequence[Turn]]) -> list[Turn]:
+    """Return items column by column; rows may end early: [[a, b], [c]] -> [a, c, b]."""
+    longest = max((len(r) for r in rows), default=0)
+    return [r[i] for i in range(longest) for r in rows if i < len(r)]
+
+
+ENVIRONMENTS = ("environment", "reward")  # the roles whose work is the task's own, not a model's
+
+
+@dataclass(frozen=True)
+class WorkTime:
+    """Hold seconds of a step: those in which a model computed, and those in which only an
+    environment or a reward worked."""
+
+    model: float = 0.0
+    environment: float = 0.0
+
+
+def work_time(pools: Mapping[str, deque[Span]], begin: float, end: float) -> WorkTime:
+    """Return what worked from `begin` to `end`, from the spans of each role's pool, which are in
+    the order of their ends."""
+    models: list[Span] = []
+    environments: list[Span] = []
+    for role, spans in pools.items():
+        within = environments if role in ENVIRONMENTS else models
+        for first, last in reversed(spans):
+            if last <= begin:
+                break
+            if first < end:
+                within.append((max(first, begin), min(last, end)))
+    model = busy(models)
+    return WorkTime(model, busy(models + environments) - model)
+
+
+def busy(spans: Iterable[Span]) -> float:
+    """Return the seconds that at least one of the spans covers."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total

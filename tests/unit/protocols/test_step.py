@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.train_batch import (
+from cartridge_forge.protocols.step import (
     HintedTurn,
     PolicySample,
     PrecomputedScores,
     PreferencePair,
+    Sample,
+    Sampling,
     completions,
     hinted,
 )
-from cartridge_forge.protocols.types import Sample, Sampling
 
 EPISODE = PolicySample(
     Sample(

@@ -1,0 +1,86 @@
+"""Run the frozen model as the document teacher: it scores the tokens that the student sampled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from monarch.actor import endpoint
+
+from cartridge_forge.actors.base import ModelSource, RankPlace
+from cartridge_forge.actors.model import ModelActor
+from cartridge_forge.learning.batch import context_of
+from cartridge_forge.learning.model.loading import (
+    claim_device,
+)
+from cartridge_forge.learning.model.parallel import divide_base
+from cartridge_forge.learning.ranks import engine_errors, join
+from cartridge_forge.learning.teacher import (
+    contexts_of,
+    host_spill,
+    own_document_kv,
+    score_kept,
+)
+from cartridge_forge.protocols.step import (
+    Sample,
+    ScoreOutput,
+    unique_key,
+)
+
+
+class DocTeacherActor(ModelActor):
+    """Score the sampled tokens of a call in one pass, samples of one document over one prefix. A
+    document's KV is computed once and reused (bounded LRU, then host memory).
+
+    Several ranks divide the base and each document's KV. All get the same calls and compute the
+    same scores; rank 0 puts them into the plane, and the replies of the others are ignored.
+    """
+
+    def __init__(
+        self,
+        base: ModelSource,
+        row_tokens: int,
+        keep_top: int | None,
+        keep_sampled: bool = False,
+        silent_s: float = 60.0,
+    ) -> None:
+        """Send `keep_top` entries a token, or all logits for None. With `keep_sampled` also send
+        the sampled token's own log-probability. A rank waits at most `silent_s` for another."""
+        place = RankPlace.here()
+        device = claim_device(base.device, place.rank)
+        whole = device if place.world == 1 else "cpu"  # divided before it moves to the device
+        super().__init__(base, partial(base.load, whole))
+        self._ranks = join(
+            place.rank, place.world, place.rendezvous, device=device.type, timeout_s=silent_s,
+            tensor=place.world,
+        )  # fmt: skip
+        divide_base(self._model, self._ranks)
+        self._model.to(device)
+        self._ranks.gather({})
+        if self._ranks.leads:
+            place.left()
+        self._row_tokens = row_tokens
+        self._keep_top, self._keep_sampled = keep_top, keep_sampled
+        self._documents = base.document_cache(
+            partial(own_document_kv, self._model),
+            host_spill(self._model.device, base.host_kv_bytes),
+        )
+
+    @endpoint
+    async def score(self, stem: str, samples: Sequence[Sample]) -> ScoreOutput:
+        """Put the teacher's distributions over every response token under a key of this stem."""
+        begun, before = time.perf_counter(), self._documents.counts
+        with engine_errors(), self._ranks.abreast():
+            prefixes = contexts_of(samples, self._documents)
+            tensors = score_kept(
+                self._model, samples, prefixes, self._row_tokens, self._keep_top,
+                keep_sampled=self._keep_sampled, prefix=context_of,
+            )  # fmt: skip
+        seconds = time.perf_counter() - begun
+        self._freed.give_back()
+        if not self._ranks.leads:
+            return ScoreOutput(seconds)
+        packet = await self._plane.put(unique_key(stem), tensors)
+        looked_up = self._documents.counts.since(before)
+        return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), looked_up)
