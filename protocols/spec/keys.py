@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.secrets import MARK, looks_secret
+from cartridge_forge.protocols.spec.base import PathRule
 from cartridge_forge.protocols.spec.experiments import EvalSpec, SweepSpec
 from cartridge_forge.protocols.spec.hosts import DeploymentSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
@@ -196,6 +197,18 @@ def _names_secret(field: FieldInfo) -> bool:
 
 def _is_marked(annotation: Any) -> bool:
     return any(part is MARK or _is_marked(part) for part in typing.get_args(annotation))
+
+
+def path_rule(field: FieldInfo) -> PathRule | None:
+    """Return the rule of a key that is a path, or a list or mapping of them; None for others."""
+    return next(_path_rules(field.annotation, *field.metadata), None)
+
+
+def _path_rules(*parts: Any) -> Iterator[PathRule]:
+    for part in parts:
+        if isinstance(part, PathRule):
+            yield part
+        yield from _path_rules(*typing.get_args(part))
 
 
 def near_keys(name: str, keys: typing.Sequence[SpecKey]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cartridge_forge.protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.spec.base import LocalPath, SpecSection, broken
 from cartridge_forge.protocols.spec.hosts import HostsSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.services import (
@@ -114,7 +114,9 @@ class MeshSpec(SpecSection):
         max_length=LONGEST_NAME,
         description="names the run directory: lower-case letters, digits and _",
     )
-    config: str = Field(min_length=1, description="the learning config, relative to the mesh file")
+    config: LocalPath = Field(
+        min_length=1, description="the learning config, relative to the mesh file"
+    )
     hosts: HostsSpec = Field(
         default=HostsSpec(), description="where the roles run; a bare word is a kind"
     )

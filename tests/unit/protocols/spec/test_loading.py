@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -360,6 +361,92 @@ def test_local_paths_start_where_they_were_written(house: Path) -> None:
     spec = load_spec(M, sets=("data.path=https://x.org/b.json", "model.path=org/model-3B")).spec
     assert spec.learn.data.path == "https://x.org/b.json"
     assert spec.learn.model.path == "org/model-3B"  # no such directory: a hub id
+
+
+# (file, keys as they are written, the key -> its value in the resolved spec; {} is the test's
+# folder, and each file is in a folder of its own below it).
+LOCAL_KEYS = [
+    (M, ["hosts={kind: kubernetes, tls: pem}"], {"mesh.hosts.tls": "{}/pem"}),
+    (M, ["control.tls_ca=a.crt", "control.tls_cert=b.crt", "control.tls_key=~/k"],
+     {"mesh.control.tls_ca": "{}/a.crt", "mesh.control.tls_cert": "{}/b.crt",
+      "mesh.control.tls_key": "{HOME}/k"}),
+    (M, ["telemetry={metrics: '0.0.0.0:9100', tls: ../pem}"], {"mesh.telemetry.tls": "{..}/pem"}),
+    (C, ["data={source: documents, path: a, questions: q.json}", "self_study={}"],
+     {"learn.data.questions": "{}/q.json"}),
+    (C, ["data={source: documents, path: [a, ../b/*.md, /c]}", "self_study={}"],
+     {"learn.data.path": "{}/a:{..}/b/*.md:/c", "learn.data.rows.folder": "."}),
+    (C, ["data={source: documents, path: a}", "self_study={rows: rows.jsonl}"],
+     {"learn.self_study.rows": "{}/rows.jsonl"}),
+    (C, ["data={source: jsonl, path: a:b, rows: {documents: d, held_out: h}}"],
+     {"learn.data.path": "{}/a:{}/b", "learn.data.rows.documents": "{}/d",
+      "learn.data.rows.held_out": "{}/h", "learn.data.rows.folder": "."}),
+    (C, ["data={source: parquet, path: a, rows: {held_out: h}}"],
+     {"learn.data.rows.held_out": "{}/h"}),
+    (C, ["data={source: hub, path: a/b, rows: {documents: d, held_out: test}}"],
+     {"learn.data.path": "a/b", "learn.data.rows.documents": "{}/d",
+      "learn.data.rows.held_out": "test", "learn.data.rows.folder": "."}),
+    (C, ["data={source: python, path: 'p:f', rows: {documents: d, held_out: 'p:g', folder: m}}"],
+     {"learn.data.path": "p:f", "learn.data.rows.documents": "{}/d",
+      "learn.data.rows.held_out": "p:g", "learn.data.rows.folder": "{}/m"}),
+    (C, ["cartridge.init={from: {a: ./x, b: 'run:../r', c: NAME@1}, library: l}"],
+     {"learn.cartridge.init.source": {"a": "{}/x", "b": "run:{..}/r", "c": "NAME@1"},
+      "learn.cartridge.init.library": "{}/l"}),
+    (C, ["data={source: environment}", "objective={w_doc: 0, w_rl: 1}",
+         "evaluate.arms=[on_policy]",
+         "episodes={tasks: 2, max_context: 99, "
+         "environment: {kind: python, factory: 'p:E', folder: e, document: d.md}}"],
+     {"learn.episodes.environment.folder": "{}/e", "learn.episodes.environment.document":
+      "{}/d.md"}),
+    (C, ["data={source: environment, patients: 2}", "objective={w_doc: 0, w_rl: 1}",
+         "evaluate.arms=[on_policy]",
+         "episodes={tasks: 2, max_context: 99, "
+         "environments: [{kind: python, name: a, factory: 'p:E', folder: ../e}, "
+         "{kind: openenv, url: 'http://127.0.0.1:8000', document: d.md}]}"],
+     {"learn.episodes.environments.0.folder": "{..}/e",
+      "learn.episodes.environments.1.folder": None,
+      "learn.episodes.environments.1.document": "{}/d.md"}),
+    (C, ["data={source: jsonl, path: a}", "objective={w_doc: 0, w_rl: 1}",
+         "evaluate.arms=[on_policy]",
+         "episodes={tasks: 2, max_context: 99}",
+         "reward=[{python: 'p:f', folder: r}, {verifier: exact}]"],
+     {"learn.reward.0.folder": "{}/r", "learn.reward.1.folder": "{}"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "keys", "resolved"), LOCAL_KEYS, ids=lambda v: str(v)[:60])
+def test_every_path_starts_beside_the_file_that_names_it(
+    house: Path,
+    file: str,
+    keys: list[str],
+    resolved: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(house / "home"))
+    text = parse_value((house / file).read_text(), file)
+    for key in keys:
+        name, _, value = key.partition("=")
+        *sections, leaf = name.split(".")
+        section = text
+        for section_name in sections:
+            section = section.setdefault(section_name, {})
+        section[leaf] = parse_value(value, "")
+    (house / file).write_text(dump_yaml(text))
+    folder = house / Path(file).parent
+
+    def written(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: written(v) for name, v in value.items()}
+        named = {"{}": folder, "{..}": house, "{HOME}": house / "home"}
+        for mark, path in named.items():
+            value = value and value.replace(mark, str(path))
+        return value
+
+    spec = load_spec(M).spec
+    for key, expected in resolved.items():
+        value: Any = spec
+        for part in key.split("."):
+            value = value[int(part)] if part.isdigit() else getattr(value, part)
+        assert value == written(expected), key
 
 
 def test_clinic_settings_do_not_stand_in_the_way_of_a_file(house: Path) -> None:
