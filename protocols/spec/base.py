@@ -1,4 +1,4 @@
-"""Define the base of every spec section, its rule errors, its list types and its paths.
+"""Define the base of every spec section, its rule errors, and its lists, paths and names.
 
 A rule between two keys of a section is a validator of the later key, which sees those before it. A
 broken rule states the requirement and the remedy; `protocols.spec.loading` adds the given value and
@@ -7,7 +7,7 @@ its location.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import ge, gt, le, lt
 from typing import Annotated, Any, Literal
@@ -86,3 +86,28 @@ class PathRule:
 
 
 LocalPath = Annotated[str, PathRule()]  # relative to the file that names it
+
+
+@dataclass(frozen=True, eq=False)
+class KnownNames:
+    """Mark a mapping of sections of one kind as one whose names are known. `shipped` has the
+    meaning of each, `foreign` returns those of other packages' plug-ins, and `word` stands for a
+    name in lists of keys: `roles.ROLE.threads`."""
+
+    word: str
+    shipped: Mapping[str, str]
+    foreign: Callable[[], Collection[str]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shipped or name in self.foreign()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (*self.shipped, *self.foreign())
+
+
+UNKNOWN_NAME = "unknown_name"
+
+
+def unknown_name() -> PydanticCustomError:
+    """Return the error of a name that is none of `KnownNames`."""
+    return PydanticCustomError(UNKNOWN_NAME, "is not known")

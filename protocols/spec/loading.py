@@ -37,6 +37,7 @@ from cartridge_forge.protocols.spec.keys import (
     MESH_FILE,
     SERVER_FILE,
     is_known,
+    known_at,
     may_hold_secret,
     named_mesh,
     path_rule,
@@ -124,7 +125,7 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
         if override.key[0] in SERVE_KEYS:
             _override(document, override, faults)
         else:
-            faults.append(unknown_key(override.key[:1], ServeSpec, override.place))
+            faults.append(unknown_key(override.key[:1], known_at(ServeSpec, ()), override.place))
     spec = _checked(ServeSpec, document, faults)
     if faults or spec is None:
         raise combined(faults)

@@ -80,6 +80,20 @@ BAD_FILES = [
      f"unknown key replica at {M}:8 (roles.generator.replica); did you mean replicas? "
      "known here: replicas, procs, threads, gpus, router, attempts, max_ongoing, restarts, "
      "autoscale"),
+    (M, "  generator:\n", "  generater:\n",
+     f"unknown key generater at {M}:7 (roles.generater); did you mean generator? "
+     "known here: generator, doc_teacher, sdpo_teacher, environment, reward, teacher_replay, "
+     "rsa_aggregator, trainer"),
+    (M, "  generator:\n    replicas: 2\n    threads: 1", "  store: 3",  # a part of every mesh
+     f"unknown key store at {M}:7 (roles.store); did you mean records.store? "
+     "known here: generator, doc_teacher, sdpo_teacher, environment, reward, teacher_replay, "
+     "rsa_aggregator, trainer"),
+    (M, "  generator:\n    replicas: 2\n    threads: 1", "  trainer: 3",
+     f"trainer must be a mapping of keys: got 3 at {M}:7 (roles.trainer); it may hold replicas, "
+     "procs, threads, gpus, router, attempts, max_ongoing, restarts, autoscale"),
+    (M, "replicas: 2", "replicas: 2\n    autoscale: {min: 3, max: 4}",
+     f"autoscale must hold replicas (2) between its min and max: got a mapping at {M}:9 "
+     "(roles.generator.autoscale); change one of the three"),
     (M, "plane: torchstore", "plane: sharedmemory",
      f"plane must be one of torchstore, shared_memory, auto: got 'sharedmemory' at {M}:5 (plane); "
      "did you mean shared_memory?"),
@@ -424,12 +438,12 @@ def test_every_path_starts_beside_the_file_that_names_it(
     monkeypatch.setenv("HOME", str(house / "home"))
     text = parse_value((house / file).read_text(), file)
     for key in keys:
-        name, _, value = key.partition("=")
+        name, _, given = key.partition("=")
         *sections, leaf = name.split(".")
         section = text
         for section_name in sections:
             section = section.setdefault(section_name, {})
-        section[leaf] = parse_value(value, "")
+        section[leaf] = parse_value(given, "")
     (house / file).write_text(dump_yaml(text))
     folder = house / Path(file).parent
 
