@@ -120,7 +120,10 @@ class SpecKey:
     def type(self) -> str:
         """Return the type with its bounds: `a number, > 0`."""
         bounds = [text for part in self.field.metadata for text in _bounds(part)]
-        return ", ".join([type_text(self.field.annotation), *bounds])
+        text = type_text(self.field.annotation)
+        if path_rule(self.field) == PathRule():  # nothing else may stand there
+            text = text.replace("text", "a path")
+        return ", ".join([text, *bounds])
 
     @property
     def default(self) -> str:

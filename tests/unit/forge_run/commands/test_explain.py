@@ -35,6 +35,8 @@ def test_a_key_has_type_bounds_default_meaning_and_file() -> None:
         ("train.recompute_layers", "true or false", "false"),
         ("roles.trainer.threads", "a whole number, >= 1", "1"),
         ("http.listen", "text", None),
+        ("http.audit", "a path or null, not empty", "null"),
+        ("model.path", "text, not empty", None),  # or a name, or a hub id
     ],
 )
 def test_types_and_defaults_in_words(key: str, type_: str | None, default: str | None) -> None:
