@@ -106,7 +106,7 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
         elif role.gpus and spec.mesh.hosts.kind == "local" and not gpus_here():
             remedy = "use 0, or install a torch built for CUDA and check nvidia-smi"
             yield gpus, role.gpus, NO_GPU, remedy
-    replicas = spec.mesh.roles.teacher_replay.replicas
+    replicas = spec.mesh.roles["teacher_replay"].replicas
     if shares_no_ledger(spec):
         yield "roles.teacher_replay.replicas", replicas, NO_LEDGER, "use 1, and more max_ongoing"
     yield from vllm_faults(generator.backend)
@@ -116,7 +116,7 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
 
 def _trainer_faults(spec: RunSpec) -> Iterator[Fault]:
     """Yield a fault for each key that trainers with cartridges of their own cannot run with."""
-    role, learn = spec.mesh.roles.trainer, spec.learn
+    role, learn = spec.mesh.roles["trainer"], spec.learn
     if role.autoscale is not None:
         why = "cannot run, the cartridges of a run are divided once"
         yield "roles.trainer.autoscale", role.autoscale, why, "use null"

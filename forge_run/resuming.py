@@ -3,6 +3,7 @@ its pools."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from cartridge_forge.protocols.errors import CheckpointError
 from cartridge_forge.protocols.files import salvage
 from cartridge_forge.protocols.spec.loading import load_resolved
-from cartridge_forge.protocols.spec.mesh import RolesSpec, RunSpec
+from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.services.pool.sizes import PoolSize, resumed_sizes
 from cartridge_forge.services.run_directory import RunDirectory
@@ -19,8 +20,9 @@ UNFINISHED = "unfinished"  # `resume` value for the latest run, unless it finish
 MAY_CHANGE = (  # on resuming
     "mesh.hosts", "mesh.records.store", "mesh.roles.trainer.procs", "learn.train.shard_base",
     "learn.train.tensor_parallel", "mesh.roles.doc_teacher.procs", "learn.teacher.tensor_parallel",
-    *(f"mesh.roles.{role}.replicas" for role in RolesSpec.model_fields),
 )  # fmt: skip
+
+POOL_SIZE = r"mesh\.roles\.\w+\.replicas"  # may change too
 
 
 def open_directory(
@@ -72,7 +74,11 @@ def _unfinished(spec: RunSpec, root: Path, tell: Callable[[str], None]) -> str |
 
 def _changed(directory: RunDirectory, spec: RunSpec) -> list[str]:
     before = load_resolved(directory.spec).as_dict()
-    return [k for k in differences(before, spec.as_dict()) if not k.startswith(MAY_CHANGE)]
+    return [k for k in differences(before, spec.as_dict()) if not _may_change(k)]
+
+
+def _may_change(key: str) -> bool:
+    return key.startswith(MAY_CHANGE) or re.fullmatch(POOL_SIZE, key) is not None
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:

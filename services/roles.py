@@ -79,7 +79,7 @@ def role_arguments(
         assert learn.episodes is not None
         # As many moves at once as training itself makes; an evaluation has more episodes.
         step = learn.episodes.tasks * learn.episodes.group
-        at_once = -(-step * (learn.train.staleness + 1) // spec.mesh.roles.environment.replicas)
+        at_once = -(-step * (learn.train.staleness + 1) // spec.mesh.roles["environment"].replicas)
         return (learn.episodes.played, learn.episodes.max_turns, at_once)
     if name == "reward":
         return (learn.reward, spec.mesh.call_timeout_s)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.formatting import TableSection, facts
-from cartridge_forge.protocols.spec.keys import FILES, SpecKey, keys_of, near_keys, spec_keys
+from cartridge_forge.protocols.spec.keys import FILES, SpecFile, SpecKey, near_keys, spec_keys
 
 HEADS = ("key", "type", "default", "meaning")
 
@@ -12,7 +15,7 @@ HEADS = ("key", "type", "default", "meaning")
 def command(*, key: str) -> tuple[TableSection, ...]:
     """Return the entry of a key, such as `train.lr`; of a section with a row for each of its keys;
     of a last name alone, all keys of that name. Raises SpecError for an unknown key."""
-    every = [known for file in FILES for known in spec_keys(file)]
+    every = [known for file in FILES for known in _written(file)]
     found = [known for known in every if known.key == key]
     found = found or [known for known in every if known.key.endswith(f".{key}")]
     if not found:
@@ -21,6 +24,13 @@ def command(*, key: str) -> tuple[TableSection, ...]:
         sections = ", ".join(dict.fromkeys(k.key for k in every if "." not in k.key))
         raise SpecError(f"there is no key {key}; {hint if near else hint + sections}")
     return tuple(section for known in found for section in _entry(known))
+
+
+def _written(file: SpecFile) -> Iterator[SpecKey]:
+    """Yield every key as a file has it: `roles.trainer.threads`."""
+    for known in spec_keys(file):
+        for key in known.written:
+            yield replace(known, key=key, names=None)
 
 
 def _entry(known: SpecKey) -> list[TableSection]:
@@ -33,8 +43,7 @@ def _entry(known: SpecKey) -> list[TableSection]:
     ]
     if known.section is None:
         return [facts(known.key, about)]
-    names = {f"{known.key}.{name}" for name, _ in keys_of(known.section)}
-    below = [k for k in spec_keys(known.file) if k.key in names]
+    below = [k for k in _written(known.file) if k.key.rpartition(".")[0] == known.key]
     rows = tuple((k.key, k.type, k.default, _meaning(k)) for k in below)
     return [facts(known.key, about), TableSection("its keys", HEADS, rows)]
 

@@ -110,7 +110,7 @@ async def _sampler(spec: RunSpec) -> AsyncIterator[Sampler]:
         learn.model.path,
         backend=learn.generator.backend,
         dtype=learn.model.dtype,
-        threads=spec.mesh.roles.generator.threads,
+        threads=spec.mesh.roles["generator"].threads,
         kv_gib=learn.generator.kv_gib,
     ) as local:
         yield local

@@ -116,7 +116,7 @@ def sweep(
 
 def at_once(plan: Sequence[Trial], cores: int) -> int:
     """Return the number of runs side by side: cores over the most threads of any role."""
-    threads = max(role.threads for t in plan for _, role in t.spec.mesh.roles if role is not None)
+    threads = max(role.threads for t in plan for role in t.spec.mesh.roles.values())
     return max(1, cores // threads)
 
 

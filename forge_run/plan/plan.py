@@ -180,7 +180,7 @@ def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
             "with gradient and Adam in float32",
         ),
     ]
-    rows += _document_rows(learn, per_token, spilling=bool(spec.mesh.roles.doc_teacher.gpus))
+    rows += _document_rows(learn, per_token, spilling=bool(spec.mesh.roles["doc_teacher"].gpus))
     return facts("memory", rows)
 
 
@@ -320,7 +320,7 @@ def _undivided(spec: RunSpec) -> RunSpec:
         name: role.model_copy(update={"replicas": 1, "procs": 1, "autoscale": None})
         for name, role in spec.roles
     }
-    roles = spec.mesh.roles.model_copy(update=alone)
+    roles = spec.mesh.roles | alone
     return spec.model_copy(update={"mesh": spec.mesh.model_copy(update={"roles": roles})})
 
 
@@ -378,11 +378,11 @@ def step_phases(
     ranks = spec.trainer.procs // tensor_parallel(learn, "trainer")
     moved = tuple(moved_phases(spec, ModelSize(shape, base.value_bytes)))
     return (
-        pair(roofline.rollout, "generator", roles.generator.replicas),
-        pair(roofline.teacher_cached, "doc_teacher", roles.doc_teacher.replicas),
+        pair(roofline.rollout, "generator", roles["generator"].replicas),
+        pair(roofline.teacher_cached, "doc_teacher", roles["doc_teacher"].replicas),
         pair(roofline.student, "trainer", max(1, ranks)),
         *((one, one) for one in moved),
-        pair(roofline.teacher_reading, "doc_teacher", roles.doc_teacher.replicas),
+        pair(roofline.teacher_reading, "doc_teacher", roles["doc_teacher"].replicas),
     )
 
 

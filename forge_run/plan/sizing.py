@@ -102,7 +102,7 @@ def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
     arms = "offline" in learn.evaluate.arms
     hinted: tuple[tuple[str, str], ...] = ()
     if learn.objective.hinted_decay is not None:
-        teachers_of_hints = getattr(spec.mesh.roles, HINTED_TEACHER).replicas
+        teachers_of_hints = spec.mesh.roles[HINTED_TEACHER].replicas
         hinted = (
             ("published for hints", f"{bytes_text(version)} put once, got by {teachers_of_hints}: "
              f"{bytes_text(version * (1 + teachers_of_hints))}"),

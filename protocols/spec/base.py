@@ -1,4 +1,4 @@
-"""Define the base of every spec section, its rule errors and its list types.
+"""Define the base of every spec section, its rule errors, and its lists, paths and names.
 
 A rule between two keys of a section is a validator of the later key, which sees those before it. A
 broken rule states the requirement and the remedy; `protocols.spec.loading` adds the given value and
@@ -7,9 +7,10 @@ its location.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import ge, gt, le, lt
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -67,3 +68,46 @@ def bounded(key: str, sign: Literal["<", "<=", ">", ">="], other: str, remedy: s
 
 
 AsTuple = BeforeValidator(_list_to_tuple)
+
+Absolute = Callable[[str], str]  # a path, as written -> absolute, beside the file that names it
+
+
+def _beside_its_file(path: str, sections: Sequence[BaseModel], absolute: Absolute) -> str:
+    return absolute(path)
+
+
+@dataclass(frozen=True)
+class PathRule:
+    """Mark a key as a path. `local(text, sections, absolute)` returns it as a resolved spec has it:
+    `sections` are those around the key, the root first. A key that may hold another thing as well
+    (a hub id, a URL, a name) has a rule of its own, which leaves such a text as it is."""
+
+    local: Callable[[str, Sequence[BaseModel], Absolute], str] = _beside_its_file
+
+
+LocalPath = Annotated[str, PathRule()]  # relative to the file that names it
+
+
+@dataclass(frozen=True, eq=False)
+class KnownNames:
+    """Mark a mapping of sections of one kind as one whose names are known. `shipped` has the
+    meaning of each, `foreign` returns those of other packages' plug-ins, and `word` stands for a
+    name in lists of keys: `roles.ROLE.threads`."""
+
+    word: str
+    shipped: Mapping[str, str]
+    foreign: Callable[[], Collection[str]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shipped or name in self.foreign()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (*self.shipped, *self.foreign())
+
+
+UNKNOWN_NAME = "unknown_name"
+
+
+def unknown_name() -> PydanticCustomError:
+    """Return the error of a name that is none of `KnownNames`."""
+    return PydanticCustomError(UNKNOWN_NAME, "is not known")

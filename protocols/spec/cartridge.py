@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -17,10 +16,15 @@ from pydantic import (
     field_validator,
 )
 
-from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, bounded, broken
-
-if TYPE_CHECKING:
-    from cartridge_forge.protocols.spec.yaml_source import Key
+from cartridge_forge.protocols.spec.base import (
+    Absolute,
+    AsTuple,
+    LocalPath,
+    PathRule,
+    SpecSection,
+    bounded,
+    broken,
+)
 
 Init = Literal[
     "first_tokens", "random_text", "random_vectors", "sampled_chunks", "attention_matching"
@@ -40,19 +44,33 @@ def _one_or_named(value: Any) -> Any:
     return value
 
 
+def _local_start(text: str, sections: Sequence[object], absolute: Absolute) -> str:
+    """Return a path absolute and without links: a run that starts from `latest` becomes the latest
+    itself. A name of a library stays as it is."""
+    prefix = RUN_PREFIX if text.startswith(RUN_PREFIX) else ""
+    rest = text.removeprefix(prefix)
+    whole = absolute(rest)
+    named = not prefix and os.sep not in rest and not rest.startswith((".", "~"))
+    if named and not os.path.exists(whole):
+        return text
+    return f"{prefix}{os.path.realpath(whole)}"
+
+
 class StartSpec(SpecSection):
     """Configure trained cartridges to start from: `cartridge.init: {from: ...}`."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
-    source: Annotated[str | dict[str, str] | None, BeforeValidator(_one_or_named)] = Field(
+    source: Annotated[
+        str | dict[str, str] | None, BeforeValidator(_one_or_named), PathRule(_local_start)
+    ] = Field(
         default=None,
         alias="from",
         description="a cartridge of any format, for all; a run (run:DIR, run:DIR/ARM) or a "
         "library's directory, by name; NAME@VERSION of `library`; or {name: one of these}; null: "
         "the run of --continue",
     )
-    library: str | None = Field(
+    library: LocalPath | None = Field(
         default=None, min_length=1, description="directory of the library that `from` may name"
     )
     otherwise: Init | None = Field(
@@ -66,28 +84,6 @@ class StartSpec(SpecSection):
     cut: bool = Field(
         default=False, description="keep the first cartridge.tokens of a cartridge that has more"
     )
-
-    def local(self, absolute: Callable[[Key, str], Path]) -> StartSpec:
-        """Return the section with its paths absolute, by `absolute(key below init, path)`, and
-        without links: a run that starts from `latest` becomes the latest itself. Names of a library
-        stay as they are."""
-
-        def path(text: str, *key: str) -> str:
-            prefix = RUN_PREFIX if text.startswith(RUN_PREFIX) else ""
-            rest = text.removeprefix(prefix)
-            whole = absolute(key, rest)
-            named = not prefix and os.sep not in rest and not rest.startswith((".", "~"))
-            if named and not whole.exists():
-                return text
-            return f"{prefix}{os.path.realpath(whole)}"
-
-        source = self.source
-        if isinstance(source, dict):
-            source = {name: path(text, "from", name) for name, text in source.items()}
-        elif source is not None:
-            source = path(source, "from")
-        library = self.library and str(absolute(("library",), self.library))
-        return self.model_copy(update={"source": source, "library": library})
 
 
 # Tags of a union are no keys: `protocols.spec.errors` leaves out what begins with this mark.

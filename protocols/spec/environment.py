@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cartridge_forge.protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.spec.base import LocalPath, SpecSection, broken
 from cartridge_forge.protocols.spec.teacher_replay import open_url
 
 EnvironmentKind = Literal["desk", "openenv", "verifiers", "python"]
@@ -65,7 +65,7 @@ class EnvironmentSpec(SpecSection):
         description="the class of kind python, or a function that returns such an object, as "
         "package.module:Name",
     )
-    folder: str | None = Field(
+    folder: LocalPath | None = Field(
         default=None,
         min_length=1,
         validate_default=True,
@@ -79,7 +79,7 @@ class EnvironmentSpec(SpecSection):
     reset: dict[str, Any] = Field(
         default={}, description="keyword arguments of every reset, besides the seed"
     )
-    document: str | None = Field(
+    document: LocalPath | None = Field(
         default=None,
         min_length=1,
         description="a file of the text that the cartridge stands for, such as the rules; relative "

@@ -17,12 +17,13 @@ from pydantic_core import ErrorDetails
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.kubernetes_names import PATTERN_RULES
 from cartridge_forge.protocols.secrets import HIDDEN
+from cartridge_forge.protocols.spec.base import UNKNOWN_NAME
 from cartridge_forge.protocols.spec.cartridge import TAG
 from cartridge_forge.protocols.spec.keys import (
     CONFIG_FILE,
     MESH_FILE,
     SpecKey,
-    keys_of,
+    known_at,
     may_hold_secret,
     near_keys,
     section_at,
@@ -63,7 +64,13 @@ def faults_of(
     error: ValidationError, model: type[BaseModel], places: Mapping[Key, SourceLocation]
 ) -> list[SpecProblem]:
     """Return every problem of a failed validation of `model`; `places` must hold `()`."""
-    return [_fault_of(e, model, places) for e in error.errors(include_url=False)]
+    errors = error.errors(include_url=False)
+    unknown = [e["loc"][:-1] for e in errors if e["type"] == UNKNOWN_NAME]
+    return [
+        _fault_of(e, model, places)
+        for e in errors
+        if e["type"] == UNKNOWN_NAME or not any(e["loc"][: len(key)] == key for key in unknown)
+    ]
 
 
 def place_of(key: Key, places: Mapping[Key, SourceLocation]) -> SourceLocation:
@@ -78,9 +85,9 @@ def dotted(key: Key) -> str:
     return "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in key).lstrip(".")
 
 
-def unknown_key(key: Key, model: type[BaseModel], place: SourceLocation) -> SpecProblem:
-    """Return the problem of a key that the section `model` does not have."""
-    known, leaf = [name for name, _ in keys_of(model)], str(key[-1])
+def unknown_key(key: Key, known: Sequence[str], place: SourceLocation) -> SpecProblem:
+    """Return the problem of a key that is none of those `known` there."""
+    leaf = str(key[-1])
     near = difflib.get_close_matches(leaf, known, 1) or near_keys(leaf, _run_keys())
     hint = f"did you mean {near[0]}? " if near else ""
     return SpecProblem(
@@ -102,16 +109,16 @@ def _fault_of(
 ) -> SpecProblem:
     key: Key = tuple(part for part in error["loc"] if not str(part).startswith(TAG))
     context: dict[str, Any] = error.get("ctx", {})
-    kind, got = error["type"], HIDDEN if may_hold_secret(model, key) else error["input"]
+    kind = error["type"]
+    key = key[:-1] if kind == UNKNOWN_NAME else key  # pydantic adds that the key is meant
+    got = HIDDEN if may_hold_secret(model, key) else error["input"]
     if kind == "rule":
         key = tuple(context["key"].split(".")) if "key" in context else key
         got = context.get("got", got)
         return fault(context["rule"], got, place_of(key, places), key, context["remedy"])
     place = place_of(key, places)
-    if kind == "extra_forbidden":
-        section = section_at(model, key[:-1])
-        assert section is not None, key
-        return unknown_key(key, section, place)
+    if kind in ("extra_forbidden", UNKNOWN_NAME):
+        return unknown_key(key, known_at(model, key[:-1]), place)
     if kind == "missing":
         leaf, parent = str(key[-1]), section_at(model, key[:-1])
         assert parent is not None, key
@@ -119,7 +126,7 @@ def _fault_of(
         return SpecProblem(
             place, f"{leaf} must be given: missing at {place} ({dotted(key)}); add {leaf}: ({what})"
         )
-    rule, remedy = _rule_of(kind, context, section_at(model, key), got, error["msg"])
+    rule, remedy = _rule_of(kind, context, known_at(model, key), got, error["msg"])
     return fault(rule, got, place, key, remedy)
 
 
@@ -141,7 +148,7 @@ _RULES = {  # pydantic's error kinds -> (rule, remedy); {} is the bound that its
 
 
 def _rule_of(
-    kind: str, context: Mapping[str, Any], section: type[BaseModel] | None, got: Any, message: str
+    kind: str, context: Mapping[str, Any], known: Sequence[str], got: Any, message: str
 ) -> tuple[str, str]:
     """Return (rule, remedy) of one of pydantic's errors."""
     if kind in _RULES:
@@ -151,11 +158,8 @@ def _rule_of(
     if kind == "multiple_of":
         step = context["multiple_of"]
         return f"must be a multiple of {step}", f"round it to {step}, {2 * step}, ..."
-    if kind == "model_type" and section is not None:
-        return (
-            "must be a mapping of keys",
-            f"it may hold {', '.join(k for k, _ in keys_of(section))}",
-        )
+    if kind in ("model_type", "dict_type") and known:
+        return "must be a mapping of keys", f"it may hold {', '.join(known)}"
     if kind == "string_pattern_mismatch" and context["pattern"] in PATTERN_RULES:
         return PATTERN_RULES[context["pattern"]]
     if kind == "string_too_long":

@@ -29,7 +29,7 @@ from cartridge_forge.protocols.kubernetes_names import (
     SUBDOMAIN,
     SUBDOMAIN_LENGTH,
 )
-from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, broken
+from cartridge_forge.protocols.spec.base import AsTuple, LocalPath, SpecSection, broken
 
 ObjectName = Annotated[str, Field(pattern=SUBDOMAIN, max_length=SUBDOMAIN_LENGTH)]
 QueueName = Annotated[str, Field(pattern=SUBDOMAIN, max_length=LABEL_LENGTH)]  # a label's value too
@@ -105,7 +105,7 @@ class HostsSpec(SpecSection):
         default=(),
         description="tls://host:port of every host, with kind addresses; tcp:// for plain TCP",
     )
-    tls: str | None = Field(
+    tls: LocalPath | None = Field(
         default=None,
         description="directory with this host's ca.crt, tls.crt and tls.key, for mutual TLS with "
         "the workers; null: plain TCP, which is for loopback",

@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.secrets import MARK, looks_secret
+from cartridge_forge.protocols.spec.base import KnownNames, PathRule
 from cartridge_forge.protocols.spec.experiments import EvalSpec, SweepSpec
 from cartridge_forge.protocols.spec.hosts import DeploymentSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
@@ -98,18 +99,31 @@ FILES = (MESH_FILE, CONFIG_FILE, SERVER_FILE, SWEEP_FILE, EVAL_FILE, DEPLOYMENT_
 
 @dataclass(frozen=True)
 class SpecKey:
-    """Hold one key of a spec file, such as `train.lr`; `section` is set for one with keys below."""
+    """Hold one key of a spec file, such as `train.lr`; `section` is set for one with keys below.
+    Below a mapping of known `names` it has their word: `roles.ROLE.threads`."""
 
     key: str
     file: SpecFile
     field: FieldInfo
     section: type[BaseModel] | None
+    names: KnownNames | None = None
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Return the key as files have it, with each of the shipped names."""
+        if self.names is None:
+            return (self.key,)
+        word = f".{self.names.word}."
+        return tuple(self.key.replace(word, f".{name}.") for name in self.names.shipped)
 
     @property
     def type(self) -> str:
         """Return the type with its bounds: `a number, > 0`."""
         bounds = [text for part in self.field.metadata for text in _bounds(part)]
-        return ", ".join([type_text(self.field.annotation), *bounds])
+        text = type_text(self.field.annotation)
+        if path_rule(self.field) == PathRule():  # nothing else may stand there
+            text = text.replace("text", "a path")
+        return ", ".join([text, *bounds])
 
     @property
     def default(self) -> str:
@@ -117,7 +131,8 @@ class SpecKey:
         if self.field.is_required():
             return "none: it must be given"
         value = self.field.get_default(call_default_factory=True, validated_data={})
-        return "those of its keys" if isinstance(value, BaseModel) else show(value)
+        of_keys = isinstance(value, BaseModel) or names_of(self.field) is not None
+        return "those of its keys" if of_keys else show(value)
 
 
 def spec_keys(file: SpecFile) -> Iterator[SpecKey]:
@@ -125,12 +140,25 @@ def spec_keys(file: SpecFile) -> Iterator[SpecKey]:
     yield from _below(file, file.root, "")
 
 
-def _below(file: SpecFile, model: type[BaseModel], prefix: str) -> Iterator[SpecKey]:
+def _below(
+    file: SpecFile, model: type[BaseModel], prefix: str, names: KnownNames | None = None
+) -> Iterator[SpecKey]:
     for name, field in keys_of(model):
         section = section_in(field.annotation)
-        yield SpecKey(prefix + name, file, field, section)
-        if section is not None:
-            yield from _below(file, section, f"{prefix}{name}.")
+        key = prefix + name
+        yield SpecKey(key, file, field, section, names)
+        if section is not None and (known := names_of(field)) is not None:
+            for entry, meaning in known.shipped.items():
+                about = FieldInfo(annotation=section, default=section(), description=meaning)
+                yield SpecKey(f"{key}.{entry}", file, about, section)
+            yield from _below(file, section, f"{key}.{known.word}.", known)
+        elif section is not None:
+            yield from _below(file, section, f"{key}.", names)
+
+
+def names_of(field: FieldInfo) -> KnownNames | None:
+    """Return the names that a key's mapping may have, where they are known."""
+    return next((part for part in field.metadata if isinstance(part, KnownNames)), None)
 
 
 def keys_of(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
@@ -155,6 +183,16 @@ def section_at(model: type[BaseModel], key: tuple[str | int, ...]) -> type[BaseM
     return section
 
 
+def known_at(model: type[BaseModel], key: tuple[str | int, ...]) -> list[str]:
+    """Return what a mapping at a key may hold: a section's keys or known names; else nothing."""
+    above = section_at(model, key[:-1]) if key else None
+    field = dict(keys_of(above)).get(str(key[-1])) if above else None
+    if field is not None and typing.get_origin(field.annotation) is dict:
+        return list(names_of(field) or ())
+    section = section_at(model, key)
+    return [name for name, _ in keys_of(section)] if section else []
+
+
 def may_hold_secret(model: type[BaseModel], key: tuple[str | int, ...]) -> bool:
     """Return whether what is written at a key may be a secret: the key, or the last one on its way
     that exists, names a secret or is of a section with such a key, or the word is a secret's."""
@@ -174,15 +212,18 @@ def _way(model: type[BaseModel], key: tuple[str | int, ...]) -> Iterator[FieldIn
     """Yield the field of each name in a key, None for an unknown one; not for an item of a list nor
     for a name in a mapping of sections, which are of the section that all of them are of."""
     section: type[BaseModel] | None = model
-    named = False
+    named, names = False, None
     for name in key:
         if named or isinstance(name, int):
+            if named and names is not None and name not in names:
+                yield None
             named = False
             continue
         field = dict(keys_of(section)).get(name) if section else None
         yield field
         section = section_in(field.annotation) if field else None
         named = field is not None and typing.get_origin(field.annotation) is dict
+        names = names_of(field) if field else None
 
 
 def _names_secret(field: FieldInfo) -> bool:
@@ -198,11 +239,23 @@ def _is_marked(annotation: Any) -> bool:
     return any(part is MARK or _is_marked(part) for part in typing.get_args(annotation))
 
 
+def path_rule(field: FieldInfo) -> PathRule | None:
+    """Return the rule of a key that is a path, or a list or mapping of them; None for others."""
+    return next(_path_rules(field.annotation, *field.metadata), None)
+
+
+def _path_rules(*parts: Any) -> Iterator[PathRule]:
+    for part in parts:
+        if isinstance(part, PathRule):
+            yield part
+        yield from _path_rules(*typing.get_args(part))
+
+
 def near_keys(name: str, keys: typing.Sequence[SpecKey]) -> list[str]:
     """Return the keys that an unknown, perhaps dotted, name may mean, the likeliest first: of the
     same last name, under another trainer's name, spelt alike, or with its words in their meaning.
     """
-    leaf, known = name.rpartition(".")[2], [k.key for k in keys]
+    leaf, known = name.rpartition(".")[2], [text for k in keys for text in k.written]
     if exact := [k for k in known if k == name or k.endswith(f".{name}")]:
         return exact
     if OTHER_NAMES.get(leaf) in known:
@@ -216,7 +269,7 @@ def near_keys(name: str, keys: typing.Sequence[SpecKey]) -> list[str]:
         return [leaves[found] for found in alike]
     words = {word for word in leaf.lower().split("_") if len(word) > 2}
     meant = [k for k in keys if words and words <= _words(k.field.description)]
-    return [k.key for k in sorted(meant, key=lambda k: len(k.field.description or ""))[:3]]
+    return [k.written[0] for k in sorted(meant, key=lambda k: len(k.field.description or ""))[:3]]
 
 
 def other_kind(values: Mapping[str, Any], wanted: SpecFile) -> SpecFile | None:

@@ -20,9 +20,8 @@ from pydantic import BaseModel, ValidationError
 
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.home import model_names, models_folder
 from cartridge_forge.protocols.secrets import HIDDEN, SHORTEST, has_password
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
+from cartridge_forge.protocols.spec.base import PathRule
 from cartridge_forge.protocols.spec.errors import (
     SpecProblem,
     combined,
@@ -33,23 +32,22 @@ from cartridge_forge.protocols.spec.errors import (
     unknown_key,
     unknown_override,
 )
-from cartridge_forge.protocols.spec.experiments import FrontierSpec, SweepSpec
 from cartridge_forge.protocols.spec.keys import (
     FILES,
     MESH_FILE,
     SERVER_FILE,
     is_known,
+    known_at,
     may_hold_secret,
     named_mesh,
+    path_rule,
     read_of_kind,
     shown_path,
 )
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
-from cartridge_forge.protocols.spec.model import ModelSpec, settled
+from cartridge_forge.protocols.spec.model import settled
 from cartridge_forge.protocols.spec.serving import SERVE_KEYS, ServeSpec
-from cartridge_forge.protocols.spec.users.data import DataSpec
-from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
 from cartridge_forge.protocols.spec.yaml_source import (
     Key,
     SourceLocation,
@@ -98,31 +96,12 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
         learn_spec = _checked(LearnSpec, document, faults)
     if faults or mesh_spec is None or document is None or learn_spec is None:
         raise combined(faults)
-    mesh_keys = (
-        "config", "hosts.tls", "control.tls_ca", "control.tls_cert", "control.tls_key",
-        "telemetry.tls",
-    )  # fmt: skip
-    learn_keys = ["model.path", "data.path", "data.questions", "self_study.rows"]
-    learn_keys += {
-        "jsonl": ["data.rows.documents", "data.rows.held_out"],
-        "parquet": ["data.rows.documents", "data.rows.held_out"],
-        "hub": ["data.rows.documents"],
-        "python": ["data.rows.documents", "data.rows.folder"],
-    }.get(learn_spec.data.source, [])
-    learn = _with_local_paths(learn_spec, document.places, *learn_keys)
-    learn = _with_local_environments(learn, document.places)
-    learn = _with_local_rewards(learn, document.places)
+    mesh_spec = _with_local_paths(mesh_spec, mesh_document.places)
+    learn_spec = _with_local_paths(learn_spec, document.places)
     here = mesh_spec.hosts.kind == "local"
-    model = settled(learn.model, gpus=mesh_spec.model_on_gpus, here=here)
-    learn = learn.model_copy(update={"model": model})
-    spec = RunSpec(
-        mesh=_with_local_paths(mesh_spec, mesh_document.places, *mesh_keys),
-        learn=_with_local_start(learn, document.places),
-    )
+    model = settled(learn_spec.model, gpus=mesh_spec.model_on_gpus, here=here)
+    spec = RunSpec(mesh=mesh_spec, learn=learn_spec.model_copy(update={"model": model}))
     return LoadedSpec(spec, mesh_document.places, document.places)
-
-
-REWARD_PATHS = ("process_reward.model.path", "process_reward.judge.ledger")
 
 
 @dataclass(frozen=True)
@@ -146,7 +125,7 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
         if override.key[0] in SERVE_KEYS:
             _override(document, override, faults)
         else:
-            faults.append(unknown_key(override.key[:1], ServeSpec, override.place))
+            faults.append(unknown_key(override.key[:1], known_at(ServeSpec, ()), override.place))
     spec = _checked(ServeSpec, document, faults)
     if faults or spec is None:
         raise combined(faults)
@@ -154,8 +133,7 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
     if home == REPOSITORY / "meshes" and not (REPOSITORY / "pyproject.toml").is_file():
         # An installed package holds nothing of a user's: the library is where the runs are.
         spec = spec.model_copy(update={"library": str(Path.cwd() / "library")})
-    local = ("model.path", "library", "http.audit", *REWARD_PATHS)
-    spec = _with_local_paths(spec, document.places, *local)
+    spec = _with_local_paths(spec, document.places)
     model = settled(spec.model, gpus=spec.roles.generator.gpus > 0, here=True)
     return LoadedServeSpec(spec.model_copy(update={"model": model}), document.places)
 
@@ -168,12 +146,7 @@ def load_file(model: type[Model], path: Path) -> Model:
     spec = _checked(model, document, faults)
     if spec is None:
         raise combined(faults)
-    if model is FrontierSpec:
-        return _with_local_paths(spec, document.places, *REWARD_PATHS)
-    if model is SweepSpec:
-        keys = [f"frontier.{key}" for key in REWARD_PATHS]
-        return _with_local_paths(spec, document.places, *keys)
-    return spec
+    return _with_local_paths(spec, document.places)
 
 
 def load_resolved(path: Path) -> RunSpec:
@@ -341,99 +314,29 @@ def _read(path: Path, source: str, faults: list[SpecProblem]) -> YamlDocument | 
         return None
 
 
-def _with_local_paths(spec: Model, places: Mapping[Key, SourceLocation], *keys: str) -> Model:
-    """Return the spec with the local paths at these dotted keys absolute; hub ids, URLs and what is
-    null stay as they are."""
-    for dotted_key in keys:
-        *parents, leaf = key = tuple(dotted_key.split("."))
-        sections: list[Any] = [spec]
-        for name in parents:
-            sections.append(getattr(sections[-1], name, None))
-        section = sections.pop()
-        if section is None or (path := getattr(section, leaf)) is None:
-            continue
+def _with_local_paths(spec: Model, places: Mapping[Key, SourceLocation]) -> Model:
+    """Return the spec with each path absolute, from the file that names it, by the rule of its
+    key."""
+
+    def local(value: Any, rule: PathRule | None, key: Key, sections: tuple[BaseModel, ...]) -> Any:
+        if isinstance(value, BaseModel):
+            changed = {}
+            for name, field in type(value).model_fields.items():
+                written, below = getattr(value, name), (*key, field.alias or name)
+                resolved = local(written, path_rule(field), below, (*sections, value))
+                if resolved != written:
+                    changed[name] = resolved
+            return value.model_copy(update=changed)
+        if isinstance(value, tuple):
+            return tuple(local(v, rule, (*key, i), sections) for i, v in enumerate(value))
+        if isinstance(value, dict):
+            return {name: local(v, rule, (*key, name), sections) for name, v in value.items()}
+        if rule is None or not isinstance(value, str):
+            return value
         directory = place_of(key, places).directory
-        changed = section.model_copy(update={leaf: _local(section, leaf, path, directory)})
-        for above, name in zip(reversed(sections), reversed(parents), strict=True):
-            changed = above.model_copy(update={name: changed})
-        spec = changed
-    return spec
-
-
-def _with_local_environments(learn: LearnSpec, places: Mapping[Key, SourceLocation]) -> LearnSpec:
-    """Return the spec with the local paths of `episodes`' environments absolute."""
-    if learn.episodes is None:
-        return learn
-    below: Key = ("episodes",)
-
-    def local(environment: EnvironmentSpec, at: Key) -> EnvironmentSpec:
-        paths = {key: getattr(environment, key) for key in ("folder", "document")}
-        return environment.model_copy(
-            update={
-                key: str(_absolute(path, place_of((*below, *at, key), places).directory))
-                for key, path in paths.items()
-                if path is not None
-            }
+        return rule.local(
+            value, sections, lambda path: os.path.abspath(directory / Path(path).expanduser())
         )
 
-    one = local(learn.episodes.environment, ("environment",))
-    several = tuple(
-        local(e, ("environments", i)) for i, e in enumerate(learn.episodes.environments)
-    )
-    changed = learn.episodes.model_copy(update={"environment": one, "environments": several})
-    return learn.model_copy(update={"episodes": changed})
-
-
-def _with_local_start(learn: LearnSpec, places: Mapping[Key, SourceLocation]) -> LearnSpec:
-    """Return the spec with the local paths of `cartridge.init` absolute."""
-    start = learn.cartridge.start
-    if start is None:
-        return learn
-    below = ("cartridge", "init")
-    local = start.local(
-        lambda key, path: _absolute(path, place_of((*below, *key), places).directory)
-    )
-    return learn.with_start(local)
-
-
-def _with_local_rewards(learn: LearnSpec, places: Mapping[Key, SourceLocation]) -> LearnSpec:
-    """Return the spec with the folders of rewards' modules absolute."""
-    local = tuple(
-        reward.model_copy(update={
-            "folder": str(_absolute(
-                reward.folder, place_of(("reward", number, "folder"), places).directory
-            ))
-        })
-        for number, reward in enumerate(learn.reward)
-    )  # fmt: skip
-    return learn.model_copy(update={"reward": local})
-
-
-def _local(section: BaseModel, key: str, path: str, directory: Path) -> str:
-    parts = [path]
-    if isinstance(section, ModelSpec):
-        if not path.startswith((".", "/", "~")) and not _absolute(path, directory).is_dir():
-            return path if "/" in path else _kept_model(path)
-    elif isinstance(section, DataSpec) and key == "path":
-        if path.startswith(("http://", "https://")):
-            return path
-        if section.source in ("hub", "python"):
-            return path
-        several = section.source in ("documents", *ROW_SOURCES)
-        parts = path.split(os.pathsep) if several else parts
-    return os.pathsep.join(str(_absolute(part, directory)) for part in parts)
-
-
-def _kept_model(name: str) -> str:
-    """Return the directory of a model by its name. Raises SpecError for an unknown one."""
-    known = model_names()
-    if name not in known:
-        raise SpecError(
-            f"there is no model {name!r} (model.path): it is no directory, and the models kept are "
-            f"{', '.join(known) or 'none'}; add it with forge models add {name}"
-        )
-    return str(models_folder() / name)
-
-
-def _absolute(path: str, directory: Path) -> Path:
-    return Path(os.path.abspath(directory / Path(path).expanduser()))
+    result: Model = local(spec, None, (), ())
+    return result

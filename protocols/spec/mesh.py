@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from cartridge_forge.protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.plugins import installed
+from cartridge_forge.protocols.spec.base import (
+    KnownNames,
+    LocalPath,
+    SpecSection,
+    broken,
+    unknown_name,
+)
 from cartridge_forge.protocols.spec.hosts import HostsSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.services import (
@@ -75,24 +82,49 @@ class GpusSpec(SpecSection):
     gb: float = Field(gt=0, description="memory of one of them, GB (10^9 bytes)")
 
 
-class RolesSpec(SpecSection):
-    """Configure the roles of cartridge training; `RunSpec.roles` are those that a run needs."""
+# The roles of a run and what each does; `RunSpec.roles` are those that a run needs.
+ROLES = {
+    "generator": "samples with the cartridge",
+    "doc_teacher": "scores with the document",
+    "sdpo_teacher": "scores turns with a hint, and references of dpo.reference first_use",
+    "environment": "answers the student's calls",
+    "reward": "judges episodes by functions and verifiers",
+    "teacher_replay": "asks external teachers",
+    "rsa_aggregator": "judges populations and asks for the next",
+    "trainer": "optimises the cartridges",
+}
 
-    generator: RoleSpec = Field(default=RoleSpec(), description="samples with the cartridge")
-    doc_teacher: RoleSpec = Field(default=RoleSpec(), description="scores with the document")
-    sdpo_teacher: RoleSpec = Field(
-        default=RoleSpec(),
-        description="scores turns with a hint, and references of dpo.reference first_use",
-    )
-    environment: RoleSpec = Field(default=RoleSpec(), description="answers the student's calls")
-    reward: RoleSpec = Field(
-        default=RoleSpec(), description="judges episodes by functions and verifiers"
-    )
-    teacher_replay: RoleSpec = Field(default=RoleSpec(), description="asks external teachers")
-    rsa_aggregator: RoleSpec = Field(
-        default=RoleSpec(), description="judges populations and asks for the next"
-    )
-    trainer: RoleSpec = Field(default=RoleSpec(), description="optimises the cartridges")
+
+def _foreign_roles() -> tuple[str, ...]:
+    return tuple(name for plugin in installed() for name in plugin.roles)
+
+
+ROLE_NAMES = KnownNames("ROLE", ROLES, _foreign_roles)
+
+
+def _known_role(name: str) -> str:
+    if name not in ROLE_NAMES:
+        raise unknown_name()
+    return name
+
+
+def _every_role(roles: dict[str, RoleSpec]) -> dict[str, RoleSpec]:
+    return {name: roles.get(name, RoleSpec()) for name in ROLES} | roles
+
+
+def _with_role_names(schema: dict[str, Any]) -> None:
+    """Give the JSON schema a property for each shipped role, for completion in an editor."""
+    role = schema["additionalProperties"]
+    schema["properties"] = {
+        name: {**role, "description": meaning} for name, meaning in ROLES.items()
+    }
+
+
+Roles = Annotated[
+    dict[Annotated[str, AfterValidator(_known_role)], RoleSpec],
+    AfterValidator(_every_role),
+    ROLE_NAMES,
+]
 
 
 HINTED_TEACHER = "sdpo_teacher"
@@ -114,7 +146,9 @@ class MeshSpec(SpecSection):
         max_length=LONGEST_NAME,
         description="names the run directory: lower-case letters, digits and _",
     )
-    config: str = Field(min_length=1, description="the learning config, relative to the mesh file")
+    config: LocalPath = Field(
+        min_length=1, description="the learning config, relative to the mesh file"
+    )
     hosts: HostsSpec = Field(
         default=HostsSpec(), description="where the roles run; a bare word is a kind"
     )
@@ -129,8 +163,10 @@ class MeshSpec(SpecSection):
         "hands them on; direct: every reader gets them from the store; auto: relayed where there "
         "are several hosts with a worker's address, else direct",
     )
-    roles: RolesSpec = Field(
-        default=RolesSpec(), description="replicas and processes of every role"
+    roles: Roles = Field(
+        default={},
+        description="replicas and processes of every role, those of plug-ins included",
+        json_schema_extra=_with_role_names,
     )
     gpus: GpusSpec | None = Field(
         default=None,
@@ -217,7 +253,7 @@ class MeshSpec(SpecSection):
     @property
     def model_on_gpus(self) -> bool:
         """Return whether a role that loads the base model has GPUs."""
-        return any(getattr(self.roles, role).gpus for role in MODEL_ROLES)
+        return any(self.roles[role].gpus for role in MODEL_ROLES)
 
     @property
     def carrier(self) -> Literal["torchstore", "shared_memory"]:
@@ -257,16 +293,14 @@ class RunSpec(SpecSection):
             "rsa_aggregator": learn.rsa is not None,
             "trainer": True,
         }
-        roles = {name: getattr(self.mesh.roles, name) for name in needed} | {
-            "trainer": self.trainer
-        }
+        roles = self.mesh.roles | {"trainer": self.trainer}
         return tuple((name, roles[name]) for name, is_ in needed.items() if is_)
 
     @property
     def trainer(self) -> RoleSpec:
         """Return the trainer's role as processes. Replicas that divide the cartridges are ranks of
         one: each call goes to all, and they are lost and replaced together."""
-        role = self.mesh.roles.trainer
+        role = self.mesh.roles["trainer"]
         if not self.divides_cartridges:
             return role
         return role.model_copy(update={"replicas": 1, "procs": role.replicas})
@@ -274,7 +308,7 @@ class RunSpec(SpecSection):
     @property
     def divides_cartridges(self) -> bool:
         """Return whether several trainers hold cartridges of their own."""
-        return self.mesh.roles.trainer.replicas > 1
+        return self.mesh.roles["trainer"].replicas > 1
 
     @property
     def default_run_root(self) -> Path:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.home import model_names, models_folder
+from cartridge_forge.protocols.spec.base import Absolute, PathRule, SpecSection, broken
 
 CPUINFO = Path("/proc/cpuinfo")
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -37,10 +39,27 @@ class ShapeSpec(SpecSection):
         return value
 
 
+def _local_model(text: str, sections: Sequence[object], absolute: Absolute) -> str:
+    """Return a model's directory absolute, by its path or by the name of a kept model; a hub id as
+    it is. Raises SpecError for the name of no kept model."""
+    directory = absolute(text)
+    if text.startswith((".", "/", "~")) or Path(directory).is_dir():
+        return directory
+    if "/" in text:
+        return text
+    names = model_names()
+    if text not in names:
+        raise SpecError(
+            f"there is no model {text!r} (model.path): it is no directory, and the models kept are "
+            f"{', '.join(names) or 'none'}; add it with forge models add {text}"
+        )
+    return str(models_folder() / text)
+
+
 class ModelSpec(SpecSection):
     """Configure the frozen base model."""
 
-    path: str = Field(
+    path: Annotated[str, PathRule(_local_model)] = Field(
         min_length=1,
         description="directory of the model, relative to the config file; a name of "
         "`forge models list`; or a hub id",

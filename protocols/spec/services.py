@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.protocols.secrets import SecretName
-from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, bounded, broken
+from cartridge_forge.protocols.spec.base import AsTuple, LocalPath, SpecSection, bounded, broken
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 SinkName = Literal["tensorboard", "wandb", "otlp"]
@@ -73,13 +73,15 @@ class ControlSpec(SpecSection):
     max_replicas: int = Field(
         default=64, ge=1, description="most replicas that a command may scale a role to"
     )
-    tls_ca: str | None = Field(
+    tls_ca: LocalPath | None = Field(
         default=None,
         description="PEM file of the authorities that a client's certificate must come from; null: "
         "clients need none",
     )
-    tls_cert: str | None = Field(default=None, description="PEM file of the server's certificate")
-    tls_key: str | None = Field(default=None, description="PEM file of its private key")
+    tls_cert: LocalPath | None = Field(
+        default=None, description="PEM file of the server's certificate"
+    )
+    tls_key: LocalPath | None = Field(default=None, description="PEM file of its private key")
 
     @field_validator("listen")
     @classmethod
@@ -112,7 +114,7 @@ class TelemetrySpec(SpecSection):
     metrics: str | None = Field(
         default="127.0.0.1:0", description="host:port of Prometheus' /metrics; null for none"
     )
-    tls: str | None = Field(
+    tls: LocalPath | None = Field(
         default=None,
         description="directory with ca.crt, tls.crt and tls.key, for mutual TLS with whoever reads "
         "/metrics; null: plain HTTP",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.protocols.secrets import SecretName
-from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, broken
+from cartridge_forge.protocols.spec.base import AsTuple, LocalPath, SpecSection, broken
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
@@ -68,7 +68,7 @@ class HttpSpec(SpecSection):
     origins: Annotated[tuple[str, ...], AsTuple] = Field(
         default=(), description="origins of the web pages that are answered; by default none is"
     )
-    audit: str | None = Field(
+    audit: LocalPath | None = Field(
         default=None,
         min_length=1,
         description="file that gets a row for each request: who asked which cartridge when",
@@ -179,7 +179,7 @@ class ServeSpec(SpecSection):
 
     name: str = Field(description="names the base model on the wire: letters, digits and . _ / -")
     model: ModelSpec = Field(description="the frozen base model")
-    library: str = Field(
+    library: LocalPath = Field(
         min_length=1,
         description="directory of versioned cartridges, relative to the file that names it",
     )

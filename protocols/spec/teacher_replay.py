@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.protocols.secrets import HIDDEN, SecretName
-from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, broken, repeated
+from cartridge_forge.protocols.spec.base import AsTuple, LocalPath, SpecSection, broken, repeated
 
 Provider = Literal["openai", "anthropic"]
 OFFICIAL_URLS: dict[Provider, str] = {
@@ -174,7 +174,7 @@ class ReplaySpec(SpecSection):
 class RewardModelSpec(SpecSection):
     """Configure a process reward model, which runs in a process of its own, on the CPU."""
 
-    path: str = Field(
+    path: LocalPath = Field(
         min_length=1,
         description="directory of a token or sequence classifier of transformers, relative to the "
         "file that names it",
@@ -194,7 +194,7 @@ class RewardJudgeSpec(SpecSection):
     cap: float = Field(
         gt=0, description="most dollars that a server, or a run's frontier, pays it in all"
     )
-    ledger: str = Field(
+    ledger: LocalPath = Field(
         default="judge_calls.jsonl",
         min_length=1,
         description="file of calls, answers and costs, relative to the file that names it",

@@ -68,10 +68,8 @@ def opening(spec: RunSpec, sizes: Sequence[PoolSize]) -> RunSpec:
     grew are scaled to theirs by `restore`, because their hosts must be asked for."""
     roles = spec.mesh.roles
     less = {s.role: s.replicas for s in sizes if s.by != GIVEN and s.replicas < s.before}
-    changed = {
-        name: getattr(roles, name).model_copy(update={"replicas": n}) for name, n in less.items()
-    }
-    mesh = spec.mesh.model_copy(update={"roles": roles.model_copy(update=changed)})
+    changed = {name: roles[name].model_copy(update={"replicas": n}) for name, n in less.items()}
+    mesh = spec.mesh.model_copy(update={"roles": roles | changed})
     return spec.model_copy(update={"mesh": mesh})
 
 

@@ -11,7 +11,7 @@ HEADS = ("key", "type", "default", "meaning")
 ABOUT = """
 Every key with its type, bounds, default and meaning. `forge explain KEY` prints one of them.
 [Configuration](configuration.md) says how files, overlays and `--set` are put together.
-A section is a mapping with a table of its own.
+A section is a mapping with a table of its own. ROLE stands for a role: `roles.trainer.threads`.
 
 For completion and checks in an editor, write one of these as the first line of a file:
 
@@ -28,10 +28,9 @@ def _file(file: SpecFile) -> Iterator[str]:
     every = list(spec_keys(file))
     name = file.what.split(" ", 1)[1].capitalize()
     yield f"## {name}: `{file.files}`"
-    sections = {"": [known for known in every if "." not in known.key]}
+    sections: dict[str, list[SpecKey]] = {}
     for known in every:
-        if known.section is not None:
-            sections[known.key] = [k for k in every if k.key.rpartition(".")[0] == known.key]
+        sections.setdefault(known.key.rpartition(".")[0], []).append(known)
     for section, keys in sections.items():
         if section:
             yield f"### `{section}` of {file.what}"

@@ -69,7 +69,7 @@ def with_share(spec: RunSpec, size: ModelSize | None) -> GeneratorSpec:
     """Return the generators' settings with `gpu_share` where vLLM runs on a GPU of known memory:
     vLLM demands that much free memory at start, and 92% of the device where it is told nothing."""
     generator, gpus = spec.learn.generator, spec.mesh.gpus
-    on_gpu = generator.backend == "vllm" and spec.mesh.roles.generator.gpus
+    on_gpu = generator.backend == "vllm" and spec.mesh.roles["generator"].gpus
     if generator.gpu_share is not None or gpus is None or size is None or not on_gpu:
         return generator
     share = process_bytes(spec, "generator", size) / (gpus.gb * GB)

@@ -25,7 +25,7 @@ def shares_no_ledger(spec: RunSpec) -> bool:
     """Return whether external teachers are asked from several hosts, and the run is in a bucket."""
     replay, mesh = spec.learn.replay, spec.mesh
     apart = mesh.hosts.kind != "local" and replay is not None and replay.local is None
-    return apart and mesh.records.store is not None and mesh.roles.teacher_replay.replicas > 1
+    return apart and mesh.records.store is not None and mesh.roles["teacher_replay"].replicas > 1
 
 
 def runs_claim(
@@ -34,7 +34,7 @@ def runs_claim(
     """Return the claim of runs, none with an object store. Raises SpecError for one that the plan
     does not fit, and for teachers that could share no ledger."""
     if shares_no_ledger(spec):
-        replicas = spec.mesh.roles.teacher_replay.replicas
+        replicas = spec.mesh.roles["teacher_replay"].replicas
         raise SpecError(
             f"roles.teacher_replay.replicas: {replicas} {NO_LEDGER}; "
             "add --set roles.teacher_replay.replicas=1, and more max_ongoing"

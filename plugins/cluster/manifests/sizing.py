@@ -150,10 +150,10 @@ def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
         held.append(("document KV", document_bytes(learn, size)))
     if learn.generator.backend == "vllm":
         return tuple(held)
-    samples = -(-samples_of(learn) // spec.mesh.roles.generator.replicas)
+    samples = -(-samples_of(learn) // spec.mesh.roles["generator"].replicas)
     tokens = samples * sample_tokens(learn)
     logits = samples * size.shape.vocab * FLOAT
-    if not spec.mesh.roles.generator.gpus and size.weights <= PACKED_BYTES:
+    if not spec.mesh.roles["generator"].gpus and size.weights <= PACKED_BYTES:
         held.append(("packed weights", size.weights))
     return (*held, ("KV of samples", tokens * size.kv_token), ("logits", logits))
 

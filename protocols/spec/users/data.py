@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from cartridge_forge.protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.spec.base import Absolute, LocalPath, PathRule, SpecSection, broken
 from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES, RowSource, RowsSpec
 
 
@@ -17,6 +18,15 @@ def _join_paths(value: Any) -> Any:
 
 
 JoinedPaths = BeforeValidator(_join_paths)
+
+
+def _local_data(text: str, sections: Sequence[Any], absolute: Absolute) -> str:
+    """Return each of the paths absolute; a URL, a dataset of the hub and a function as it is."""
+    source = sections[-1].source
+    if text.startswith(("http://", "https://")) or source in ("hub", "python"):
+        return text
+    several = source in ("documents", *ROW_SOURCES)
+    return os.pathsep.join(map(absolute, text.split(os.pathsep) if several else [text]))
 
 
 class DataSpec(SpecSection):
@@ -32,14 +42,14 @@ class DataSpec(SpecSection):
         "problems, for those of rsa that are about no document; documents: the files of data.path; "
         "jsonl, parquet, hub, python: your own rows of prompts",
     )
-    path: Annotated[str | None, JoinedPaths] = Field(
+    path: Annotated[str | None, JoinedPaths, PathRule(_local_data)] = Field(
         default=None,
         min_length=1,
         description="LongHealth JSON, a path or an http(s) URL, read in place of the clinic; or "
         "documents: a folder, a file, a pattern, or a list of them; of rows: a file or several, a "
         "dataset of the hub (OWNER/NAME), or a function (package.module:name)",
     )
-    questions: str | None = Field(
+    questions: LocalPath | None = Field(
         default=None,
         min_length=1,
         description="questions about documents, as SQuAD or LongHealth has them; null: self-study "

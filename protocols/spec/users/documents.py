@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, bounded, broken, unique
+from cartridge_forge.protocols.spec.base import (
+    AsTuple,
+    LocalPath,
+    SpecSection,
+    bounded,
+    broken,
+    unique,
+)
 from cartridge_forge.protocols.spec.teacher_replay import EndpointSpec, PriceSpec
 
 StudyKind = Literal[
@@ -72,7 +79,7 @@ class ApiSpec(EndpointSpec):
 class SelfStudySpec(SpecSection):
     """Configure the conversations about the documents: A writes the user's turns, B the answers."""
 
-    rows: str | None = Field(
+    rows: LocalPath | None = Field(
         default=None,
         min_length=1,
         description="rows.jsonl that `forge selfstudy` wrote; null: questions are written at the "

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cartridge_forge.protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.spec.base import LocalPath, SpecSection, broken
 from cartridge_forge.protocols.spec.users.rows import FUNCTION
 
 Verifier = Literal["exact", "math", "regex", "json_schema", "judge", "environment"]
@@ -56,7 +56,7 @@ class RewardSpec(SpecSection):
         min_length=1,
         description="of judge: what the model is asked",
     )
-    folder: str = Field(
+    folder: LocalPath = Field(
         default=".",
         min_length=1,
         description="of python: where the module is looked for before the installed ones",

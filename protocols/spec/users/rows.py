@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
-from cartridge_forge.protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.spec.base import Absolute, LocalPath, PathRule, SpecSection, broken
 from cartridge_forge.protocols.spec.teacher_replay import open_url
 
 RowSource = Literal["jsonl", "parquet", "hub", "python"]
@@ -17,6 +18,15 @@ HUB = "https://huggingface.co"
 FUNCTION = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"  # package.module:name
 
 
+def _only_with(*sources: str) -> PathRule:
+    """Return the rule of a path that is one with these of data.source; else it stays as it is."""
+
+    def local(text: str, sections: Sequence[Any], absolute: Absolute) -> str:
+        return absolute(text) if sections[-2].source in sources else text
+
+    return PathRule(local)
+
+
 class RowsSpec(SpecSection):
     """Configure how the rows of data.source jsonl, parquet, hub or python are read."""
 
@@ -25,13 +35,13 @@ class RowsSpec(SpecSection):
         description="the dataset's name of each column that has another one: {prompt: question}; "
         "all its other columns go to rewards under their own names",
     )
-    documents: str | None = Field(
+    documents: LocalPath | None = Field(
         default=None,
         min_length=1,
         description="a folder or file whose documents the column document names; null: the column "
         "holds their texts",
     )
-    held_out: str | None = Field(
+    held_out: Annotated[str | None, _only_with("jsonl", "parquet")] = Field(
         default=None,
         min_length=1,
         description="the rows that are held out: another file, split of the hub or function; null: "
@@ -52,7 +62,7 @@ class RowsSpec(SpecSection):
     arguments: dict[str, Any] = Field(
         default={}, description="of python: keyword arguments of the function"
     )
-    folder: str = Field(
+    folder: Annotated[str, _only_with("python")] = Field(
         default=".",
         min_length=1,
         description="of python: where modules are looked for before the installed ones",

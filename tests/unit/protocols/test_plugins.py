@@ -16,7 +16,10 @@ from cartridge_forge.learning.losses.objective import active_channels
 from cartridge_forge.protocols import plugins
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.plugins import CORE, GROUP, SHIPPED, Plugin, known, optional, resolve
+from cartridge_forge.protocols.spec.loading import load_resolved, load_spec
+from cartridge_forge.protocols.spec.mesh import ROLES
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.services.roles import actor_class
 
 if TYPE_CHECKING:
@@ -181,6 +184,49 @@ def test_a_foreign_package_adds_a_role_and_a_loss_channel(site: Path) -> None:
     (doc, likelihood) = active_channels(ObjectiveSpec(channels={"likelihood": 0.5}))
     assert (doc.name, doc.weight) == ("doc_kl", 1.0)
     assert (likelihood.name, likelihood.weight) == ("likelihood", 0.5)
+
+
+MESH = """
+name: tiny
+config: tiny.yaml
+roles: {ROLE: {replicas: 2, threads: 3}}
+"""
+CONFIG = """
+model: {path: .}
+data: {facts: 2, notes: 1}
+cartridge: {tokens: 2}
+rollout: {prompts: 1, max_tokens: 1}
+train: {steps: 1, row_tokens: 9}
+"""
+
+
+def write_mesh(folder: Path, role: str) -> str:
+    (folder / "mesh.yaml").write_text(MESH.replace("ROLE", role))
+    (folder / "tiny.yaml").write_text(CONFIG)
+    return str(folder / "mesh.yaml")
+
+
+def test_a_mesh_has_a_section_for_a_foreign_role(site: Path) -> None:
+    """The pool of its actor is of that size; a resolved spec has it, and is read back."""
+    write_package(site, "echo", CODE)
+    spec = load_spec(write_mesh(site, "echo"), sets=("roles.echo.gpus=1",)).spec
+    assert list(spec.mesh.roles) == [*ROLES, "echo"]
+    role = spec.mesh.roles["echo"]
+    assert (role.replicas, role.threads, role.gpus, role.procs) == (2, 3, 1, 1)
+    (site / "spec.yaml").write_text(dump_yaml(spec.as_dict()))
+    assert load_resolved(site / "spec.yaml") == spec
+
+
+def test_a_role_that_no_plug_in_adds_is_refused(site: Path) -> None:
+    write_package(site, "echo", CODE)
+    with pytest.raises(SpecError) as caught:
+        load_spec(write_mesh(site, "ecko"))
+    assert str(caught.value) == (
+        f"unknown key ecko at {site}/mesh.yaml:4 (roles.ecko); did you mean echo? known here: "
+        f"{', '.join(ROLES)}, echo"
+    )
+    with pytest.raises(SpecError, match=r"threads must be >= 1: got 0 at --set roles\.echo"):
+        load_spec(write_mesh(site, "echo"), sets=("roles.echo.threads=0",))
 
 
 def test_a_foreign_loss_channel_is_trained(site: Path, llama: Twin) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from chaos import ROLES
 
 from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.spec.mesh import RolesSpec
+from cartridge_forge.protocols.spec.mesh import ROLES as SIZED
 from cartridge_forge.services.role_processes import last_state_here
 from cartridge_forge.services.roles import ALONE
 
@@ -16,7 +16,7 @@ MESH = str(Path(__file__).parents[3] / "meshes/longhealth.yaml")
 
 def test_every_role_is_in_the_table_of_the_chaos_suite() -> None:
     struck = {role.name for role in ROLES}
-    assert struck == {*RolesSpec.model_fields, *ALONE, "controller"}
+    assert struck == {*SIZED, *ALONE, "controller"}
 
 
 def test_a_trainer_elsewhere_keeps_its_last_state_in_the_store() -> None:

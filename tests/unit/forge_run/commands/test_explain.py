@@ -3,6 +3,7 @@
 import pytest
 
 from cartridge_forge.forge_run.commands.explain import command
+from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.formatting import TableSection
 
 
@@ -34,6 +35,8 @@ def test_a_key_has_type_bounds_default_meaning_and_file() -> None:
         ("train.recompute_layers", "true or false", "false"),
         ("roles.trainer.threads", "a whole number, >= 1", "1"),
         ("http.listen", "text", None),
+        ("http.audit", "a path or null, not empty", "null"),
+        ("model.path", "text, not empty", None),  # or a name, or a hub id
     ],
 )
 def test_types_and_defaults_in_words(key: str, type_: str | None, default: str | None) -> None:
@@ -49,6 +52,21 @@ def test_a_section_has_a_row_for_each_of_its_keys() -> None:
         "train.warm_start.steps", "train.warm_start.plateau", "train.warm_start.gain",
     ]  # fmt: skip
     assert below.rows[0][1:3] == ("a whole number, >= 1", "none: it must be given")
+
+
+def test_a_role_is_explained_by_its_name() -> None:
+    about, below = command(key="roles")[:2]  # of a mesh; then of a server
+    assert entry(about)["type"] == "a mapping of keys"
+    assert below.rows[-1] == (
+        "roles.trainer", "a section", "those of its keys", "optimises the cartridges",
+    )  # fmt: skip
+    about, below = command(key="roles.trainer")[:2]
+    assert about.title == "roles.trainer"
+    assert below.rows[2][:3] == ("roles.trainer.threads", "a whole number, >= 1", "1")
+    titles = [section.title for section in command(key="trainer.autoscale.min")]
+    assert titles == ["roles.trainer.autoscale.min"]
+    with pytest.raises(SpecError, match=r"did you mean roles\.trainer\.threads"):
+        command(key="roles.trainer.thread")
 
 
 def test_a_last_name_alone_finds_all_keys_of_that_name() -> None:

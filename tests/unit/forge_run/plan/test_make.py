@@ -108,4 +108,4 @@ def test_the_plan_s_keys_are_keys_of_the_mesh(learn: LearnSpec) -> None:
     assert spec.learn.train.warm_start is not None
     assert spec.learn.train.warm_start.steps == 54  # as large a share as 140 of 160
     assert spec.learn.evaluate.arms == ("on_policy",)
-    assert spec.mesh.roles.generator.replicas == 1
+    assert spec.mesh.roles["generator"].replicas == 1

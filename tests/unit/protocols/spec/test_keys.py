@@ -10,6 +10,7 @@ from cartridge_forge.protocols.spec.keys import (
     MESH_FILE,
     OTHER_NAMES,
     near_keys,
+    path_rule,
     spec_keys,
 )
 
@@ -41,3 +42,32 @@ def test_every_key_has_a_meaning_and_a_type_in_words() -> None:
         for key in spec_keys(file):
             assert key.field.description, key.key
             assert "a value" not in key.type, key.key
+
+
+# Every key that is a path, by the file that it stands in.
+PATHS = [
+    ("MeshSpec", "config"), ("MeshSpec", "hosts.tls"), ("MeshSpec", "control.tls_ca"),
+    ("MeshSpec", "control.tls_cert"), ("MeshSpec", "control.tls_key"),
+    ("MeshSpec", "telemetry.tls"),
+    ("LearnSpec", "model.path"), ("LearnSpec", "data.path"), ("LearnSpec", "data.questions"),
+    ("LearnSpec", "data.rows.documents"), ("LearnSpec", "data.rows.held_out"),
+    ("LearnSpec", "data.rows.folder"), ("LearnSpec", "cartridge.init.from"),
+    ("LearnSpec", "cartridge.init.library"), ("LearnSpec", "episodes.environment.folder"),
+    ("LearnSpec", "episodes.environment.document"), ("LearnSpec", "episodes.environments.folder"),
+    ("LearnSpec", "episodes.environments.document"), ("LearnSpec", "reward.folder"),
+    ("LearnSpec", "self_study.rows"),
+    ("ServeSpec", "model.path"), ("ServeSpec", "library"), ("ServeSpec", "http.audit"),
+    ("ServeSpec", "process_reward.model.path"), ("ServeSpec", "process_reward.judge.ledger"),
+    ("SweepSpec", "frontier.process_reward.model.path"),
+    ("SweepSpec", "frontier.process_reward.judge.ledger"),
+]  # fmt: skip
+
+
+def test_a_path_says_so_in_its_type() -> None:
+    paths = [
+        (file.root.__name__, key.key)
+        for file in FILES
+        for key in spec_keys(file)
+        if path_rule(key.field) is not None
+    ]
+    assert paths == PATHS

@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,20 @@ BAD_FILES = [
      f"unknown key replica at {M}:8 (roles.generator.replica); did you mean replicas? "
      "known here: replicas, procs, threads, gpus, router, attempts, max_ongoing, restarts, "
      "autoscale"),
+    (M, "  generator:\n", "  generater:\n",
+     f"unknown key generater at {M}:7 (roles.generater); did you mean generator? "
+     "known here: generator, doc_teacher, sdpo_teacher, environment, reward, teacher_replay, "
+     "rsa_aggregator, trainer"),
+    (M, "  generator:\n    replicas: 2\n    threads: 1", "  store: 3",  # a part of every mesh
+     f"unknown key store at {M}:7 (roles.store); did you mean records.store? "
+     "known here: generator, doc_teacher, sdpo_teacher, environment, reward, teacher_replay, "
+     "rsa_aggregator, trainer"),
+    (M, "  generator:\n    replicas: 2\n    threads: 1", "  trainer: 3",
+     f"trainer must be a mapping of keys: got 3 at {M}:7 (roles.trainer); it may hold replicas, "
+     "procs, threads, gpus, router, attempts, max_ongoing, restarts, autoscale"),
+    (M, "replicas: 2", "replicas: 2\n    autoscale: {min: 3, max: 4}",
+     f"autoscale must hold replicas (2) between its min and max: got a mapping at {M}:9 "
+     "(roles.generator.autoscale); change one of the three"),
     (M, "plane: torchstore", "plane: sharedmemory",
      f"plane must be one of torchstore, shared_memory, auto: got 'sharedmemory' at {M}:5 (plane); "
      "did you mean shared_memory?"),
@@ -360,6 +375,92 @@ def test_local_paths_start_where_they_were_written(house: Path) -> None:
     spec = load_spec(M, sets=("data.path=https://x.org/b.json", "model.path=org/model-3B")).spec
     assert spec.learn.data.path == "https://x.org/b.json"
     assert spec.learn.model.path == "org/model-3B"  # no such directory: a hub id
+
+
+# (file, keys as they are written, the key -> its value in the resolved spec; {} is the test's
+# folder, and each file is in a folder of its own below it).
+LOCAL_KEYS = [
+    (M, ["hosts={kind: kubernetes, tls: pem}"], {"mesh.hosts.tls": "{}/pem"}),
+    (M, ["control.tls_ca=a.crt", "control.tls_cert=b.crt", "control.tls_key=~/k"],
+     {"mesh.control.tls_ca": "{}/a.crt", "mesh.control.tls_cert": "{}/b.crt",
+      "mesh.control.tls_key": "{HOME}/k"}),
+    (M, ["telemetry={metrics: '0.0.0.0:9100', tls: ../pem}"], {"mesh.telemetry.tls": "{..}/pem"}),
+    (C, ["data={source: documents, path: a, questions: q.json}", "self_study={}"],
+     {"learn.data.questions": "{}/q.json"}),
+    (C, ["data={source: documents, path: [a, ../b/*.md, /c]}", "self_study={}"],
+     {"learn.data.path": "{}/a:{..}/b/*.md:/c", "learn.data.rows.folder": "."}),
+    (C, ["data={source: documents, path: a}", "self_study={rows: rows.jsonl}"],
+     {"learn.self_study.rows": "{}/rows.jsonl"}),
+    (C, ["data={source: jsonl, path: a:b, rows: {documents: d, held_out: h}}"],
+     {"learn.data.path": "{}/a:{}/b", "learn.data.rows.documents": "{}/d",
+      "learn.data.rows.held_out": "{}/h", "learn.data.rows.folder": "."}),
+    (C, ["data={source: parquet, path: a, rows: {held_out: h}}"],
+     {"learn.data.rows.held_out": "{}/h"}),
+    (C, ["data={source: hub, path: a/b, rows: {documents: d, held_out: test}}"],
+     {"learn.data.path": "a/b", "learn.data.rows.documents": "{}/d",
+      "learn.data.rows.held_out": "test", "learn.data.rows.folder": "."}),
+    (C, ["data={source: python, path: 'p:f', rows: {documents: d, held_out: 'p:g', folder: m}}"],
+     {"learn.data.path": "p:f", "learn.data.rows.documents": "{}/d",
+      "learn.data.rows.held_out": "p:g", "learn.data.rows.folder": "{}/m"}),
+    (C, ["cartridge.init={from: {a: ./x, b: 'run:../r', c: NAME@1}, library: l}"],
+     {"learn.cartridge.init.source": {"a": "{}/x", "b": "run:{..}/r", "c": "NAME@1"},
+      "learn.cartridge.init.library": "{}/l"}),
+    (C, ["data={source: environment}", "objective={w_doc: 0, w_rl: 1}",
+         "evaluate.arms=[on_policy]",
+         "episodes={tasks: 2, max_context: 99, "
+         "environment: {kind: python, factory: 'p:E', folder: e, document: d.md}}"],
+     {"learn.episodes.environment.folder": "{}/e", "learn.episodes.environment.document":
+      "{}/d.md"}),
+    (C, ["data={source: environment, patients: 2}", "objective={w_doc: 0, w_rl: 1}",
+         "evaluate.arms=[on_policy]",
+         "episodes={tasks: 2, max_context: 99, "
+         "environments: [{kind: python, name: a, factory: 'p:E', folder: ../e}, "
+         "{kind: openenv, url: 'http://127.0.0.1:8000', document: d.md}]}"],
+     {"learn.episodes.environments.0.folder": "{..}/e",
+      "learn.episodes.environments.1.folder": None,
+      "learn.episodes.environments.1.document": "{}/d.md"}),
+    (C, ["data={source: jsonl, path: a}", "objective={w_doc: 0, w_rl: 1}",
+         "evaluate.arms=[on_policy]",
+         "episodes={tasks: 2, max_context: 99}",
+         "reward=[{python: 'p:f', folder: r}, {verifier: exact}]"],
+     {"learn.reward.0.folder": "{}/r", "learn.reward.1.folder": "{}"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "keys", "resolved"), LOCAL_KEYS, ids=lambda v: str(v)[:60])
+def test_every_path_starts_beside_the_file_that_names_it(
+    house: Path,
+    file: str,
+    keys: list[str],
+    resolved: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(house / "home"))
+    text = parse_value((house / file).read_text(), file)
+    for key in keys:
+        name, _, given = key.partition("=")
+        *sections, leaf = name.split(".")
+        section = text
+        for section_name in sections:
+            section = section.setdefault(section_name, {})
+        section[leaf] = parse_value(given, "")
+    (house / file).write_text(dump_yaml(text))
+    folder = house / Path(file).parent
+
+    def written(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: written(v) for name, v in value.items()}
+        named = {"{}": folder, "{..}": house, "{HOME}": house / "home"}
+        for mark, path in named.items():
+            value = value and value.replace(mark, str(path))
+        return value
+
+    spec = load_spec(M).spec
+    for key, expected in resolved.items():
+        value: Any = spec
+        for part in key.split("."):
+            value = value[int(part)] if part.isdigit() else getattr(value, part)
+        assert value == written(expected), key
 
 
 def test_clinic_settings_do_not_stand_in_the_way_of_a_file(house: Path) -> None:

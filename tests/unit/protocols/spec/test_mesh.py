@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RolesSpec, RunSpec
+from cartridge_forge.protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, ROLES, MeshSpec, RunSpec
 from cartridge_forge.protocols.spec.objective import LossSpec
 from cartridge_forge.protocols.spec.sections import EvaluateSpec, TeacherSpec
 
@@ -24,7 +24,7 @@ def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 def test_every_field_is_described_and_every_section_frozen_and_closed() -> None:
     found = set(sections(RunSpec))
-    assert len(found) == 46
+    assert len(found) == 45
     for model in found:
         assert model.model_config["frozen"] is True
         assert model.model_config["extra"] == "forbid"
@@ -37,7 +37,8 @@ def test_defaults() -> None:
     mesh = MeshSpec(name="tiny", config="c.yaml")
     assert (mesh.hosts.kind, mesh.plane) == ("local", "torchstore")
     assert (mesh.call_timeout_s, mesh.spawn_timeout_s) == (120.0, 120.0)
-    roles = [getattr(mesh.roles, name) for name in type(mesh.roles).model_fields]
+    assert list(mesh.roles) == list(ROLES)
+    roles = mesh.roles.values()
     assert [(r.replicas, r.procs, r.threads, r.gpus) for r in roles] == [(1, 1, 1, 0)] * 8
     assert (TeacherSpec().top_k, TeacherSpec().max_kv_bytes) == (20, 2_147_483_648)
     assert TeacherSpec().host_kv_bytes == 8_589_934_592
@@ -68,9 +69,11 @@ def test_who_needs_the_sdpo_teacher(sets: tuple[str, ...], needed: bool) -> None
 
 
 def test_a_spec_cannot_be_changed() -> None:
-    roles = RolesSpec()
+    spec = MeshSpec(name="tiny", config="c.yaml")
     with pytest.raises(ValidationError, match="frozen"):
-        roles.generator = roles.trainer
+        spec.name = "other"
+    with pytest.raises(ValidationError, match="frozen"):
+        spec.roles["generator"].replicas = 2
 
 
 def test_rules_hold_without_the_loader_too() -> None:

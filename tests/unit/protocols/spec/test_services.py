@@ -183,7 +183,7 @@ def test_the_defaults_suit_one_machine(house: Path) -> None:
     )
     assert mesh.telemetry == TelemetrySpec(metrics="127.0.0.1:0", trace=True, sinks=())
     assert mesh.watchdog == WatchdogSpec(stall_s=60.0)
-    generator = mesh.roles.generator
+    generator = mesh.roles["generator"]
     assert (generator.router, generator.attempts, generator.restarts) == ("least_loaded", 5, 10)
     assert generator.autoscale is None
 
@@ -192,9 +192,9 @@ def test_a_pool_may_stand_at_either_end_of_its_range(house: Path) -> None:
     for replicas in (2, 4):
         role = f"{{replicas: {replicas}, autoscale: {{min: 2, max: 4}}}}"
         mesh = loaded(house, f"roles: {{generator: {role}}}\n")
-        assert mesh.roles.generator.autoscale == AutoscaleSpec(min=2, max=4)
+        assert mesh.roles["generator"].autoscale == AutoscaleSpec(min=2, max=4)
     mesh = loaded(house, "roles: {generator: {autoscale: {min: 1, max: 1}}}\n")
-    assert mesh.roles.generator.autoscale == AutoscaleSpec(min=1, max=1)
+    assert mesh.roles["generator"].autoscale == AutoscaleSpec(min=1, max=1)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "'[::1]'"])

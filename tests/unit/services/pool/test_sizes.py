@@ -76,7 +76,7 @@ def test_pools_that_shrank_open_small_and_those_that_grew_are_scaled() -> None:
         assert {name: role.replicas for name, role in opened.roles} == {
             "generator": 1, "doc_teacher": 1, "trainer": 1,
         }  # fmt: skip
-        assert BEGAN.mesh.roles.generator.replicas == 2
+        assert BEGAN.mesh.roles["generator"].replicas == 2
         asked: list[tuple[str, int]] = []
         notes: list[tuple[str, dict[str, Any]]] = []
         warnings: list[str] = []
