@@ -46,13 +46,13 @@ def open_directory(
 
 
 def sizes_of(
-    directory: RunDirectory, spec: RunSpec, resume: str | None, told: Collection[str]
+    directory: RunDirectory, spec: RunSpec, resume: str | None, roles: Collection[str]
 ) -> tuple[PoolSize, ...]:
-    """Return the sizes of a resumed run's pools that this spec does not give, or gives anew. `told`
-    are the roles whose size is given with `--set`."""
+    """Return the sizes of a resumed run's pools that this spec does not give, or gives anew.
+    `roles` are those whose size is given with `--set`."""
     rows, _, _ = salvage(directory.events)
     began = load_resolved(directory.spec)
-    return resumed_sizes(began, spec, rows, () if resume == UNFINISHED else told)
+    return resumed_sizes(began, spec, rows, () if resume == UNFINISHED else roles)
 
 
 def _unfinished(spec: RunSpec, root: Path, tell: Callable[[str], None]) -> str | None:
@@ -71,15 +71,15 @@ def _unfinished(spec: RunSpec, root: Path, tell: Callable[[str], None]) -> str |
 
 
 def _changed(directory: RunDirectory, spec: RunSpec) -> list[str]:
-    before = load_resolved(directory.spec).as_dict()
-    return [k for k in differences(before, spec.as_dict()) if not k.startswith(MAY_CHANGE)]
+    recorded = load_resolved(directory.spec).as_dict()
+    return [k for k in differences(recorded, spec.as_dict()) if not k.startswith(MAY_CHANGE)]
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
     """Return the dotted keys at which two plain specs differ."""
     if isinstance(a, dict) and isinstance(b, dict):
-        found = []
+        keys = []
         for key in sorted({*a, *b}):
-            found += differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
-        return found
+            keys += differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+        return keys
     return [] if a == b else [path]

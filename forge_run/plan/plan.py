@@ -57,7 +57,7 @@ AT_RUN_TIME = "measured at run time"
 
 def plan(
     spec: RunSpec,
-    place: Callable[[str], SourceLocation] = resolved_place,
+    location_of: Callable[[str], SourceLocation] = resolved_place,
     start: Sequence[str] = (),
     host: DevicePeaks | None = None,
     refused: str = "",
@@ -90,7 +90,10 @@ def plan(
         sections += [] if warning is None else [lines("warning", [warning])]
     if slow := slow_products(spec):
         sections.append(lines("warning", slow))
-    if faults := [*(fault.text for fault in unmet(spec, place)), *([refused] if refused else [])]:
+    if faults := [
+        *(fault.text for fault in unmet(spec, location_of)),
+        *([refused] if refused else []),
+    ]:
         sections.append(lines("cannot run here yet", faults))
     return tuple(sections)
 
@@ -153,10 +156,10 @@ def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
     learn = spec.learn
     tokens, documents = learn.cartridge.tokens, learn.data.patients
     frozen = learn.cartridge.frozen_tokens
-    held = f"for each of {documents}"
+    cartridge_text = f"for each of {documents}"
     if learn.cartridge.per != "document":
-        held = f"{learn.cartridges} for {documents} documents"
-    rows = [("cartridge", f"{tokens} tokens, {frozen} of them frozen, {held}")]
+        cartridge_text = f"{learn.cartridges} for {documents} documents"
+    rows = [("cartridge", f"{tokens} tokens, {frozen} of them frozen, {cartridge_text}")]
     if size is None:
         unknown = "unknown: no config.json at model.path and no model.shape"
         rows += [("KV per token", unknown), ("all cartridges", unknown), ("document KV", unknown)]
@@ -186,19 +189,21 @@ def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
 
 def _divided_rows(learn: LearnSpec, size: ModelSize) -> list[tuple[str, str]]:
     """Return a row on what ranks divide of a layer, where they do."""
-    found = {
+    parts_of_role = {
         role: parts
         for role in ("generator", "doc_teacher", "trainer")
         if (parts := tensor_parallel(learn, role)) > 1
     }
-    if not found:
+    if not parts_of_role:
         return []
     shape = size.shape
-    of = ", ".join(f"{role} by {parts}" for role, parts in found.items())
-    whole = [role for role, parts in found.items() if shape.vocab % parts]
-    vocabulary = f"; the vocabulary is whole for {', '.join(whole)}" if whole else ""
+    roles_text = ", ".join(f"{role} by {parts}" for role, parts in parts_of_role.items())
+    undivided_roles = [role for role, parts in parts_of_role.items() if shape.vocab % parts]
+    vocabulary = (
+        f"; the vocabulary is whole for {', '.join(undivided_roles)}" if undivided_roles else ""
+    )
     return [
-        ("divided", f"{of}: {shape.heads} heads, {shape.kv_heads} of keys and values, "
+        ("divided", f"{roles_text}: {shape.heads} heads, {shape.kv_heads} of keys and values, "
          f"{shape.intermediate:,} inner values{vocabulary}")
     ]  # fmt: skip
 
@@ -208,31 +213,34 @@ def _decoder_text(learn: LearnSpec) -> str:
     path = Path(learn.model.path) / "config.json"
     if not path.is_file():
         return "known at run time: there is no config.json at model.path"
-    known = decoder_config(json.loads(path.read_bytes()))
-    return "our own" if known else "transformers: our own does not know this architecture"
+    is_own = decoder_config(json.loads(path.read_bytes()))
+    return "our own" if is_own else "transformers: our own does not know this architecture"
 
 
 def _document_rows(learn: LearnSpec, per_token: int, *, spilling: bool) -> list[tuple[str, str]]:
     budget, tokens = learn.teacher.max_kv_bytes, learn.data.document_tokens
-    beside = learn.teacher.host_kv_bytes if spilling else 0
+    host_bytes = learn.teacher.host_kv_bytes if spilling else 0
     if tokens is None:
-        also = f", and {bytes_text(beside)} in host memory" if beside else ""
+        also = f", and {bytes_text(host_bytes)} in host memory" if host_bytes else ""
         return [("document KV", f"{AT_RUN_TIME}; a teacher keeps {bytes_text(budget)}{also}")]
-    each, documents = tokens * per_token, learn.data.patients
+    document_bytes, documents = tokens * per_token, learn.data.patients
     parts = learn.teacher.tensor_parallel  # each process has its heads of a document
-    held = min(documents, budget * parts // each)
-    spilled = min(documents - held, beside * parts // each)
+    on_device = min(documents, budget * parts // document_bytes)
+    spilled = min(documents - on_device, host_bytes * parts // document_bytes)
     verdict = "all fit"
-    if held < documents:
-        verdict = f"{held} of {documents} fit"
+    if on_device < documents:
+        verdict = f"{on_device} of {documents} fit"
         verdict += f", {spilled} in host memory" if spilled else ""
-        verdict += ", the others are read again" if held + spilled < documents else ""
+        verdict += ", the others are read again" if on_device + spilled < documents else ""
     return [
         (
             "document",
             f"about {tokens:,} tokens, {tokens / learn.cartridge.tokens:.1f}x a cartridge",
         ),
-        ("document KV", f"{bytes_text(each)} each, {bytes_text(each * documents)} in all"),
+        (
+            "document KV",
+            f"{bytes_text(document_bytes)} each, {bytes_text(document_bytes * documents)} in all",
+        ),
         ("teacher's cache", f"{bytes_text(budget * parts)} a replica: {verdict}"),
     ]
 
@@ -244,21 +252,21 @@ def _budget_section(learn: LearnSpec) -> TableSection:
     probes = steps // evaluate.probe_every if evaluate.probe_every else 0
     prompts, gradients = learn.rollout.prompts, []
     sampled = prompts * learn.rollout.max_tokens
-    asked = [("prompts", f"{prompts} a step, {prompts * steps:,} in all")]
+    prompt_rows = [("prompts", f"{prompts} a step, {prompts * steps:,} in all")]
     probe, measured = "questions", f"at most {answers:,} answers"
     if learn.episodes is not None:
-        sampled, asked = channels.sampled_episodes(learn, learn.episodes)
+        sampled, prompt_rows = channels.sampled_episodes(learn, learn.episodes)
         probe, measured = "cases", f"at most {answers:,} episodes"
         gradients = [("gradients", channels.gradients_text(learn.objective))]
     elif learn.rsa is not None:
-        sampled, asked = channels.sampled_runs(learn, learn.rsa)
+        sampled, prompt_rows = channels.sampled_runs(learn, learn.rsa)
         candidates = len(evaluate.arms) * evaluate.questions * learn.rsa.candidates
         probe, measured = "runs", f"{candidates:,} candidates"
-    behind = f"at most {staleness} behind" if staleness else "on policy"
+    staleness_text = f"at most {staleness} behind" if staleness else "on policy"
     rows = [
-        ("steps", f"{steps}, {behind}{_warm_text(learn)}"),
+        ("steps", f"{steps}, {staleness_text}{_warm_text(learn)}"),
         *_update_rows(learn),
-        *asked,
+        *prompt_rows,
         ("response tokens", f"at most {sampled:,} a step, {sampled * steps:,} in all"),
         ("a sequence", f"at most {learn.train.row_tokens} tokens of prompt and response"),
         *gradients,
@@ -316,11 +324,11 @@ def _roofline_section(spec: RunSpec, host: DevicePeaks | None) -> TableSection:
 
 def _undivided(spec: RunSpec) -> RunSpec:
     """Return the spec with one process a role: on one machine, more of them share its ceilings."""
-    alone = {
+    undivided_roles = {
         name: role.model_copy(update={"replicas": 1, "procs": 1, "autoscale": None})
         for name, role in spec.roles
     }
-    roles = spec.mesh.roles.model_copy(update=alone)
+    roles = spec.mesh.roles.model_copy(update=undivided_roles)
     return spec.model_copy(update={"mesh": spec.mesh.model_copy(update={"roles": roles})})
 
 
@@ -404,8 +412,8 @@ def _phase_cells(
 ) -> tuple[str, ...]:
     times = (_range(low.seconds(d), high.seconds(d)) for d in devices)
     moved = bytes_text(low.bytes), bytes_text(high.bytes)
-    shown = moved[0] if moved[0] == moved[1] else " .. ".join(moved)
-    return (count_text(low.flops) if low.flops else "", shown, *times)
+    bytes_cell = moved[0] if moved[0] == moved[1] else " .. ".join(moved)
+    return (count_text(low.flops) if low.flops else "", bytes_cell, *times)
 
 
 def _range(low: float, high: float) -> str:
@@ -422,10 +430,10 @@ def layout_sections(learn: LearnSpec, size: ModelSize | None) -> list[TableSecti
     the documents or the model's tokenizer are not at hand."""
     if learn.cartridge.per == "document" and learn.teacher.context_tokens is None:
         return []
-    found = _contexts(learn)
-    if found is None:
+    layout_found = _contexts(learn)
+    if layout_found is None:
         return []
-    layout, tokens = found
+    layout, tokens = layout_found
     rows = []
     for name, parts in layout.cartridges.items():
         contexts = [tokens[c] for c in layout.contexts[name]]

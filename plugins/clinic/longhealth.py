@@ -83,10 +83,10 @@ class Patient:
     def places_of(self, question: PatientQuestion) -> tuple[NoteSpan, ...]:
         """Return the passages that answer a question; where its file does not tell, the notes that
         hold the right option's words, or all of them."""
-        whole = [(i, 0, len(text)) for i, text in enumerate(self.texts)]
+        notes = [(i, 0, len(text)) for i, text in enumerate(self.texts)]
         option = spaced(question.correct)
-        holding = [s for s in whole if contains_words(spaced(self.texts[s[0]]), option)]
-        return question.places or tuple(holding or whole)
+        holding = [s for s in notes if contains_words(spaced(self.texts[s[0]]), option)]
+        return question.places or tuple(holding or notes)
 
 
 def contains_words(text: str, words: str, fold: bool = False) -> bool:
@@ -98,19 +98,19 @@ def contains_words(text: str, words: str, fold: bool = False) -> bool:
     at = text.find(words) if words else -1
     while at >= 0:
         end = at + len(words)
-        before, after = text[max(0, at - 2) : at], text[end : end + 2][::-1]
-        if not _joined(before, words[0]) and not _joined(after, words[-1]):
+        lead, tail = text[max(0, at - 2) : at], text[end : end + 2][::-1]
+        if not _joined(lead, words[0]) and not _joined(tail, words[-1]):
             return True
         at = text.find(words, at + 1)
     return False
 
 
-def _joined(beside: str, sign: str) -> bool:
+def _joined(neighbour: str, sign: str) -> bool:
     """Return whether the two signs beside a word's first or last one, the nearer one second, belong
     to the word or number."""
-    if sign.isdigit() and re.fullmatch(r"\d[.,]", beside):
+    if sign.isdigit() and re.fullmatch(r"\d[.,]", neighbour):
         return True
-    return all(re.match(r"\w", s) and not _UNSPACED.match(s) for s in (beside[-1:], sign))
+    return all(re.match(r"\w", s) and not _UNSPACED.match(s) for s in (neighbour[-1:], sign))
 
 
 def spaced(text: str) -> str:
@@ -208,12 +208,12 @@ def _text(record: Mapping[str, Any], key: str, where: str = "") -> str:
 def _places(located: Mapping[str, Any], notes: Mapping[str, str]) -> tuple[NoteSpan, ...]:
     """Return the passages of an `answer_location`, which gives them as shares of a note's length:
     {"text_0": {"start": [0.21], "end": [0.24]}}."""
-    found = []
+    places = []
     for note, (name, words) in enumerate(notes.items()):
-        place = located.get(name, {})
-        for start, end in zip(place.get("start", ()), place.get("end", ()), strict=False):
-            found.append((note, round(start * len(words)), round(min(end, 1) * len(words))))
-    return tuple(found)
+        location = located.get(name, {})
+        for start, end in zip(location.get("start", ()), location.get("end", ()), strict=False):
+            places.append((note, round(start * len(words)), round(min(end, 1) * len(words))))
+    return tuple(places)
 
 
 def _natural(name: str) -> tuple[int, str]:

@@ -65,19 +65,19 @@ def findings_questions(
             "frontier.charts, or raise data.patients"
         )
     starts = range(0, len(patients) - charts + 1, charts)
-    each = -(-count // len(starts))
+    per_start = -(-count // len(starts))
     rows = [
-        [(group, question) for question in draw_findings(group, parts, each, seed)]
+        [(group, question) for question in draw_findings(group, parts, per_start, seed)]
         for group in (patients[start : start + charts] for start in starts)
     ]
-    found = []
+    questions = []
     for group, question in in_turns(rows)[:count]:
         # A name leads a reader of one chart; a question of several names none of them.
         text = titled(tasks.titles, group[0].id, question.text) if charts == 1 else question.text
         cartridges = [tasks.layout.cartridge_of(patient.id) for patient in group]
         record = partial(findings_answer, question, group, cartridges)
-        found.append(FrontierQuestion(question.id, question.patients, text, record))
-    return found
+        questions.append(FrontierQuestion(question.id, question.patients, text, record))
+    return questions
 
 
 def findings_answer(
@@ -88,12 +88,12 @@ def findings_answer(
     tokens: int,
 ) -> Answer:
     """Return the record of a response; its answer is the list of the parts that it gives."""
-    said = said_parts(text)
+    named_parts = said_parts(text)
     return Answer(
         id=question.id, fact=question.text, document="+".join(question.patients),
         document_hash=hash_of(*(patient.document for patient in patients)),
         question_hash=hash_of(question.text, question.correct), text=text,
-        answer=part_list(said) or None, expected=question.correct,
-        right=float(all_right(question.parts, said)), tokens=tokens,
+        answer=part_list(named_parts) or None, expected=question.correct,
+        right=float(all_right(question.parts, named_parts)), tokens=tokens,
         cartridge="+".join(cartridges),
     )  # fmt: skip

@@ -125,42 +125,50 @@ class EvalSuite:
     @property
     def placed(self) -> list[LocatedText]:
         """Return the distinct questions without their options, to search for contamination."""
-        found: dict[tuple[str, str], LocatedText] = {}
+        texts: dict[tuple[str, str], LocatedText] = {}
         for item in self.items:
             q = item.asked
             text = q.choice.text if q.choice else q.text
-            place = f"{self.source}: {q.id}"
-            found.setdefault((q.document, text), LocatedText(q.document, text, place))
-        return list(found.values())
+            source = f"{self.source}: {q.id}"
+            texts.setdefault((q.document, text), LocatedText(q.document, text, source))
+        return list(texts.values())
 
 
 def set_paper(
-    spec: EvalSpec, learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
+    spec: EvalSpec,
+    learn: LearnSpec,
+    directory: RunDirectory,
+    tokenizer: Any,
+    question_file: str | None,
 ) -> EvalSuite:
-    """Return the evaluation suite of a run; the file `asked` replaces its own questions.
+    """Return the evaluation suite of a run; the file `question_file` replaces its own questions.
 
     Raises DataError for data that changed since the run, or without any question.
     """
     if learn.data.source == "documents":
-        about, own = _documents(learn, directory, tokenizer, asked)
+        about, questions = _documents(learn, directory, tokenizer, question_file)
     elif learn.data.source in ("clinic", "longhealth"):
-        about, own = _patients(learn, directory, tokenizer)
+        about, questions = _patients(learn, directory, tokenizer)
     else:
         raise DataError(
             f"run {directory.id} has no questions about documents (data.source "
             f"{learn.data.source}); forge eval is for clinic, longhealth and documents"
         )
-    source, file = "held-out questions", asked or learn.data.questions
+    source, file = "held-out questions", question_file or learn.data.questions
     notes: tuple[str, ...] = ()
-    known = own is None or bool(own and (own[0][0].answers or own[0][0].choice))
+    answers_known = questions is None or bool(
+        questions and (questions[0][0].answers or questions[0][0].choice)
+    )
     if file is not None:
         owners, words = about.layout.documents, learn.data.instruction
         read = read_question_file(file, about.texts, words, owners, unanswerable=True)
         require_questions(read.questions, file, tokenizer)
         by_context = [[q for q in read.questions if q.document == name] for name in about.texts]
-        own = [(replace(q, document=owners[q.document]), q.document) for q in in_turns(by_context)]
-        source, known, notes = Path(file).name, True, read.notes
-    if not own:
+        questions = [
+            (replace(q, document=owners[q.document]), q.document) for q in in_turns(by_context)
+        ]
+        source, answers_known, notes = Path(file).name, True, read.notes
+    if not questions:
         raise DataError(
             f"run {directory.id} has no held-out question: raise data.held_out, or give a file "
             "with --asked"
@@ -175,7 +183,9 @@ def set_paper(
             NO_DOCUMENT: about.conversation.head(None),
         },
         end_ids=about.conversation.end_ids,
-        items=tuple(_item(q, of, about, known) for q, of in own[: spec.questions]),
+        items=tuple(
+            _item(q, about_id, about, answers_known) for q, about_id in questions[: spec.questions]
+        ),
         passages=tuple(_passages(spec, learn, about, tokenizer)),
         probes=tuple(_probes(spec, learn, about)),
         notes=notes,
@@ -188,15 +198,15 @@ def first_tokens_of(paper: EvalSuite, tokens: int, tokenizer: Any) -> dict[str, 
 
     Raises DataError where there is no room for any.
     """
-    found = {}
+    cuts = {}
     for name, contexts in paper.about.layout.contexts.items():
-        whole = [tokenised(tokenizer, paper.about.texts[c]) for c in contexts]
+        passages = [tokenised(tokenizer, paper.about.texts[c]) for c in contexts]
 
-        def cut(count: int, whole: Sequence[TokenizedText] = whole) -> tuple[int, ...]:
-            parts = [t.text_of(t.chunk(0, min(count, len(t)))) for t in whole]
+        def cut(count: int, contexts_text: Sequence[TokenizedText] = passages) -> tuple[int, ...]:
+            parts = [t.text_of(t.chunk(0, min(count, len(t)))) for t in contexts_text]
             return paper.about.conversation.over({"cut": "\n".join(parts)}).head("cut")
 
-        low, high = 0, min(tokens, max(map(len, whole)))  # the most tokens of each that fit
+        low, high = 0, min(tokens, max(map(len, passages)))  # the most tokens of each that fit
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if len(cut(middle)) <= tokens else (low, middle - 1)
@@ -205,19 +215,21 @@ def first_tokens_of(paper: EvalSuite, tokens: int, tokenizer: Any) -> dict[str, 
                 f"the chat template and a token of each context have more than {tokens} tokens: "
                 "nothing fits into a prompt of that budget; leave the arm truncated out with --arms"
             )
-        found[name] = cut(low)
-    return found
+        cuts[name] = cut(low)
+    return cuts
 
 
-def _item(asked: UserQuestion, of: str, about: EvalSubjects, known: bool = True) -> EvalQuestion:
-    context = of.split(SEPARATOR)[0]
-    said = titled_messages(about.titles, context, asked.messages)
-    ids, bare = (about.conversation.opening(c, said) for c in (context, None))
-    words = asked.wording
+def _item(
+    question: UserQuestion, about_id: str, about: EvalSubjects, answer_known: bool = True
+) -> EvalQuestion:
+    context = about_id.split(SEPARATOR)[0]
+    messages = titled_messages(about.titles, context, question.messages)
+    ids, bare = (about.conversation.opening(c, messages) for c in (context, None))
+    words = question.wording
     if not words:
-        return EvalQuestion(asked, of, ids, bare, None, known)
-    right = QuestionReading(asked.id, of, ids, bare, about.conversation.saying(words))
-    return EvalQuestion(asked, of, ids, bare, right, known)
+        return EvalQuestion(question, about_id, ids, bare, None, answer_known)
+    right = QuestionReading(question.id, about_id, ids, bare, about.conversation.saying(words))
+    return EvalQuestion(question, about_id, ids, bare, right, answer_known)
 
 
 def _opening(conversation: ChatRenderer, context: str | None, text: str) -> tuple[int, ...]:
@@ -256,7 +268,7 @@ def _choice(question: Any, learn: LearnSpec) -> UserQuestion:
 
 
 def _documents(
-    learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
+    learn: LearnSpec, directory: RunDirectory, tokenizer: Any, question_file: str | None
 ) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]] | None]:
     """Return the documents of a run and the self-study questions that it held out; None in place of
     those where a file has questions. Raises DataError where the run read other documents."""
@@ -269,7 +281,7 @@ def _documents(
         titles=context_titles(learn, parts),
         hashes={parts.layout.documents[name]: h for name, h in parts.hashes.items()},
     )
-    if asked or learn.data.questions:
+    if question_file or learn.data.questions:
         return about, None
     assert learn.self_study is not None
     file = Path(learn.self_study.rows or directory.selfstudy)
@@ -278,20 +290,20 @@ def _documents(
     read = (studied_of(r, learn, about.conversation, about.titles, model) for r in rows if r.kept)
     _, held_out = split(filter(None, read), learn.data.held_out)
     owners = parts.layout.documents
-    own = [
+    questions = [
         (
             UserQuestion(s.key, owners[s.document], s.messages[-1].content, before=s.messages[:-1]),
             s.document,
         )
         for s in held_out
     ]
-    return about, own
+    return about, questions
 
 
 def require_same_documents(now: Sequence[Mapping[str, Any]], directory: RunDirectory) -> None:
     """Raise DataError where a run read other documents."""
-    before = json.loads(directory.documents.read_bytes())["documents"]
-    if before != list(now):
+    recorded = json.loads(directory.documents.read_bytes())["documents"]
+    if recorded != list(now):
         raise DataError(
             f"the documents changed since run {directory.id} ({directory.documents}); bring them "
             "back to evaluate it"
@@ -306,7 +318,7 @@ def _passages(
 ) -> list[QuestionReading]:
     """Return windows of each context that begin with a sentence, drawn by its name, each as the
     answer to a turn that quotes its first words."""
-    found, conversation = [], about.conversation
+    readings, conversation = [], about.conversation
     for name, text in about.texts.items():
         cut = tokenised(tokenizer, text)
         last = max(0, len(cut) - spec.passage_tokens)
@@ -321,14 +333,14 @@ def _passages(
             if learn.data.source != "documents":
                 turn = recite_prompt(cue)
             turn = titled(about.titles, name, turn)
-            found.append(
+            readings.append(
                 QuestionReading(
                     f"{name}/passage/{number}", name, _opening(conversation, name, turn),
                     # Without an end token, because the document continues.
                     _opening(conversation, None, turn), conversation.saying(words)[:-1],
                 )
             )  # fmt: skip
-    return found
+    return readings
 
 
 def _sentence_starts(text: str, places: Sequence[int]) -> list[int]:
@@ -343,25 +355,25 @@ def _probes(spec: EvalSpec, learn: LearnSpec, about: EvalSubjects) -> list[EvalQ
     """Return the probes; each is asked over the cartridge of one context, in turn."""
     if not spec.probes:
         return []
-    others = [] if learn.data.source == "documents" else _others(learn)
-    if others:
+    other_questions = [] if learn.data.source == "documents" else _others(learn)
+    if other_questions:
         # The chart is in the user's turn, to test whether the model can still read one there.
-        asked = in_turns(
+        questions = in_turns(
             [
                 [replace(_choice(q, learn), text=f"{p.document} {_choice(q, learn).text}")
                  for q in p.questions]
-                for p in others
+                for p in other_questions
             ]
         )  # fmt: skip
     else:
-        asked = read_questions(str(GENERAL), {"general": ""}, "")
-    found, names = [], list(about.texts)
+        questions = read_questions(str(GENERAL), {"general": ""}, "")
+    items, names = [], list(about.texts)
     plain = replace(about, titles={})  # they are about none of the documents
-    for i, question in enumerate(asked[: spec.probes]):
-        over = names[i % len(names)]
-        document = about.layout.documents[over]
-        found.append(_item(replace(question, document=document), over, plain))
-    return found
+    for i, question in enumerate(questions[: spec.probes]):
+        about_id = names[i % len(names)]
+        document = about.layout.documents[about_id]
+        items.append(_item(replace(question, document=document), about_id, plain))
+    return items
 
 
 def _others(learn: LearnSpec) -> list[Patient]:

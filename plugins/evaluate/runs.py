@@ -78,7 +78,7 @@ def read_run(path: Path) -> FinishedRun:
             "forge-run --resume"
         )
     spec = load_resolved(directory.spec)
-    found, notes = [], []
+    runs, notes = [], []
     last = last_of_arms(directory.checkpoints)
     for arm in TRAINED:
         tokens = results["tokens_trained"].get(arm)
@@ -87,19 +87,19 @@ def read_run(path: Path) -> FinishedRun:
         if arm not in last:
             notes.append(f"run {directory.id} has no checkpoint of its arm {arm}: left out")
             continue
-        held = read_all(last[arm])
-        source = next(iter(held.values())).facts
+        checkpoints = read_all(last[arm])
+        source = next(iter(checkpoints.values())).facts
         kind = "hybrid" if arm == "on_policy" and results.get("warm_steps") else arm
-        cartridges = {name: c.kv for name, c in held.items()}
-        found.append(
+        cartridges = {name: c.kv for name, c in checkpoints.items()}
+        runs.append(
             TrainedArm(kind, int(source.source["step"]), tokens, cartridges, source.weights_sha256)
         )
-    if not found:
+    if not runs:
         raise CheckpointError(
             f"run {directory.id} has no checkpoint of an arm that it trained; it cannot be "
             "evaluated any more: train it again"
         )
-    return FinishedRun(directory, spec, tuple(found), tuple(notes))
+    return FinishedRun(directory, spec, tuple(runs), tuple(notes))
 
 
 def require_comparable(runs: Sequence[FinishedRun]) -> None:
@@ -131,9 +131,9 @@ def require_comparable(runs: Sequence[FinishedRun]) -> None:
 
 def _layout(learn: LearnSpec) -> tuple[object, ...]:
     """Return what decides the contexts and cartridges of a run."""
-    files, of = learn.documents, learn.cartridge
+    files, grouping = learn.documents, learn.cartridge
     read = (learn.teacher.context_tokens, files.max_tokens, files.long, files.overlap)
-    return (of.per, of.groups, *read)
+    return (grouping.per, grouping.groups, *read)
 
 
 def require_documents(run: FinishedRun, paper: EvalSuite) -> None:
@@ -161,20 +161,22 @@ def enter(
 ) -> EvaluatedRun:
     """Return the arms of these kinds, ordered as KINDS, each trained one before its routed one.
     Raises SpecError for an unknown kind."""
-    known = (*KINDS, ROUTED)
-    unknown = sorted(set(kinds) - set(known))
+    valid_kinds = (*KINDS, ROUTED)
+    unknown = sorted(set(kinds) - set(valid_kinds))
     if unknown:
-        raise SpecError(f"--arms: there is no arm {unknown[0]}; name some of {', '.join(known)}")
+        raise SpecError(
+            f"--arms: there is no arm {unknown[0]}; name some of {', '.join(valid_kinds)}"
+        )
     layout, abouts = paper.about.layout, paper.abouts
-    over = {about: layout.cartridge_of(document) for about, document in abouts.items()}
+    cartridge_ids = {about: layout.cartridge_of(document) for about, document in abouts.items()}
     documents = dict(paper.heads)
-    found: list[EvalArm] = []
+    arms: list[EvalArm] = []
     if "none" in kinds:
-        found.append(EvalArm("none", "none", None, float(len(paper.heads[NO_DOCUMENT]))))
+        arms.append(EvalArm("none", "none", None, float(len(paper.heads[NO_DOCUMENT]))))
     if "document" in kinds:
-        whole = {about: PrefixRef(f"document/{about}", 0) for about in abouts}
+        document_prefixes = {about: PrefixRef(f"document/{about}", 0) for about in abouts}
         read = [len(context_ids(paper.heads, i.about)) for i in paper.items]
-        found.append(EvalArm("document", "document", whole, fmean(read)))
+        arms.append(EvalArm("document", "document", document_prefixes, fmean(read)))
     budgets = sorted({run.learn.cartridge.tokens for run in runs})
     for kind in ("truncated", "untrained"):
         if kind not in kinds:
@@ -192,16 +194,20 @@ def enter(
                 }
             )
             documents |= {f"{kind}/{budget}/{n}": ids for n, ids in cut.items()}
-            prefixes = {a: PrefixRef(f"document/{kind}/{budget}/{n}", 0) for a, n in over.items()}
+            prefixes = {
+                a: PrefixRef(f"document/{kind}/{budget}/{n}", 0) for a, n in cartridge_ids.items()
+            }
             name = kind if len(budgets) == 1 else f"{kind} P={budget}"
-            found.append(EvalArm(name, kind, prefixes, fmean(map(len, cut.values())), budget))
+            arms.append(EvalArm(name, kind, prefixes, fmean(map(len, cut.values())), budget))
     cartridges: dict[int, tuple[str, Tensor]] = {}
     routed = routed_questions(paper) if ROUTED in kinds else {}
     trained = [(run, t) for run in runs for t in run.trained if t.kind in kinds or routed]
     for run, t in sorted(trained, key=lambda pair: KINDS.index(pair[1].kind)):
         versions = {name: len(cartridges) + i for i, name in enumerate(layout.cartridges)}
         cartridges |= {version: (name, t.cartridges[name]) for name, version in versions.items()}
-        prefixes = {a: PrefixRef(f"cartridge/{name}", versions[name]) for a, name in over.items()}
+        prefixes = {
+            a: PrefixRef(f"cartridge/{name}", versions[name]) for a, name in cartridge_ids.items()
+        }
         budget = run.learn.cartridge.tokens
         name = t.kind if len(runs) == 1 else f"{t.kind} {run.directory.id}"
         arm = EvalArm(
@@ -209,13 +215,13 @@ def enter(
             t.step, t.tokens,
         )  # fmt: skip
         if t.kind in kinds:
-            found.append(arm)
+            arms.append(arm)
         if routed:
             refs = {ids: PrefixRef(f"cartridge/{n}", versions[n]) for ids, n in routed.items()}
-            found.append(replace(arm, name=f"{name}, {ROUTED}", kind=ROUTED, routed=refs))
-    if not found:
+            arms.append(replace(arm, name=f"{name}, {ROUTED}", kind=ROUTED, routed=refs))
+    if not arms:
         raise SpecError(f"none of the runs trained an arm of {', '.join(kinds)}; name others")
-    return EvaluatedRun(tuple(found), documents, cartridges)
+    return EvaluatedRun(tuple(arms), documents, cartridges)
 
 
 def routed_questions(paper: EvalSuite) -> dict[tuple[int, ...], str]:
@@ -225,29 +231,29 @@ def routed_questions(paper: EvalSuite) -> dict[tuple[int, ...], str]:
     if len(about.layout.cartridges) < 2:
         raise SpecError("--arms: routed needs several cartridges to choose from; leave it out")
     routing = RoutedQuestions(texts_of(about.layout, about.texts))
-    found = {}
+    chosen = {}
     for item in paper.items:
-        own = about.layout.cartridge_of(item.asked.document)
-        asked = titled(about.titles, contexts_of(item.about)[0], item.asked.text)
-        found[item.prompt_ids] = routing.chosen(own, asked)
-    return found
+        cartridge_id = about.layout.cartridge_of(item.asked.document)
+        question = titled(about.titles, contexts_of(item.about)[0], item.asked.text)
+        chosen[item.prompt_ids] = routing.chosen(cartridge_id, question)
+    return chosen
 
 
 def trained_on(run: FinishedRun, about: EvalSubjects) -> Iterator[LocatedText]:
     """Yield the turns of every prompt that the run trained on, without its document's title and
     options, each prompt once."""
     wraps: dict[str, tuple[int, int]] = {}
-    seen: set[tuple[str, tuple[int, ...]]] = set()
+    prompts: set[tuple[str, tuple[int, ...]]] = set()
     for row in iter_rows(run.directory.rollouts):
         document, ids = row["document"], tuple(row["prompt_ids"])
-        if (document, ids) in seen:
+        if (document, ids) in prompts:
             continue
-        seen.add((document, ids))
+        prompts.add((document, ids))
         context = row.get("contexts", [document])[0]
         if context not in wraps:
             wraps[context] = _wrap(about.conversation, context)
-        before, after = wraps[context]
-        for text in about.conversation.texts_of(ids[before : len(ids) - after]):
+        lead, tail = wraps[context]
+        for text in about.conversation.texts_of(ids[lead : len(ids) - tail]):
             text = text.removeprefix(titled(about.titles, context, "")).strip()
             if row["kind"] == "choice":
                 text = text.partition(" options: ")[0]
@@ -260,6 +266,6 @@ def _wrap(conversation: ChatRenderer, context: str) -> tuple[int, int]:
         conversation.opening(context, (AgentMessage("user", words),))
         for words in ("cat", "why dog")
     )
-    before = next(i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
-    pairs = zip(reversed(one[before:]), reversed(two[before:]), strict=False)
-    return before, next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+    lead = next(i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
+    pairs = zip(reversed(one[lead:]), reversed(two[lead:]), strict=False)
+    return lead, next((i for i, (a, b) in enumerate(pairs) if a != b), 0)

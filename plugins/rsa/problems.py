@@ -67,12 +67,12 @@ class OfPatients:
         self._ends = sorted({end for p in patients for end in sentence_ends(p)})
         self._sentences = spec.rsa.problems.kind == "sentences"
         share, instruction = spec.data.held_out, spec.data.instruction
-        held = {p.id: [q for q in p.questions if is_held_out(q, share)] for p in patients}
+        held_out = {p.id: [q for q in p.questions if is_held_out(q, share)] for p in patients}
         self._training = {
-            p.id: [clinic_problem(q, instruction) for q in p.questions if q not in held[p.id]]
+            p.id: [clinic_problem(q, instruction) for q in p.questions if q not in held_out[p.id]]
             for p in patients
         }
-        rows = [held[name] for name in sorted(held)]
+        rows = [held_out[name] for name in sorted(held_out)]
         chosen = in_turns(rows)[: spec.evaluate.questions]
         self._held_out = [clinic_problem(q, instruction) for q in chosen]
         self._instruction = instruction
@@ -82,7 +82,7 @@ class OfPatients:
         askable: Mapping[str, Sequence[object]] = (
             self._askable if self._sentences else self._training
         )
-        without = sorted(name for name, own in askable.items() if not own)
+        without = sorted(name for name, questions in askable.items() if not questions)
         if without or not self._held_out:
             who = f"{without[0]} has no question to train on" if without else "none is held out"
             raise DataError(
@@ -94,14 +94,14 @@ class OfPatients:
         self, step: int, first: int = 0, count: int | None = None
     ) -> Sequence[RSAProblem]:
         names = sorted(self.documents)
-        found = []
+        problems = []
         for i in range(first, first + (self._each if count is None else count)):
             name, rng = names[(step * self._each + i) % len(names)], self._rng(step, i)
             if self._sentences:
-                found.append(self._of_sentence(name, f"{name}/{step}/{i}", rng))
+                problems.append(self._of_sentence(name, f"{name}/{step}/{i}", rng))
             else:
-                found.append(rng.choice(self._training[name]))
-        return found
+                problems.append(rng.choice(self._training[name]))
+        return problems
 
     def _rng(self, step: int, i: int) -> random.Random:
         return random.Random(f"problem/{self._seed}/{step}/{i}")
@@ -136,8 +136,8 @@ class ByNumber:
         stop = first + (self._each if count is None else count)
         numbers = [(step * self._each + i) % of_training for i in range(self._each)]
         for i in range(self._each, stop):
-            others = sorted(set(range(of_training)) - set(numbers)) or range(of_training)
-            numbers.append(random.Random(f"problem/{self._seed}/{step}/{i}").choice(others))
+            numbers_left = sorted(set(range(of_training)) - set(numbers)) or range(of_training)
+            numbers.append(random.Random(f"problem/{self._seed}/{step}/{i}").choice(numbers_left))
         return await self._draw([self._questions + n for n in numbers[first:stop]], PRIMER)
 
     async def held_out(self, most: int | None) -> Sequence[RSAProblem]:

@@ -104,11 +104,11 @@ def by_owner(study: StudyBench) -> dict[str, list[LongHealthQuestion]]:
     names, patients = study.names, study.tasks.patients
     following = dict(zip(names, [*names[1:], names[0]], strict=True))
     texts = {name: {q.text for q in patients[name].questions} for name in names}
-    found: dict[str, list[LongHealthQuestion]] = {"A's alone": [], "B's too": []}
+    by_part: dict[str, list[LongHealthQuestion]] = {"A's alone": [], "B's too": []}
     for exam in study.tasks.exams:
-        both = exam.question.text in texts[following[exam.question.patient]]
-        found["B's too" if both else "A's alone"].append(exam)
-    return found
+        is_shared = exam.question.text in texts[following[exam.question.patient]]
+        by_part["B's too" if is_shared else "A's alone"].append(exam)
+    return by_part
 
 
 def rows(study: StudyBench, name: str, kind: str) -> Iterator[list[str]]:
@@ -148,9 +148,9 @@ def together(options: argparse.Namespace) -> Iterator[Any]:
             first = names.index(exam.question.patient)
             read = sorted([*names[first:], *names[:first]][:count])
             requests.append(replace(request, prefix=context_ref(read)))
-        found = study.ask(exams, requests)
-        told(str(count), share([found]))
-        yield {"charts": count, **vars(found)}
+        count_right = study.ask(exams, requests)
+        told(str(count), share([count_right]))
+        yield {"charts": count, **vars(count_right)}
 
 
 KINDS = {
@@ -163,7 +163,7 @@ KINDS = {
 if __name__ == "__main__":
     benchmark(
         __doc__,
-        lambda asked: ({}, list(KINDS[asked.of](asked))),
+        lambda options: ({}, list(KINDS[options.of](options))),
         {
             "of": {"choices": KINDS},
             "mesh": {"nargs": "?", "default": "meshes/longhealth.yaml"},

@@ -38,13 +38,13 @@ def replies(
             sampling = Sampling(1.0 if draws else 0.0, max_tokens=96)
             name = f"extraction/{patient}/{number}/{draw}"
             requests.append(GenerateRequest(name, ids, prefix, sampling, stream_seed(name)))
-    done = generate(study.model, requests, study.prefix, tasks.end_ids)
-    return [tasks.decode(c.token_ids) for c in done]
+    completions = generate(study.model, requests, study.prefix, tasks.end_ids)
+    return [tasks.decode(c.token_ids) for c in completions]
 
 
-def held_by(said: Sequence[str], facts: Mapping[str, str]) -> int:
+def held_by(replies_read: Sequence[str], facts: Mapping[str, str]) -> int:
     """Count the facts that stand in one of the answers as in a chart: the field, then its value."""
-    texts = [f" {text.replace('.', ' ')} " for text in said]
+    texts = [f" {text.replace('.', ' ')} " for text in replies_read]
     return sum(
         any(f" {field} {value} " in text for text in texts) for field, value in facts.items()
     )
@@ -74,14 +74,15 @@ def extraction(options: argparse.Namespace) -> Iterator[Any]:
             drawn = replies(study, patient, notes, kind, 8)
             lines = sentences(chart.document)
             copied = {part for text in [*greedy, *drawn] for part in sentences(text + ".")}
-            found = [
+            counts_found = [
                 RightCount(named, len(facts)),
                 RightCount(held_by(greedy, facts), len(facts)),
                 RightCount(held_by(drawn, facts), len(facts)),
                 RightCount(sum(line in copied for line in lines), len(lines)),
             ]
             counts = [
-                RightCount(a.right + b.right, a.n + b.n) for a, b in zip(counts, found, strict=True)
+                RightCount(a.right + b.right, a.n + b.n)
+                for a, b in zip(counts, counts_found, strict=True)
             ]
         told(name, *(share([count]) for count in counts))
         yield {"prefix": name, "counts": [vars(count) for count in counts]}

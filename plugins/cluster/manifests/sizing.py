@@ -116,10 +116,10 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
     parts = tensor_parallel(learn, name)
     weights = ("weights", part_bytes(size, parts))
     if name == "generator":
-        own = [(what, count // parts) for what, count in _generator(spec, size)]
+        items = [(what, count // parts) for what, count in _generator(spec, size)]
         if learn.generator.backend == "vllm":  # of each process of an engine
-            own.append(("paged KV", round(learn.generator.kv_gib * GIB)))
-        return MemoryNeeds((weights, *own), staging=published_bytes(learn, size))
+            items.append(("paged KV", round(learn.generator.kv_gib * GIB)))
+        return MemoryNeeds((weights, *items), staging=published_bytes(learn, size))
     if name == "trainer":
         ranks = spec.trainer.procs
         if spec.divides_cartridges:  # all samples of a step may be of one rank's
@@ -128,15 +128,15 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
         return _trainer(learn, size, flat, ranks // parts, learn.cartridges)
     flat = step_tokens(learn)
     prefix = learn.cartridge.tokens
-    held = ("cartridge versions", _read_bytes(learn, size) * _sets(learn))
+    kv = ("cartridge versions", _read_bytes(learn, size) * _sets(learn))
     if name == "doc_teacher":
         prefix = learn.data.document_tokens or prefix
         # A step's documents are held together, beyond the cache's bound where they exceed it.
         together = flat.prefixes * prefix * size.kv_token // parts
-        held = ("document KV", max(document_bytes(learn, size, parts), together))
+        kv = ("document KV", max(document_bytes(learn, size, parts), together))
     logits = min(flat.responses * size.shape.vocab * FLOAT, LOGIT_BYTES)
     return MemoryNeeds(
-        (weights, held, ("attention scores", READ_COPIES * score_bytes(size, flat, prefix)),
+        (weights, kv, ("attention scores", READ_COPIES * score_bytes(size, flat, prefix)),
          ("logits", LOSS_COPIES * logits)),
         staging=scores_bytes(learn, size, flat)
         + (spilled_bytes(learn, size) if name == "doc_teacher" else 0),
@@ -145,27 +145,27 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
 
 def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
     learn = spec.learn
-    held = [("cartridge versions", _read_bytes(learn, size))]
+    items = [("cartridge versions", _read_bytes(learn, size))]
     if _reads_documents(learn):
-        held.append(("document KV", document_bytes(learn, size)))
+        items.append(("document KV", document_bytes(learn, size)))
     if learn.generator.backend == "vllm":
-        return tuple(held)
+        return tuple(items)
     samples = -(-samples_of(learn) // spec.mesh.roles.generator.replicas)
     tokens = samples * sample_tokens(learn)
     logits = samples * size.shape.vocab * FLOAT
     if not spec.mesh.roles.generator.gpus and size.weights <= PACKED_BYTES:
-        held.append(("packed weights", size.weights))
-    return (*held, ("KV of samples", tokens * size.kv_token), ("logits", logits))
+        items.append(("packed weights", size.weights))
+    return (*items, ("KV of samples", tokens * size.kv_token), ("logits", logits))
 
 
 def tensor_parallel(learn: LearnSpec, name: str) -> int:
     """Return how many processes of a role divide each layer of one copy of the base."""
-    of = {
+    sizes = {
         "generator": learn.generator.tensor_parallel,
         "doc_teacher": learn.teacher.tensor_parallel,
         "trainer": learn.train.tensor_parallel,
     }
-    return of.get(name, 1)
+    return sizes.get(name, 1)
 
 
 def part_bytes(size: ModelSize, parts: int) -> int:
@@ -178,17 +178,19 @@ def part_bytes(size: ModelSize, parts: int) -> int:
 
 
 def _trainer(
-    learn: LearnSpec, size: ModelSize, flat: FlatShape, copies: int, own: int
+    learn: LearnSpec, size: ModelSize, flat: FlatShape, copies: int, cartridges: int
 ) -> MemoryNeeds:
-    """Size one rank of so many copies of the base, with its `own` number of cartridges. The base is
+    """Size one rank of so many copies of the base, with `cartridges` of its own. The base is
     divided where it is sharded or tensor-parallel, the batch over the copies; the cartridges that a
     rank has, their gradient and Adam are whole on it."""
     parts = learn.train.tensor_parallel
-    numbers = trainable_numbers(learn, size) // learn.cartridges * own
+    numbers = trainable_numbers(learn, size) // learn.cartridges * cartridges
     one = learn.cartridge.tokens * size.kv_values * FLOAT
-    bank = own * one
-    changed = min(own, touched_cartridges(learn)) * learn.train.staleness  # of earlier versions
-    versions = (own + changed) * published_bytes(learn, size) // learn.cartridges
+    bank = cartridges * one
+    changed = (
+        min(cartridges, touched_cartridges(learn)) * learn.train.staleness
+    )  # of earlier versions
+    versions = (cartridges + changed) * published_bytes(learn, size) // learn.cartridges
     narrowed = one // FLOAT * size.value_bytes if size.value_bytes < FLOAT else 0
     logits = min(flat.responses * size.shape.vocab * FLOAT, learn.train.logit_chunk_mb * 2**20)
     again = learn.train.recompute_layers
@@ -211,12 +213,12 @@ def _trainer(
 def _held_weights(size: ModelSize, copies: int, parts: int) -> int:
     """Return a rank's bytes of its part of the base; of one that is sharded over several copies
     its share, and what it gathers: a layer, the output head."""
-    own = part_bytes(size, parts)
+    bytes_a_part = part_bytes(size, parts)
     if copies == 1:
-        return own
+        return bytes_a_part
     shape = size.shape
     gathered = body_parameters(shape) // shape.layers + head_parameters(shape)
-    return -(-own // copies) + gathered // parts * size.value_bytes
+    return -(-bytes_a_part // copies) + gathered // parts * size.value_bytes
 
 
 def activation_bytes(
@@ -232,17 +234,17 @@ def activation_bytes(
     shape = size.shape
     attention = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
     values = 3 * shape.intermediate + attention
-    each = values * size.value_bytes // parts + 4 * shape.hidden * FLOAT
+    layer_bytes = values * size.value_bytes // parts + 4 * shape.hidden * FLOAT
     inputs = shape.layers * shape.hidden * size.value_bytes if recompute else 0
-    return flat.tokens * (inputs + (1 if recompute else shape.layers) * each)
+    return flat.tokens * (inputs + (1 if recompute else shape.layers) * layer_bytes)
 
 
 def score_bytes(size: ModelSize, flat: FlatShape, prefix: int) -> int:
     """Return the most bytes of attention's scores that a GPU forms at a time, in float32: of the
     tokens over themselves, or of those over one prefix. None is kept, and a CPU forms none."""
-    own = flat.sequences * flat.each**2
-    over = -(-flat.tokens // flat.prefixes) * prefix
-    return min(SCORE_BYTES, size.shape.heads * max(own, over) * FLOAT)
+    within = flat.sequences * flat.each**2
+    across = -(-flat.tokens // flat.prefixes) * prefix
+    return min(SCORE_BYTES, size.shape.heads * max(within, across) * FLOAT)
 
 
 def trainable_numbers(learn: LearnSpec, size: ModelSize) -> int:
@@ -259,10 +261,10 @@ def published_bytes(learn: LearnSpec, size: ModelSize) -> int:
 def touched_cartridges(learn: LearnSpec) -> int:
     """Return the most cartridges that a step changes: one for each prompt, task or problem."""
     if learn.episodes is not None:
-        asked = learn.episodes.tasks
+        prompts = learn.episodes.tasks
     else:
-        asked = learn.rollout.prompts if learn.rsa is None else learn.rsa.examples
-    return min(learn.cartridges, asked)
+        prompts = learn.rollout.prompts if learn.rsa is None else learn.rsa.examples
+    return min(learn.cartridges, prompts)
 
 
 def touched_bytes(learn: LearnSpec, every: int) -> int:
@@ -286,8 +288,8 @@ def _reads_documents(learn: LearnSpec) -> bool:
 
 def _versions_bytes(learn: LearnSpec, size: ModelSize, versions: int) -> int:
     """Return bytes of this many versions in a row: each later one has a step's cartridges anew."""
-    whole = published_bytes(learn, size)
-    return whole + (versions - 1) * touched_bytes(learn, whole)
+    bank = published_bytes(learn, size)
+    return bank + (versions - 1) * touched_bytes(learn, bank)
 
 
 def _read_bytes(learn: LearnSpec, size: ModelSize) -> int:
@@ -364,10 +366,10 @@ def step_tokens(learn: LearnSpec, samples: int | None = None) -> FlatShape:
     """Return a forward of all samples of a step, or of so many. Every sample has its longest
     length, over as many documents as possible."""
     samples = samples_of(learn) if samples is None else samples
-    each = sample_tokens(learn)
+    tokens = sample_tokens(learn)
     turns = 1 if learn.episodes is None else learn.episodes.max_turns
-    predicted = samples * min(each, turns * learn.rollout.max_tokens)
-    return FlatShape(samples, each, predicted, min(samples, learn.data.patients))
+    predicted = samples * min(tokens, turns * learn.rollout.max_tokens)
+    return FlatShape(samples, tokens, predicted, min(samples, learn.data.patients))
 
 
 def known_size(model: ModelSpec) -> ModelSize | None:
@@ -390,12 +392,12 @@ def model_size(model: ModelSpec) -> ModelSize:
 def pod_resources(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> Resources:
     """Return one replica's resources: a core per thread, and host memory as large as its needs. GPU
     roles get that memory too, because the overlay for CPUs removes the GPUs."""
-    held = role_needs(spec, name, size).held
+    bytes_held = role_needs(spec, name, size).held
     if name == "generator":  # an engine of several processes is one process here
-        held *= spec.learn.generator.tensor_parallel
+        bytes_held *= spec.learn.generator.tensor_parallel
     if name == "doc_teacher" and role.gpus:
-        held = max(held, spilled_bytes(spec.learn, size))
-    return _resources(role, held, shm=published_bytes(spec.learn, size))
+        bytes_held = max(bytes_held, spilled_bytes(spec.learn, size))
+    return _resources(role, bytes_held, shm=published_bytes(spec.learn, size))
 
 
 def controller_resources(spec: RunSpec, size: ModelSize) -> Resources:
@@ -408,23 +410,23 @@ def controller_resources(spec: RunSpec, size: ModelSize) -> Resources:
 def server_resources(spec: ServeSpec, size: ModelSize, cartridge_tokens: int) -> Resources:
     """Return resources of a server and its generators, which are processes of the same pod."""
     role = spec.roles.generator
-    held = size.weights + spec.held_cartridges * cartridge_tokens * size.kv_token
+    bytes_held = size.weights + spec.held_cartridges * cartridge_tokens * size.kv_token
     if spec.generator.backend == "vllm":
-        held += round(spec.generator.kv_gib * GIB)
+        bytes_held += round(spec.generator.kv_gib * GIB)
     processes = 2 + role.replicas + spec.spares  # and the server's and Monarch's
     return Resources(
         cpu=1 + role.replicas * role.threads,
-        memory=_gib(processes * PROCESS_BYTES + HEADROOM * role.replicas * held) + 1,
+        memory=_gib(processes * PROCESS_BYTES + HEADROOM * role.replicas * bytes_held) + 1,
         shm=1,
         gpus=role.replicas * role.gpus,
     )
 
 
-def _resources(role: RoleSpec, held: int, shm: int) -> Resources:
-    """`held` bytes in each process, and memory-backed /dev/shm for two times `shm` bytes."""
+def _resources(role: RoleSpec, bytes_held: int, shm: int) -> Resources:
+    """`bytes_held` in each process, and memory-backed /dev/shm for two times `shm` bytes."""
     shared = _gib(2 * shm)
     # One more process: Monarch's own on each host.
-    memory = _gib((role.procs + 1) * PROCESS_BYTES + HEADROOM * role.procs * held) + shared
+    memory = _gib((role.procs + 1) * PROCESS_BYTES + HEADROOM * role.procs * bytes_held) + shared
     return Resources(role.procs * role.threads, memory, shared, role.procs * role.gpus)
 
 

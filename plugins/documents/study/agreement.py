@@ -67,8 +67,8 @@ def split(
         ranked = sorted(pool, key=lambda s: hashlib.sha256(f"{name}\n{s.text}".encode()).digest())
         count = min(len(ranked) - 1, math.ceil(share * len(ranked)))
         held_out.append(ranked[:count])
-        kept = {s.key for s in ranked[:count]}
-        training[name] = [s for s in pool if s.key not in kept]
+        reserved = {s.key for s in ranked[:count]}
+        training[name] = [s for s in pool if s.key not in reserved]
     return training, in_turns(held_out)
 
 
@@ -77,13 +77,13 @@ def compared(
 ) -> tuple[list[float], list[float]]:
     """Return for each question KL(T || S), nats a token, and the share of tokens at which teacher
     and student have the same likeliest token."""
-    kl, same = [], []
+    kl, top1 = [], []
     for exam, c in zip(exams, completions, strict=True):
         n = len(exam.answer_ids)
         read, likeliest = c.prompt_logprobs[-n:], c.prompt_likeliest[-n:]
         kl.append(math.fsum(t - s for t, s in zip(exam.logprobs, read, strict=True)) / n)
-        same.append(sum(a == b for a, b in zip(exam.likeliest, likeliest, strict=True)) / n)
-    return kl, same
+        top1.append(sum(a == b for a, b in zip(exam.likeliest, likeliest, strict=True)) / n)
+    return kl, top1
 
 
 def agreement(
@@ -91,10 +91,10 @@ def agreement(
 ) -> MeasuredAccuracy:
     """Return the mean KL(T || S), nats a token, and the share of tokens at which both have the same
     likeliest token; intervals are of the mean over questions, by Student's t."""
-    kl, same = compared(exams, completions)
+    kl, matches = compared(exams, completions)
     tokens = sum(len(exam.answer_ids) for exam in exams)
-    top1, of_kl = fmean(same), fmean(kl)
-    low, high = mean_interval(same) or (0.0, 1.0)
+    top1, of_kl = fmean(matches), fmean(kl)
+    low, high = mean_interval(matches) or (0.0, 1.0)
     kl_low, kl_high = mean_interval(kl) or (of_kl, of_kl)
     return MeasuredAccuracy(
         accuracy=top1,
@@ -105,10 +105,10 @@ def agreement(
     )
 
 
-def answered(asked: Sequence[UserQuestion], responses: Sequence[str]) -> MeasuredAccuracy:
+def answered(questions: Sequence[UserQuestion], responses: Sequence[str]) -> MeasuredAccuracy:
     """Return the share of questions answered correctly (by option, or SQuAD's exact match) with its
     Wilson interval, and the mean F1."""
-    scores = [q.scores(r) for q, r in zip(asked, responses, strict=True)]
+    scores = [q.scores(r) for q, r in zip(questions, responses, strict=True)]
     right = sum(exact == 1.0 for exact, _, _ in scores)
     low, high = wilson_interval(right, len(scores))
     return MeasuredAccuracy(

@@ -36,13 +36,13 @@ def chart_chunks(
     `overlap` tokens of the one before it. Raises DataError where the head leaves no room."""
     room = most
     while True:
-        found = _cut(patient, tokenizer, room, overlap)
+        chunks = _cut(patient, tokenizer, room, overlap)
         if most is None or room is None:
-            return found
-        over = max(_tokens(tokenizer, chunk.text, most) for chunk in found) - most
-        if over <= 0:
-            return found
-        room -= over
+            return chunks
+        excess = max(_tokens(tokenizer, chunk.text, most) for chunk in chunks) - most
+        if excess <= 0:
+            return chunks
+        room -= excess
         if room <= 2 * overlap:
             raise DataError(
                 f"a chunk of {most} tokens has no room beside the head of {patient.id}'s chart; "
@@ -52,22 +52,22 @@ def chart_chunks(
 
 def _cut(patient: Patient, tokenizer: Any, room: int | None, overlap: int) -> list[ChartChunk]:
     """Return chunks of at most `room` tokens without the head and the notes' numbers."""
-    whole = tuple((i, 0, len(text)) for i, text in enumerate(patient.texts))
-    one = ChartChunk(patient.id, patient.document, whole)
+    everything = tuple((i, 0, len(text)) for i, text in enumerate(patient.texts))
+    one = ChartChunk(patient.id, patient.document, everything)
     if room is None or _tokens(tokenizer, one.text, room) <= room:
         return [one]
     body = tokenised(tokenizer, BETWEEN.join(patient.texts))
-    starts = [sum(len(t) + len(BETWEEN) for t in patient.texts[:i]) for i, _, _ in whole]
+    starts = [sum(len(t) + len(BETWEEN) for t in patient.texts[:i]) for i, _, _ in everything]
     cut = pieces(body, room, overlap)
-    found = []
+    chunks = []
     for name, chunk in zip(part_names(patient.id, len(cut)), cut, strict=True):
         spans = tuple(
             (note, max(0, chunk.start_char - first), min(stop, chunk.stop_char - first))
-            for (note, _, stop), first in zip(whole, starts, strict=True)
+            for (note, _, stop), first in zip(everything, starts, strict=True)
             if chunk.start_char < first + stop and first < chunk.stop_char
         )
-        found.append(ChartChunk(name, patient.excerpt(spans), spans))
-    return found
+        chunks.append(ChartChunk(name, patient.excerpt(spans), spans))
+    return chunks
 
 
 def _tokens(tokenizer: Any, text: str, enough: int) -> int:
@@ -80,9 +80,9 @@ def _tokens(tokenizer: Any, text: str, enough: int) -> int:
 def chunks_holding(chunks: Sequence[ChartChunk], places: Sequence[NoteSpan]) -> tuple[str, ...]:
     """Return the chunks that hold these passages, in order: of each the first chunk that holds it
     whole, else all that hold a part of it."""
-    found: set[str] = set()
+    names: set[str] = set()
     for note, start, stop in places:
-        held = [(c.name, a, b) for c in chunks for at, a, b in c.spans if at == note]
-        whole = [name for name, a, b in held if a <= start and stop <= b]
-        found |= set(whole[:1] or [name for name, a, b in held if start < b and a < stop])
-    return tuple(chunk.name for chunk in chunks if chunk.name in found)
+        spans = [(c.name, a, b) for c in chunks for at, a, b in c.spans if at == note]
+        covering = [name for name, a, b in spans if a <= start and stop <= b]
+        names |= set(covering[:1] or [name for name, a, b in spans if start < b and a < stop])
+    return tuple(chunk.name for chunk in chunks if chunk.name in names)

@@ -44,7 +44,7 @@ from cartridge_forge.training.rollouts import GenerateCall
 
 
 class StudyExam:
-    """Measure arms on the `held_out` self-study questions, and on the questions `asked`.
+    """Measure arms on the `held_out` self-study questions, and on the questions `questions`.
     `questions` are the held-out ones with the teacher's answers, once these are sampled."""
 
     def __init__(
@@ -53,11 +53,11 @@ class StudyExam:
         parts: Corpus,
         conversation: ChatRenderer,
         titles: Mapping[str, str],
-        asked: Sequence[UserQuestion],
+        questions: Sequence[UserQuestion],
     ) -> None:
         self._spec, self._parts, self._layout = spec, parts, parts.layout
         self._conversation, self._titles = conversation, titles
-        self.asked, self.held_out = list(asked), list[StudyQuestion]()
+        self.asked, self.held_out = list(questions), list[StudyQuestion]()
         self.questions: list[HeldOutQuestion] = []
         self._sampling = asyncio.Lock()
 
@@ -76,12 +76,12 @@ class StudyExam:
             measured = agreement(exams, completions)
             if keep is not None:
                 hashes = self._hashes(e.studied.document for e in exams)
-                both = zip(exams, completions, strict=True)
-                told = [teachers_answer(e, c, hashes, self.decode) for e, c in both]
-                keep(answered_over([self._kept(answer) for answer in told], requests))
+                pairs = zip(exams, completions, strict=True)
+                records = [teachers_answer(e, c, hashes, self.decode) for e, c in pairs]
+                keep(answered_over([self._kept(answer) for answer in records], requests))
             if not self.asked:
                 return measured
-        asked = self.asked[: most or self._spec.evaluate.questions]
+        questions = self.asked[: most or self._spec.evaluate.questions]
         sampling = Sampling(temperature=0.0, max_tokens=self._spec.evaluate.max_tokens)
         requests = [
             GenerateRequest(
@@ -91,22 +91,29 @@ class StudyExam:
                 sampling,
                 stream_seed(f"asked/{q.id}"),
             )
-            for q in asked
+            for q in questions
         ]
         answers = await generate(requests)
-        said = [self.decode(c.token_ids) for c in answers]
+        texts = [self.decode(c.token_ids) for c in answers]
         if keep is not None:
-            ids = [self._conversation.saying(q.wording) if q.wording else () for q in asked]
-            readings = [reading(r, own) for r, own in zip(requests, ids, strict=True) if own]
+            ids = [self._conversation.saying(q.wording) if q.wording else () for q in questions]
+            readings = [
+                reading(r, answer_ids)
+                for r, answer_ids in zip(requests, ids, strict=True)
+                if answer_ids
+            ]
             read = await generate(readings) if readings else []
             of_reading = iter(read)
-            nll = [mean_nll(next(of_reading), len(own)) if own else None for own in ids]
-            hashes = self._hashes(q.document for q in asked)
-            rows = zip(asked, answers, said, nll, strict=True)
-            told = [users_answer(q, c, t, lost, hashes) for q, c, t, lost in rows]
-            keep(answered_over([self._kept(answer) for answer in told], requests))
-        found = answered(asked, said)
-        return found if measured is None else {**found, "agreement": measured["agreement"]}
+            nll = [
+                mean_nll(next(of_reading), len(answer_ids)) if answer_ids else None
+                for answer_ids in ids
+            ]
+            hashes = self._hashes(q.document for q in questions)
+            rows = zip(questions, answers, texts, nll, strict=True)
+            records = [users_answer(q, c, t, lost, hashes) for q, c, t, lost in rows]
+            keep(answered_over([self._kept(answer) for answer in records], requests))
+        facts = answered(questions, texts)
+        return facts if measured is None else {**facts, "agreement": measured["agreement"]}
 
     def document(self, about: str) -> str:
         """Return the document of contexts that are read as one text."""
@@ -117,8 +124,8 @@ class StudyExam:
     ) -> tuple[int, ...]:
         """Return the ids of a prompt about contexts, after any prefix or without one."""
         context = contexts_of(about)[0]
-        said = titled_messages(self._titles, context, messages)
-        return self._conversation.opening(None if bare else context, said)
+        messages_titled = titled_messages(self._titles, context, messages)
+        return self._conversation.opening(None if bare else context, messages_titled)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without the spaces around it."""
@@ -134,8 +141,8 @@ class StudyExam:
         if prefix == "document":
             return context_ref(contexts_of(about))
         cartridge = self._layout.cartridge_of(self.document(about))
-        asked = titled(self._titles, contexts_of(about)[0], messages[-1].content)
-        return PrefixRef(f"{prefix}/{route(cartridge, asked)}", version)
+        question = titled(self._titles, contexts_of(about)[0], messages[-1].content)
+        return PrefixRef(f"{prefix}/{route(cartridge, question)}", version)
 
     def _kept(self, answer: Answer) -> Answer:
         """Return the record of an answer to a question about contexts, by their document."""

@@ -128,9 +128,9 @@ class LongHealthPrompts:
         held_out = {
             p.id: [q for q in p.questions if is_held_out(q, spec.data.held_out)] for p in patients
         }
-        near = _doubles(patients, held_out, spec.evaluate.alike)
+        duplicates = _doubles(patients, held_out, spec.evaluate.alike)
         self._training = {
-            p.id: [q for q in p.questions if q not in held_out[p.id] and q.id not in near]
+            p.id: [q for q in p.questions if q not in held_out[p.id] and q.id not in duplicates]
             for p in patients
         }
         self._held_out = held_out
@@ -193,13 +193,13 @@ class LongHealthPrompts:
             kind, text, places = self_study_prompt(
                 self.patients[document], self._training[document], rollout.kinds, rng, self._ends
             )
-            asked = titled(self.titles, document, text)
-            contexts = self._choose(cartridge, self.contexts_of(document, places), asked)
+            question = titled(self.titles, document, text)
+            contexts = self._choose(cartridge, self.contexts_of(document, places), question)
             name = f"{arm}/{step + 1}/{i}"
             ids_of = self._prompt_ids if kind == "choice" else self._repeated_ids
             request = GenerateRequest(
                 id=name,
-                prompt_ids=ids_of(contexts[0], asked),
+                prompt_ids=ids_of(contexts[0], question),
                 prefix=context_ref(contexts),
                 sampling=sampling,
                 seed=stream_seed(f"sample/{seed}/{arm}/{drawn + 1}/{i}"),
@@ -227,8 +227,8 @@ class LongHealthPrompts:
         for q in chosen:
             contexts = self.contexts_of(q.patient, self.patients[q.patient].places_of(q))
             text = titled(self.titles, q.patient, self._option_text(q))
-            over, bare = self._prompt_ids(contexts[0], text), self._prompt_ids(None, text)
-            exams.append(LongHealthQuestion(q, text, over, bare, contexts))
+            with_context, bare = self._prompt_ids(contexts[0], text), self._prompt_ids(None, text)
+            exams.append(LongHealthQuestion(q, text, with_context, bare, contexts))
         return exams
 
     def exam_requests(
@@ -266,28 +266,28 @@ class LongHealthPrompts:
     ) -> tuple[list[GenerateRequest], list[int]]:
         """Return requests that read the right answers after the prompts of `requests`, and how many
         tokens each of these answers has."""
-        found, tokens = [], []
+        requests_read, tokens = [], []
         for exam, request in zip(exams, requests, strict=True):
             ids = self.conversation.saying(right_answer(exam.question, exam.text))
-            found.append(reading(request, ids))
+            requests_read.append(reading(request, ids))
             tokens.append(len(ids))
-        return found, tokens
+        return requests_read, tokens
 
     def answers(
         self,
         exams: Sequence[LongHealthQuestion],
-        said: Sequence[str],
+        texts: Sequence[str],
         tokens: Sequence[int],
         nll: Sequence[float | None] | None = None,
     ) -> list[Answer]:
         """Return the records of an arm's answers: texts, their tokens, losses of the right ones."""
-        found = []
+        records = []
         lost = nll or [None] * len(exams)
-        for exam, text, count, loss in zip(exams, said, tokens, lost, strict=True):
+        for exam, text, count, loss in zip(exams, texts, tokens, lost, strict=True):
             q = exam.question
             letter = parse_answer(text, q)
             document = self.patients[q.patient].document
-            found.append(
+            records.append(
                 Answer(
                     id=q.id, fact=q.text, document=q.patient, document_hash=hash_of(document),
                     question_hash=hash_of(self._option_text(q), q.correct), text=text,
@@ -297,7 +297,7 @@ class LongHealthPrompts:
                     contexts=exam.contexts,
                 )
             )  # fmt: skip
-        return found
+        return records
 
     def _option_text(self, question: PatientQuestion) -> str:
         return option_prompt(question.text, question.options, self._spec.data.instruction)
@@ -310,7 +310,11 @@ def _doubles(
     patients: Sequence[Patient], held_out: Mapping[str, Sequence[PatientQuestion]], alike: float
 ) -> set[str]:
     """Return ids of questions that nearly repeat a held-out one on the same patient."""
-    asked = [LocatedText(p, q.text, q.id) for p, some in held_out.items() for q in some]
+    held_texts = [
+        LocatedText(p, q.text, q.id) for p, questions in held_out.items() for q in questions
+    ]
     every = [LocatedText(p.id, q.text, q.id) for p in patients for q in p.questions]
-    near = {(x.training.document, x.training.text) for x in overlaps(every, asked, alike)}
-    return {q.place for q in every if (q.document, q.text) in near}
+    duplicates = {
+        (x.training.document, x.training.text) for x in overlaps(every, held_texts, alike)
+    }
+    return {q.place for q in every if (q.document, q.text) in duplicates}

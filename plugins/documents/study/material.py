@@ -42,14 +42,16 @@ def read_material(spec: LearnSpec, tokenizer: Any) -> tuple[Corpus, list[UserQue
     require_questions(read.questions, file, tokenizer)
     notes = (SkippedFile(file, note) for note in read.notes)
     corpus = replace(corpus, notes=(*corpus.notes, *notes))
-    asked = [[q for q in read.questions if q.document == name] for name in corpus.parts]
-    return corpus, in_turns(asked)
+    by_part = [[q for q in read.questions if q.document == name] for name in corpus.parts]
+    return corpus, in_turns(by_part)
 
 
-def require_questions(asked: Sequence[UserQuestion], file: str, tokenizer: Any) -> None:
+def require_questions(questions: Sequence[UserQuestion], file: str, tokenizer: Any) -> None:
     """Raise DataError where questions or answers of a file have special tokens of the model."""
     texts = (
-        (q.id, text) for q in asked for text in (*(m.content for m in q.messages), q.wording or "")
+        (q.id, text)
+        for q in questions
+        for text in (*(m.content for m in q.messages), q.wording or "")
     )
     require_text(tokenizer, texts, f"questions of {file}")
 
@@ -114,15 +116,15 @@ def held_out_questions(spec: LearnSpec, prompts: LongHealthPrompts) -> list[User
         [q for q in patient.questions if is_held_out(q, data.held_out)]
         for _, patient in sorted(patients.items())
     ]
-    found = in_turns(by_patient)
-    if not found:
+    questions = in_turns(by_patient)
+    if not questions:
         raise DataError(
             f"{data.path} has no held-out question: raise data.held_out (the share kept for "
             "evaluation), or data.patients"
         )
-    asked = []
-    for q in found:
+    held_questions = []
+    for q in questions:
         about = SEPARATOR.join(prompts.contexts_of(q.patient, patients[q.patient].places_of(q)))
         text = option_prompt(q.text, q.options, data.instruction)
-        asked.append(UserQuestion(q.id, about, text, choice=q))
-    return asked
+        held_questions.append(UserQuestion(q.id, about, text, choice=q))
+    return held_questions

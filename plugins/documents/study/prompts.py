@@ -38,17 +38,17 @@ def in_company(
 ) -> list[StudyPrompt]:
     """Return the prompts over their cartridges of `version`; for about `share` of them, the
     cartridge of another of `names` stands before or after it."""
-    found = []
+    composed = []
     for prompt in prompts:
         order = [prompt.cartridge]
         if share:
             rng = random.Random(f"compose/{seed}/{prompt.request.id}")
-            others = [name for name in names if name != prompt.cartridge]
-            if rng.random() < share and others:
-                order.insert(rng.randrange(2), rng.choice(others))
+            neighbours = [name for name in names if name != prompt.cartridge]
+            if rng.random() < share and neighbours:
+                order.insert(rng.randrange(2), rng.choice(neighbours))
         refs = [PrefixRef(f"cartridge/{name}", version) for name in order]
-        found.append(over(prompt, composed_ref(refs)))
-    return found
+        composed.append(over(prompt, composed_ref(refs)))
+    return composed
 
 
 def over(prompt: StudyPrompt, prefix: PrefixRef) -> StudyPrompt:
@@ -68,16 +68,18 @@ def contexts_of(about: str) -> tuple[str, ...]:
 
 def texts_of(layout: CartridgeLayout, texts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Return the texts of the contexts that each cartridge learns from."""
-    return {name: tuple(texts[c] for c in of) for name, of in layout.contexts.items()}
+    return {
+        name: tuple(texts[c] for c in context_ids) for name, context_ids in layout.contexts.items()
+    }
 
 
 def answered_over(answers: Sequence[Answer], requests: Sequence[GenerateRequest]) -> list[Answer]:
     """Return the answers, each with the cartridge that its request was over, where it had one."""
-    found = []
+    records = []
     for answer, request in zip(answers, requests, strict=True):
         kind, _, name = request.prefix.name.partition("/")
-        found.append(replace(answer, cartridge=name) if kind == "cartridge" else answer)
-    return found
+        records.append(replace(answer, cartridge=name) if kind == "cartridge" else answer)
+    return records
 
 
 def reading(request: GenerateRequest, answer_ids: tuple[int, ...]) -> GenerateRequest:
@@ -102,8 +104,8 @@ def titles_of(
     one are called by their document's name."""
     if data.name_document == "never" or (data.name_document == "auto" and not layout.shared):
         return {}
-    given = list(names.values())
-    return {d: title if given.count(title) == 1 else d for d, title in names.items()}
+    title_list = list(names.values())
+    return {d: title if title_list.count(title) == 1 else d for d, title in names.items()}
 
 
 def of_contexts(titles: Mapping[str, str], layout: CartridgeLayout) -> dict[str, str]:
@@ -120,13 +122,13 @@ def titled_messages(
     titles: Mapping[str, str], about: str, messages: Sequence[AgentMessage]
 ) -> tuple[AgentMessage, ...]:
     """Return a conversation whose first turn is after the title of what it is about, if any."""
-    first, *others = messages
-    return (replace(first, content=titled(titles, about, first.content)), *others)
+    first, *later = messages
+    return (replace(first, content=titled(titles, about, first.content)), *later)
 
 
-def own_contexts(cartridge: str, own: tuple[str, ...], text: str) -> tuple[str, ...]:
+def own_contexts(cartridge: str, contexts: tuple[str, ...], text: str) -> tuple[str, ...]:
     """Return the contexts that the prompt is about."""
-    return own
+    return contexts
 
 
 def context_choice(
@@ -151,9 +153,9 @@ def context_choice(
         for name, contexts in layout.contexts.items()
     }
 
-    def retrieved(cartridge: str, own: tuple[str, ...], text: str) -> tuple[str, ...]:
+    def retrieved(cartridge: str, contexts: tuple[str, ...], text: str) -> tuple[str, ...]:
         best = {name for name, _ in routers[cartridge].top(text, count)}
-        return tuple(c for c in layout.contexts[cartridge] if c in best) or own
+        return tuple(c for c in layout.contexts[cartridge] if c in best) or contexts
 
     return retrieved
 

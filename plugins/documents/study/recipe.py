@@ -79,10 +79,10 @@ from cartridge_forge.training.rollouts import (
 
 class DocumentsRecipe(Recipe):
     """Train on the documents of the spec; write their questions into the run's directory. The
-    questions `asked` are never trained on."""
+    questions of the exam are never trained on."""
 
     def __init__(
-        self, spec: LearnSpec, parts: Corpus, asked: Sequence[UserQuestion], tokenizer: Any,
+        self, spec: LearnSpec, parts: Corpus, questions: Sequence[UserQuestion], tokenizer: Any,
         directory: RunDirectory, rows: RowSet | None = None,
     ) -> None:  # fmt: skip
         """Take the questions of a dataset's `rows` where they are given, and write none."""
@@ -100,7 +100,7 @@ class DocumentsRecipe(Recipe):
         self._choose = context_choice(spec, parts.layout, parts.texts, self.documents)
         self.end_ids, self.note = self._conversation.end_ids, self._conversation.note
         self._rows = rows
-        self._exam = StudyExam(spec, parts, self._conversation, self._titles, asked)
+        self._exam = StudyExam(spec, parts, self._conversation, self._titles, questions)
         self._getting_ready = asyncio.Lock()
         self._training: dict[str, list[StudyQuestion]] = {}
         note_documents(parts, directory)
@@ -121,7 +121,7 @@ class DocumentsRecipe(Recipe):
                 rows = await self._write(generate)
             if self._study.least_gain is not None:
                 rows = await self._with_gain(rows, self._study.least_gain, generate)
-            found = (
+            studied = (
                 studied_of(r, self._spec, self._conversation, self._titles, self._model)
                 for r in rows
                 if r.kept
@@ -129,7 +129,7 @@ class DocumentsRecipe(Recipe):
             data = self._spec.data
             # Of LongHealth, data.held_out is a share of its own questions.
             share = 0.0 if data.source == "longhealth" else data.held_out
-            training, held_out = split(filter(None, found), share)
+            training, held_out = split(filter(None, studied), share)
             lacking = [name for name in self._parts.parts if not training.get(name)]
             if lacking or not (held_out or self._exam.asked):
                 raise DataError(
@@ -178,7 +178,7 @@ class DocumentsRecipe(Recipe):
             for message in s.messages
         ]
         key = "data.questions" if self._spec.data.questions else "data.path"
-        asked = [
+        held_texts = [
             LocatedText(self._exam.document(q.document), text, f"{key}: {q.id}")
             for q in self._exam.asked
             for text in q.forms
@@ -189,7 +189,7 @@ class DocumentsRecipe(Recipe):
             for s in held_out
         ]
         clean(
-            overlaps(trained, asked, evaluate.alike),
+            overlaps(trained, held_texts, evaluate.alike),
             evaluate.contamination or ("fail" if self._exam.asked else "warn"),
             self._directory.contamination,
         )
@@ -205,32 +205,33 @@ class DocumentsRecipe(Recipe):
         self, rows: list[StudyRow], least: float, generate: GenerateCall
     ) -> list[StudyRow]:
         """Return the rows with their gains, which the run's own file keeps."""
-        asked = [r for r in rows if r.kept and r.gain is None]
+        studied_rows = [r for r in rows if r.kept and r.gain is None]
         read = (
-            studied_of(r, self._spec, self._conversation, self._titles, self._model) for r in asked
+            studied_of(r, self._spec, self._conversation, self._titles, self._model)
+            for r in studied_rows
         )
         studied = [s for s in read if s is not None]
         bare = {s.key: self._exam.prompt_ids(s.document, s.messages, bare=True) for s in studied}
-        found = weighed(rows, await gains(studied, bare, generate), least)
+        weighed_rows = weighed(rows, await gains(studied, bare, generate), least)
         if self._study.rows is None:
-            lines = json_lines(row.as_dict() for row in found)
+            lines = json_lines(row.as_dict() for row in weighed_rows)
             write_atomically(self._directory.selfstudy, lines)
-        return found
+        return weighed_rows
 
     def _prompts(self, arm: str, step: int) -> list[tuple[StudyQuestion, StudyPrompt]]:
         """Return a step's prompts: contexts take turns, each with every cartridge that learns from
         it; their questions are reshuffled each round."""
         rollout, seed = self._spec.rollout, self._spec.train.seed
         turns = self._turns
-        found = []
+        pairs = []
         for i in range(rollout.prompts):
             number, turn = divmod(step * rollout.prompts + i, len(turns))
             about, cartridge = turns[turn]
             pool = self._training[about]
-            lap, place = divmod(number, len(pool))
+            lap, index = divmod(number, len(pool))
             order = list(range(len(pool)))
             random.Random(f"questions/{seed}/{about}/{lap}").shuffle(order)
-            studied = pool[order[place]]
+            studied = pool[order[index]]
             contexts = self._choose(cartridge, (about,), titled(self._titles, about, studied.text))
             name = f"{arm}/{step + 1}/{i}"
             request = GenerateRequest(
@@ -244,8 +245,8 @@ class DocumentsRecipe(Recipe):
             )
             document = self.layout.documents[about]
             prompt = StudyPrompt(document, studied.kind, request, cartridge, contexts, studied.key)
-            found.append((studied, prompt))
-        return found
+            pairs.append((studied, prompt))
+        return pairs
 
     # -- rollouts -------------------------------------------------------------------------------
 
@@ -256,8 +257,8 @@ class DocumentsRecipe(Recipe):
         of_rows = self._rows is not None
         return sorted(
             (about, c)
-            for c, of in self.layout.contexts.items()
-            for about in of
+            for c, contexts in self.layout.contexts.items()
+            for about in contexts
             if not of_rows or about in self._training
         )
 
@@ -268,9 +269,9 @@ class DocumentsRecipe(Recipe):
         self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = unheard
     ) -> Rollout:
         await self._ready(generate)
-        train, asked = self._spec.train, [p for _, p in self._prompts("on_policy", step)]
+        train, plain = self._spec.train, [p for _, p in self._prompts("on_policy", step)]
         names = sorted(self.layout.cartridges)
-        prompts = in_company(asked, version, names, train.compose, train.seed)
+        prompts = in_company(plain, version, names, train.compose, train.seed)
         requests = [p.request for p in prompts]
         completions = await generate(requests, handed_over(prompts, ended))
         return as_rollout(step, prompts, completions, False)
@@ -281,18 +282,18 @@ class DocumentsRecipe(Recipe):
         await self._ready(generate)
         prompts = self._prompts("offline", first)
         unsaid = [p.request for s, p in prompts if not s.answer_ids]
-        made = await generate(unsaid) if unsaid else []
-        fresh = {c.request_id: c for c in made}
+        completions_written = await generate(unsaid) if unsaid else []
+        fresh = {c.request_id: c for c in completions_written}
         completions = [fresh.get(p.request.id) or said(s, p) for s, p in prompts]
-        asked = [p for _, p in prompts]
-        return [as_rollout(first, asked, completions, True)]
+        plain = [p for _, p in prompts]
+        return [as_rollout(first, plain, completions, True)]
 
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         stored: tuple[PrecomputedScores, ...] = ()
         if self._study.scores == "stored" and is_offline(rollout):
-            asked = enumerate(self._prompts("offline", rollout.step))
+            numbered = enumerate(self._prompts("offline", rollout.step))
             stored = tuple(
-                PrecomputedScores(i, s.teacher_ids, s.teacher_logprobs) for i, (s, _) in asked
+                PrecomputedScores(i, s.teacher_ids, s.teacher_logprobs) for i, (s, _) in numbered
             )
         return TrainBatch(doc=tuple(rollout.samples), doc_stored=stored)
 

@@ -33,8 +33,8 @@ def verifier_of(name: str, options: Mapping[str, Any]) -> Verify:
 def _equal(form: Form, compared: Form, text: str, answer: Any) -> float | None:
     if answer is None:
         return None
-    said = extract(text, form)
-    return float(said is not None and same(said, str(answer).strip(), compared))
+    answer_given = extract(text, form)
+    return float(answer_given is not None and same(answer_given, str(answer).strip(), compared))
 
 
 def _found(pattern: re.Pattern[str], text: str, answer: Any) -> float:
@@ -56,7 +56,7 @@ def _validator(schema: Mapping[str, Any]) -> Any:
 
 def _fits(validator: Any, text: str, answer: Any) -> float:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return 0.0
-    return float(validator.is_valid(found))
+    return float(validator.is_valid(value))
