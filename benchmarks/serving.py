@@ -204,7 +204,7 @@ async def first_tokens(address: str) -> list[float]:
         return [(await streamed(asking, 1, 8))[0] for _ in range(2)]
 
 
-def alone(code: str) -> float:
+def import_seconds(code: str) -> float:
     """Return processor seconds of a fresh Python that runs `code`."""
     usage_before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL)
@@ -226,7 +226,8 @@ def from_nothing(options: argparse.Namespace) -> tuple[dict[str, float], dict[st
         "first_start": {name: round(value, 2) for name, value in first.items()},
         "starts": {name: spread([one[name] for one in starts]) for name in first},
         "alone, of the cores": {
-            name: spread([alone(code) for _ in range(options.runs)]) for name, code in ALONE.items()
+            name: spread([import_seconds(code) for _ in range(options.runs)])
+            for name, code in ALONE.items()
         },
     }
     print(json.dumps(results, indent=1))

@@ -115,7 +115,7 @@ async def throughput(
     vllm = await replica("vllm", str(READER), "float32", documents, 0.5)
     embedded = await replica("embedded", str(READER), "float32", documents, 0)
     kv = cartridge(READER_SHAPE, options.tokens, "float32")
-    snapshot = await put(plane, 0, kv)
+    snapshot = await put_cartridge(plane, 0, kv)
     for pool in (vllm, embedded):
         await pool.route("load", snapshot)
     arms = {
@@ -169,7 +169,7 @@ def request(ref: Any, prompt: Sequence[int], new: int) -> GenerateRequest:
     return GenerateRequest("r", tuple(prompt), ref, Sampling(temperature=0.0, max_tokens=new), 0)
 
 
-async def put(plane: OwnedPlane, version: int, kv: Tensor) -> CartridgeSnapshot:
+async def put_cartridge(plane: OwnedPlane, version: int, kv: Tensor) -> CartridgeSnapshot:
     """Publish [L, 2, H_kv, P, D] as the one cartridge of a version."""
     packet = await plane.put(f"published/{version}", {"p": kv})
     return CartridgeSnapshot(version, (PublishedCartridge("p", version, packet),))
@@ -185,7 +185,7 @@ async def publishing(
         for version in range(times + 1):
             kv = kv * 1.01  # a new version needs a new tensor
             laps = Laps()
-            snapshot = await put(plane, version, kv)
+            snapshot = await put_cartridge(plane, version, kv)
             laps.done("put")
             await pool.route("load", snapshot)
             laps.done("load")

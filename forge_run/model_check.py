@@ -53,7 +53,7 @@ def check(path: str) -> tuple[ModelVerdict, list[str]]:
             raise DataError(stored.refusal)
         return stored, []
     verdict = in_child(_checked, path)
-    return verdict, [told(verdict)]
+    return verdict, [verdict_text(verdict)]
 
 
 def check_again(path: str) -> ModelVerdict:
@@ -74,7 +74,7 @@ def _checked_again(path: str) -> ModelVerdict:
     return checked_again(path)
 
 
-def told(verdict: ModelVerdict) -> str:
+def verdict_text(verdict: ModelVerdict) -> str:
     """Return a verdict as a line: how far off, how many layers, which seconds."""
     worst = max(verdict.nats.values(), default=float("nan"))
     return (

@@ -98,7 +98,7 @@ def outcome(name: str, root: Path, fault: Fault, resumes: bool) -> FaultOutcome:
         run.wait_for("on_policy", 25, START_S)
         start = time.monotonic()
         fault(root, run)
-        lines = said(run, start)
+        lines = printed_lines(run, start)
         ended = time.monotonic() - start
         run.wait_until_gone(END_S)
         seconds_to_exit = time.monotonic() - start
@@ -111,7 +111,7 @@ def outcome(name: str, root: Path, fault: Fault, resumes: bool) -> FaultOutcome:
     )  # fmt: skip
 
 
-def said(run: Running, start: float) -> list[tuple[float, str]]:
+def printed_lines(run: Running, start: float) -> list[tuple[float, str]]:
     """Return the lines that the command prints until it ends, with the seconds since `start`."""
     late = threading.Timer(END_S, run.process.kill)
     late.start()
@@ -143,7 +143,7 @@ def read_only(root: Path) -> FaultOutcome:
     subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
     start = time.monotonic()
     with running(command(root, "--resume", **SETS), root) as run:
-        messages = [pair for pair in said(run, start) if pair[1].startswith("error:")]
+        messages = [pair for pair in printed_lines(run, start) if pair[1].startswith("error:")]
         ended = time.monotonic() - start
         run.wait_until_gone(END_S)
         seconds_to_exit = time.monotonic() - start
@@ -160,7 +160,9 @@ def second_owner(root: Path) -> FaultOutcome:
         run.wait_for("on_policy", 2, START_S)
         start = time.monotonic()
         with running(command(root, "--resume", **SETS), root) as second:
-            messages = [pair for pair in said(second, start) if pair[1].startswith("error:")]
+            messages = [
+                pair for pair in printed_lines(second, start) if pair[1].startswith("error:")
+            ]
             ended = time.monotonic() - start
             second.wait_until_gone(END_S)
             seconds_to_exit = time.monotonic() - start

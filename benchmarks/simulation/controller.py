@@ -231,7 +231,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, An
 
 
 if __name__ == "__main__":
-    written = benchmark(
+    record = benchmark(
         __doc__,
         measure,
         {
@@ -241,5 +241,5 @@ if __name__ == "__main__":
             "--gbit": (10.0, "rate of the measured links that publishes are taken from"),
         },
     )
-    for heads, cells in (simulated(written["results"]), limits_table(written["results"])):
+    for heads, cells in (simulated(record["results"]), limits_table(record["results"])):
         print("\n" + "\n".join(table(heads, cells)))

@@ -24,7 +24,7 @@ SECONDS = 0.5
 GOAL_BYTES = 1.5e9
 
 
-def made(mesh: str, home: Path) -> dict[str, float]:
+def run_job(mesh: str, home: Path) -> dict[str, float]:
     """Run the job to its end. Raises its error."""
     sizes = held_bytes(["run", mesh], home, SECONDS)
     (path,) = home.glob("*/2*/results.json")
@@ -42,7 +42,7 @@ def measure(options: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
     rounds = []
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as home:
-            rounds.append(made(options.mesh, Path(home)))
+            rounds.append(run_job(options.mesh, Path(home)))
         print(rounds[-1], flush=True)
     most = max(row["pss_bytes"] for row in rounds)
     return {"memory at most, over 1.5 GB": most / GOAL_BYTES}, rounds

@@ -69,7 +69,7 @@ def seconds_to(events: Path, start: float) -> dict[str, float]:
     raise SystemExit(f"{events} tells of no step")
 
 
-def made(options: argparse.Namespace, home: Path) -> dict[str, float]:
+def run_make(options: argparse.Namespace, home: Path) -> dict[str, float]:
     """Run the command once to its end. Raises its error."""
     words = ["make", options.folder, "--model", options.model, "--minutes", str(options.minutes)]
     start = time.time()
@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
     rounds = []
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as home:
-            rounds.append(made(options, Path(home)))
+            rounds.append(run_make(options, Path(home)))
         print(rounds[-1], flush=True)
     shares = [row["step"] / (60 * options.minutes) for row in rounds]
     return {"first step, of the minutes asked for": max(shares)}, rounds

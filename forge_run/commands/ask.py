@@ -128,7 +128,7 @@ def command(
                 return _sides(cartridge_asked, question, beside, sampling, seed, as_json)
             answer = _in_process(cartridge_asked, question, sampling, seed)
     if answer.routed is not None:
-        note(f"{answer.cartridge}: {told(answer.routed)}")
+        note(f"{answer.cartridge}: {choice_text(answer.routed)}")
     if as_json:
         print(json.dumps(asdict(answer), indent=1))
     else:
@@ -143,7 +143,7 @@ def _words(answer: str) -> str:
     return answer.strip()
 
 
-def told(why: Choice) -> str:
+def choice_text(why: Choice) -> str:
     """Return a choice as text: `score 4.21, then patient_02 with 1.10`."""
     if why.runner_up is None:
         return f"score {why.score:.2f}, the only one with a word of the question"
@@ -254,7 +254,7 @@ def _sides(
     from cartridge_forge.plugins.serve.engine.in_process import local_samplers
 
     if cartridge.why is not None:
-        note(f"{cartridge.shown}: {told(cartridge.why)}")
+        note(f"{cartridge.shown}: {choice_text(cartridge.why)}")
     model, generator = cartridge.model, cartridge.generator
     document = _document_of(cartridge) if compare else None
     sizes = {"none": 0, "cartridge": cartridge.tokens}

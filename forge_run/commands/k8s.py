@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from cartridge_forge.forge_run.cli import parsed_elsewhere
-from cartridge_forge.plugins.cluster.chart.chart import Needs, chart_tree, needs
+from cartridge_forge.plugins.cluster.chart.chart import Needs, chart_tree, least_needs
 from cartridge_forge.plugins.cluster.checks.check import check
 from cartridge_forge.plugins.cluster.manifests.kustomization import Tree, mesh_tree, server_tree
 from cartridge_forge.plugins.cluster.manifests.mesh import MeshFiles
@@ -81,7 +81,7 @@ def chart(mesh: str, sets: Sequence[str] = ()) -> Tree:
     if _is_mesh(mesh):
         tree = _mesh(mesh, sets, any_gpu, "")
         spec = load_spec(mesh, sets=(*sets, PODS)).spec
-        least, name = needs(spec, model_size(spec.learn.model)), spec.mesh.name
+        least, name = least_needs(spec, model_size(spec.learn.model)), spec.mesh.name
     else:
         tree, name = _server(mesh, sets, any_gpu, ""), load_serve(mesh, sets=sets).spec.name
     command_text = " ".join(["forge k8s chart", f"meshes/{Path(mesh).name}", *settings(*sets)])

@@ -13,7 +13,7 @@ from cartridge_forge.plugins.library.starting import (
     read_start,
     record_of,
     require_fit_of,
-    told,
+    start_lines,
 )
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import read_rows
@@ -78,4 +78,4 @@ def started(spec: RunSpec) -> tuple[RunSpec, list[str]]:
     if learn.cartridge.frozen is None and len(counts) == 1:
         changed = learn.with_start(learn.cartridge.start, *counts)
         spec = spec.model_copy(update={"learn": changed})
-    return spec, list(told(labelled))
+    return spec, list(start_lines(labelled))

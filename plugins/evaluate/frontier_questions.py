@@ -23,7 +23,7 @@ from cartridge_forge.plugins.documents.study.longhealth_prompts import (
     LongHealthPrompts,
     LongHealthQuestion,
 )
-from cartridge_forge.plugins.documents.study.prompts import in_turns, titled
+from cartridge_forge.plugins.documents.study.prompts import interleave, with_title
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.records.answers import Answer, hash_of
 
@@ -71,9 +71,11 @@ def findings_questions(
         for group in (patients[start : start + charts] for start in starts)
     ]
     questions = []
-    for group, question in in_turns(rows)[:count]:
+    for group, question in interleave(rows)[:count]:
         # A name leads a reader of one chart; a question of several names none of them.
-        text = titled(tasks.titles, group[0].id, question.text) if charts == 1 else question.text
+        text = (
+            with_title(tasks.titles, group[0].id, question.text) if charts == 1 else question.text
+        )
         cartridges = [tasks.layout.cartridge_of(patient.id) for patient in group]
         record = partial(findings_answer, question, group, cartridges)
         questions.append(FrontierQuestion(question.id, question.patients, text, record))

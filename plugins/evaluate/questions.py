@@ -33,10 +33,10 @@ from cartridge_forge.plugins.documents.study.agreement import split
 from cartridge_forge.plugins.documents.study.longhealth_prompts import open_prompts, read_patients
 from cartridge_forge.plugins.documents.study.material import require_questions
 from cartridge_forge.plugins.documents.study.prompts import (
-    in_turns,
+    interleave,
     of_contexts,
-    titled,
     titled_messages,
+    with_title,
 )
 from cartridge_forge.plugins.documents.study.question_files import (
     UserQuestion,
@@ -165,7 +165,7 @@ def set_paper(
         require_questions(read.questions, file, tokenizer)
         by_context = [[q for q in read.questions if q.document == name] for name in about.texts]
         questions = [
-            (replace(q, document=owners[q.document]), q.document) for q in in_turns(by_context)
+            (replace(q, document=owners[q.document]), q.document) for q in interleave(by_context)
         ]
         source, answers_known, notes = Path(file).name, True, read.notes
     if not questions:
@@ -259,7 +259,7 @@ def _patients(
         ]
         for _, p in sorted(prompts.patients.items())
     ]
-    return about, in_turns(every)
+    return about, interleave(every)
 
 
 def _choice(question: Any, learn: LearnSpec) -> UserQuestion:
@@ -332,7 +332,7 @@ def _passages(
             turn = PLAIN["question"][1].format(cue=cue)
             if learn.data.source != "documents":
                 turn = recite_prompt(cue)
-            turn = titled(about.titles, name, turn)
+            turn = with_title(about.titles, name, turn)
             readings.append(
                 QuestionReading(
                     f"{name}/passage/{number}", name, _opening(conversation, name, turn),
@@ -358,7 +358,7 @@ def _probes(spec: EvalSpec, learn: LearnSpec, about: EvalSubjects) -> list[EvalQ
     other_questions = [] if learn.data.source == "documents" else _others(learn)
     if other_questions:
         # The chart is in the user's turn, to test whether the model can still read one there.
-        questions = in_turns(
+        questions = interleave(
             [
                 [replace(_choice(q, learn), text=f"{p.document} {_choice(q, learn).text}")
                  for q in p.questions]

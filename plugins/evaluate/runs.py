@@ -19,7 +19,7 @@ from cartridge_forge.learning.checkpoint import last_of_arms
 from cartridge_forge.learning.initialization import first_of_each, parts_of
 from cartridge_forge.learning.teacher import context_ids
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText
-from cartridge_forge.plugins.documents.study.prompts import contexts_of, texts_of, titled
+from cartridge_forge.plugins.documents.study.prompts import contexts_of, texts_of, with_title
 from cartridge_forge.plugins.documents.study.routing import RoutedQuestions
 from cartridge_forge.plugins.evaluate.arms import EvalArm
 from cartridge_forge.plugins.evaluate.questions import EvalSubjects, EvalSuite, first_tokens_of
@@ -234,7 +234,7 @@ def routed_questions(paper: EvalSuite) -> dict[tuple[int, ...], str]:
     chosen = {}
     for item in paper.items:
         cartridge_id = about.layout.cartridge_of(item.asked.document)
-        question = titled(about.titles, contexts_of(item.about)[0], item.asked.text)
+        question = with_title(about.titles, contexts_of(item.about)[0], item.asked.text)
         chosen[item.prompt_ids] = routing.chosen(cartridge_id, question)
     return chosen
 
@@ -254,7 +254,7 @@ def trained_on(run: FinishedRun, about: EvalSubjects) -> Iterator[LocatedText]:
             wraps[context] = _wrap(about.conversation, context)
         lead, tail = wraps[context]
         for text in about.conversation.texts_of(ids[lead : len(ids) - tail]):
-            text = text.removeprefix(titled(about.titles, context, "")).strip()
+            text = text.removeprefix(with_title(about.titles, context, "")).strip()
             if row["kind"] == "choice":
                 text = text.partition(" options: ")[0]
             yield LocatedText(document, text, f"run {run.directory.id}, rollouts.jsonl {row['id']}")

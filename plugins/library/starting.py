@@ -284,7 +284,7 @@ def lineage(source: Mapping[str, Any]) -> list[str]:
     return origins
 
 
-def told(record: Mapping[str, Any]) -> Iterator[str]:
+def start_lines(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each way in which cartridges start: `from PATH (step 180, ...): a, b`."""
     ways: dict[str, list[str]] = {}
     for name, one in record.items():

@@ -23,7 +23,7 @@ from cartridge_forge.plugins.clinic.prompts import (
     sentence_ends,
 )
 from cartridge_forge.plugins.documents.study.longhealth_prompts import read_patients
-from cartridge_forge.plugins.documents.study.prompts import in_turns
+from cartridge_forge.plugins.documents.study.prompts import interleave
 from cartridge_forge.plugins.episodes.environments.problems import clinic_problem
 from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER, PRIMER_TEXT
 from cartridge_forge.plugins.strategies.rsa.records import RSAProblem
@@ -73,7 +73,7 @@ class OfPatients:
             for p in patients
         }
         rows = [held_out[name] for name in sorted(held_out)]
-        chosen = in_turns(rows)[: spec.evaluate.questions]
+        chosen = interleave(rows)[: spec.evaluate.questions]
         self._held_out = [clinic_problem(q, instruction) for q in chosen]
         self._instruction = instruction
         self._askable = {

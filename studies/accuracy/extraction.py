@@ -8,12 +8,12 @@ from typing import Any
 
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.plugins.clinic.prompts import sentences, structure_prompt, summarise_prompt
-from cartridge_forge.plugins.documents.study.prompts import titled
+from cartridge_forge.plugins.documents.study.prompts import with_title
 from cartridge_forge.protocols.seeds import stream_seed
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.protocols.types import BARE, NO_DOCUMENT, GenerateRequest, PrefixRef, Sampling
-from studies.accuracy.study import RightCount, StudyBench, share, told
+from studies.accuracy.study import RightCount, StudyBench, share, table_row
 
 
 def note_prompts(study: StudyBench, patient: str) -> list[str]:
@@ -32,7 +32,8 @@ def replies(
     prefix = BARE if bare else PrefixRef(f"{kind}/{patient}", 0)
     for number, text in enumerate(texts):
         ids = tasks.conversation.opening(
-            None if bare else patient, (AgentMessage("user", titled(tasks.titles, patient, text)),)
+            None if bare else patient,
+            (AgentMessage("user", with_title(tasks.titles, patient, text)),),
         )
         for draw in range(draws or 1):
             sampling = Sampling(1.0 if draws else 0.0, max_tokens=96)
@@ -54,7 +55,9 @@ def extraction(options: argparse.Namespace) -> Iterator[Any]:
     """Print and yield a row for each prefix: facts and sentences that are given back."""
     learn = load_spec(options.mesh, sets=options.set).spec.learn
     study = StudyBench(learn)
-    told("prefix", "asked by field", "notes, greedy", "notes, 8 draws", "sentences word for word")
+    table_row(
+        "prefix", "asked by field", "notes, greedy", "notes, 8 draws", "sentences word for word"
+    )
     print("|---|---|---|---|---|")
     kinds = {"none": "none", "untrained": "cartridge", "trained": "cartridge", "whole": "document"}
     for name, kind in kinds.items():
@@ -84,5 +87,5 @@ def extraction(options: argparse.Namespace) -> Iterator[Any]:
                 RightCount(a.right + b.right, a.n + b.n)
                 for a, b in zip(counts, counts_found, strict=True)
             ]
-        told(name, *(share([count]) for count in counts))
+        table_row(name, *(share([count]) for count in counts))
         yield {"prefix": name, "counts": [vars(count) for count in counts]}

@@ -132,7 +132,7 @@ def share(counts: list[RightCount]) -> str:
     return f"{right / n:.1%} ({low:.1%} to {high:.1%})"
 
 
-def told(*cells: str) -> list[str]:
+def table_row(*cells: str) -> list[str]:
     """Print a row of a Markdown table and return it."""
     print("| " + " | ".join(cells) + " |", flush=True)
     return list(cells)

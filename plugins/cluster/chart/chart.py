@@ -49,7 +49,7 @@ class Needs:
     is_mesh: bool = False
 
 
-def needs(spec: RunSpec, size: ModelSize) -> Needs:
+def least_needs(spec: RunSpec, size: ModelSize) -> Needs:
     """Return what the values must give a mesh, as `render` refuses less."""
     models = [name for name, _ in spec.roles if name in MODEL_ROLES]
     most = max((process_bytes(spec, name, size) / GB for name in models), default=0.0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from cartridge_forge.plugins.documents.study.prompts import in_turns
+from cartridge_forge.plugins.documents.study.prompts import interleave
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.plugins.statistics.intervals import mean_interval, wilson_interval
 from cartridge_forge.protocols.records.answers import Answer, hash_of, mean_nll
@@ -69,7 +69,7 @@ def split(
         held_out.append(ranked[:count])
         reserved = {s.key for s in ranked[:count]}
         training[name] = [s for s in pool if s.key not in reserved]
-    return training, in_turns(held_out)
+    return training, interleave(held_out)
 
 
 def compared(

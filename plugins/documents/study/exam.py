@@ -28,8 +28,8 @@ from cartridge_forge.plugins.documents.study.prompts import (
     context_ref,
     contexts_of,
     reading,
-    titled,
     titled_messages,
+    with_title,
 )
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.protocols.records.answers import Answer, KeepAnswers, mean_nll
@@ -141,7 +141,7 @@ class StudyExam:
         if prefix == "document":
             return context_ref(contexts_of(about))
         cartridge = self._layout.cartridge_of(self.document(about))
-        question = titled(self._titles, contexts_of(about)[0], messages[-1].content)
+        question = with_title(self._titles, contexts_of(about)[0], messages[-1].content)
         return PrefixRef(f"{prefix}/{route(cartridge, question)}", version)
 
     def _kept(self, answer: Answer) -> Answer:

@@ -42,11 +42,11 @@ from cartridge_forge.plugins.documents.study.charts import chart_chunks, chunks_
 from cartridge_forge.plugins.documents.study.prompts import (
     context_choice,
     context_ref,
-    in_company,
-    in_turns,
+    interleave,
     reading,
-    titled,
     titles_of,
+    with_composition,
+    with_title,
 )
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.layout import layout_of
@@ -166,7 +166,7 @@ class LongHealthPrompts:
         """Return the on-policy prompts of 0-based `step`, over cartridge `version`."""
         prompts = self._prepared.pop(step, None) or self._prompts("on_policy", step)
         train, names = self._spec.train, sorted(self.layout.cartridges)
-        return in_company(prompts, version, names, train.compose, train.seed)
+        return with_composition(prompts, version, names, train.compose, train.seed)
 
     def prepare(self, step: int) -> None:
         """Make the on-policy prompts of `step` beforehand, while the models work."""
@@ -193,7 +193,7 @@ class LongHealthPrompts:
             kind, text, places = self_study_prompt(
                 self.patients[document], self._training[document], rollout.kinds, rng, self._ends
             )
-            question = titled(self.titles, document, text)
+            question = with_title(self.titles, document, text)
             contexts = self._choose(cartridge, self.contexts_of(document, places), question)
             name = f"{arm}/{step + 1}/{i}"
             ids_of = self._prompt_ids if kind == "choice" else self._repeated_ids
@@ -217,7 +217,7 @@ class LongHealthPrompts:
         """Return the held-out questions to evaluate, patients in turn, at most
         `evaluate.questions`. Raises DataError when there is none."""
         by_patient = [list(self._held_out[p]) for p in sorted(self._held_out)]
-        chosen = in_turns(by_patient)[: self._spec.evaluate.questions]
+        chosen = interleave(by_patient)[: self._spec.evaluate.questions]
         if not chosen:
             raise DataError(
                 "no held-out question: raise data.held_out (the share kept for evaluation) or "
@@ -226,7 +226,7 @@ class LongHealthPrompts:
         exams = []
         for q in chosen:
             contexts = self.contexts_of(q.patient, self.patients[q.patient].places_of(q))
-            text = titled(self.titles, q.patient, self._option_text(q))
+            text = with_title(self.titles, q.patient, self._option_text(q))
             with_context, bare = self._prompt_ids(contexts[0], text), self._prompt_ids(None, text)
             exams.append(LongHealthQuestion(q, text, with_context, bare, contexts))
         return exams

@@ -17,7 +17,7 @@ from cartridge_forge.plugins.documents.study.longhealth_prompts import (
     LongHealthPrompts,
     open_prompts,
 )
-from cartridge_forge.plugins.documents.study.prompts import in_turns
+from cartridge_forge.plugins.documents.study.prompts import interleave
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion, read_question_file
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.learn import LearnSpec
@@ -43,7 +43,7 @@ def read_material(spec: LearnSpec, tokenizer: Any) -> tuple[Corpus, list[UserQue
     notes = (SkippedFile(file, note) for note in read.notes)
     corpus = replace(corpus, notes=(*corpus.notes, *notes))
     by_part = [[q for q in read.questions if q.document == name] for name in corpus.parts]
-    return corpus, in_turns(by_part)
+    return corpus, interleave(by_part)
 
 
 def require_questions(questions: Sequence[UserQuestion], file: str, tokenizer: Any) -> None:
@@ -116,7 +116,7 @@ def held_out_questions(spec: LearnSpec, prompts: LongHealthPrompts) -> list[User
         [q for q in patient.questions if is_held_out(q, data.held_out)]
         for _, patient in sorted(patients.items())
     ]
-    questions = in_turns(by_patient)
+    questions = interleave(by_patient)
     if not questions:
         raise DataError(
             f"{data.path} has no held-out question: raise data.held_out (the share kept for "

@@ -33,7 +33,7 @@ Turn = TypeVar("Turn")
 ChooseContexts = Callable[[str, tuple[str, ...], str], tuple[str, ...]]
 
 
-def in_company(
+def with_composition(
     prompts: Sequence[StudyPrompt], version: int, names: Sequence[str], share: float, seed: int
 ) -> list[StudyPrompt]:
     """Return the prompts over their cartridges of `version`; for about `share` of them, the
@@ -47,11 +47,11 @@ def in_company(
             if rng.random() < share and neighbours:
                 order.insert(rng.randrange(2), rng.choice(neighbours))
         refs = [PrefixRef(f"cartridge/{name}", version) for name in order]
-        composed.append(over(prompt, composed_ref(refs)))
+        composed.append(with_prefix(prompt, composed_ref(refs)))
     return composed
 
 
-def over(prompt: StudyPrompt, prefix: PrefixRef) -> StudyPrompt:
+def with_prefix(prompt: StudyPrompt, prefix: PrefixRef) -> StudyPrompt:
     """Return the prompt with another prefix."""
     return replace(prompt, request=replace(prompt.request, prefix=prefix))
 
@@ -90,7 +90,7 @@ def reading(request: GenerateRequest, answer_ids: tuple[int, ...]) -> GenerateRe
     )  # fmt: skip
 
 
-def in_turns(rows: Sequence[Sequence[Turn]]) -> list[Turn]:
+def interleave(rows: Sequence[Sequence[Turn]]) -> list[Turn]:
     """Return items column by column; rows may end early: [[a, b], [c]] -> [a, c, b]."""
     longest = max((len(r) for r in rows), default=0)
     return [r[i] for i in range(longest) for r in rows if i < len(r)]
@@ -113,7 +113,7 @@ def of_contexts(titles: Mapping[str, str], layout: CartridgeLayout) -> dict[str,
     return {c: titles[document] for c, document in layout.documents.items() if document in titles}
 
 
-def titled(titles: Mapping[str, str], about: str, text: str) -> str:
+def with_title(titles: Mapping[str, str], about: str, text: str) -> str:
     """Return a prompt's text, after the title of what it is about, if any: "ada novak: ..."."""
     return f"{titles[about]}: {text}" if about in titles else text
 
@@ -123,7 +123,7 @@ def titled_messages(
 ) -> tuple[AgentMessage, ...]:
     """Return a conversation whose first turn is after the title of what it is about, if any."""
     first, *later = messages
-    return (replace(first, content=titled(titles, about, first.content)), *later)
+    return (replace(first, content=with_title(titles, about, first.content)), *later)
 
 
 def own_contexts(cartridge: str, contexts: tuple[str, ...], text: str) -> tuple[str, ...]:

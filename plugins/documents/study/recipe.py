@@ -28,12 +28,13 @@ from cartridge_forge.plugins.documents.study.material import read_material, row_
 from cartridge_forge.plugins.documents.study.prompts import (
     context_choice,
     context_ref,
-    in_company,
     texts_of,
-    titled,
+    with_composition,
+    with_title,
 )
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.plugins.documents.study.rows import (
+    completion_of_row,
     context_titles,
     gains,
     note_documents,
@@ -41,7 +42,6 @@ from cartridge_forge.plugins.documents.study.rows import (
     require_scores,
     require_study,
     row_question,
-    said,
     studied_of,
     user_question,
     weighed,
@@ -232,7 +232,9 @@ class DocumentsRecipe(Recipe):
             order = list(range(len(pool)))
             random.Random(f"questions/{seed}/{about}/{lap}").shuffle(order)
             studied = pool[order[index]]
-            contexts = self._choose(cartridge, (about,), titled(self._titles, about, studied.text))
+            contexts = self._choose(
+                cartridge, (about,), with_title(self._titles, about, studied.text)
+            )
             name = f"{arm}/{step + 1}/{i}"
             request = GenerateRequest(
                 id=name,
@@ -271,7 +273,7 @@ class DocumentsRecipe(Recipe):
         await self._ready(generate)
         train, plain = self._spec.train, [p for _, p in self._prompts("on_policy", step)]
         names = sorted(self.layout.cartridges)
-        prompts = in_company(plain, version, names, train.compose, train.seed)
+        prompts = with_composition(plain, version, names, train.compose, train.seed)
         requests = [p.request for p in prompts]
         completions = await generate(requests, handed_over(prompts, ended))
         return as_rollout(step, prompts, completions, False)
@@ -284,7 +286,7 @@ class DocumentsRecipe(Recipe):
         unsaid = [p.request for s, p in prompts if not s.answer_ids]
         completions_written = await generate(unsaid) if unsaid else []
         fresh = {c.request_id: c for c in completions_written}
-        completions = [fresh.get(p.request.id) or said(s, p) for s, p in prompts]
+        completions = [fresh.get(p.request.id) or completion_of_row(s, p) for s, p in prompts]
         plain = [p for _, p in prompts]
         return [as_rollout(first, plain, completions, True)]
 

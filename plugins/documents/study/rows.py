@@ -157,7 +157,7 @@ def require_study(rows: Sequence[StudyRow], where: str, tokenizer: Any) -> None:
     require_text(tokenizer, texts, f"rows of {where}")
 
 
-def said(studied: StudyQuestion, prompt: StudyPrompt) -> Completion:
+def completion_of_row(studied: StudyQuestion, prompt: StudyPrompt) -> Completion:
     """Return B's written answer as a Completion, with zeros for its unknown log-probabilities."""
     ids = studied.answer_ids
     return Completion(prompt.request.id, ids, (0.0,) * len(ids), (0,) * len(ids), "stop")

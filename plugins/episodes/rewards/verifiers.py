@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from cartridge_forge.plugins.strategies.answers.extract import Form, extract, same
+from cartridge_forge.plugins.strategies.answers.extract import Form, extract, same_answer
 from cartridge_forge.protocols.errors import DataError
 
 SCHEMA_REMEDY = "run `pip install -e '.[rewards]'`"
@@ -34,7 +34,9 @@ def _equal(form: Form, compared: Form, text: str, answer: Any) -> float | None:
     if answer is None:
         return None
     answer_given = extract(text, form)
-    return float(answer_given is not None and same(answer_given, str(answer).strip(), compared))
+    return float(
+        answer_given is not None and same_answer(answer_given, str(answer).strip(), compared)
+    )
 
 
 def _found(pattern: re.Pattern[str], text: str, answer: Any) -> float:

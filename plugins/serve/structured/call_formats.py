@@ -202,7 +202,7 @@ def format_of(tokenizer: Any) -> CallFormat | None:
     return next((f for f in (HERMES, LLAMA3_JSON) if f.write("f", '{"a": 1}') in text), None)
 
 
-def written(form: CallFormat, content: str, calls: Sequence[tuple[str, str]]) -> str:
+def text_with_calls(form: CallFormat, content: str, calls: Sequence[tuple[str, str]]) -> str:
     """Return an assistant's message with its calls, names and arguments, as the model would write
     it. Raises DataError for a call that the form has no text for."""
     calls_text = form.between.join(form.write(name, arguments) for name, arguments in calls)

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 
 from cartridge_forge.plugins.grammar.grammar import Grammars, json_depth
 from cartridge_forge.plugins.serve.errors import ApiError, bad_request
-from cartridge_forge.plugins.serve.structured.call_formats import CallFormat, schema_of, written
+from cartridge_forge.plugins.serve.structured.call_formats import (
+    CallFormat,
+    schema_of,
+    text_with_calls,
+)
 from cartridge_forge.plugins.serve.structured.grammars import check, schema_grammar
 from cartridge_forge.plugins.wire.openai_chat import ChatMessage, ChatRequest
 from cartridge_forge.plugins.wire.openai_tools import NamedTool, SentCall, agent_tools
@@ -101,7 +105,7 @@ def messages_of(messages: Sequence[ChatMessage], form: CallFormat) -> tuple[Agen
         text = message.text
         if converted:
             try:
-                text = written(form, text, converted)
+                text = text_with_calls(form, text, converted)
             except DataError as error:
                 raise bad_request(f"{path}.tool_calls: {error}", f"{path}.tool_calls") from error
         read.append(AgentMessage(message.speaker, text))

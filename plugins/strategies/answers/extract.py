@@ -50,7 +50,7 @@ def extract(text: str, form: Form) -> str | None:
     raise DataError(f"answer form: got {form!r}; expected one of {', '.join(FORMS)}")
 
 
-def same(a: str, b: str, form: Form) -> bool:
+def same_answer(a: str, b: str, form: Form) -> bool:
     """Return whether two extracted answers are equal. Of `math` the call may block for seconds
     (`same_math`), and expressions that are no numbers may be equal to a third and not to each
     other; `clusters` joins them."""
@@ -71,7 +71,7 @@ def clusters(answers: Sequence[str | None], form: Form) -> list[list[int]]:
     for i, answer in enumerate(answers):
         if answer is None:
             continue
-        joined = [c for c in groups if any(same(str(answers[j]), answer, form) for j in c)]
+        joined = [c for c in groups if any(same_answer(str(answers[j]), answer, form) for j in c)]
         merged = [*sorted(j for c in joined for j in c), i]
         groups = sorted([*(c for c in groups if c not in joined), merged])
     return groups

@@ -329,7 +329,7 @@ def start(file: Path) -> list[Block]:
         return []
     # These import torch.
     from cartridge_forge.plugins.library.formats.run_checkpoint import read_start_record
-    from cartridge_forge.plugins.library.starting import lineage, told
+    from cartridge_forge.plugins.library.starting import lineage, start_lines
 
     record = read_start_record(file)
     chains: dict[str, list[str]] = {}
@@ -337,4 +337,4 @@ def start(file: Path) -> list[Block]:
         if "source" in one:
             chains.setdefault(" after ".join(lineage({"start": one})), []).append(name)
     lines = [f"{', '.join(names)} came from {chain}" for chain, names in chains.items()]
-    return [("list", [*told(record), *lines])] if record else []
+    return [("list", [*start_lines(record), *lines])] if record else []

@@ -48,10 +48,10 @@ def answer(request: Mapping[str, Any], data: bytes) -> dict[str, Any]:
             return {"lost": True}
         return {"reply": _step(request["session"], environment, request["action"])}
     except (Exception, SystemExit) as error:
-        return {"error": told(error)}
+        return {"error": error_text(error)}
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error with the file and line of the user's code that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [

@@ -13,7 +13,7 @@ from cartridge_forge.plugins.documents.study.longhealth_prompts import (
     LongHealthPrompts,
     read_patients,
 )
-from cartridge_forge.plugins.documents.study.prompts import titled, titles_of
+from cartridge_forge.plugins.documents.study.prompts import titles_of, with_title
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
@@ -108,9 +108,9 @@ def test_when_prompts_name_their_document(choice: str, shared: bool, named: bool
         {"a": "a", "b": "b"}, {"all": ("a", "b")} if shared else {"a": ("a",), "b": ("b",)}
     )
     titles = titles_of(data, layout, {"a": "ada novak", "b": "ida weber"})
-    assert titled(titles, "a", "why?") == ("ada novak: why?" if named else "why?")
+    assert with_title(titles, "a", "why?") == ("ada novak: why?" if named else "why?")
     twins = titles_of(data, layout, {"a": "ada novak", "b": "ada novak"})
-    assert titled(twins, "b", "why?") == ("b: why?" if named else "why?")
+    assert with_title(twins, "b", "why?") == ("b: why?" if named else "why?")
 
 
 def finished(run: LongHealthPrompts) -> Any:

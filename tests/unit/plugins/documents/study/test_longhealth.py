@@ -20,7 +20,7 @@ from cartridge_forge.plugins.documents.study.longhealth_prompts import (
     LongHealthPrompts,
     read_patients,
 )
-from cartridge_forge.plugins.documents.study.prompts import in_company
+from cartridge_forge.plugins.documents.study.prompts import with_composition
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.seeds import stream_seed
 from cartridge_forge.protocols.spec.learn import LearnSpec
@@ -352,7 +352,7 @@ def some_prompts(count: int) -> list[StudyPrompt]:
 
 def test_about_a_share_of_the_prompts_is_asked_in_company() -> None:
     """Of 600 with share 0.5, within four standard deviations (12.2); both orders, all others."""
-    asked = in_company(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=0)
+    asked = with_composition(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=0)
     pairs = [tuple(p.name for p in q.request.prefix.parts) for q in asked]
     assert {p.version for q in asked for p in q.request.prefix.parts} == {7}
     for q, names in zip(asked, pairs, strict=True):
@@ -360,21 +360,21 @@ def test_about_a_share_of_the_prompts_is_asked_in_company() -> None:
     two = [names for names in pairs if len(names) == 2]
     assert abs(len(two) - 300) < 49
     assert len(set(two)) == 6
-    assert in_company(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=0) == asked
-    assert in_company(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=1) != asked
+    assert with_composition(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=0) == asked
+    assert with_composition(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=1) != asked
 
 
 def test_without_a_share_every_prompt_is_asked_alone() -> None:
     for share, names in ((0.0, ["a", "b", "c"]), (1.0, ["a"])):
         prompts = [p for p in some_prompts(9) if p.document in names]
-        asked = in_company(prompts, 2, names, share, seed=0)
+        asked = with_composition(prompts, 2, names, share, seed=0)
         assert [q.request.prefix for q in asked] == [
             PrefixRef(f"cartridge/{p.document}", 2) for p in prompts
         ]
 
 
 def test_a_rollout_in_company_keeps_it_through_a_checkpoint() -> None:
-    asked = in_company(some_prompts(3), 2, ["a", "b", "c"], 1.0, seed=0)
+    asked = with_composition(some_prompts(3), 2, ["a", "b", "c"], 1.0, seed=0)
     done = [Completion(q.request.id, (9, 2), (-0.1, -0.2), (2, 2), "stop") for q in asked]
     rollout = as_rollout(0, asked, done, offline=False)
     assert [len(s.composed) for s in rollout.samples] == [2, 2, 2]
