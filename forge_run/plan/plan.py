@@ -430,10 +430,10 @@ def layout_sections(learn: LearnSpec, size: ModelSize | None) -> list[TableSecti
     the documents or the model's tokenizer are not at hand."""
     if learn.cartridge.per == "document" and learn.teacher.context_tokens is None:
         return []
-    layout_found = _contexts(learn)
-    if layout_found is None:
+    pair = _contexts(learn)
+    if pair is None:
         return []
-    layout, tokens = layout_found
+    layout, tokens = pair
     rows = []
     for name, parts in layout.cartridges.items():
         contexts = [tokens[c] for c in layout.contexts[name]]

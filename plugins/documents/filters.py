@@ -31,19 +31,19 @@ class TextBounds:
 def fault(text: str, prompt: str, ended: bool, bounds: TextBounds) -> str | None:
     """Return why a text is rejected, None if it is kept: "empty", "too_short", "too_long", "no_end"
     (cut off before its end), "echo" (of `prompt`, which its writer read) or "repetition"."""
-    spoken = words(text.lower())
-    if not spoken:
+    terms = words(text.lower())
+    if not terms:
         return "empty"
-    characters = 2 if 2 * unspaced(text) > len(spoken) else 1  # characters for a word
-    if len(spoken) < bounds.least_words:
+    characters = 2 if 2 * unspaced(text) > len(terms) else 1  # characters for a word
+    if len(terms) < bounds.least_words:
         return "too_short"
-    if len(spoken) > bounds.most_words * characters:
+    if len(terms) > bounds.most_words * characters:
         return "too_long"
     if not ended:
         return "no_end"
-    if _repeats(spoken, REPEAT_WORDS * characters):
+    if _repeats(terms, REPEAT_WORDS * characters):
         return "repetition"
-    if echoes(spoken, words(prompt.lower()), ECHO_WORDS * characters):
+    if echoes(terms, words(prompt.lower()), ECHO_WORDS * characters):
         return "echo"
     return None
 

@@ -96,12 +96,12 @@ class PreferenceQueue:
         waiting = [h for h in self._held if step - h.begun <= self._dpo.max_age]
         self.counts["given_up"] += sum(not h.used for h in self._held if h not in waiting)
         joining = [h for h in waiting if step - h.begun >= self._dpo.lag][: self._dpo.pairs]
-        waiting_still = [h for h in waiting if h not in joining]
+        remaining = [h for h in waiting if h not in joining]
         joining = await self._referred(joining, version)
         self.counts["trained"] += sum(not h.used for h in joining)
         used = [replace(h, used=h.used + 1) for h in joining]
         # Pairs that were trained before go first.
-        self._held = [*(h for h in used if h.used < self._dpo.uses), *waiting_still]
+        self._held = [*(h for h in used if h.used < self._dpo.uses), *remaining]
         return [h.pair for h in joining]
 
     async def _referred(self, joining: list[HeldPair], version: int) -> list[HeldPair]:

@@ -202,8 +202,8 @@ def first_tokens_of(paper: EvalSuite, tokens: int, tokenizer: Any) -> dict[str, 
     for name, contexts in paper.about.layout.contexts.items():
         passages = [tokenised(tokenizer, paper.about.texts[c]) for c in contexts]
 
-        def cut(count: int, contexts_text: Sequence[TokenizedText] = passages) -> tuple[int, ...]:
-            parts = [t.text_of(t.chunk(0, min(count, len(t)))) for t in contexts_text]
+        def cut(count: int, texts: Sequence[TokenizedText] = passages) -> tuple[int, ...]:
+            parts = [t.text_of(t.chunk(0, min(count, len(t)))) for t in texts]
             return paper.about.conversation.over({"cut": "\n".join(parts)}).head("cut")
 
         low, high = 0, min(tokens, max(map(len, passages)))  # the most tokens of each that fit

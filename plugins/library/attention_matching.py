@@ -166,11 +166,11 @@ def _head(
     mass[:first] = -torch.inf
     chosen = mass.topk(tokens).indices.sort().values
     keys, values = kv[:, chosen].to(_wide(kv))
-    all_keys, near_values = (torch.cat(x) for x in zip((keys, values), extra.to(keys), strict=True))
+    all_keys, all_values = (torch.cat(x) for x in zip((keys, values), extra.to(keys), strict=True))
     gram = mass.new_zeros(tokens, tokens)
     wrong = mass.new_zeros(tokens, keys.shape[1])
     for query_part, context_part, target in parts:
-        weights, ours = _attended(query_part.to(keys), context_part.to(keys), all_keys, near_values)
+        weights, ours = _attended(query_part.to(keys), context_part.to(keys), all_keys, all_values)
         on_kept = weights[:, :tokens]
         gram += on_kept.T @ on_kept
         wrong += on_kept.T @ (target.reshape(ours.shape) - ours)

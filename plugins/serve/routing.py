@@ -71,8 +71,8 @@ class CartridgeRouter:
                 entry = self._library.get(CartridgeName(name))
                 stamp.append((entry.key, entry.terms.stat().st_mtime_ns))
                 newest.append(entry)
-        stamp_held, router = self._held
-        if stamp != stamp_held:
+        last_stamp, router = self._held
+        if stamp != last_stamp:
             passages = {}
             for entry in newest:
                 with suppress(DataError):  # damaged: as one without words

@@ -50,16 +50,12 @@ def teacher_logits(
         groups.setdefault(tuple(context), []).append(i)
     with nullcontext() if cartridge else model.disable_adapter():
         for context, members in groups.items():
-            members_responses = [responses[i] for i in members]
+            answers = [responses[i] for i in members]
             if cartridge or len(context) == 1:  # PEFT fills the cache itself
-                logits = response_logits(
-                    model, [context] * len(members_responses), members_responses
-                )
+                logits = response_logits(model, [context] * len(answers), answers)
             else:
-                logits = _continued(model, context, members_responses)
-            for i, part in zip(
-                members, logits.split([len(r) for r in members_responses]), strict=True
-            ):
+                logits = _continued(model, context, answers)
+            for i, part in zip(members, logits.split([len(r) for r in answers]), strict=True):
                 parts[i] = part
     return torch.cat(parts)
 

@@ -242,9 +242,9 @@ def activation_bytes(
 def score_bytes(size: ModelSize, flat: FlatShape, prefix: int) -> int:
     """Return the most bytes of attention's scores that a GPU forms at a time, in float32: of the
     tokens over themselves, or of those over one prefix. None is kept, and a CPU forms none."""
-    within = flat.sequences * flat.each**2
-    across = -(-flat.tokens // flat.prefixes) * prefix
-    return min(SCORE_BYTES, size.shape.heads * max(within, across) * FLOAT)
+    own_scores = flat.sequences * flat.each**2
+    prefix_scores = -(-flat.tokens // flat.prefixes) * prefix
+    return min(SCORE_BYTES, size.shape.heads * max(own_scores, prefix_scores) * FLOAT)
 
 
 def trainable_numbers(learn: LearnSpec, size: ModelSize) -> int:
@@ -288,8 +288,8 @@ def _reads_documents(learn: LearnSpec) -> bool:
 
 def _versions_bytes(learn: LearnSpec, size: ModelSize, versions: int) -> int:
     """Return bytes of this many versions in a row: each later one has a step's cartridges anew."""
-    bank = published_bytes(learn, size)
-    return bank + (versions - 1) * touched_bytes(learn, bank)
+    bank_bytes = published_bytes(learn, size)
+    return bank_bytes + (versions - 1) * touched_bytes(learn, bank_bytes)
 
 
 def _read_bytes(learn: LearnSpec, size: ModelSize) -> int:

@@ -59,11 +59,11 @@ def studied_of(
         return None
     room = spec.train.row_tokens - len(ids)
     # Ids of another model's tokenizer mean nothing here: its answer text is tokenized again.
-    answer_ids = row.answer_ids and row.model == model
-    answer = row.answer_ids if answer_ids else ()
-    if row.answer and not answer_ids:
+    is_tokenized = row.answer_ids and row.model == model
+    answer = row.answer_ids if is_tokenized else ()
+    if row.answer and not is_tokenized:
         answer = conversation.saying(row.answer)
-    length = min(len(answer), room) if answer_ids and len(row.teacher_ids) == len(answer) else 0
+    length = min(len(answer), room) if is_tokenized and len(row.teacher_ids) == len(answer) else 0
     identified = all(id >= 0 for at in row.teacher_ids[:length] for id in at)
     return StudyQuestion(
         row.key, row.document, row.kind, row.messages, ids, answer[:room],

@@ -80,7 +80,7 @@ def varying_groups(rewards: Sequence[float], groups: Sequence[str]) -> set[str]:
     of_group: dict[str, set[float]] = {}
     for reward, group in zip(rewards, groups, strict=True):
         of_group.setdefault(group, set()).add(reward)
-    return {group for group, rewards_seen in of_group.items() if len(rewards_seen) > 1}
+    return {group for group, values in of_group.items() if len(values) > 1}
 
 
 def _normalised(centred: list[float | None]) -> list[float | None]:

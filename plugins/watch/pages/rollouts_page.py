@@ -43,8 +43,8 @@ def details(view: RunView, source: str, number: int) -> dict[str, Any]:
     if source == "answers":
         row = {**row, "teacher": _teachers_answer(index, number)}
     readers = {"rollouts": _rollout, "episodes": _episode}
-    details_row = readers[source](view, row) if source in readers else row
-    return {"number": number, "row": details_row, "same": alike_rows, "same_total": alike.total}
+    detail = readers[source](view, row) if source in readers else row
+    return {"number": number, "row": detail, "same": alike_rows, "same_total": alike.total}
 
 
 def _teachers_answer(index: RowIndex, number: int) -> dict[str, Any] | None:
