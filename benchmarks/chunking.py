@@ -101,11 +101,15 @@ def losses(s: LossInputs) -> dict[str, Reader]:
     """Return the function of the logits that each loss computes."""
     doc, hint, old = LossSpec(), SdpoSpec(), torch.zeros(len(s.targets))
     return {
-        "doc_kl, full": lambda z, of: (doc_kl_tokens(z, s.full.rows(of), doc),),
-        "doc_kl, top 20 and tail": lambda z, of: (doc_kl_tokens(z, s.top.rows(of), doc),),
-        "grpo, dpo: log-probabilities": lambda z, of: (token_logprobs(z, s.targets[of]),),
-        "sdpo, full": lambda z, of: sdpo_tokens(z, s.full.rows(of), s.targets[of], old[of], hint),
-        "sdpo, top 20": lambda z, of: sdpo_tokens(z, s.top.rows(of), s.targets[of], old[of], hint),
+        "doc_kl, full": lambda z, rows: (doc_kl_tokens(z, s.full.rows(rows), doc),),
+        "doc_kl, top 20 and tail": lambda z, rows: (doc_kl_tokens(z, s.top.rows(rows), doc),),
+        "grpo, dpo: log-probabilities": lambda z, rows: (token_logprobs(z, s.targets[rows]),),
+        "sdpo, full": lambda z, rows: sdpo_tokens(
+            z, s.full.rows(rows), s.targets[rows], old[rows], hint
+        ),
+        "sdpo, top 20": lambda z, rows: sdpo_tokens(
+            z, s.top.rows(rows), s.targets[rows], old[rows], hint
+        ),
     }
 
 
@@ -136,32 +140,32 @@ def once(s: LossInputs, reader: Reader, chunk: int | None) -> tuple[tuple[float,
 
 def loss(s: LossInputs, reader: Reader, repeats: int, chunk: int | None) -> dict[str, Any]:
     few = replace(s, hidden=s.hidden[:2])
-    once(few, lambda z, of: (z.sum(-1),), 1)  # initialises what is lazy
+    once(few, lambda z, rows: (z.sum(-1),), 1)  # initialises what is lazy
     return measured(lambda: once(s, reader, chunk), repeats, s.weight, s.full.logits)
 
 
-def measured(once: Once, repeats: int, *given: Tensor | None) -> dict[str, Any]:
+def measured(once: Once, repeats: int, *tensors: Tensor | None) -> dict[str, Any]:
     """Return medians of the seconds of `once`, the memory that it added, and its result."""
-    found: list[Tensor] = []
-    grew = grown_mb(lambda: found.append(once()[1]))
-    with LiveTensors(*given) as live:
+    results: list[Tensor] = []
+    grew = grown_mb(lambda: results.append(once()[1]))
+    with LiveTensors(*tensors) as live:
         once()
     rounds = [once()[0] for _ in range(repeats)]
     return {
-        "seconds": [round(statistics.median(of), 4) for of in zip(*rounds, strict=True)],
+        "seconds": [round(statistics.median(laps), 4) for laps in zip(*rounds, strict=True)],
         "tensors_mb": round(live.peak / 2**20, 1),
         "process_mb": round(grew, 1),
         "largest": live.largest,
-        "found": found[0],
+        "found": results[0],
     }
 
 
-def loss_cases(asked: argparse.Namespace) -> Iterator[ChunkedCase]:
-    s = scene(asked.tokens, asked.width, asked.vocabulary)
-    chunk = chunk_tokens(asked.vocabulary, asked.chunk_mb * 2**20)
+def loss_cases(options: argparse.Namespace) -> Iterator[ChunkedCase]:
+    s = scene(options.tokens, options.width, options.vocabulary)
+    chunk = chunk_tokens(options.vocabulary, options.chunk_mb * 2**20)
     for name, reader in losses(s).items():
-        of = partial(loss, s, reader, asked.repeats)
-        forms = {"whole": partial(of, None), f"chunks of {chunk}": partial(of, chunk)}
+        case = partial(loss, s, reader, options.repeats)
+        forms = {"whole": partial(case, None), f"chunks of {chunk}": partial(case, chunk)}
         yield ChunkedCase(name, forms, "tensors_mb")
 
 
@@ -170,10 +174,10 @@ def in_turns(works: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, 
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats + 1):
         for name, work in works.items():
-            begun = time.process_time()
+            start = time.process_time()
             work()
-            seconds[name].append(time.process_time() - begun)
-    return {name: statistics.median(found[1:]) for name, found in seconds.items()}
+            seconds[name].append(time.process_time() - start)
+    return {name: statistics.median(laps[1:]) for name, laps in seconds.items()}
 
 
 def prefix(model: LanguageModel, tokens: int) -> Tensor:
@@ -195,8 +199,8 @@ def stepping(model: LanguageModel, samples: list[Sample], cartridges: int) -> Ca
     bank = first_tokens(begins, CARTRIDGE, FROZEN)
     teacher = TeacherDistribution(**score_kept(model, samples, begins, CONFIG.row_tokens, KEEP_TOP))
     batch = TrainBatch(doc=samples, scores={"doc_teacher": teacher})
-    rest = LearningRateSchedule(0.0, 0, 1)
-    progress = {name: CartridgeProgress(part, rest) for name, part in bank.trainable.items()}
+    schedule = LearningRateSchedule(0.0, 0, 1)
+    progress = {name: CartridgeProgress(part, schedule) for name, part in bank.trainable.items()}
     return partial(
         train_step,
         model,
@@ -209,29 +213,29 @@ def stepping(model: LanguageModel, samples: list[Sample], cartridges: int) -> Ca
     )
 
 
-def flat_ratios(asked: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def flat_ratios(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the ratios of flat tokens."""
     model, table = load_model(str(MODEL)), FigureTable()
     ratios: dict[str, float] = {}
-    many = samples_of(asked.samples, model.vocabulary, 0)
+    many = samples_of(options.samples, model.vocabulary, 0)
     matrix = torch.randn(GEMM, GEMM)
 
     def products() -> None:
         for _ in range(PRODUCTS):
             matrix @ matrix
 
-    for tokens in asked.documents:
+    for tokens in options.documents:
         score = scoring(model, many, tokens)
         with counted() as count:
             score()
-        seconds = in_turns({"score": score, "products": products}, asked.repeats)
+        seconds = in_turns({"score": score, "products": products}, options.repeats)
         rate = count.flops / seconds["score"]
         of_products = PRODUCTS * 2 * GEMM**3 / seconds["products"]
         ratios[f"score at {tokens} tokens, rate over GEMM's"] = rate / of_products
         table.add({"of": f"score at {tokens}", "seconds": seconds["score"], "gflops": rate / 1e9})
 
     few = many[:OF_ONE]
-    sizes = {f"bank of {c}": stepping(model, few, c) for c in (1, *asked.banks)}
+    sizes = {f"bank of {c}": stepping(model, few, c) for c in (1, *options.banks)}
     evenly = [replace(s, cartridge=NAMES[i % 4]) for i, s in enumerate(many)]
     mixes = {
         "even": stepping(model, evenly, 4),
@@ -240,35 +244,35 @@ def flat_ratios(asked: argparse.Namespace) -> tuple[dict[str, float], list[dict[
         ),
     }
     for works in (sizes, mixes):
-        first, *others = (found := in_turns(works, asked.repeats))
-        for name, seconds_of in found.items():
+        first, *other_names = (medians := in_turns(works, options.repeats))
+        for name, seconds_of in medians.items():
             table.add({"of": name, "seconds": seconds_of, "gflops": float("nan")})
-        for name in others:
-            ratios[f"{name} over {first}: seconds"] = found[name] / found[first]
+        for name in other_names:
+            ratios[f"{name} over {first}: seconds"] = medians[name] / medians[first]
     return ratios, table.rows
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the second form over the first of every loss: seconds, and memory; then the ratios of
     flat tokens."""
     one_thread()
     table, ratios = FigureTable(), {}
-    for case in loss_cases(asked):
+    for case in loss_cases(options):
         rows, first = [], None
         for form, work in case.forms.items():
             row = in_a_process(work)
-            found = row.pop("found")
-            first = found if first is None else first
-            differs = ((found - first).abs().max() / first.abs().max()).item()
+            result = row.pop("found")
+            first = result if first is None else first
+            differs = ((result - first).abs().max() / first.abs().max()).item()
             if differs > DIFFERENCE:
                 raise SystemExit(f"{case.name}, {form}: differs by {differs:.1e} from the other")
             rows.append({"of": case.name, "form": form, **row, "differs": float(f"{differs:.1e}")})
             table.add(rows[-1])
-        whole, chunked = rows
-        ratios[f"{case.name}: seconds"] = sum(chunked["seconds"]) / sum(whole["seconds"])
+        undivided, chunked = rows
+        ratios[f"{case.name}: seconds"] = sum(chunked["seconds"]) / sum(undivided["seconds"])
         if case.memory:
-            ratios[f"{case.name}: memory"] = chunked[case.memory] / whole[case.memory]
-    flat, rows = flat_ratios(asked)
+            ratios[f"{case.name}: memory"] = chunked[case.memory] / undivided[case.memory]
+    flat, rows = flat_ratios(options)
     return ratios | flat, [*table.rows, *rows]
 
 

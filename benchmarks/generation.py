@@ -54,12 +54,12 @@ def through_engine(engine: Engine) -> Backend:
         for i, prompt in enumerate(prompts):
             request = GenerateRequest(str(i), prompt, refs[prefix], greedy, 0)
             engine.add(str(i), request, request.prefix)
-        said: dict[str, tuple[int, ...]] = {}
-        while len(said) < len(prompts):
+        answers: dict[str, tuple[int, ...]] = {}
+        while len(answers) < len(prompts):
             for key, news in engine.step():
                 assert isinstance(news, Completion), "nothing is streamed here"
-                said[key] = news.token_ids
-        return [said[str(i)] for i in range(len(prompts))]
+                answers[key] = news.token_ids
+        return [answers[str(i)] for i in range(len(prompts))]
 
     return ask
 
@@ -82,8 +82,8 @@ def through_transformers(plain: Any, cartridge: Tensor, bos: int) -> Backend:
 
     def ask(prefix: str, prompts: Sequence[tuple[int, ...]], new: int) -> list[tuple[int, ...]]:
         # Placeholder ids for the cached positions: generate does not read them.
-        before = (0,) * cartridge.shape[3] if prefix == "cartridge" else (bos,)
-        ids = torch.tensor([before + prompt for prompt in prompts])
+        prefix_ids = (0,) * cartridge.shape[3] if prefix == "cartridge" else (bos,)
+        ids = torch.tensor([prefix_ids + prompt for prompt in prompts])
         out = plain.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -132,7 +132,7 @@ def backends(tokens: int) -> dict[str, Backend]:
     bare = document_kv(model, (bos,))
     ours = TorchEngine(model, lambda _: bare, frozenset(), lambda _: "")
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    found = {OURS: through_engine(ours), THEIRS: through_transformers(plain, kv, bos)}
+    by_name = {OURS: through_engine(ours), THEIRS: through_transformers(plain, kv, bos)}
     engines: list[Engine] = [ours]
     if importlib.util.find_spec("vllm") is None:
         print("vLLM is not installed (`make install-vllm`): left out")
@@ -143,39 +143,39 @@ def backends(tokens: int) -> dict[str, Backend]:
         spec = GeneratorSpec(backend="vllm", block_tokens=BLOCK, kv_gib=0.5)
         engine = VllmEngine(path, "float32", documents, frozenset(), spec, lambda _: "", none)
         engines.append(engine)
-        found[VLLM] = through_engine(engine)
-    for held in engines:
-        held.hold({("p", 0): kv})
-    return found
+        by_name[VLLM] = through_engine(engine)
+    for engine_held in engines:
+        engine_held.hold({("p", 0): kv})
+    return by_name
 
 
-def same_words(found: dict[str, Backend], prompts: Sequence[tuple[int, ...]], new: int) -> float:
+def same_words(by_name: dict[str, Backend], prompts: Sequence[tuple[int, ...]], new: int) -> float:
     """Return the share of responses on which every backend agrees on every token."""
     equal = 0
     for prefix in PREFIXES:
-        answers = [backend(prefix, prompts, new) for backend in found.values()]
+        answers = [backend(prefix, prompts, new) for backend in by_name.values()]
         equal += sum(len(set(rows)) == 1 for rows in zip(*answers, strict=True))
     return equal / (len(PREFIXES) * len(prompts))
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     import torch
 
     from benchmarks.meters import FigureTable
 
-    found = backends(asked.tokens)
+    by_name = backends(options.tokens)
     draws = random.Random("generation/prompts")
 
     def prompts(count: int) -> list[tuple[int, ...]]:
-        return [tuple(draws.choices(range(3, 1000), k=asked.prompt)) for _ in range(count)]
+        return [tuple(draws.choices(range(3, 1000), k=options.prompt)) for _ in range(count)]
 
-    agree = same_words(found, prompts(16), asked.new)
-    print(f"responses equal to the token in all of {', '.join(found)}: {agree:.0%}", flush=True)
+    agree = same_words(by_name, prompts(16), options.new)
+    print(f"responses equal to the token in all of {', '.join(by_name)}: {agree:.0%}", flush=True)
     table, ratios = FigureTable(), {"responses that are equal": agree}
     with torch.no_grad():
-        for prefix, batch in product(PREFIXES, asked.batches):
-            rounds = [prompts(batch) for _ in range(asked.rounds + 1)]
-            row = compared(found, prefix, rounds, asked.new, draws)
+        for prefix, batch in product(PREFIXES, options.batches):
+            rounds = [prompts(batch) for _ in range(options.rounds + 1)]
+            row = compared(by_name, prefix, rounds, options.new, draws)
             table.add(row)
             for name, ratio in row["speed"].items():
                 if batch in COMPARED:
@@ -184,7 +184,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
 
 
 def compared(
-    found: dict[str, Backend],
+    by_name: dict[str, Backend],
     prefix: str,
     rounds: Sequence[Sequence[tuple[int, ...]]],
     new: int,
@@ -194,18 +194,18 @@ def compared(
     speed to each other's."""
     batch = len(rounds[0])
     # By backend and round: seconds to the first token, tokens a second, processor seconds.
-    laps: dict[str, list[tuple[float, float, float]]] = {name: [] for name in found}
-    for asked in rounds:
-        for name in draws.sample(list(found), k=len(found)):
-            begun = time.perf_counter()
-            found[name](prefix, asked, 1)
-            first = time.perf_counter() - begun
-            begun, used = time.perf_counter(), time.process_time()
-            said = found[name](prefix, asked, new)
-            seconds, used = time.perf_counter() - begun, time.process_time() - used
-            assert sum(map(len, said)) == batch * new, f"{name} ended early"
+    laps: dict[str, list[tuple[float, float, float]]] = {name: [] for name in by_name}
+    for batch_prompts in rounds:
+        for name in draws.sample(list(by_name), k=len(by_name)):
+            start = time.perf_counter()
+            by_name[name](prefix, batch_prompts, 1)
+            first = time.perf_counter() - start
+            start, used = time.perf_counter(), time.process_time()
+            answers = by_name[name](prefix, batch_prompts, new)
+            seconds, used = time.perf_counter() - start, time.process_time() - used
+            assert sum(map(len, answers)) == batch * new, f"{name} ended early"
             laps[name].append((first, batch * new / seconds, used))
-    columns = {name: list(zip(*of[1:], strict=True)) for name, of in laps.items()}
+    columns = {name: list(zip(*lap_rows[1:], strict=True)) for name, lap_rows in laps.items()}
     ours = columns[OURS][2]
     return {
         "prefix": prefix,

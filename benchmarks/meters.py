@@ -39,9 +39,9 @@ def _attention_flops(
     return 4 * rows * heads * queries * key[2] * size
 
 
-def _attention_backward_flops(grad: Sequence[int], *given: Any, **named: Any) -> int:
+def _attention_backward_flops(grad: Sequence[int], *shapes: Any, **named: Any) -> int:
     """Count five products: the scores once more, and two gradients of each forward product."""
-    return _attention_flops(given[0], given[1]) * 5 // 2
+    return _attention_flops(shapes[0], shapes[1]) * 5 // 2
 
 
 def _linear_flops(
@@ -124,10 +124,10 @@ def resident_mb(which: str) -> float:
 
 def grown_mb(work: Callable[[], object]) -> float:
     """Return this process's peak memory during `work`, in MiB above its start."""
-    before = resident_mb("VmRSS")
+    resident = resident_mb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     work()
-    return resident_mb("VmHWM") - before
+    return resident_mb("VmHWM") - resident
 
 
 def in_a_process(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -141,18 +141,18 @@ def in_a_process(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         child.join()
         if child.exitcode != 0:
             raise SystemExit(f"a measurement ended with exit code {child.exitcode}")
-        told: dict[str, Any] = torch.load(path, weights_only=True)
-        return told
+        result: dict[str, Any] = torch.load(path, weights_only=True)
+        return result
 
 
 class LiveTensors(TorchDispatchMode):
-    """Record tensors that operations return, except views of `given`: the most numbers of one
+    """Record tensors that operations return, except views of `tensors`: the most numbers of one
     (`largest`), and the most bytes alive at once (`peak`)."""
 
-    def __init__(self, *given: Tensor | None) -> None:
+    def __init__(self, *tensors: Tensor | None) -> None:
         super().__init__()
         self.largest = self.peak = 0
-        self._given = {x.untyped_storage()._cdata for x in given if x is not None}
+        self._given = {x.untyped_storage()._cdata for x in tensors if x is not None}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -162,7 +162,7 @@ class LiveTensors(TorchDispatchMode):
                 storage = x.untyped_storage()
                 self.largest = max(self.largest, x.numel())
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._alive = {k: held for k, held in self._alive.items() if not held[0].expired()}
+        self._alive = {k: entry for k, entry in self._alive.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out
 
@@ -184,13 +184,13 @@ def counted(parameters: Iterator[Tensor] | None = None) -> Iterator[Count]:
     """Count the block's work, on one thread: the counters see their own alone, and not the passes
     that run beside each other (`learning.ranks`). `parameters` are not counted as saved."""
     count = Count()
-    known = {p.untyped_storage()._cdata for p in parameters or ()}
-    kept: dict[int, Any] = {}  # storages, kept alive so that no id is reused
+    parameter_ids = {p.untyped_storage()._cdata for p in parameters or ()}
+    storages: dict[int, Any] = {}  # storages, kept alive so that no id is reused
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in known and storage._cdata not in kept:
-            kept[storage._cdata] = storage
+        if storage._cdata not in parameter_ids and storage._cdata not in storages:
+            storages[storage._cdata] = storage
             count.saved += storage.nbytes()
         return tensor
 
@@ -217,10 +217,10 @@ class _Traffic(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.is_view or func.overloadpacket in FREE or func.namespace != "aten":
             return out
-        written = _bytes(out)
-        read = written if func.overloadpacket in GATHERS else _bytes((args, kwargs))
-        if read + written:
-            self._count.traffic += read + written
+        nbytes = _bytes(out)
+        read = nbytes if func.overloadpacket in GATHERS else _bytes((args, kwargs))
+        if read + nbytes:
+            self._count.traffic += read + nbytes
             self._count.kernels += 1
         return out
 

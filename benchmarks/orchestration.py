@@ -43,23 +43,24 @@ def finished_run(
         "evaluate.sampled=false", *sets,
     ]  # fmt: skip
     words = [sys.executable, "-c", CODE, mesh, "--run-dir", directory]
-    words += [word for each in chosen for word in ("--set", each)]
-    done = subprocess.run(
+    words += [word for setting in chosen for word in ("--set", setting)]
+    completed = subprocess.run(
         words, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False
     )
-    if done.returncode:
+    if completed.returncode:
         sys.exit(
-            f"the run ended with {done.returncode}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
+            f"the run ended with {completed.returncode}:\n{completed.stdout[-1000:]}"
+            f"{completed.stderr[-2000:]}"
         )
     (run,) = {path.parent.resolve() for path in Path(directory).glob("*/*/results.json")}
     return run
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     """Return the share of a step in which no actor works, and the seconds of every step of the arm
     but the first, which opens connections."""
     with tempfile.TemporaryDirectory() as directory:
-        run = finished_run(asked.mesh, asked.steps, asked.set, directory)
+        run = finished_run(options.mesh, options.steps, options.set, directory)
         results = json.loads((run / "results.json").read_text())
         steps = [e for e in iter_rows(run / "events.jsonl") if e["event"] == "step"]
     seconds = [e["seconds"] | {"hidden": e["hidden"]} for e in steps if e["arm"] == ARM][1:]
@@ -69,8 +70,8 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
     share, hidden = means["orchestration"] / means["step"], medians["hidden"]
     print("  ".join(f"{name} {1e3 * value:.0f} ms" for name, value in means.items()))
     spoken = "  ".join(f"{name} {medians[name]:.2f} s" for name in ("rollout", "hidden", "score"))
-    beside = hidden / (hidden + medians["score"])
-    print(f"medians: {spoken}; {beside:.0%} of the teachers' seconds hidden")
+    hidden_share = hidden / (hidden + medians["score"])
+    print(f"medians: {spoken}; {hidden_share:.0%} of the teachers' seconds hidden")
     print(
         f"orchestration {share:.1%} of a step of {means['step']:.2f} s "
         f"({1e3 * means['orchestration']:.0f} ms); goal {GOAL:.0%}: "

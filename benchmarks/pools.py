@@ -70,27 +70,27 @@ class BenchWorker(Actor):
 
 async def rate(ask: Callable[[], Awaitable[Any]], together: int, seconds: float) -> float:
     """Return calls per second with `together` of them always in flight."""
-    done = 0
+    count = 0
     await asyncio.gather(*(ask() for _ in range(together)))  # opens connections
-    begun = time.perf_counter()
+    start = time.perf_counter()
 
     async def caller() -> None:
-        nonlocal done
-        while time.perf_counter() < begun + seconds:
+        nonlocal count
+        while time.perf_counter() < start + seconds:
             await ask()
-            done += 1
+            count += 1
 
     await asyncio.gather(*(caller() for _ in range(together)))
-    return done / (time.perf_counter() - begun)
+    return count / (time.perf_counter() - start)
 
 
 async def alone_ms(ask: Callable[[], Awaitable[Any]], calls: int = 500) -> float:
     """Return the median milliseconds of a call, made in sequence."""
     laps = []
     for _ in range(calls):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         await ask()
-        laps.append(time.perf_counter() - begun)
+        laps.append(time.perf_counter() - start)
     return 1e3 * statistics.median(laps)
 
 
@@ -105,13 +105,13 @@ async def crowded(service: Service, seconds: float) -> tuple[float, float]:
     async def bare() -> Any:
         return await next(turns)()
 
-    found: dict[str, list[float]] = {"routed": [], "bare": []}
+    rates: dict[str, list[float]] = {"routed": [], "bare": []}
     for _ in range(ROUNDS):
         for name, ask in (("routed", partial(pool.route, "echo")), ("bare", bare)):
-            found[name].append(await rate(ask, CROWD, seconds))
+            rates[name].append(await rate(ask, CROWD, seconds))
     for mesh in meshes:
         await mesh.stop()
-    return statistics.median(found["routed"]), statistics.median(found["bare"])
+    return statistics.median(rates["routed"]), statistics.median(rates["bare"])
 
 
 async def run(seconds: float) -> tuple[dict[str, float], dict[str, Any]]:
@@ -161,8 +161,8 @@ async def run(seconds: float) -> tuple[dict[str, float], dict[str, Any]]:
     return ratios, {**calls, "pools": table.rows}
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
-    return asyncio.run(run(asked.seconds))
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+    return asyncio.run(run(options.seconds))
 
 
 if __name__ == "__main__":

@@ -96,16 +96,16 @@ class PublishActor(Actor):
         """Make the next tensor, to be put under a key of this stem; return its fingerprint."""
         kv = torch.full((self._size,), version % 200, dtype=torch.uint8)
         kv[version::4096] = 255
-        told = hashlib.sha256(kv.numpy().data).hexdigest()
-        self._next = (f"{stem}{version}/{os.getpid()}", kv, told)
-        return told
+        digest = hashlib.sha256(kv.numpy().data).hexdigest()
+        self._next = (f"{stem}{version}/{os.getpid()}", kv, digest)
+        return digest
 
     @concurrent_endpoint
-    async def publish(self, version: int, before: CartridgeSnapshot | None) -> CartridgeSnapshot:
+    async def publish(self, version: int, previous: CartridgeSnapshot | None) -> CartridgeSnapshot:
         assert self._next is not None
-        key, kv, told = self._next
+        key, kv, digest = self._next
         packet = await self._plane.put(key, {NAME: kv})
-        return CartridgeSnapshot(version, (PublishedCartridge(NAME, version, packet, told),))
+        return CartridgeSnapshot(version, (PublishedCartridge(NAME, version, packet, digest),))
 
     @concurrent_endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
@@ -134,29 +134,31 @@ def counters() -> dict[str, tuple[int, int]]:
     """Return the bytes to and from each host, and to and from this program."""
     words = ["ip", "-json", "-statistics", "link"]
     links = json.loads(subprocess.run(words, capture_output=True, check=True, timeout=30).stdout)
-    found = {}
+    counts = {}
     for link in links:
-        received, sent = (link["stats64"][way]["bytes"] for way in ("rx", "tx"))
+        received, sent = (link["stats64"][direction]["bytes"] for direction in ("rx", "tx"))
         # A link to a host is seen from the bridge: what was sent into it is what the host got.
-        found[link["ifname"]] = (received, sent) if link["ifname"] == "bridge" else (sent, received)
-    del found["lo"]
-    return found
+        counts[link["ifname"]] = (
+            (received, sent) if link["ifname"] == "bridge" else (sent, received)
+        )
+    del counts["lo"]
+    return counts
 
 
 def bare_transfer(hosts: Hosts, size: int, senders: int) -> float:
     """Return the seconds until so many hosts have sent so many bytes each to the next one, at once,
     over one connection each."""
-    own = [a.removeprefix("tcp://").partition(":")[0] for a in hosts.addresses]
+    addresses = [a.removeprefix("tcp://").partition(":")[0] for a in hosts.addresses]
     program = [sys.executable, "-I", "-S", "-c"]
     pipe = subprocess.PIPE
     with contextlib.ExitStack() as ended:
 
         def started(host: int, script: str, to: int) -> subprocess.Popen[str]:
-            words = [*hosts.inside(host), *program, script, own[to], str(size)]
+            words = [*hosts.inside(host), *program, script, addresses[to], str(size)]
             process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
             return ended.enter_context(process)
 
-        pairs = [(i, (i + 1) % len(own)) for i in range(senders)]
+        pairs = [(i, (i + 1) % len(addresses)) for i in range(senders)]
         for _, to in pairs:
             assert line_of(started(to, RECEIVE, to)) == "listens"
         sending = [started(host, SEND, to) for host, to in pairs]
@@ -186,8 +188,8 @@ async def opened(hosts: Hosts, size: int) -> Mesh:
     count = len(hosts.addresses)
     assert len(mesh.relays.places) == count, mesh.relays.places
     for role, replicas in (("generator", count), ("trainer", 1)):
-        each = RoleSpec(replicas=replicas)
-        mesh.service.spawn(PublishActor, args=(mesh.plane, size), role=role, spec=each)
+        role_spec = RoleSpec(replicas=replicas)
+        mesh.service.spawn(PublishActor, args=(mesh.plane, size), role=role, spec=role_spec)
         await mesh.service.ready()
     on = {r.process.host for r in mesh.pools["generator"].replicas if r.process is not None}
     assert len(on) == count, f"the readers are on {on}"
@@ -215,8 +217,8 @@ async def published(
                 laps.append(bare | await one_publish(mesh, sync, next(version), stem))
             rows.append(row(count, gbit, size, laps[1:], how))  # the first opens connections
             rows[-1]["trainer"] = f"host{at}"
-            shown = {k: v for k, v in rows[-1].items() if k != "laps"}
-            print(shown, file=sys.stderr, flush=True)
+            fields = {k: v for k, v in rows[-1].items() if k != "laps"}
+            print(fields, file=sys.stderr, flush=True)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(mesh.stop(), 30.0)
     return rows
@@ -225,17 +227,20 @@ async def published(
 async def one_publish(mesh: Mesh, sync: WeightSync, version: int, stem: str) -> Row:
     """Return seconds of one publish, and the bytes to and from each host meanwhile."""
     [trainer] = mesh.pools["trainer"].replicas
-    told = await trainer.actor.prepare.call_one(version, stem)
+    digest = await trainer.actor.prepare.call_one(version, stem)
     await sync.tidied()
-    before, begun = counters(), time.perf_counter()
+    counts_before, start = counters(), time.perf_counter()
     await sync.publish(version)
-    seconds, after = time.perf_counter() - begun, counters()
+    seconds, counts_after = time.perf_counter() - start, counters()
     for reader in mesh.pools["generator"].replicas:
         assert reader.state is ReplicaState.HEALTHY
-        assert await reader.actor.held.call_one() == told, "other bytes arrived"
+        assert await reader.actor.held.call_one() == digest, "other bytes arrived"
     moved = {
-        device: [now - then for now, then in zip(after[device], before[device], strict=True)]
-        for device in before
+        device: [
+            now - then
+            for now, then in zip(counts_after[device], counts_before[device], strict=True)
+        ]
+        for device in counts_before
     }
     return {"seconds": seconds, "load": os.getloadavg()[0], "bytes": moved}
 
@@ -257,8 +262,10 @@ def row(count: int, gbit: float, size: int, laps: Sequence[Row], how: str) -> Ro
     def median(name: str) -> float:
         return statistics.median(lap[name] for lap in laps)
 
-    def most(devices: Sequence[str], way: int) -> int:
-        return round(max(statistics.median(lap["bytes"][d][way] for lap in laps) for d in devices))
+    def most(devices: Sequence[str], direction: int) -> int:
+        return round(
+            max(statistics.median(lap["bytes"][d][direction] for lap in laps) for d in devices)
+        )
 
     hosts, limit = [f"host{i}" for i in range(count)], size * 8 / (gbit * 1e9)
     return {
@@ -283,19 +290,19 @@ def row(count: int, gbit: float, size: int, laps: Sequence[Row], how: str) -> Ro
     }
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     """Return the raw figures, mesh by mesh, each in a process and network namespace of its own."""
     if reason := cannot_make():
         sys.exit(reason)
     rows: list[Row] = []
-    for count in asked.hosts:
-        words = [count, asked.mib * MIB, asked.times, asked.queue_ms, *asked.gbit]
-        done = subprocess.run(
+    for count in options.hosts:
+        words = [count, options.mib * MIB, options.times, options.queue_ms, *options.gbit]
+        completed = subprocess.run(
             [*ALONE, sys.executable, "-c", CHILD, *map(str, words)],
             stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, check=True,
             timeout=MESH_SECONDS,
         )  # fmt: skip
-        rows += json.loads(done.stdout.splitlines()[-1])
+        rows += json.loads(completed.stdout.splitlines()[-1])
     return {}, {"chunk_bytes": CHUNK_BYTES, "rows": rows}
 
 

@@ -87,9 +87,9 @@ def benchmark(
     module = _module()
     name = module.rpartition(".")[2]
     common = {"--out": Path(f"runs/bench/{name}.json"), "--quick": QUICK}
-    asked = parsed(doc, common | dict(options or {}), quick or {})
-    told = provenance(name, {**vars(asked), **(config or {})}, module)
-    return write(asked.out, told, *measure(asked))
+    options_read = parsed(doc, common | dict(options or {}), quick or {})
+    origin = provenance(name, {**vars(options_read), **(config or {})}, module)
+    return write(options_read.out, origin, *measure(options_read))
 
 
 def parsed(
@@ -99,15 +99,15 @@ def parsed(
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for option, given in options.items():
-        parser.add_argument(option, **_keywords(given))
+    for option, default in options.items():
+        parser.add_argument(option, **_keywords(default))
     if "--quick" in sys.argv:
         parser.set_defaults(**quick)
     return parser.parse_args()
 
 
-def _keywords(given: Any) -> Mapping[str, Any]:
-    default, spoken = given if isinstance(given, tuple) else (given, None)
+def _keywords(value: Any) -> Mapping[str, Any]:
+    default, spoken = value if isinstance(value, tuple) else (value, None)
     if isinstance(default, dict):
         return default
     if default is False:
@@ -141,11 +141,11 @@ def provenance(name: str, config: Mapping[str, Any], module: str | None = None) 
 
 
 def write(
-    out: Path, told: Mapping[str, Any], ratios: Mapping[str, float], results: object
+    out: Path, origin: Mapping[str, Any], ratios: Mapping[str, float], results: object
 ) -> dict[str, Any]:
     """Write and return one record. Raises DataError for one that cannot be compared."""
     record = {
-        **told,
+        **origin,
         "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()},
         "results": results,
     }
@@ -191,16 +191,18 @@ def _module() -> str:
 
 
 def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=ROOT)
-    return done.stdout.strip()
+    completed = subprocess.run(
+        ["git", *words], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    return completed.stdout.strip()
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 # -- comparison with the baseline -----------------------------------------------------------------
@@ -240,12 +242,12 @@ class Finding:
         return self.worse > self.expected.within
 
     def line(self) -> str:
-        was, within = f"{self.expected.ratio:.3g}", f"{self.expected.within:g}"
+        expected, within = f"{self.expected.ratio:.3g}", f"{self.expected.within:g}"
         if self.ratio is None:
-            return f"NOT MEASURED  {self.benchmark}: {self.name} (was {was})"
+            return f"NOT MEASURED  {self.benchmark}: {self.name} (was {expected})"
         verdict = "REGRESSION  " if self.regressed else "ok          "
         return (
-            f"{verdict}  {self.benchmark}: {self.name}  {self.ratio:.3g} (was {was}, "
+            f"{verdict}  {self.benchmark}: {self.name}  {self.ratio:.3g} (was {expected}, "
             f"{self.expected.better} is better: {self.worse:.2f}x worse, allowed {within}x)"
         )
 
@@ -331,7 +333,7 @@ def run(name: str, directory: Path, quick: bool) -> bool:
     module = f"benchmarks.{MODULES.get(name, name)}"
     command = [sys.executable, "-m", module, *words, "--out", str(out)]
     print(f"\n== {name}", flush=True)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     try:
         code = subprocess.run(
             command + ["--quick"] * quick, timeout=limit_s, check=False, cwd=ROOT
@@ -339,7 +341,7 @@ def run(name: str, directory: Path, quick: bool) -> bool:
     except subprocess.TimeoutExpired:
         print(f"FAILED  {name} did not end within {limit_s:g} s")
         return False
-    print(f"{time.perf_counter() - begun:.0f} s", flush=True)
+    print(f"{time.perf_counter() - start:.0f} s", flush=True)
     if code:
         print(f"FAILED  {name} ended with {code}")
     return code == 0

@@ -37,10 +37,10 @@ def measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | i
         return thread.submit(_measure, repeats, M, N, K, T).result()
 
 
-def measured(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, float | int]]:
-    found = measure(asked.repeats, asked.M, asked.N, asked.K, asked.T)
-    print(json.dumps(found))
-    return {"sequential over batched": found["ratio"]}, found
+def measured(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, float | int]]:
+    results = measure(options.repeats, options.M, options.N, options.K, options.T)
+    print(json.dumps(results))
+    return {"sequential over batched": results["ratio"]}, results
 
 
 def _measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | int]:
@@ -52,8 +52,8 @@ def _measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | 
     conversation = ChatRenderer(tokenizer, {patient.id: patient.document})
     kv = document_kv(model, conversation.head(patient.id))
     end_ids = conversation.end_ids
-    asked = patient.questions[0]
-    question = option_prompt(asked.text, asked.options)
+    chart_question = patient.questions[0]
+    question = option_prompt(chart_question.text, chart_question.options)
     calls = {"batched": 0, "sequential": 0}
 
     def sample(requests: Sequence[GenerateRequest]) -> list[Completion]:
@@ -69,17 +69,20 @@ def _measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | 
             generating, conversation, patient.id, PrefixRef(f"document/{patient.id}", 0)
         )
         engine = RSAEngine(sampler, M, N, K, T, "clinic", max_tokens=32)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         result = await engine.arun([question], temperature=1.0)
         texts = tuple(p.texts for p in result.runs[0].populations)
-        return time.perf_counter() - begun, texts
+        return time.perf_counter() - start, texts
 
     asyncio.run(one("batched"))  # warm-up
     calls.update(batched=0)
     seconds: dict[str, list[float]] = {"batched": [], "sequential": []}
     for _ in range(repeats):
-        (fast, said), (slow, same) = asyncio.run(one("batched")), asyncio.run(one("sequential"))
-        assert said == same, "the two did not do the same work"
+        (fast, batched), (slow, sequential) = (
+            asyncio.run(one("batched")),
+            asyncio.run(one("sequential")),
+        )
+        assert batched == sequential, "the two did not do the same work"
         seconds["batched"].append(fast)
         seconds["sequential"].append(slow)
     medians = {how: sorted(times)[repeats // 2] for how, times in seconds.items()}

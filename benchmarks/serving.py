@@ -83,11 +83,11 @@ def server(generators: int, *more: str) -> Iterator[subprocess.Popen[str]]:
 def address(process: subprocess.Popen[str]) -> str:
     """Return the address it listens on, `127.0.0.1:40123`, once it prints it."""
     assert process.stdout is not None
-    said = next((line for line in process.stdout if "serving" in line), "")
-    found = re.search(r"on http://(\S+);", said)
-    if found is None:
+    line = next((line for line in process.stdout if "serving" in line), "")
+    match = re.search(r"on http://(\S+);", line)
+    if match is None:
         raise SystemExit("the server did not start")
-    return found[1]
+    return match[1]
 
 
 def client(address: str) -> AsyncOpenAI:
@@ -97,16 +97,16 @@ def client(address: str) -> AsyncOpenAI:
 
 async def streamed(client: AsyncOpenAI, seed: int, most: int) -> tuple[float, int]:
     """Return seconds from a request to the first text of its stream, and the stream's tokens."""
-    begun, first, tokens = time.perf_counter(), 0.0, 0
+    start, first, tokens = time.perf_counter(), 0.0, 0
     async for chunk in await client.chat.completions.create(
         model="clinic-reader", messages=MESSAGES, max_tokens=most, temperature=2,
         seed=seed, stream=True, stream_options={"include_usage": True},
     ):  # fmt: skip
         if not first and chunk.choices and chunk.choices[0].delta.content:
-            first = time.perf_counter() - begun
+            first = time.perf_counter() - start
         if chunk.usage:
             tokens += chunk.usage.completion_tokens
-    return first or time.perf_counter() - begun, tokens
+    return first or time.perf_counter() - start, tokens
 
 
 async def load(address: str, requests: int, together: int) -> dict[str, float]:
@@ -119,9 +119,9 @@ async def load(address: str, requests: int, together: int) -> dict[str, float]:
 
     async with client(address) as asking:
         await one(asking, 0)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         streams = await asyncio.gather(*(one(asking, i) for i in range(requests)))
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
     firsts, tokens = zip(*streams, strict=True)
     return {
         "requests_per_second": round(requests / seconds, 2),
@@ -131,17 +131,17 @@ async def load(address: str, requests: int, together: int) -> dict[str, float]:
     }
 
 
-def at_work(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+def at_work(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     pools: dict[int, dict[str, dict[str, float]]] = {}
     for generators in (1, 2):
         with server(generators) as process:
             at = address(process)
-            alone = asyncio.run(load(at, max(8, asked.requests // 6), 1))
-            together = asyncio.run(load(at, asked.requests, asked.together))
-        pools[generators] = {"one_at_a_time": alone, "together": together}
+            one_at_a_time = asyncio.run(load(at, max(8, options.requests // 6), 1))
+            together = asyncio.run(load(at, options.requests, options.together))
+        pools[generators] = {"one_at_a_time": one_at_a_time, "together": together}
         print(generators, json.dumps(pools[generators]), flush=True)
     speeds = [pools[n]["together"]["tokens_per_second"] for n in (1, 2)]
-    ratio = {f"{asked.together} at a time, 2 generators over 1": speeds[1] / speeds[0]}
+    ratio = {f"{options.together} at a time, 2 generators over 1": speeds[1] / speeds[0]}
     return ratio, {"pools": pools}
 
 
@@ -151,7 +151,7 @@ def at_work(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
 def start(generators: int) -> dict[str, float]:
     """Return seconds of each part of one start, and of a second request's first token. On a shared
     machine the processor seconds of its processes are the better measure."""
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     with server(generators) as process:
         spawned = until(lambda: has_child(process.pid))
         door_cpu = cpu_seconds(process.pid)
@@ -160,8 +160,8 @@ def start(generators: int) -> dict[str, float]:
         all_cpu = cpu_seconds(process.pid)
         first, second = asyncio.run(first_tokens(at))
     return {
-        "door": spawned - begun, "generators": ready - spawned, "first request": first,
-        "in all": ready - begun + first, "second request": second,
+        "door": spawned - start_time, "generators": ready - spawned, "first request": first,
+        "in all": ready - start_time + first, "second request": second,
         "door, of the cores": door_cpu, "until ready, of the cores": all_cpu,
     }  # fmt: skip
 
@@ -204,12 +204,14 @@ async def first_tokens(address: str) -> list[float]:
         return [(await streamed(asking, 1, 8))[0] for _ in range(2)]
 
 
-def alone(code: str) -> float:
+def import_seconds(code: str) -> float:
     """Return processor seconds of a fresh Python that runs `code`."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    usage_before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    usage_after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (
+        usage_after.ru_utime + usage_after.ru_stime - usage_before.ru_utime - usage_before.ru_stime
+    )
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -217,14 +219,15 @@ def spread(values: list[float]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in figures.items()}
 
 
-def from_nothing(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+def from_nothing(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     """Print and return the first start, the spread of `runs` more, and of the imports alone."""
-    before, *starts = [start(asked.generators) for _ in range(1 + asked.runs)]
+    first, *starts = [start(options.generators) for _ in range(1 + options.runs)]
     results = {
-        "first_start": {name: round(value, 2) for name, value in before.items()},
-        "starts": {name: spread([one[name] for one in starts]) for name in before},
+        "first_start": {name: round(value, 2) for name, value in first.items()},
+        "starts": {name: spread([one[name] for one in starts]) for name in first},
         "alone, of the cores": {
-            name: spread([alone(code) for _ in range(asked.runs)]) for name, code in ALONE.items()
+            name: spread([import_seconds(code) for _ in range(options.runs)])
+            for name, code in ALONE.items()
         },
     }
     print(json.dumps(results, indent=1))
@@ -234,7 +237,7 @@ def from_nothing(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str,
 if __name__ == "__main__":
     benchmark(
         __doc__,
-        lambda asked: from_nothing(asked) if asked.cold_start else at_work(asked),
+        lambda options: from_nothing(options) if options.cold_start else at_work(options),
         {
             "--out": Path("serving.json"),
             "--requests": (96, "of each measurement"),

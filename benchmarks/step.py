@@ -102,10 +102,10 @@ def samples_of(batch: int, vocabulary: int, version: int) -> list[Sample]:
 
 
 def response_logits(
-    model: PreTrainedModel, sample: Sample, before: Sequence[int], kv: Tensor | None
+    model: PreTrainedModel, sample: Sample, prefix_ids: Sequence[int], kv: Tensor | None
 ) -> Tensor:
     """Return logits [n, V] of one sample's response tokens, after token ids or a cartridge's KV."""
-    ids = torch.tensor([[*before, *sample.prompt_ids, *sample.response_ids]])
+    ids = torch.tensor([[*prefix_ids, *sample.prompt_ids, *sample.response_ids]])
     cache = None if kv is None else filled_cache(model.config, kv)
     n = len(sample.response_ids)
     out = model(ids, past_key_values=cache, use_cache=kv is not None, logits_to_keep=n + 1)
@@ -181,10 +181,10 @@ async def compare(
     async def our_step(samples: list[Sample], version: int) -> StepLaps:
         kv = trainer.bank.kv()[0].detach()
         laps = StepLaps(time.process_time)
-        asked = [
+        requests = [
             GenerateRequest(s.id, s.prompt_ids, PrefixRef("d", version), GREEDY, 0) for s in samples
         ]
-        generate(model, asked, lambda _: kv, frozenset())  # no end ids: full length
+        generate(model, requests, lambda _: kv, frozenset())  # no end ids: full length
         laps.done("rollout")
         prefixes = contexts_of(samples, documents)
         teacher = TeacherDistribution(
@@ -201,27 +201,27 @@ async def compare(
         await plane.delete(packet.key)
         return laps
 
-    found: dict[str, list[dict[str, float]]] = {"theirs": [], "ours": []}
+    laps: dict[str, list[dict[str, float]]] = {"theirs": [], "ours": []}
     for version in range(steps + 1):
         samples = samples_of(batch, vocabulary, version)
         with torch.no_grad():
             theirs.trainable["d"].copy_(trainer.bank.trainable["d"])
         ours = await our_step(samples, version)
-        found["ours"].append(ours.seconds)
+        laps["ours"].append(ours.seconds)
         if version:  # the first reads the document, and initialises what is lazy
             seed = seed_step(plain, theirs, optimizer, document, samples, path)
-            found["theirs"].append({"rollout": ours.seconds["rollout"], **seed.seconds})
+            laps["theirs"].append({"rollout": ours.seconds["rollout"], **seed.seconds})
             check_same((ours, trainer.bank), (seed, theirs))
     row: dict[str, Any] = {"document": document_tokens, "batch": batch}
-    first = found["ours"].pop(0)["teacher"]
-    for who, runs in found.items():
-        whole = [run | {"whole": sum(run.values())} for run in runs]
+    first = laps["ours"].pop(0)["teacher"]
+    for who, runs in laps.items():
+        totals = [run | {"whole": sum(run.values())} for run in runs]
         row[who] = {
-            phase: round(1e3 * statistics.median(run[phase] for run in whole), 2)
-            for phase in whole[0]
+            phase: round(1e3 * statistics.median(run[phase] for run in totals), 2)
+            for phase in totals[0]
         }
     row["first_teacher_ms"] = round(1e3 * first, 1)
-    wholes, rollout = [row[who]["whole"] for who in found], row["ours"]["rollout"]
+    wholes, rollout = [row[who]["whole"] for who in laps], row["ours"]["rollout"]
     row["ratio"] = round(wholes[0] / wholes[1], 2)
     row["ratio_without_rollout"] = round((wholes[0] - rollout) / (wholes[1] - rollout), 2)
     return row
@@ -240,18 +240,20 @@ def check_same(*steps: tuple[StepLaps, CartridgeBank]) -> None:
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return theirs over ours for every row; for every batch our longest document over our
     shortest."""
-    found = {}
+    by_name = {}
     for row in rows:
         at = f"document {row['document']}, batch {row['batch']}"
-        found[f"whole, {at}"] = row["ratio"]
-        found[f"without the rollout, {at}"] = row["ratio_without_rollout"]
+        by_name[f"whole, {at}"] = row["ratio"]
+        by_name[f"without the rollout, {at}"] = row["ratio_without_rollout"]
     for batch in sorted({row["batch"] for row in rows}):
-        of = sorted((r for r in rows if r["batch"] == batch), key=lambda r: int(r["document"]))
-        if len(of) > 1:
-            grown = of[-1]["ours"]["whole"] / of[0]["ours"]["whole"]
-            times = of[-1]["document"] // of[0]["document"]
-            found[f"our step at {times}x the document over 1x, batch {batch}"] = grown
-    return found
+        batch_rows = sorted(
+            (r for r in rows if r["batch"] == batch), key=lambda r: int(r["document"])
+        )
+        if len(batch_rows) > 1:
+            grown = batch_rows[-1]["ours"]["whole"] / batch_rows[0]["ours"]["whole"]
+            times = batch_rows[-1]["document"] // batch_rows[0]["document"]
+            by_name[f"our step at {times}x the document over 1x, batch {batch}"] = grown
+    return by_name
 
 
 def plot(rows: Sequence[dict[str, Any]]) -> str:
@@ -261,11 +263,11 @@ def plot(rows: Sequence[dict[str, Any]]) -> str:
     def draw(figure: Figure) -> None:
         parts = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
         for axes, batch in zip(parts, batches, strict=True):
-            of = [row for row in rows if row["batch"] == batch]
-            documents = [row["document"] for row in of]
+            batch_rows = [row for row in rows if row["batch"] == batch]
+            documents = [row["document"] for row in batch_rows]
             for i, (who, label) in enumerate((("theirs", "straightforward"), ("ours", "ours"))):
                 for part, style in (("whole", "o-"), ("teacher", "^--")):
-                    costs = [row[who][part] for row in of]
+                    costs = [row[who][part] for row in batch_rows]
                     axes.plot(documents, costs, style, color=hue(i), label=f"{label}, {part}")
             axes.set(xscale="log", yscale="log", xlabel=f"document, tokens; batch {batch}")
             axes.set_xticks(documents, map(str, documents))
@@ -276,24 +278,24 @@ def plot(rows: Sequence[dict[str, Any]]) -> str:
     return Plot("A step's cost by the length of its document", "", draw).alone
 
 
-async def run(asked: argparse.Namespace) -> list[dict[str, Any]]:
+async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     one_thread()
     plane, table = await SharedMemoryPlane.start(), FigureTable()
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "cartridge.safetensors"
-            for batch in asked.batches:
-                for tokens in asked.documents:
-                    table.add(await compare(plane, tokens, batch, asked.steps, path))
+            for batch in options.batches:
+                for tokens in options.documents:
+                    table.add(await compare(plane, tokens, batch, options.steps, path))
     finally:
         await plane.stop()
     return table.rows
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    rows = asyncio.run(run(asked))
-    if asked.plot is not None:
-        asked.plot.write_text(plot(rows))
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    rows = asyncio.run(run(options))
+    if options.plot is not None:
+        options.plot.write_text(plot(rows))
     return ratios(rows), rows
 
 

@@ -78,9 +78,9 @@ def phase_row(
     """Return one phase: its analysis, its bound at the ceilings, and the median of what it lasted,
     None where that was not measured."""
     median = statistics.median(lasted) if lasted else None
-    over = round(median / bound_s, 2) if median is not None else None
+    ratio = round(median / bound_s, 2) if median is not None else None
     figures = {"flops": cost.flops, "bytes": cost.bytes, "bound_s": bound_s}
-    return {"phase": phase, **figures, "seconds": median, "over": over, **more}
+    return {"phase": phase, **figures, "seconds": median, "over": ratio, **more}
 
 
 def measure(step: PhaseStep, ceilings: DevicePeaks, repeats: int) -> list[dict[str, Any]]:
@@ -106,15 +106,15 @@ def measure(step: PhaseStep, ceilings: DevicePeaks, repeats: int) -> list[dict[s
         sum(row[name] for row in table.rows) for name in ("flops", "bytes", "bound_s")
     )
     medians = [row["seconds"] for row in table.rows]
-    whole = [] if None in medians else [sum(medians)]
-    table.add(phase_row("step", PhaseCost("step", flops, moved), bound, whole))
+    totals = [] if None in medians else [sum(medians)]
+    table.add(phase_row("step", PhaseCost("step", flops, moved), bound, totals))
     document, rollout, tokens = analysis["document"], analysis["rollout"], work.response
     read_s = document.seconds(ceilings)
     table.add(phase_row("(document)", document, read_s, [step.laps["document"]]))
     # The rollout's forward of one token; the rest of its time is sampling and Python.
     lap = seconds(step.decoding(work.prompt + tokens // 2), 10)
-    each = PhaseCost("token", rollout.flops / tokens, rollout.bytes / tokens)
-    table.add(phase_row("(token)", each, rollout.seconds(ceilings) / tokens, [lap]))
+    token_cost = PhaseCost("token", rollout.flops / tokens, rollout.bytes / tokens)
+    table.add(phase_row("(token)", token_cost, rollout.seconds(ceilings) / tokens, [lap]))
     return table.rows
 
 
@@ -130,9 +130,9 @@ def _real_layouts() -> Iterator[None]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     def real(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             with unset_fake_temporarily():
-                return function(*given, **named)
+                return function(*arguments, **named)
 
         return call
 
@@ -144,8 +144,8 @@ def _real_layouts() -> Iterator[None]:
         "torch.unique": torch.unique,
     }
     with ExitStack() as stack:
-        for place, function in places.items():
-            stack.enter_context(patch(place, real(function)))
+        for target, function in places.items():
+            stack.enter_context(patch(target, real(function)))
         yield
 
 
@@ -160,18 +160,18 @@ def dry(setting: Setting) -> dict[str, Any]:
         counts = PhaseStep(setting, torch.device("cpu"), document=document).counts()
     analysis, table = bounds(setting, EXPLICIT), FigureTable()
     for phase, count in counts.items():
-        known = asdict(analysis[phase]) if phase in analysis else {}
-        needed = {name: known.get(name, "") for name in ("flops", "bytes")}
+        analysed = asdict(analysis[phase]) if phase in analysis else {}
+        needed = {name: analysed.get(name, "") for name in ("flops", "bytes")}
         table.add({"phase": phase, "counted": asdict(count), "analysis": needed})
     return {phase: asdict(count) for phase, count in counts.items()}
 
 
-def measure_step(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+def measure_step(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     """Return each phase over its bound, and all figures; on the tiny shape counts as well."""
-    setting, device = SETTINGS[asked.shape], torch.device(asked.device)
+    setting, device = SETTINGS[options.shape], torch.device(options.device)
     if device.type == "cpu":
         one_thread()
-    if asked.dry:
+    if options.dry:
         return {}, {"work": asdict(setting.work), "counted": dry(setting)}
     ceilings = measured(device, getattr(torch, setting.dtype))
     print(
@@ -180,8 +180,8 @@ def measure_step(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str,
     )
     plane = asyncio.run(SharedMemoryPlane.start())
     try:
-        step = PhaseStep(setting, device, plane, asked.micro_tokens)
-        rows = measure(step, ceilings, asked.repeats)
+        step = PhaseStep(setting, device, plane, options.micro_tokens)
+        rows = measure(step, ceilings, options.repeats)
     finally:
         asyncio.run(plane.stop())
     lasted = {row["phase"]: row["seconds"] for row in rows}
@@ -196,7 +196,7 @@ def measure_step(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str,
         "publish": (PUBLISH_GOAL_S, f"{PUBLISH_GOAL_S:g} s"),
     }
     for phase, (most, spoken) in goals.items():
-        if asked.shape == "3b" and lasted[phase] is not None:
+        if options.shape == "3b" and lasted[phase] is not None:
             print(f"goal, {phase} <= {spoken}: {'met' if lasted[phase] <= most else 'MISSED'}")
     results: dict[str, Any] = {
         "work": asdict(setting.work),
@@ -205,12 +205,12 @@ def measure_step(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str,
         "cached_bound": {"device": name, "seconds": bound},
         "failures": step.failures,
     }
-    if asked.shape == "tiny":
+    if options.shape == "tiny":
         analysis = bounds(setting, EXPLICIT)
         counts = step.counts()
         for phase in ("teacher", "student"):
-            over = counts[phase].flops / analysis[phase].flops
-            ratios[f"{phase}, counted FLOPs over analysis"] = over
+            ratio = counts[phase].flops / analysis[phase].flops
+            ratios[f"{phase}, counted FLOPs over analysis"] = ratio
         results["counted"] = {phase: asdict(count) for phase, count in counts.items()}
     return ratios, results
 

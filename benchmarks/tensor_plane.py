@@ -79,18 +79,18 @@ async def through_plane(
     laps = Laps()
     packet = await plane.put(f"bench/{source.nbytes}/{turn}", {"x": source})
     laps.done("put")
-    there = await reader.read.call_one(plane, packet)
+    reader_seconds = await reader.read.call_one(plane, packet)
     laps.done("there")
     await plane.delete(packet.key)
     laps.done("delete")
-    return laps.seconds | there
+    return laps.seconds | reader_seconds
 
 
 async def by_message(reader: Any, source: Tensor, turn: int) -> dict[str, float]:
     laps = Laps()
-    there = await reader.take.call_one(source)
+    reader_seconds = await reader.take.call_one(source)
     laps.done("get")
-    return {"get": laps.seconds["get"] - there["read"], **there}
+    return {"get": laps.seconds["get"] - reader_seconds["read"], **reader_seconds}
 
 
 async def by_rdma(reader: Any, source: Tensor, turn: int) -> dict[str, float]:
@@ -99,11 +99,11 @@ async def by_rdma(reader: Any, source: Tensor, turn: int) -> dict[str, float]:
         warnings.simplefilter("ignore")  # without RDMA it warns for every buffer
         buffer = RDMABuffer(source)
     laps.done("put")
-    there = await reader.pull.call_one(buffer, source.nbytes)
+    reader_seconds = await reader.pull.call_one(buffer, source.nbytes)
     laps.done("there")
     await buffer.drop()
     laps.done("delete")
-    return laps.seconds | there
+    return laps.seconds | reader_seconds
 
 
 async def moved(name: str, move: Move, size: int) -> dict[str, Any]:
@@ -187,12 +187,12 @@ def costs(rows: Sequence[dict[str, Any]]) -> dict[str, Cost]:
     return {name: fit(sizes[name], seconds[name]) for name in sizes}
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
-    rows = asyncio.run(run(asked.max_mb))
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+    rows = asyncio.run(run(options.max_mb))
     fitted = {name: vars(cost) for name, cost in costs(rows).items()}
     for name, cost in fitted.items():
-        each, rate = 1e3 * cost["operation_s"], cost["bandwidth"] / 1e9
-        print(f"{name:<14} {each:8.3f} ms + bytes / {rate:.2f} GB/s")
+        operation_ms, rate = 1e3 * cost["operation_s"], cost["bandwidth"] / 1e9
+        print(f"{name:<14} {operation_ms:8.3f} ms + bytes / {rate:.2f} GB/s")
     ratios = {
         f"{row['transport']}, {row['bytes'] >> 20} MB moved over memcpy": row["over_memcpy"]
         for row in rows

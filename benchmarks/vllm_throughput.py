@@ -103,7 +103,7 @@ def cartridge(shape: tuple[int, int, int], tokens: int, dtype: str) -> Tensor:
 
 
 async def throughput(
-    plane: OwnedPlane, replica: Replica, asked: argparse.Namespace
+    plane: OwnedPlane, replica: Replica, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return tokens/s of each arm in every round, their medians and the ratios."""
     draws = random.Random(0)
@@ -111,11 +111,11 @@ async def throughput(
     def ids(count: int) -> tuple[int, ...]:
         return tuple(draws.choices(range(3, 1000), k=count))
 
-    documents = {"prompt": ids(asked.tokens), "document": ids(asked.document), "none": (1,)}
+    documents = {"prompt": ids(options.tokens), "document": ids(options.document), "none": (1,)}
     vllm = await replica("vllm", str(READER), "float32", documents, 0.5)
     embedded = await replica("embedded", str(READER), "float32", documents, 0)
-    kv = cartridge(READER_SHAPE, asked.tokens, "float32")
-    snapshot = await put(plane, 0, kv)
+    kv = cartridge(READER_SHAPE, options.tokens, "float32")
+    snapshot = await put_cartridge(plane, 0, kv)
     for pool in (vllm, embedded):
         await pool.route("load", snapshot)
     arms = {
@@ -127,20 +127,20 @@ async def throughput(
     pids = {pool.role: await pool.route("ready") for pool in (vllm, embedded)}
     speeds: dict[str, list[float]] = {arm: [] for arm in arms}
     processor = dict.fromkeys(arms, 0.0)
-    for turn in range(asked.rounds + 1):
-        prompts = [ids(asked.prompt) for _ in range(asked.requests)]
+    for turn in range(options.rounds + 1):
+        prompts = [ids(options.prompt) for _ in range(options.requests)]
         # In random order: the process that follows another finds the processor's caches cold.
         for arm in draws.sample(list(arms), k=len(arms)):
             pool, ref = arms[arm]
-            batch = [request(ref, p, asked.new) for p in prompts]
-            before, begun = processor_seconds(pids[pool.role]), time.perf_counter()
-            done = await pool.route("generate", batch)
-            seconds = time.perf_counter() - begun
-            tokens = sum(len(c.token_ids) for c in done.completions)
-            assert tokens == asked.requests * asked.new, "a request ended early"
+            batch = [request(ref, p, options.new) for p in prompts]
+            used, start = processor_seconds(pids[pool.role]), time.perf_counter()
+            reply = await pool.route("generate", batch)
+            seconds = time.perf_counter() - start
+            tokens = sum(len(c.token_ids) for c in reply.completions)
+            assert tokens == options.requests * options.new, "a request ended early"
             if turn:  # round 0 fills the prefix cache and grows heaps
                 speeds[arm].append(tokens / seconds)
-                processor[arm] += processor_seconds(pids[pool.role]) - before
+                processor[arm] += processor_seconds(pids[pool.role]) - used
     report = await vllm.route("shut_down")
 
     def ratio(a: str, b: str) -> dict[str, float]:
@@ -169,7 +169,7 @@ def request(ref: Any, prompt: Sequence[int], new: int) -> GenerateRequest:
     return GenerateRequest("r", tuple(prompt), ref, Sampling(temperature=0.0, max_tokens=new), 0)
 
 
-async def put(plane: OwnedPlane, version: int, kv: Tensor) -> CartridgeSnapshot:
+async def put_cartridge(plane: OwnedPlane, version: int, kv: Tensor) -> CartridgeSnapshot:
     """Publish [L, 2, H_kv, P, D] as the one cartridge of a version."""
     packet = await plane.put(f"published/{version}", {"p": kv})
     return CartridgeSnapshot(version, (PublishedCartridge("p", version, packet),))
@@ -185,7 +185,7 @@ async def publishing(
         for version in range(times + 1):
             kv = kv * 1.01  # a new version needs a new tensor
             laps = Laps()
-            snapshot = await put(plane, version, kv)
+            snapshot = await put_cartridge(plane, version, kv)
             laps.done("put")
             await pool.route("load", snapshot)
             laps.done("load")
@@ -218,24 +218,26 @@ def model_of_3b_cache(path: str) -> str:
     return path
 
 
-async def run(asked: argparse.Namespace) -> dict[str, Any]:
-    async with opened(asked.plane) as (plane, replica):
-        found = await throughput(plane, replica, asked)
-    print(json.dumps(found, indent=1), flush=True)
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    async with opened(options.plane) as (plane, replica):
+        result = await throughput(plane, replica, options)
+    print(json.dumps(result, indent=1), flush=True)
     small = cartridge(READER_SHAPE, 64, "float32")
     large = cartridge(SHAPE_3B, TOKENS_3B, "bfloat16")
-    published = {"reader": await publishing(asked.plane, str(READER), small, 0.25, asked.publishes)}
+    published = {
+        "reader": await publishing(options.plane, str(READER), small, 0.25, options.publishes)
+    }
     with tempfile.TemporaryDirectory() as directory:
         model = model_of_3b_cache(directory)
-        published["3b"] = await publishing(asked.plane, model, large, 1.5, asked.publishes)
+        published["3b"] = await publishing(options.plane, model, large, 1.5, options.publishes)
     print(json.dumps(published, indent=1), flush=True)
-    return {"throughput": found, "publish": published}
+    return {"throughput": result, "publish": published}
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
-    results = asyncio.run(run(asked))
-    found = results["throughput"]["ratio"]
-    return {name: ratio["by_processor_time"] for name, ratio in found.items()}, results
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+    results = asyncio.run(run(options))
+    ratio_of = results["throughput"]["ratio"]
+    return {name: ratio["by_processor_time"] for name, ratio in ratio_of.items()}, results
 
 
 if __name__ == "__main__":

@@ -32,13 +32,13 @@ class Cartridge:
         from cartridge_forge.forge_run.commands.ask import AskedAnswer
         from cartridge_forge.plugins.documents.retrieval import Choice
 
-        told = finished_output(
+        output = finished_output(
             ["ask", self.name, question, "--run", str(self.run), "--json", "--max-tokens",
              str(max_tokens), "--temperature", str(temperature), "--seed", str(seed)]
         )  # fmt: skip
-        found = json.loads(told)
-        routed = found.pop("routed")
-        return AskedAnswer(**found, routed=None if routed is None else Choice(**routed))
+        reply = json.loads(output)
+        routed = reply.pop("routed")
+        return AskedAnswer(**reply, routed=None if routed is None else Choice(**routed))
 
     def save(
         self,

@@ -25,5 +25,5 @@ class ComparedArms:
         return {row["arm"]: row["accuracy"] for row in self.rows}
 
     def _repr_html_(self) -> str:
-        shown = [(arm, "-" if x is None else f"{x:.1%}") for arm, x in self.accuracy.items()]
-        return page("evaluation", ("arm", "accuracy"), shown)
+        cells = [(arm, "-" if x is None else f"{x:.1%}") for arm, x in self.accuracy.items()]
+        return page("evaluation", ("arm", "accuracy"), cells)

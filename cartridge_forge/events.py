@@ -125,20 +125,20 @@ class RunFollower:
     def new(self) -> list[RunEvent]:
         """Return the events since the last call; those of a step come before what follows it."""
         steps = [step_of(row) for row in self._rows("metrics.jsonl")]
-        others = [event_of(row, self._run) for row in self._rows("events.jsonl")]
-        return [*steps, *(event for event in others if event is not None)]
+        events = [event_of(row, self._run) for row in self._rows("events.jsonl")]
+        return [*steps, *(event for event in events if event is not None)]
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
         path = self._run / name
         if not path.is_file():
             return []
         # A resumed run cuts its files back to its checkpoint, and then appends.
-        place = min(self._places[name], _size(path))
+        offset = min(self._places[name], _size(path))
         with path.open("rb") as file:
-            file.seek(place)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._places[name] = place + len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines() if line]
+            file.seek(offset)
+            complete, newline, _ = file.read().rpartition(b"\n")
+        self._places[name] = offset + len(complete) + len(newline)
+        return [json.loads(line) for line in complete.splitlines() if line]
 
 
 def _size(path: Path) -> int:

@@ -47,15 +47,15 @@ class Forge:
 
         if mesh is None and documents is None:
             raise SpecError("Forge takes a mesh or documents; name one, as in Forge('longhealth')")
-        given = dict(sets or {})
+        settings = dict(sets or {})
         if documents is not None:
-            given["data.path"] = _texts(documents)
+            settings["data.path"] = _texts(documents)
         if model is not None:
-            given["model.path"] = str(model)
+            settings["model.path"] = str(model)
         self.mesh = str(mesh or "documents")
         self.run_dir = Path(run_dir)
         self._sets: list[str] | None = [
-            f"{key}={json.dumps(value)}" for key, value in given.items()
+            f"{key}={json.dumps(value)}" for key, value in settings.items()
         ]
         self._name = load_spec(self.mesh, sets=self._sets).spec.mesh.name
         self._run: Path | None = None
@@ -68,12 +68,12 @@ class Forge:
         from cartridge_forge.plugins.watch.control.endpoints import find_run
         from cartridge_forge.protocols.spec.loading import load_resolved
 
-        found = cls.__new__(cls)  # without a mesh: nothing is trained
-        found._run = find_run(Path(run_dir), str(run))
-        found._name = load_resolved(found._run / "spec.yaml").mesh.name
-        found.mesh, found.run_dir, found._sets = found._name, Path(run_dir), None
-        found._training = None
-        return found
+        forge = cls.__new__(cls)  # without a mesh: nothing is trained
+        forge._run = find_run(Path(run_dir), str(run))
+        forge._name = load_resolved(forge._run / "spec.yaml").mesh.name
+        forge.mesh, forge.run_dir, forge._sets = forge._name, Path(run_dir), None
+        forge._training = None
+        return forge
 
     @property
     def run(self) -> Path:
@@ -117,8 +117,8 @@ class Forge:
         words += [] if questions is None else ["--questions", str(questions)]
         words += [] if arms is None else ["--arms", ",".join(arms)]
         finished_output(words)
-        found = json.loads((self.run / "eval.json").read_bytes())
-        return ComparedArms(tuple(found["rows"]), tuple(found["pairs"]), self.run)
+        content = json.loads((self.run / "eval.json").read_bytes())
+        return ComparedArms(tuple(content["rows"]), tuple(content["pairs"]), self.run)
 
     @property
     def cartridges(self) -> dict[str, Cartridge]:
@@ -189,8 +189,8 @@ class Forge:
         rows = [("run", ended.id), ("state", ended.state), ("step", str(ended.step or "-"))]
         arms = arm_rows((self.results or {}).get("arms", {}))
         heads = ("arm", "accuracy", "95% CI", "n")
-        shown = page(f"Forge {self._name}", ("", ""), rows)
-        return shown + (page("arms", heads, [row[:4] for row in arms]) if self.results else "")
+        page_html = page(f"Forge {self._name}", ("", ""), rows)
+        return page_html + (page("arms", heads, [row[:4] for row in arms]) if self.results else "")
 
 
 def _texts(paths: Paths) -> str | list[str]:

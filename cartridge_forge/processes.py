@@ -21,36 +21,36 @@ COMMAND = (
 
 def environment() -> dict[str, str]:
     """Return the environment of a command: it imports the packages that this process does."""
-    given = os.environ.get("PYTHONPATH")
-    paths = [str(IMPORT_FOLDER), *([given] if given else [])]
+    path = os.environ.get("PYTHONPATH")
+    paths = [str(IMPORT_FOLDER), *([path] if path else [])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def started(words: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
     """Start `forge WORDS` in a new session, so that Ctrl-C reaches this process alone."""
-    with output.open("wb") as told:
+    with output.open("wb") as log:
         return subprocess.Popen(
-            [*COMMAND, *words], stdin=subprocess.DEVNULL, stdout=told, stderr=subprocess.STDOUT,
+            [*COMMAND, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             start_new_session=True, env=environment(),
         )  # fmt: skip
 
 
 def finished_output(words: Sequence[str]) -> str:
     """Return what `forge WORDS` prints. Raises its error."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [*COMMAND, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
         env=environment(), check=False,
     )  # fmt: skip
-    if done.returncode != 0:
-        raise failure(done.returncode, done.stderr)
-    return done.stdout
+    if completed.returncode != 0:
+        raise failure(completed.returncode, completed.stderr)
+    return completed.stdout
 
 
 def failure(code: int, output: str) -> ForgeError:
     """Return the error of a command that failed, with its own message."""
-    said = re.search(r"^error: (.*)", output, re.MULTILINE | re.DOTALL)
+    match = re.search(r"^error: (.*)", output, re.MULTILINE | re.DOTALL)
     lines = output.strip().splitlines() or [f"the command ended with {code} and said nothing"]
-    message = said[1].strip() if said else lines[-1]
+    message = match[1].strip() if match else lines[-1]
     if code != SpecError.exit_code:
         return RunError(message)
     of_data = any(word in message for word in ("no document", "no file", "there is nothing at"))

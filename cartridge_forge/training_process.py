@@ -93,11 +93,11 @@ class TrainingProcess:
                 return []
             self.run = self._home / named[1]
             self._follower = RunFollower(self.run, from_start="--resume" not in self._words)
-        found = self._follower.new()
-        for event in found:
+        events = self._follower.new()
+        for event in events:
             key = f"arm {event.arm}" if isinstance(event, ArmMeasured) else event.name
             self._seen[key] = event
-        return found
+        return events
 
     def _require_success(self) -> None:
         assert self._process is not None

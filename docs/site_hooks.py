@@ -77,14 +77,14 @@ def _site_link(link: re.Match[str], source: str, site_path: str) -> str:
 
 def _separated(lines: list[str]) -> Iterator[str]:
     """Yield the lines, with a blank one where a list or table begins right below other text."""
-    before, fenced = "", False
+    previous, fenced = "", False
     for line in lines:
         if line.lstrip().startswith("```"):
             fenced = not fenced
-        elif not fenced and before.strip():
-            item = LIST_ITEM.match(line) and not LIST_ITEM.match(before) and before[0] != " "
-            row = line.startswith("|") and not before.startswith("|")
+        elif not fenced and previous.strip():
+            item = LIST_ITEM.match(line) and not LIST_ITEM.match(previous) and previous[0] != " "
+            row = line.startswith("|") and not previous.startswith("|")
             if item or row:
                 yield ""
         yield line
-        before = line
+        previous = line

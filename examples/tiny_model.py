@@ -81,9 +81,12 @@ def encode(
         texts = tokenizer([text for _, text in messages]).input_ids
         ids, targets = [special["<|bos|>"]], [IGNORED]
         for (role, _), text in zip(messages, texts, strict=True):
-            said = [*text, special["<|end|>"]]
-            ids += [special[f"<|{role}|>"], *said]
-            targets += [IGNORED, *(said if role == "assistant" else [IGNORED] * len(said))]
+            message_ids = [*text, special["<|end|>"]]
+            ids += [special[f"<|{role}|>"], *message_ids]
+            targets += [
+                IGNORED,
+                *(message_ids if role == "assistant" else [IGNORED] * len(message_ids)),
+            ]
         rows.append((ids, targets))
     longest = max(len(ids) for ids, _ in rows)
     padded = [
@@ -105,10 +108,10 @@ def train(
     rng = random.Random(f"conversations/{seed}")
     optimizers = new_optimizers(model, lr, MUON_LR)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    begun = time.monotonic()
+    start = time.monotonic()
     for step in range(steps):
-        left = 1 - step / steps
-        rate = min((step + 1) / WARMUP_STEPS, 1.0, 2 * left)
+        remaining = 1 - step / steps
+        rate = min((step + 1) / WARMUP_STEPS, 1.0, 2 * remaining)
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * rate
         ids, targets = encode(tokenizer, [draw(rng) for _ in range(batch)])
@@ -121,7 +124,7 @@ def train(
             optimizer.zero_grad()
         if (step + 1) % 100 == 0:
             print(
-                f"step {step + 1} loss {loss.item():.4f} s {time.monotonic() - begun:.0f}",
+                f"step {step + 1} loss {loss.item():.4f} s {time.monotonic() - start:.0f}",
                 flush=True,
             )
 

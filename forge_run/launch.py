@@ -95,13 +95,13 @@ def run(
     console = Console()
     error: ForgeError | None = None
     cut_off: str | None = None
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         with (
             caught,
             _forks(spec) as ready,
             ConsoleDisplay(spec.mesh.name, console) as display,
         ):
-            run = held.enter_context(opened(spec, run_dir, resume, display.line))
+            run = stack.enter_context(opened(spec, run_dir, resume, display.line))
             directory = run.directory
             display.line(f"run {directory.id}")
             for warning in warnings:
@@ -157,11 +157,11 @@ def _tell_results(directory: RunDirectory, console: Console) -> None:
 def _forks(spec: RunSpec) -> AbstractContextManager[Callable[[], None]]:
     """Return the run's fork server. It reads the model for the roles that compute on this host."""
     model, roles = spec.learn.model, [role for name, role in spec.roles if name in MODEL_ROLES]
-    here = spec.mesh.hosts.kind == "local" and not all(role.gpus for role in roles)
+    is_local = spec.mesh.hosts.kind == "local" and not all(role.gpus for role in roles)
     weights = spec.learn.objective.weights
     channels = [module_of("channels", name) for name, weight in weights.items() if weight]
     modules = [*PLANE_IMPORTS[spec.mesh.carrier], *channels]
-    return fork_server(modules, (model.path, model.dtype) if here else None)
+    return fork_server(modules, (model.path, model.dtype) if is_local else None)
 
 
 class SignalFlag:
@@ -236,8 +236,8 @@ def _drive(
         patience = spec.mesh.spawn_timeout_s
         pid = _answer(controller.process.call_one(), patience, run.lost)
         caught.listen()
-        asked: float | None = None
-        told = 0
+        asked_at: float | None = None
+        status_number = 0
         untold = not resume and spec.learn.cartridge.start is not None
 
         def lost() -> str:
@@ -246,11 +246,11 @@ def _drive(
             return run.lost()
 
         def tell() -> None:
-            nonlocal told
+            nonlocal status_number
             status, notes = _answer(controller.status.call_one(), STATUS_TIMEOUT, lost)
-            for line in notes[told:]:
+            for line in notes[status_number:]:
                 display.line(line)
-            told = len(notes)
+            status_number = len(notes)
             display.update(status)
 
         due = 0.0
@@ -263,15 +263,15 @@ def _drive(
             if untold and directory.start.exists():
                 untold = False
                 _tell_fresh(directory, display)
-            if caught.first and asked is None:
-                asked = time.monotonic()
+            if caught.first and asked_at is None:
+                asked_at = time.monotonic()
                 _answer(controller.ask_to_stop.call_one(), STATUS_TIMEOUT, lost)
                 for name in (
                     "cartridge_forge.plugins.watch.pages.export",
                     "cartridge_forge.learning.checkpoint",
                 ):
                     import_module(name)  # 1 to 2 s, while the step ends
-            late = asked is not None and time.monotonic() - asked > grace_s
+            late = asked_at is not None and time.monotonic() - asked_at > grace_s
             if late or caught.count > 1:
                 display.line("stopping at once")
                 cut_off = ""
@@ -295,10 +295,10 @@ def _drive(
 def _tell_fresh(directory: RunDirectory, display: ConsoleDisplay) -> None:
     """Tell which cartridges start by an initialization where others start from trained ones."""
     from cartridge_forge.plugins.library.formats.run_checkpoint import read_start_record
-    from cartridge_forge.plugins.library.starting import told
+    from cartridge_forge.plugins.library.starting import start_lines
 
     record = read_start_record(directory.start)
-    for line in told({name: one for name, one in record.items() if "init" in one}):
+    for line in start_lines({name: one for name, one in record.items() if "init" in one}):
         display.line(f"no trained cartridge to start from, so {line}")
 
 

@@ -29,8 +29,8 @@ def check_for_run(spec: RunSpec) -> list[str]:
     if not local if folder is None else not weight_files(folder):
         return []
     verdict, lines = check(path)
-    if verdict.unmoved and (needs := _moving_key(spec.learn)):
-        raise DataError(f"{needs}: {verdict.unmoved}")
+    if verdict.unmoved and (key := _moving_key(spec.learn)):
+        raise DataError(f"{key}: {verdict.unmoved}")
     return lines
 
 
@@ -48,12 +48,12 @@ def refusal(spec: RunSpec) -> str:
 def check(path: str) -> tuple[ModelVerdict, list[str]]:
     """Return the verdict on a model, and what to tell of it: nothing where it was kept. Raises
     DataError where there is no model, or one that is not computed right."""
-    if (kept := kept_verdict(path)) is not None:
-        if kept.refusal:
-            raise DataError(kept.refusal)
-        return kept, []
+    if (stored := kept_verdict(path)) is not None:
+        if stored.refusal:
+            raise DataError(stored.refusal)
+        return stored, []
     verdict = in_child(_checked, path)
-    return verdict, [told(verdict)]
+    return verdict, [verdict_text(verdict)]
 
 
 def check_again(path: str) -> ModelVerdict:
@@ -74,7 +74,7 @@ def _checked_again(path: str) -> ModelVerdict:
     return checked_again(path)
 
 
-def told(verdict: ModelVerdict) -> str:
+def verdict_text(verdict: ModelVerdict) -> str:
     """Return a verdict as a line: how far off, how many layers, which seconds."""
     worst = max(verdict.nats.values(), default=float("nan"))
     return (

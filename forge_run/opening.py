@@ -52,25 +52,25 @@ def opened(
     """Hold a new run, or the one to resume, which is fetched from the store where that is ahead of
     this machine. Raises ForgeError."""
     root, url = (run_dir or Path("runs")).absolute(), spec.mesh.records.store
-    with ExitStack() as held:
+    with ExitStack() as stack:
         stored = None
         if url is not None or "://" in (resume or ""):
-            resume, stored = _from_store(spec, root, resume, tell, held)
+            resume, stored = _from_store(spec, root, resume, tell, stack)
         try:
             directory, resumed = open_directory(spec, root, resume, tell)
-            lease = held.enter_context(hold_lease(directory.path, tell))
+            lease = stack.enter_context(hold_lease(directory.path, tell))
             if resumed:
                 directory.make_latest()
         except OSError as unusable:
             raise storage_error(unusable, root) from unusable
         mirror = None
         if url is not None:
-            mirror = _mirror(url, spec, directory, stored, tell, held)
+            mirror = _mirror(url, spec, directory, stored, tell, stack)
         yield OpenRun(directory, resumed, lease, mirror)
 
 
 def _from_store(
-    spec: RunSpec, root: Path, resume: str | None, tell: Callable[[str], None], held: ExitStack
+    spec: RunSpec, root: Path, resume: str | None, tell: Callable[[str], None], stack: ExitStack
 ) -> tuple[str | None, tuple[StoredRun, StoreLease] | None]:
     """Take the lease of the stored run that `resume` means, and fetch it where the store is ahead;
     return what to resume, and the run with its lease. Neither where the store has no such run."""
@@ -88,22 +88,24 @@ def _from_store(
         assert url is not None
         runs = {run.id: run for run in stored_runs(ObjectStore(url), mesh)}
         latest = resume in ("", LATEST, UNFINISHED)
-        here = (root / mesh / LATEST).resolve().name if (root / mesh / LATEST).exists() else ""
-        name = max([*runs, here]) if latest else Path(resume).name
+        latest_name = (
+            (root / mesh / LATEST).resolve().name if (root / mesh / LATEST).exists() else ""
+        )
+        name = max([*runs, latest_name]) if latest else Path(resume).name
         if name not in runs:
             return resume, None
         run = runs[name]
-    lease = _held(run, tell, held)
+    lease = _held(run, tell, stack)
     if is_ahead(run, root):
         tell(f"fetching run {run.id} from {run.store.url}")
         try:
             RunDirectory(fetch(run, root)).make_latest()
         except OSError as unusable:
             raise storage_error(unusable, root / mesh / run.id) from unusable
-    same = url is not None and run.store.url.rstrip("/") == url.rstrip("/")
-    if not same:  # it goes on here alone, or in another store
+    same_store = url is not None and run.store.url.rstrip("/") == url.rstrip("/")
+    if not same_store:  # it goes on here alone, or in another store
         lease.end()
-    return (resume if resume == UNFINISHED else run.id), ((run, lease) if same else None)
+    return (resume if resume == UNFINISHED else run.id), ((run, lease) if same_store else None)
 
 
 def _mirror(
@@ -112,7 +114,7 @@ def _mirror(
     directory: RunDirectory,
     stored: tuple[StoredRun, StoreLease] | None,
     tell: Callable[[str], None],
-    held: ExitStack,
+    stack: ExitStack,
 ) -> RunMirror:
     from cartridge_forge.plugins.library.object_store import ObjectStore
     from cartridge_forge.plugins.library.run_mirror import RunMirror
@@ -121,17 +123,17 @@ def _mirror(
 
     if stored is None or stored[0].id != directory.id:
         run = StoredRun(ObjectStore(url), spec.mesh.name, directory.id)
-        stored = run, _held(run, tell, held)
+        stored = run, _held(run, tell, stack)
     mirror = RunMirror(directory, *stored, tell, writers_apart(spec))
     mirror.start()
     return mirror
 
 
-def _held(run: StoredRun, tell: Callable[[str], None], held: ExitStack) -> StoreLease:
-    """Take the lease of a stored run, and let go of it when `held` ends."""
+def _held(run: StoredRun, tell: Callable[[str], None], stack: ExitStack) -> StoreLease:
+    """Take the lease of a stored run, and let go of it when `stack` ends."""
     from cartridge_forge.plugins.library.run_store import take_lease
 
     lease = take_lease(run, tell)
-    held.callback(lease.end)
+    stack.callback(lease.end)
     threading.Thread(target=lease.keep, daemon=True).start()
     return lease

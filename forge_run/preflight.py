@@ -37,28 +37,28 @@ def resolved_place(key: str) -> SourceLocation:
 
 
 def require_runnable(
-    spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
+    spec: RunSpec, location_of: Callable[[str], SourceLocation] = resolved_place
 ) -> None:
-    """Raise SpecError when this machine cannot run the spec; every reason is a line. `place`
+    """Raise SpecError when this machine cannot run the spec; every reason is a line. `location_of`
     returns where a dotted key was written (`LoadedSpec.place`)."""
-    faults = unmet(spec, place)
+    faults = unmet(spec, location_of)
     if faults:
         raise combined(faults)
 
 
 def unmet(
-    spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
+    spec: RunSpec, location_of: Callable[[str], SourceLocation] = resolved_place
 ) -> list[SpecProblem]:
     """Return the reasons why this machine cannot run the spec now; empty when it can."""
     faults = [*_role_faults(spec), *_link_faults(spec.mesh.hosts), *_input_faults(spec.learn)]
-    return located(faults, place)
+    return located(faults, location_of)
 
 
 def slow_products(spec: RunSpec) -> list[str]:
     """Return a warning where this machine's processor is to compute in bfloat16 and lacks the
     instructions."""
-    here = spec.mesh.hosts.kind == "local" and not spec.mesh.model_on_gpus
-    if spec.learn.model.dtype != "bfloat16" or not here or multiplies_bfloat16():
+    is_local = spec.mesh.hosts.kind == "local" and not spec.mesh.model_on_gpus
+    if spec.learn.model.dtype != "bfloat16" or not is_local or multiplies_bfloat16():
         return []
     return [
         "warning: model.dtype is bfloat16, for which this processor has no instructions (AMX, "
@@ -66,10 +66,12 @@ def slow_products(spec: RunSpec) -> list[str]:
     ]
 
 
-def located(faults: Iterable[Fault], place: Callable[[str], SourceLocation]) -> list[SpecProblem]:
+def located(
+    faults: Iterable[Fault], location_of: Callable[[str], SourceLocation]
+) -> list[SpecProblem]:
     """Return the faults as problems of a spec, each with the place of its key."""
     return [
-        SpecProblem(place(key), f"{key}: {value} {why}: set at {place(key)}; {remedy}")
+        SpecProblem(location_of(key), f"{key}: {value} {why}: set at {location_of(key)}; {remedy}")
         for key, value, why, remedy in faults
     ]
 
@@ -199,8 +201,10 @@ def _device_faults(spec: RunSpec) -> Iterator[Fault]:
         return
     for load in device_loads(spec, size):
         if load.held > gpus.gb * GB:
-            of = ", ".join(f"{role} {bytes_text(count)}" for role, count in load.processes)
-            why = f"GB are less than GPU {load.device} would hold, {bytes_text(load.held)} ({of})"
+            roles = ", ".join(f"{role} {bytes_text(count)}" for role, count in load.processes)
+            why = (
+                f"GB are less than GPU {load.device} would hold, {bytes_text(load.held)} ({roles})"
+            )
             remedy = (
                 "lower objective.micro_tokens, teacher.max_kv_bytes or generator.kv_gib, set "
                 "train.recompute_layers, or use more GPUs"

@@ -61,13 +61,13 @@ def checks_of(group: str, scene: CheckScene) -> list[Check]:
     return groups[group]()
 
 
-def run_group(group: str, asked: argparse.Namespace) -> None:
+def run_group(group: str, options: argparse.Namespace) -> None:
     """Run one group in this process, and write a line for each row as soon as it is there."""
-    if asked.device == "cpu":
+    if options.device == "cpu":
         one_thread()
-    scene = CheckScene(SCENES[asked.scene], torch.device(asked.device))
+    scene = CheckScene(SCENES[options.scene], torch.device(options.device))
     checks = checks_of(group, scene)
-    with asked.rows.open("w") as file:
+    with options.rows.open("w") as file:
         names = [[check.name, check.wanted] for check in checks]
         file.write(json.dumps(names) + "\n")
         file.flush()
@@ -76,48 +76,48 @@ def run_group(group: str, asked: argparse.Namespace) -> None:
             file.flush()
 
 
-def rows_of(group: str, asked: argparse.Namespace, rows: Path, left_s: float) -> list[CheckRow]:
+def rows_of(group: str, options: argparse.Namespace, rows: Path, left_s: float) -> list[CheckRow]:
     """Run one group in a process of its own, for at most `left_s` seconds, and return its rows.
     Those that it did not come to have the reason as their error."""
     words = [
         "--scene",
-        asked.scene,
+        options.scene,
         "--device",
-        asked.device,
+        options.device,
         "--group",
         group,
         "--rows",
         str(rows),
     ]
-    reason, begun = "", time.perf_counter()
+    reason, start = "", time.perf_counter()
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-m", "benchmarks.gpu", *words, "--rows", str(rows)],
             cwd=ROOT,
             timeout=max(1.0, left_s),
         )
-        reason = f"the group's process ended with exit code {done.returncode}"
+        reason = f"the group's process ended with exit code {completed.returncode}"
     except subprocess.TimeoutExpired:
-        reason = f"the group was stopped after {time.perf_counter() - begun:.0f} s"
+        reason = f"the group was stopped after {time.perf_counter() - start:.0f} s"
     lines = rows.read_text().splitlines() if rows.is_file() else []
     if not lines:
         return [CheckRow(group, "to start", verdict=FAILED, error=reason)]
-    found = [CheckRow(**json.loads(line)) for line in lines[1:] if line.endswith("}")]
-    missing = json.loads(lines[0])[len(found) :]
+    read_rows = [CheckRow(**json.loads(line)) for line in lines[1:] if line.endswith("}")]
+    missing = json.loads(lines[0])[len(read_rows) :]
     # The row that was running when the process ended is the one that failed.
     verdicts = [FAILED] + [NOT_RUN] * len(missing)
     lost = [
         CheckRow(name, wanted, verdict=verdict, error=reason)
         for (name, wanted), verdict in zip(missing, verdicts, strict=False)
     ]
-    return found + lost
+    return read_rows + lost
 
 
 def whole_step(rows: Sequence[CheckRow], scene: str) -> list[CheckRow]:
     """Return the row of a step whose rollout is vLLM's, where its phases were measured."""
     names = ("rollout on vLLM", "teacher, embedded", "student, embedded", "publish, one cartridge")
-    held = {row.name: row.figures.get("seconds") for row in rows}
-    phases = [held.get(name) for name in names]
+    seconds_of = {row.name: row.figures.get("seconds") for row in rows}
+    phases = [seconds_of.get(name) for name in names]
     if None in phases:
         return []
     seconds = sum(x for x in phases if x is not None)
@@ -126,25 +126,25 @@ def whole_step(rows: Sequence[CheckRow], scene: str) -> list[CheckRow]:
     return [CheckRow(WHOLE_STEP, wanted, f"{seconds:.2f} s", verdict, figures={"seconds": seconds})]
 
 
-def check(asked: argparse.Namespace) -> int:
+def check(options: argparse.Namespace) -> int:
     """Run the groups, write what they found, and return the exit code."""
-    asked.out.mkdir(parents=True, exist_ok=True)
-    name = "tiny" if asked.scene == "tiny" else device_name(asked.device)
-    stem = asked.out / name
-    end, rows = time.perf_counter() + 60 * asked.minutes, list[CheckRow]()
-    for group in asked.only or GROUPS:
-        left = end - time.perf_counter()
-        if left <= 0:
-            rows.append(CheckRow(group, "to start", error=f"{asked.minutes:g} minutes are over"))
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = "tiny" if options.scene == "tiny" else device_name(options.device)
+    stem = options.out / name
+    end, rows = time.perf_counter() + 60 * options.minutes, list[CheckRow]()
+    for group in options.only or GROUPS:
+        remaining_s = end - time.perf_counter()
+        if remaining_s <= 0:
+            rows.append(CheckRow(group, "to start", error=f"{options.minutes:g} minutes are over"))
             continue
-        found = rows_of(group, asked, asked.out / f".{group}.rows", left)
-        print(table(found), flush=True)
-        rows += found
-    rows += whole_step(rows, asked.scene)
+        group_rows = rows_of(group, options, options.out / f".{group}.rows", remaining_s)
+        print(table(group_rows), flush=True)
+        rows += group_rows
+    rows += whole_step(rows, options.scene)
     for group in GROUPS:
-        (asked.out / f".{group}.rows").unlink(missing_ok=True)
+        (options.out / f".{group}.rows").unlink(missing_ok=True)
     record = {
-        **provenance("gpu", {"device": asked.device, "scene": asked.scene}, "benchmarks.gpu"),
+        **provenance("gpu", {"device": options.device, "scene": options.scene}, "benchmarks.gpu"),
         "rows": [row.as_dict() for row in rows],
     }
     stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
@@ -169,8 +169,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.gpu", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    there = torch.cuda.is_available()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if there else "cpu")
+    has_cuda = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_cuda else "cpu")
     parser.add_argument("--tiny", dest="scene", action="store_const", const="tiny", default="3b")
     parser.add_argument("--only", nargs="+", choices=GROUPS, help="these groups alone")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="most minutes of all groups")
@@ -178,20 +178,20 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("--scene", "--group"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args(words)
-    if asked.scene == "3b" and asked.device == "cpu":
+    options = parser.parse_args(words)
+    if options.scene == "3b" and options.device == "cpu":
         parser.error("the published sizes need a GPU, and torch sees none; add --tiny")
-    if asked.out is None:
-        asked.out = ROOT / "runs" / "bench"
-    return asked
+    if options.out is None:
+        options.out = ROOT / "runs" / "bench"
+    return options
 
 
 def main() -> None:
-    asked = arguments()
-    if asked.group is not None:
-        run_group(asked.group, asked)
+    options = arguments()
+    if options.group is not None:
+        run_group(options.group, options)
         return
-    sys.exit(check(asked))
+    sys.exit(check(options))
 
 
 if __name__ == "__main__":

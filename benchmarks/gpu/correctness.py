@@ -72,36 +72,38 @@ def correctness(scene: CheckScene) -> list[Check]:
 def attention_errors(device: torch.device, spread: int) -> tuple[float, float]:
     """Return the norms of the errors against float64 of our attention and of torch's in bfloat16,
     over a prefix and own tokens, where scores have a standard deviation of `spread`."""
-    heads, shared, size, prefix, own = 6, 2, 64, 512, 128
+    heads, shared, size, prefix, tokens = 6, 2, 64, 512, 128
     draws = torch.Generator().manual_seed(spread)
 
     def drawn(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=draws) * scale).bfloat16().to(device)
 
-    q = drawn(own, heads, size, scale=spread**0.5)
-    k = drawn(prefix + own, shared, size, scale=spread**0.5)
-    v = drawn(prefix + own, shared, size)
-    seen = torch.ones(own, prefix + own, dtype=torch.bool, device=device).tril(prefix)
+    q = drawn(tokens, heads, size, scale=spread**0.5)
+    k = drawn(prefix + tokens, shared, size, scale=spread**0.5)
+    v = drawn(prefix + tokens, shared, size)
+    mask = torch.ones(tokens, prefix + tokens, dtype=torch.bool, device=device).tril(prefix)
 
     def of_torch(dtype: torch.dtype) -> Tensor:
-        asked, keys, values = (x.transpose(0, 1)[None].to(dtype) for x in (q, k, v))
-        found = F.scaled_dot_product_attention(
-            asked, keys, values, seen, scale=size**-0.5, enable_gqa=True
+        queries, keys, values = (x.transpose(0, 1)[None].to(dtype) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, mask, scale=size**-0.5, enable_gqa=True
         )
-        return found[0].transpose(0, 1)
+        return attended[0].transpose(0, 1)
 
     exact = of_torch(torch.float64)
     kv = torch.stack([k[:prefix].transpose(0, 1), v[:prefix].transpose(0, 1)])
-    layout = layout_of([own], [1], torch.arange(prefix, prefix + own, device=device))
-    found = attend(q, k[prefix:], v[prefix:], layout, [kv], AttentionOptions(size**-0.5))
-    ours, theirs = ((x.double() - exact).norm().item() for x in (found, of_torch(torch.bfloat16)))
+    layout = layout_of([tokens], [1], torch.arange(prefix, prefix + tokens, device=device))
+    ours_attended = attend(q, k[prefix:], v[prefix:], layout, [kv], AttentionOptions(size**-0.5))
+    ours, theirs = (
+        (x.double() - exact).norm().item() for x in (ours_attended, of_torch(torch.bfloat16))
+    )
     return ours, theirs
 
 
 def _attention(scene: CheckScene, spread: int) -> Outcome:
     ours, theirs = attention_errors(scene.device, spread)
-    over = ours / theirs
-    return Outcome(f"{over:.2f} x", over <= OVER_TORCH, {"over_torch": over})
+    ratio = ours / theirs
+    return Outcome(f"{ratio:.2f} x", ratio <= OVER_TORCH, {"over_torch": ratio})
 
 
 def _student(
@@ -117,31 +119,31 @@ def _student(
     (total / count).backward()
     synchronize(model.device)
     assert kv.grad is not None
-    own = token_logprobs(logits.detach(), packed.targets)
-    return own.cpu(), kv.grad.cpu(), float(total.detach()) / count
+    logprobs = token_logprobs(logits.detach(), packed.targets)
+    return logprobs.cpu(), kv.grad.cpu(), float(total.detach()) / count
 
 
 def _step(scene: CheckScene) -> Outcome:
     work = scene.setting.reference
-    there, here = scene.shallow()
+    on_device, on_cpu = scene.shallow()
     document = scene.ids(work.document)
     samples = [
         scene.sample(i, scene.ids(work.response), prompt=scene.ids(work.prompt))
         for i in range(work.samples)
     ]
     with torch.no_grad():
-        kv = document_kv(here, document)
+        kv = document_kv(on_cpu, document)
         rows = work.sample_tokens
         packed = pack(samples, {NAME: work.document}, rows)
-        teacher = TeacherDistribution(None, *top_k(response_logits(here, packed, [kv]), TOP))
+        teacher = TeacherDistribution(None, *top_k(response_logits(on_cpu, packed, [kv]), TOP))
     cartridge = kv[..., : work.cartridge, :].contiguous()
-    exact, slope, loss = _student(here, cartridge, samples, teacher)
-    found, gradient, near = _student(there, cartridge, samples, teacher)
-    gap = (found - exact).abs()
+    exact, slope, loss = _student(on_cpu, cartridge, samples, teacher)
+    logprobs, gradient, gradient_loss = _student(on_device, cartridge, samples, teacher)
+    gap = (logprobs - exact).abs()
     cosine = F.cosine_similarity(gradient.flatten().double(), slope.flatten().double(), dim=0)
     mean, most, alike = gap.mean().item(), gap.max().item(), cosine.item()
     figures = {
-        "mean": mean, "max": most, "cosine": alike, "doc_kl": near, "doc_kl_exact": loss,
+        "mean": mean, "max": most, "cosine": alike, "doc_kl": gradient_loss, "doc_kl_exact": loss,
         "norm_ratio": (gradient.norm() / slope.norm()).item(), "layers": scene.setting.layers,
     }  # fmt: skip
     return Outcome(
@@ -170,15 +172,15 @@ def _twice(scene: CheckScene) -> Outcome:
 
 
 def gap_outcome(
-    scene: CheckScene, done: list[Completion], cartridge: Tensor, bounds: tuple[float, float]
+    scene: CheckScene, completions: list[Completion], cartridge: Tensor, bounds: tuple[float, float]
 ) -> Outcome:
     """Return the gap between a sampler's log-probabilities of what it drew over a cartridge
     [L, 2, H_kv, P, D] and the trainer's; `bounds` are of its mean and its largest, nats."""
-    samples = [scene.sample(i, one.token_ids, one.logprobs) for i, one in enumerate(done)]
+    samples = [scene.sample(i, one.token_ids, one.logprobs) for i, one in enumerate(completions)]
     rows = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
-    own = response_logprobs(scene.model, samples, {NAME: cartridge}, rows).double().cpu()
-    told = torch.tensor([x for one in done for x in one.logprobs], dtype=torch.float64)
-    gap = (own - told).abs()
+    logprobs = response_logprobs(scene.model, samples, {NAME: cartridge}, rows).double().cpu()
+    sampled = torch.tensor([x for one in completions for x in one.logprobs], dtype=torch.float64)
+    gap = (logprobs - sampled).abs()
     mean, most = gap.mean().item(), gap.max().item()
     return Outcome(
         f"mean {mean:.2g}, max {most:.2g} nats of {len(gap)} tokens",
@@ -189,10 +191,10 @@ def gap_outcome(
 
 def _sampler(scene: CheckScene) -> Outcome:
     tokens = min(64, scene.setting.step.work.response)
-    done = generate(
+    completions = generate(
         scene.model, scene.requests(tokens=tokens), lambda _: scene.cartridge, frozenset()
     )
-    return gap_outcome(scene, done, scene.cartridge, EMBEDDED)
+    return gap_outcome(scene, completions, scene.cartridge, EMBEDDED)
 
 
 def _alignment(scene: CheckScene) -> Outcome:
@@ -200,20 +202,20 @@ def _alignment(scene: CheckScene) -> Outcome:
     samples = [scene.sample(i, scene.ids(work.response)) for i in range(min(2, work.samples))]
     kv = scene.document_kv
     cache = DocumentKVCache(lambda _: kv, {NAME: scene.document}, kv.nbytes)
-    kept = score_kept(
+    scores = score_kept(
         scene.model, samples, contexts_of(samples, cache), work.sample_tokens, TOP,
         prefix=context_of,
     )  # fmt: skip
     with torch.no_grad():
         packed = pack(samples, {NAME: work.document}, work.sample_tokens)
         logits = response_logits(scene.model, packed, [kv.float().to(kv.dtype)])
-        total, count = doc_kl(logits, TeacherDistribution(**kept), LossSpec(form="tail"))
+        total, count = doc_kl(logits, TeacherDistribution(**scores), LossSpec(form="tail"))
         # What a shift by one token would give: the row sees what it is there for.
-        shifted = TeacherDistribution(**{name: x.roll(1, 0) for name, x in kept.items()})
+        shifted = TeacherDistribution(**{name: x.roll(1, 0) for name, x in scores.items()})
         wrong, _ = doc_kl(logits, shifted, LossSpec(form="tail"))
-    each, off = total.item() / count, wrong.item() / count
+    a_token, off = total.item() / count, wrong.item() / count
     return Outcome(
-        f"{each:.1e} nats a token (shifted by one: {off:.2g})",
-        abs(each) <= ALIGNED < off,
-        {"doc_kl": each, "shifted": off},
+        f"{a_token:.1e} nats a token (shifted by one: {off:.2g})",
+        abs(a_token) <= ALIGNED < off,
+        {"doc_kl": a_token, "shifted": off},
     )

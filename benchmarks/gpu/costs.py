@@ -126,8 +126,8 @@ def _beside(
     bound = cost.seconds(ceilings)
     figures = {"seconds": seconds, "rounds": laps, "bound_s": bound, "flops": cost.flops,
                "bytes": cost.bytes}  # fmt: skip
-    found = f"{seconds:.3f} s, {seconds / bound:.1f} x its bound"
-    return Outcome(found, None if most is None else seconds <= most, figures)
+    text = f"{seconds:.3f} s, {seconds / bound:.1f} x its bound"
+    return Outcome(text, None if most is None else seconds <= most, figures)
 
 
 def _names(scene: CheckScene) -> list[str]:
@@ -138,34 +138,34 @@ def _names(scene: CheckScene) -> list[str]:
 
 def _published(scene: CheckScene) -> Outcome:
     """Put the cartridges of a step as the trainer does, and get them as a reader does."""
-    of = scene.setting.step
-    shape = (of.shape.layers, 2, of.shape.kv_heads, of.work.cartridge, of.shape.head_dim)
+    step = scene.setting.step
+    shape = (step.shape.layers, 2, step.shape.kv_heads, step.work.cartridge, step.shape.head_dim)
     kv = {name: _drawn(shape, scene, i) for i, name in enumerate(_names(scene))}
 
     async def move() -> tuple[float, float]:
         plane = await SharedMemoryPlane.start()
         keys = count()
 
-        async def put(tensors: Mapping[str, Tensor]) -> TensorRef:
+        async def put_tensors(tensors: Mapping[str, Tensor]) -> TensorRef:
             return await plane.put(f"cartridges/{next(keys)}", tensors)
 
         async def lasts(work: Awaitable[Any]) -> tuple[float, Any]:
             synchronize(scene.device)
-            begun = time.perf_counter()
-            done = await work
+            start = time.perf_counter()
+            result = await work
             synchronize(scene.device)
-            return time.perf_counter() - begun, done
+            return time.perf_counter() - start, result
 
-        async def load(there: Sequence[PublishedCartridge]) -> None:
-            for tensor in (await get_missing(plane.get, there, kv)).values():
+        async def load(published: Sequence[PublishedCartridge]) -> None:
+            for tensor in (await get_missing(plane.get, published, kv)).values():
                 tensor.to(scene.device, copy=True)
 
         try:
             since = dict.fromkeys(kv, 0)
-            putting, there = await lasts(
-                put_changed(put, since, kv, Fingerprints().fingerprint, ())
+            putting, snapshots = await lasts(
+                put_changed(put_tensors, since, kv, Fingerprints().fingerprint, ())
             )
-            getting, _ = await lasts(load(there))
+            getting, _ = await lasts(load(snapshots))
             return putting, getting
         finally:
             await plane.stop()
@@ -209,23 +209,23 @@ def _drawn(shape: Sequence[int], scene: CheckScene, seed: int) -> Tensor:
 def _samples(scene: CheckScene, names: Sequence[str]) -> list[Sample]:
     """Return a sample of every prompt, each about a document of its own as far as there are."""
     response = scene.setting.step.work.response
-    found = []
+    samples = []
     for i, prompt in enumerate(scene.prompts):
         name = names[i % len(names)]
-        made = scene.sample(i, scene.ids(response), prompt=prompt)
-        found.append(replace(made, cartridge=name, contexts=(name,)))
-    return found
+        sample = scene.sample(i, scene.ids(response), prompt=prompt)
+        samples.append(replace(sample, cartridge=name, contexts=(name,)))
+    return samples
 
 
 def _train(scene: CheckScene) -> None:
     """Make one step of the trainer over as many cartridges as the mesh has, and a version."""
-    learn, of = scene.spec.learn, scene.setting.step
-    shape = (of.shape.layers, 2, of.shape.kv_heads, of.work.cartridge, of.shape.head_dim)
+    learn, step = scene.spec.learn, scene.setting.step
+    shape = (step.shape.layers, 2, step.shape.kv_heads, step.work.cartridge, step.shape.head_dim)
     names = [f"{NAME}{i}" for i in range(learn.cartridges)]
     bank = CartridgeBank(names, [_drawn(shape, scene, i) for i in range(len(names))], frozen=1)
     trainer = CartridgeTrainer(
         scene.model, bank, learn.train, objective=learn.objective, loss=learn.loss,
-        publish_dtype=of.dtype,
+        publish_dtype=step.dtype,
     )  # fmt: skip
     trainer.begin("memory", 1)
     samples = _samples(scene, names[: len(_names(scene))])
@@ -241,15 +241,17 @@ def _train(scene: CheckScene) -> None:
 
 def _teach(scene: CheckScene) -> None:
     """Score a step over as many documents as the teacher holds."""
-    learn, of = scene.spec.learn, scene.setting.step
-    shape = (of.shape.layers, 2, of.shape.kv_heads, of.work.document, of.shape.head_dim)
+    learn, step = scene.spec.learn, scene.setting.step
+    shape = (step.shape.layers, 2, step.shape.kv_heads, step.work.document, step.shape.head_dim)
     names = _names(scene)
     # Drawn, not read: a document of 12,000 tokens takes seconds.
-    held = {name: _drawn(shape, scene, i) for i, name in enumerate(names)}
+    kv_of = {name: _drawn(shape, scene, i) for i, name in enumerate(names)}
     ids = {name: (i,) for i, name in enumerate(names)}
-    cache = DocumentKVCache(lambda of: held[names[of[0]]], ids, learn.teacher.max_kv_bytes)
+    cache = DocumentKVCache(
+        lambda contexts: kv_of[names[contexts[0]]], ids, learn.teacher.max_kv_bytes
+    )
     samples = _samples(scene, names)
     score_kept(
-        scene.model, samples, contexts_of(samples, cache), of.work.sample_tokens, TOP,
+        scene.model, samples, contexts_of(samples, cache), step.work.sample_tokens, TOP,
         prefix=context_of,
     )  # fmt: skip

@@ -34,14 +34,14 @@ def engine(scene: CheckScene, ceilings: Callable[[], DevicePeaks]) -> list[Check
     """Return the rows of this module, in order. All need the engine that the first one starts."""
     if missing_vllm():
         return []
-    held = _Started(scene)
+    started = _Started(scene)
     mean, most = ON_VLLM
     gap = f"mean <= {mean:g}, max <= {most:g} nats"
     return [
-        Check("vLLM starts and compiles", f"<= {START_SECONDS:g} s", held.start),
-        Check("vLLM against the trainer", gap, held.compared),
-        Check("hot swap", f"old and new at once; each {gap}", held.swapped),
-        Check("rollout on vLLM", "beside its roofline", lambda: held.rollout(ceilings)),
+        Check("vLLM starts and compiles", f"<= {START_SECONDS:g} s", started.start),
+        Check("vLLM against the trainer", gap, started.compared),
+        Check("hot swap", f"old and new at once; each {gap}", started.swapped),
+        Check("rollout on vLLM", "beside its roofline", lambda: started.rollout(ceilings)),
     ]
 
 
@@ -54,16 +54,16 @@ class _Started:
     @cached_property
     def _engine(self) -> Any:
         scene, setting = self._scene, self._scene.setting
-        with tempfile.TemporaryDirectory(prefix="forge-gpu-check-") as made:
-            path = scene.write_model(Path(made))
+        with tempfile.TemporaryDirectory(prefix="forge-gpu-check-") as folder:
+            path = scene.write_model(Path(folder))
             base = ModelSource(str(path), setting.step.dtype, 1, {"none": (1,)}, 1 << 20, NoPlane())
             os.environ.update(environment(base))
             share = None
             if scene.device.type == "cuda":
                 spec = scene.spec
                 needed = process_bytes(spec, "generator", model_size(spec.learn.model))
-                whole = torch.cuda.get_device_properties(scene.device).total_memory
-                share = min(PART_OF_GPU, needed / whole)
+                memory = torch.cuda.get_device_properties(scene.device).total_memory
+                share = min(PART_OF_GPU, needed / memory)
             # The number of tokens of a step is a prompt's and its response's: no longer ones occur.
             return build_engine(
                 base,
@@ -75,12 +75,12 @@ class _Started:
             )  # fmt: skip
 
     def start(self) -> Outcome:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self._engine.hold({(NAME, 0): self._scene.cartridge})
-        seconds = time.perf_counter() - begun
-        begun = time.perf_counter()
+        seconds = time.perf_counter() - start
+        start = time.perf_counter()
         self._run(self._scene.requests(tokens=2)[:1])
-        first = time.perf_counter() - begun
+        first = time.perf_counter() - start
         return Outcome(
             f"{seconds:.1f} s, and {first:.2f} s to a first response of two tokens",
             seconds <= START_SECONDS,
@@ -92,22 +92,22 @@ class _Started:
         refused."""
         for request in requests:
             self._engine.add(request.id, request, request.prefix)
-        done: dict[str, Completion] = {}
-        while len(done) < len(requests):
+        completions: dict[str, Completion] = {}
+        while len(completions) < len(requests):
             for key, news in self._engine.step():
                 if isinstance(news, Completion):
-                    done[key] = news
-        for one in done.values():
+                    completions[key] = news
+        for one in completions.values():
             if one.error:
                 raise RuntimeError(one.error)
-        return [done[request.id] for request in requests]
+        return [completions[request.id] for request in requests]
 
     def _length(self) -> int:
         return min(SHORT, self._scene.setting.step.work.response)
 
     def compared(self) -> Outcome:
-        done = self._run(self._scene.requests(tokens=self._length()))
-        return gap_outcome(self._scene, done, self._scene.cartridge, ON_VLLM)
+        completions = self._run(self._scene.requests(tokens=self._length()))
+        return gap_outcome(self._scene, completions, self._scene.cartridge, ON_VLLM)
 
     def swapped(self) -> Outcome:
         """Publish a second version while requests over the first are decoded."""
@@ -115,14 +115,14 @@ class _Started:
         old = scene.requests(tokens=self._length())
         for request in old:
             self._engine.add(request.id, request, request.prefix)
-        done: dict[str, Completion] = {}
+        completions: dict[str, Completion] = {}
 
-        def some() -> None:
+        def take_some() -> None:
             for key, news in self._engine.step():
                 if isinstance(news, Completion):
-                    done[key] = news
+                    completions[key] = news
 
-        some()
+        take_some()
         # Other values to the same keys. Other places would be the same function: attention over a
         # prefix does not depend on the order of its tokens.
         second: Tensor = torch.cat([scene.cartridge[:, :1], -scene.cartridge[:, 1:]], dim=1)
@@ -130,17 +130,17 @@ class _Started:
         new = scene.requests(1, self._length())
         for request in new:
             self._engine.add(request.id, request, request.prefix)
-        while len(done) < len(old) + len(new):
-            some()
-        kept = gap_outcome(scene, [done[r.id] for r in old], scene.cartridge, ON_VLLM)
-        moved = gap_outcome(scene, [done[r.id] for r in new], second, ON_VLLM)
-        wrong = gap_outcome(scene, [done[r.id] for r in new], scene.cartridge, ON_VLLM)
+        while len(completions) < len(old) + len(new):
+            take_some()
+        old_outcome = gap_outcome(scene, [completions[r.id] for r in old], scene.cartridge, ON_VLLM)
+        moved = gap_outcome(scene, [completions[r.id] for r in new], second, ON_VLLM)
+        wrong = gap_outcome(scene, [completions[r.id] for r in new], scene.cartridge, ON_VLLM)
         apart = wrong.figures["mean"] > ON_VLLM[0]
         return Outcome(
-            f"old: {kept.found}; new: {moved.found}; new by the old numbers: mean "
+            f"old: {old_outcome.found}; new: {moved.found}; new by the old numbers: mean "
             f"{wrong.figures['mean']:.2g}",
-            bool(kept.passed and moved.passed and apart),
-            {"old": kept.figures, "new": moved.figures, "crossed": wrong.figures},
+            bool(old_outcome.passed and moved.passed and apart),
+            {"old": old_outcome.figures, "new": moved.figures, "crossed": wrong.figures},
         )
 
     def rollout(self, ceilings: Callable[[], DevicePeaks]) -> Outcome:
@@ -148,12 +148,12 @@ class _Started:
         scene, lasted = self._scene, []
         for _ in range(3):
             synchronize(scene.device)
-            begun = time.perf_counter()
-            done = self._run(scene.requests())
-            lasted.append(time.perf_counter() - begun)
+            start = time.perf_counter()
+            completions = self._run(scene.requests())
+            lasted.append(time.perf_counter() - start)
         seconds = min(lasted[1:])
         bound = bounds(scene.setting.step)["rollout"].seconds(ceilings())
-        tokens = sum(len(one.token_ids) for one in done)
+        tokens = sum(len(one.token_ids) for one in completions)
         return Outcome(
             f"{seconds:.2f} s, {tokens / seconds:,.0f} tokens/s, {seconds / bound:.1f} x its bound",
             None,

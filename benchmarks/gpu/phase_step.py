@@ -167,23 +167,29 @@ class PhaseStep:
     def sample(
         self, i: int, response: Sequence[int], logprobs: tuple[float, ...] | None = None
     ) -> Sample:
-        held = logprobs or (0.0,) * len(response)
+        logprob_values = logprobs or (0.0,) * len(response)
         versions = (0,) * len(response)
         return Sample(
-            str(i), NAME, self._prompts[i], tuple(response), held, versions, contexts=(NAME,)
+            str(i),
+            NAME,
+            self._prompts[i],
+            tuple(response),
+            logprob_values,
+            versions,
+            contexts=(NAME,),
         )
 
     def timed(self, phase: str, work: Callable[[], Any]) -> Any:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         synchronize(self.device)
-        begun = time.perf_counter()
-        done = work()
+        start = time.perf_counter()
+        result = work()
         synchronize(self.device)
-        self.laps[phase] = time.perf_counter() - begun
+        self.laps[phase] = time.perf_counter() - start
         if self.device.type == "cuda":
             self.peak_bytes[phase] = torch.cuda.max_memory_allocated(self.device)
-        return done
+        return result
 
     def run(self, sample: bool = True) -> None:
         """Run the four phases in order, on the rollout's responses; without `sample` the last three
@@ -285,12 +291,12 @@ class PhaseStep:
     def counts(self) -> dict[str, Count]:
         """Return each phase's counts. Decoding is counted half-way, where its cost is the mean."""
         work = self.setting.work
-        found = {}
+        work_of = {}
         decode = self.decoding(work.prompt + work.response // 2)
-        with counted(self.model.parameters()) as found["decode, one token"]:
+        with counted(self.model.parameters()) as work_of["decode, one token"]:
             decode()
-        with counted(self.model.parameters()) as found["teacher"]:
+        with counted(self.model.parameters()) as work_of["teacher"]:
             teacher = self.teacher()
-        with counted(self.model.parameters()) as found["student"]:
+        with counted(self.model.parameters()) as work_of["student"]:
             self.learn(teacher)
-        return found
+        return work_of

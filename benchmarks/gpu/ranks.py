@@ -43,7 +43,9 @@ PROMPT, RESPONSE, TOP = 32, 96, 20
 ARMS = {"batch": "divide the batch", "cartridges": "divide the cartridges"}
 
 
-def train(rank: int, world: int, arm: str, meeting: str, steps: int, each: int, out: Path) -> None:
+def train(
+    rank: int, world: int, arm: str, meeting: str, steps: int, cartridges: int, out: Path
+) -> None:
     """Train a step to warm up and then `steps`; write the processor seconds of each, and those by
     the clock."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -57,31 +59,31 @@ def train(rank: int, world: int, arm: str, meeting: str, steps: int, each: int, 
 
     names = [f"c{i}" for i in range(CARTRIDGES)]
     documents = {name: ids(2 * TOKENS) for name in names}
-    own = {name: document_kv(model, documents[name]) for name in ranks.cartridges(names)}
-    bank = first_tokens(own, TOKENS, 1)
+    kv_of = {name: document_kv(model, documents[name]) for name in ranks.cartridges(names)}
+    bank = first_tokens(kv_of, TOKENS, 1)
     spec = TrainSpec(steps=99, row_tokens=256)
     trainer = CartridgeTrainer(model, bank, spec, ranks=ranks, names=names)
     version = trainer.begin("ranks", 99)
     samples = [
         Sample(f"{name}/{i}", name, ids(PROMPT), ids(RESPONSE), (), (version,) * RESPONSE)
         for name in names
-        for i in range(each)
+        for i in range(cartridges)
     ]
     drawn = torch.randn(len(samples) * RESPONSE, TOP, generator=torch.Generator().manual_seed(0))
     indices = torch.arange(TOP, dtype=torch.int32).repeat(len(drawn), 1)
     teacher = TeacherDistribution(indices=indices, logprobs=drawn.log_softmax(-1) - 1.0)
     lasted = []
     for turn in range(steps + 1):
-        begun = time.process_time(), time.perf_counter()
+        start = time.process_time(), time.perf_counter()
         now = [Sample(s.id, s.cartridge, s.prompt_ids, s.response_ids, (),
                       (version + turn,) * RESPONSE) for s in samples]  # fmt: skip
         trainer.step(doc_batch(now, teacher), version + turn)
-        lasted.append((time.process_time() - begun[0], time.perf_counter() - begun[1]))
+        lasted.append((time.process_time() - start[0], time.perf_counter() - start[1]))
     leave(ranks)
     out.write_text(json.dumps(lasted[1:]))
 
 
-def run(world: int, steps: int, each: int, arm: str = "batch") -> list[tuple[float, float]]:
+def run(world: int, steps: int, cartridges: int, arm: str = "batch") -> list[tuple[float, float]]:
     """Return each step's processor seconds, and seconds by the clock, of the rank that took the
     most."""
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +91,7 @@ def run(world: int, steps: int, each: int, arm: str = "batch") -> list[tuple[flo
         files = [Path(folder) / str(rank) for rank in range(world)]
         meeting = f"file://{folder}/meet"
         processes = [
-            spawned.Process(target=train, args=(rank, world, arm, meeting, steps, each, file))
+            spawned.Process(target=train, args=(rank, world, arm, meeting, steps, cartridges, file))
             for rank, file in enumerate(files)
         ]
         for process in processes:
@@ -98,28 +100,30 @@ def run(world: int, steps: int, each: int, arm: str = "batch") -> list[tuple[flo
             process.join()
         if any(process.exitcode for process in processes):
             raise SystemExit("a rank failed")
-        told = [json.loads(file.read_text()) for file in files]
+        results = [json.loads(file.read_text()) for file in files]
     return [
         (max(cpu for cpu, _ in step), max(wall for _, wall in step))
-        for step in zip(*told, strict=True)
+        for step in zip(*results, strict=True)
     ]
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     """Return how many times less the busiest rank takes, and all figures."""
     lasted: dict[str, list[tuple[float, float]]] = {"alone": [], **{arm: [] for arm in ARMS}}
-    for _ in range(asked.rounds):
-        lasted["alone"] += run(1, asked.steps, asked.each)
+    for _ in range(options.rounds):
+        lasted["alone"] += run(1, options.steps, options.each)
         for arm in ARMS:
-            lasted[arm] += run(asked.ranks, asked.steps, asked.each, arm)
+            lasted[arm] += run(options.ranks, options.steps, options.each, arm)
     figures = {}
     medians = {
-        arm: [statistics.median(of) for of in zip(*steps, strict=True)]
+        arm: [statistics.median(laps) for laps in zip(*steps, strict=True)]
         for arm, steps in lasted.items()
     }
-    for arm, told in ARMS.items():
+    for arm, description in ARMS.items():
         for kind, one, most in zip(("CPU", "clock"), medians["alone"], medians[arm], strict=True):
-            name = f"one process over the busiest of {asked.ranks} ranks that {told}, {kind}"
+            name = (
+                f"one process over the busiest of {options.ranks} ranks that {description}, {kind}"
+            )
             print(f"{name}: {one:.3f} s, {most:.3f} s: {one / most:.2f}x")
             figures[name] = one / most
     return figures, lasted

@@ -53,7 +53,7 @@ def run_checks(checks: Iterable[Check]) -> Iterator[CheckRow]:
     """Yield a row for each check, in order. One that raises is a row that failed, and the next one
     runs all the same."""
     for check in checks:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             outcome, error = check.work(), ""
         except Exception as raised:
@@ -61,15 +61,19 @@ def run_checks(checks: Iterable[Check]) -> Iterator[CheckRow]:
         verdict = TOLD if outcome.passed is None else OK if outcome.passed else FAILED
         yield CheckRow(
             check.name, check.wanted, outcome.found, verdict, error,
-            round(time.perf_counter() - begun, 3), outcome.figures,
+            round(time.perf_counter() - start, 3), outcome.figures,
         )  # fmt: skip
 
 
 def told_error(error: BaseException) -> str:
     """Return an error's type, text and the last line of this repository that it passed."""
     traced = traceback.extract_tb(error.__traceback__)
-    own = [f for f in traced if "site-packages" not in f.filename] or traced
-    where = f" at {os.path.relpath(own[-1].filename, ROOT)}:{own[-1].lineno}" if own else ""
+    own_frames = [f for f in traced if "site-packages" not in f.filename] or traced
+    where = (
+        f" at {os.path.relpath(own_frames[-1].filename, ROOT)}:{own_frames[-1].lineno}"
+        if own_frames
+        else ""
+    )
     return f"{type(error).__name__}{where}: {error}"[:500]
 
 
@@ -77,7 +81,7 @@ def table(rows: Sequence[CheckRow]) -> str:
     """Return the rows as a Markdown table."""
     lines = ["| row | wanted | found | verdict |", "|---|---|---|---|"]
     for row in rows:
-        found = "; ".join(part for part in (row.found, row.error) if part)
-        cells = (row.name, row.wanted, found, row.verdict)
+        result = "; ".join(part for part in (row.found, row.error) if part)
+        cells = (row.name, row.wanted, result, row.verdict)
         lines.append(f"| {' | '.join(cell.replace('|', '/').strip() for cell in cells)} |")
     return "\n".join(line.replace(chr(10), " ") for line in lines) + "\n"

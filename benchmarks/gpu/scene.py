@@ -110,26 +110,26 @@ class CheckScene:
         self, i: int, response: Sequence[int], logprobs: Sequence[float] = (),
         prompt: tuple[int, ...] | None = None,
     ) -> Sample:  # fmt: skip
-        held = tuple(logprobs) or (0.0,) * len(response)
+        logprobs_held = tuple(logprobs) or (0.0,) * len(response)
         return Sample(
-            str(i), NAME, prompt or self.prompts[i], tuple(response), held, (0,) * len(response),
-            contexts=(NAME,),
+            str(i), NAME, prompt or self.prompts[i], tuple(response), logprobs_held,
+            (0,) * len(response), contexts=(NAME,),
         )  # fmt: skip
 
     def shallow(self) -> tuple[Decoder, Decoder]:
         """Return models of the first layers alone: on the device, and in float32 on the host."""
         shape = self.setting.step.shape.model_copy(update={"layers": self.setting.layers})
-        there = random_model(shape, self.setting.step.dtype, self.device)
-        return there, copy.deepcopy(there).to("cpu", torch.float32)
+        on_device = random_model(shape, self.setting.step.dtype, self.device)
+        return on_device, copy.deepcopy(on_device).to("cpu", torch.float32)
 
     def write_model(self, directory: Path) -> Path:
         """Write the model as its files, for an engine that reads them."""
-        held = {
+        tensors = {
             name: parameter.detach()[rows].contiguous().cpu()
             for name, parameter, rows in self.model.weights()
             if name != "lm_head.weight"  # tied
         }
-        save_file(held, directory / WEIGHTS)
+        save_file(tensors, directory / WEIGHTS)
         shape, longest = self.setting.step.shape, 1 << 15
         config: dict[str, Any] = {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama",

@@ -40,50 +40,52 @@ def write_charts(path: Path, characters: int) -> None:
     charts: dict[str, Any] = {}
     for i in range(CHARTS):
         texts: list[str] = []
-        asked: list[dict[str, Any]] = []
+        questions_read: list[dict[str, Any]] = []
         while sum(map(len, texts)) < characters:
             (one,) = generate_clinic(1000 * i + len(texts), 1, 24, 4).values()
             texts += one["texts"].values()
-            asked += one["questions"]
-        held = {f"text_{n}": text for n, text in enumerate(texts)}
-        questions = [{**one, "No": n} for n, one in enumerate(asked[:QUESTIONS])]
-        charts[f"patient_{i + 1:02d}"] = {**one, "texts": held, "questions": questions}
+            questions_read += one["questions"]
+        notes = {f"text_{n}": text for n, text in enumerate(texts)}
+        questions = [{**one, "No": n} for n, one in enumerate(questions_read[:QUESTIONS])]
+        charts[f"patient_{i + 1:02d}"] = {**one, "texts": notes, "questions": questions}
     path.write_text(json.dumps(charts))
 
 
 def write_model(scene: str, device: str, folder: Path) -> None:
     """Write random weights, and the tokenizer of the shipped reader, whose vocabulary is filled up
     to that of the shape with words that no text has."""
-    told = json.loads((TOKENIZER / "tokenizer.json").read_text())
-    words = told["model"]["vocab"]
-    of, known = SCENES[scene], max(words.values()) + 1
-    shape = of.step.shape.model_copy(update={"vocab": max(of.step.shape.vocab, known)})
-    of = replace(of, step=replace(of.step, shape=shape))
-    CheckScene(of, torch.device(device)).write_model(folder)
+    tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    setting, vocabulary_size = SCENES[scene], max(words.values()) + 1
+    shape = setting.step.shape.model_copy(
+        update={"vocab": max(setting.step.shape.vocab, vocabulary_size)}
+    )
+    setting = replace(setting, step=replace(setting.step, shape=shape))
+    CheckScene(setting, torch.device(device)).write_model(folder)
     for file in TOKENIZER.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             shutil.copy(file, folder)
-    words |= {f"unused {i}": i for i in range(known, shape.vocab)}
-    (folder / "tokenizer.json").write_text(json.dumps(told))
+    words |= {f"unused {i}": i for i in range(vocabulary_size, shape.vocab)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def run(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Make a few steps in `folder`, and return what they took."""
-    scene = "tiny" if asked.tiny else "3b"
+    scene = "tiny" if options.tiny else "3b"
     model, charts = folder / "model", folder / "charts.json"
     model.mkdir()
-    write_model(scene, "cpu" if asked.tiny else "cuda", model)
-    write_charts(charts, 2_000 if asked.tiny else 62_000)  # 12,000 tokens
+    write_model(scene, "cpu" if options.tiny else "cuda", model)
+    write_charts(charts, 2_000 if options.tiny else 62_000)  # 12,000 tokens
     sets = [
         f"model.path={model}", "model.shape=null", f"data.path={charts}", f"data.patients={CHARTS}",
         "self_study=null", "data.held_out=0.5", "evaluate.max_tokens=16",
     ]  # fmt: skip
-    if asked.tiny:
+    if options.tiny:
         sets += [
             "gpus=null", *(f"roles.{role}.gpus=0" for role in ROLES),
             "generator.backend=torch", "cartridge.tokens=96", "rollout.max_tokens=24",
         ]  # fmt: skip
-    at = finished_run(MESH, asked.steps, sets, str(folder / "runs"), 60 * asked.minutes)
+    at = finished_run(MESH, options.steps, sets, str(folder / "runs"), 60 * options.minutes)
     metrics = [
         {key: row[key] for key in ("step", "kl", "tokens", "stale_tokens", "sampler_gap")}
         for row in iter_rows(at / "metrics.jsonl")
@@ -101,17 +103,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="two at least")
     parser.add_argument("--minutes", type=float, default=10.0, help="most minutes of the run")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/gpu_run.json"))
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="forge-gpu-run-", dir="/dev/shm") as made:
-        found = run(asked, Path(made))
-    told = {"device": "cpu" if asked.tiny else torch.cuda.get_device_name(), "steps": asked.steps}
-    record = {**provenance("gpu_run", told, "benchmarks.gpu.whole_run"), **found}
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(record, indent=1) + "\n")
-    for event in found["events"]:
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="forge-gpu-run-", dir="/dev/shm") as folder:
+        results = run(options, Path(folder))
+    settings = {
+        "device": "cpu" if options.tiny else torch.cuda.get_device_name(),
+        "steps": options.steps,
+    }
+    record = {**provenance("gpu_run", settings, "benchmarks.gpu.whole_run"), **results}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    for event in results["events"]:
         if event["event"] == "step":
             print(event["step"], {k: round(v, 2) for k, v in event["seconds"].items()})
-    print(f"written to {asked.out}")
+    print(f"written to {options.out}")
 
 
 if __name__ == "__main__":

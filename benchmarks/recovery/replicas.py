@@ -42,45 +42,45 @@ STRUCK = tuple(role for role in ROLES if role.name in REPLACED or role.resumed) 
 def at_work(eye: Eye, alive: int) -> None:
     """Wait until every replica serves, the spare is warm, and the run does steps."""
 
-    def whole() -> bool:
+    def is_whole() -> bool:
         replicas = [r for role in ROLES for r in eye.replicas(role.name)]
         if not replicas or {r.state for r in replicas} != {"healthy"}:
             return False
         controller = read_endpoints(latest(eye.run.root)).pid
-        known = {r.pid for r in replicas} | {eye.run.process.pid, controller}
-        others = [p for p in eye.run.alive() if p not in known]
-        return len(known) + len(others) >= alive and all(map(is_idle, others))
+        pids = {r.pid for r in replicas} | {eye.run.process.pid, controller}
+        other_pids = [p for p in eye.run.alive() if p not in pids]
+        return len(pids) + len(other_pids) >= alive and all(map(is_idle, other_pids))
 
-    eye.wait(whole)
+    eye.wait(is_whole)
     step = eye.furthest()
     eye.wait(lambda: eye.furthest() > step)
 
 
 def is_idle(pid: int) -> bool:
     """Return whether a process was nearly idle for a second: then a spare is warm."""
-    before = processor_seconds(pid)
+    seconds = processor_seconds(pid)
     time.sleep(1.0)
-    return processor_seconds(pid) - before < 0.02
+    return processor_seconds(pid) - seconds < 0.02
 
 
 def missing_s(eye: Eye, role: Role, number: signal.Signals, rng: random.Random) -> float:
     """Signal one replica of the role; returns seconds until its replacement is HEALTHY."""
     eye.idle(rng.uniform(0, 0.5))  # at a random point of a step
     victim = rng.choice(eye.replicas(role.name))
-    begun = time.time()
+    start = time.time()
     os.kill(victim.pid, number)
 
     def back() -> list[float]:
-        found = [e for e in eye.events() if e["event"] == "replica_back"]
-        return [s for e in found if e["replica"] == victim.name and (s := since(e, begun)) > 0]
+        events = [e for e in eye.events() if e["event"] == "replica_back"]
+        return [s for e in events if e["replica"] == victim.name and (s := since(e, start)) > 0]
 
     eye.wait(lambda: bool(back()))
     return back()[0]
 
 
-def since(event: dict[str, Any], begun: float) -> float:
+def since(event: dict[str, Any], start: float) -> float:
     """Return seconds from a clock time to an event of the run."""
-    return datetime.fromisoformat(event["time"]).timestamp() - begun
+    return datetime.fromisoformat(event["time"]).timestamp() - start
 
 
 def replaced(
@@ -105,22 +105,22 @@ def resumed(root: Path, kills: int) -> list[float]:
     """Return seconds from the controller's death to the first step of the resumed run."""
     figures: list[float] = []
     extra: tuple[str, ...] = ()
-    begun = 0.0
+    start = 0.0
     for starts in range(kills + 1):
         with running(command(root, *extra, **SETS), root) as run:
             eye = Eye(run, time.monotonic() + TIMEOUT_S, starts)
 
-            def first_step(eye: Eye = eye, begun: float = begun) -> bool:
+            def first_step(eye: Eye = eye, begin: float = start) -> bool:
                 steps = [e for e in eye.events() if e["event"] == "step"]
-                return eye.up() and bool(steps) and since(steps[-1], begun) > 0
+                return eye.up() and bool(steps) and since(steps[-1], begin) > 0
 
             eye.wait(first_step)
-            if begun:
-                figures.append(round(time.time() - begun, 3))
+            if start:
+                figures.append(round(time.time() - start, 3))
                 print("controller SIGKILL", figures[-1], flush=True)
             run.wait_for("on_policy", 20)
             eye.idle(1.0)
-            begun = time.time()
+            start = time.time()
             endpoints = json.loads((latest(root) / "endpoints.json").read_text())
             os.kill(endpoints["pid"], signal.SIGKILL)
             run.process.communicate(timeout=60)
@@ -130,21 +130,23 @@ def resumed(root: Path, kills: int) -> list[float]:
     return figures
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     """Strike every role; print medians and maxima beside the role's goal."""
-    rng, table = random.Random(asked.seed), FigureTable()
+    rng, table = random.Random(options.seed), FigureTable()
     rows: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for role in STRUCK:
             root = Path(folder) / role.name
             if role.resumed:
-                rows[role.name] = {"kill": resumed(root, asked.kills // 3)}
+                rows[role.name] = {"kill": resumed(root, options.kills // 3)}
                 continue
             rows[role.name] = {
-                "kill": replaced(root / "kill", role, signal.SIGKILL, asked.kills, rng),
-                "stop": replaced(root / "stop", role, signal.SIGSTOP, asked.stops, rng),
+                "kill": replaced(root / "kill", role, signal.SIGKILL, options.kills, rng),
+                "stop": replaced(root / "stop", role, signal.SIGSTOP, options.stops, rng),
             }
-    for role, (how, values) in ((r, each) for r in STRUCK for each in rows[r.name].items()):
+    for role, (how, values) in (
+        (r, measurement) for r in STRUCK for measurement in rows[r.name].items()
+    ):
         if values:
             middle, worst = statistics.median(values), max(values)
             goal = f"<= {role.goal_s:g} s" if role.goal_s and how == "kill" else ""

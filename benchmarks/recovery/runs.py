@@ -96,26 +96,27 @@ def outcome(name: str, root: Path, fault: Fault, resumes: bool) -> FaultOutcome:
     """Run until step 25, do the damage, wait for the end; resume the run where it can be."""
     with running(command(root, **SETS), root) as run:
         run.wait_for("on_policy", 25, START_S)
-        begun = time.monotonic()
+        start = time.monotonic()
         fault(root, run)
-        lines = said(run, begun)
-        ended = time.monotonic() - begun
+        lines = printed_lines(run, start)
+        ended = time.monotonic() - start
         run.wait_until_gone(END_S)
-        gone = time.monotonic() - begun
-    told = [(at, line) for at, line in lines if line.startswith(("error:", "kept:", "stopped"))]
+        seconds_to_exit = time.monotonic() - start
+    messages = [(at, line) for at, line in lines if line.startswith(("error:", "kept:", "stopped"))]
     (root / "filler").unlink(missing_ok=True)
     return FaultOutcome(
-        name, told[0][0] if told else None, ended, gone, resumed_s(root) if resumes else None, None,
-        run.process.returncode, (told or lines)[-1][1],
+        name, messages[0][0] if messages else None, ended, seconds_to_exit,
+        resumed_s(root) if resumes else None, None, run.process.returncode,
+        (messages or lines)[-1][1],
     )  # fmt: skip
 
 
-def said(run: Running, begun: float) -> list[tuple[float, str]]:
-    """Return the lines that the command prints until it ends, with the seconds since `begun`."""
+def printed_lines(run: Running, start: float) -> list[tuple[float, str]]:
+    """Return the lines that the command prints until it ends, with the seconds since `start`."""
     late = threading.Timer(END_S, run.process.kill)
     late.start()
     try:
-        lines = [(time.monotonic() - begun, line.rstrip()) for line in run.process.stdout or ()]
+        lines = [(time.monotonic() - start, line.rstrip()) for line in run.process.stdout or ()]
         run.process.wait(END_S)
     finally:
         late.cancel()
@@ -124,13 +125,13 @@ def said(run: Running, begun: float) -> list[tuple[float, str]]:
 
 def resumed_s(root: Path) -> float:
     """Return seconds from `--resume` to the first step of the resumed run."""
-    begun = time.monotonic()
+    start = time.monotonic()
     with running(command(root, "--resume", **SETS), root) as run:
-        eye = Eye(run, begun + START_S, starts=1)
+        eye = Eye(run, start + START_S, starts=1)
         eye.wait(eye.up)
         steps = sum(e["event"] == "step" for e in eye.events())
         eye.wait(lambda: sum(e["event"] == "step" for e in eye.events()) > steps)
-        return time.monotonic() - begun
+        return time.monotonic() - start
 
 
 def read_only(root: Path) -> FaultOutcome:
@@ -140,30 +141,36 @@ def read_only(root: Path) -> FaultOutcome:
         run.process.send_signal(signal.SIGTERM)
         run.process.communicate(timeout=END_S)
     subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
-    begun = time.monotonic()
+    start = time.monotonic()
     with running(command(root, "--resume", **SETS), root) as run:
-        told = [pair for pair in said(run, begun) if pair[1].startswith("error:")]
-        ended = time.monotonic() - begun
+        messages = [pair for pair in printed_lines(run, start) if pair[1].startswith("error:")]
+        ended = time.monotonic() - start
         run.wait_until_gone(END_S)
-        gone = time.monotonic() - begun
+        seconds_to_exit = time.monotonic() - start
     subprocess.run(["mount", "-o", "remount,rw", str(root)], check=True)
-    code, (at, line) = run.process.returncode, told[0]
-    return FaultOutcome("--resume on a read-only disk", at, ended, gone, code=code, said=line)
+    code, (at, line) = run.process.returncode, messages[0]
+    return FaultOutcome(
+        "--resume on a read-only disk", at, ended, seconds_to_exit, code=code, said=line
+    )
 
 
 def second_owner(root: Path) -> FaultOutcome:
     """Resume a run that is running."""
     with running(command(root, **SETS), root) as run:
         run.wait_for("on_policy", 2, START_S)
-        begun = time.monotonic()
+        start = time.monotonic()
         with running(command(root, "--resume", **SETS), root) as second:
-            told = [pair for pair in said(second, begun) if pair[1].startswith("error:")]
-            ended = time.monotonic() - begun
+            messages = [
+                pair for pair in printed_lines(second, start) if pair[1].startswith("error:")
+            ]
+            ended = time.monotonic() - start
             second.wait_until_gone(END_S)
-            gone = time.monotonic() - begun
+            seconds_to_exit = time.monotonic() - start
         assert run.process.poll() is None, "the first owner goes on"
-    code, (at, line) = second.process.returncode, told[0]
-    return FaultOutcome("--resume of a run in progress", at, ended, gone, code=code, said=line)
+    code, (at, line) = second.process.returncode, messages[0]
+    return FaultOutcome(
+        "--resume of a run in progress", at, ended, seconds_to_exit, code=code, said=line
+    )
 
 
 def all_roles(root: Path) -> FaultOutcome:
@@ -173,17 +180,17 @@ def all_roles(root: Path) -> FaultOutcome:
         run.wait_for("on_policy", 5, START_S)
         eye.wait(lambda: eye.status() is not None)
         killed = {r.pid for role in ROLES for r in eye.replicas(role.name)}
-        begun = time.monotonic()
+        start = time.monotonic()
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
 
         def back() -> bool:
-            found = [r for role in ROLES for r in eye.replicas(role.name)]
-            states = {r.state for r in found if r.pid not in killed}
-            return len(found) == len(killed) and states == {"healthy"}
+            replicas = [r for role in ROLES for r in eye.replicas(role.name)]
+            states = {r.state for r in replicas if r.pid not in killed}
+            return len(replicas) == len(killed) and states == {"healthy"}
 
         eye.wait(lambda: back() and not killed & {r.pid for r in eye.replicas("trainer")})
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - start
         step = eye.furthest()
         eye.wait(lambda: eye.furthest() > step)
         eye.close()
@@ -199,17 +206,17 @@ FAULTS: Mapping[str, tuple[Fault, bool]] = {
 }
 
 
-def own_disk(place: Path) -> bool:
+def own_disk(folder: Path) -> bool:
     """Mount a small file system of its own; return whether this user may."""
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(place)]
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)]
     return os.getuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     """Do every fault `--times` times; print a row for each."""
     table, rows = FigureTable(), []
-    for _ in range(asked.times):
+    for _ in range(options.times):
         for name, do in _trials().items():
             with tempfile.TemporaryDirectory() as folder:
                 disk = Path(folder) / "disk"
@@ -218,15 +225,21 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
                     if not mounted and "disk" in name:
                         print(f"{name}: not done, for only root may mount a file system")
                         continue
-                    done = do(disk)
+                    outcome_row = do(disk)
                 finally:
                     if mounted:
                         subprocess.run(["umount", "--lazy", str(disk)], check=True)
-            rows.append(asdict(done))
+            rows.append(asdict(outcome_row))
             seconds = {key: rows[-1][key] for key in TIMES}
-            shown = {k: "" if v is None else round(v, 1) for k, v in seconds.items()}
-            table.add({"fault": name, **shown, "code": "" if done.code is None else done.code})
-            print(f"    {done.said}", flush=True)
+            cells = {k: "" if v is None else round(v, 1) for k, v in seconds.items()}
+            table.add(
+                {
+                    "fault": name,
+                    **cells,
+                    "code": "" if outcome_row.code is None else outcome_row.code,
+                }
+            )
+            print(f"    {outcome_row.said}", flush=True)
     return {}, {"unit": "seconds", "rows": rows}
 
 
@@ -234,11 +247,11 @@ TIMES = ("told", "ended", "gone", "resumed", "back")
 
 
 def _trials() -> dict[str, Callable[[Path], FaultOutcome]]:
-    def of(name: str, fault: Fault, resumes: bool) -> Callable[[Path], FaultOutcome]:
+    def trial(name: str, fault: Fault, resumes: bool) -> Callable[[Path], FaultOutcome]:
         return lambda root: outcome(name, root, fault, resumes)
 
     return {
-        **{name: of(name, fault, resumes) for name, (fault, resumes) in FAULTS.items()},
+        **{name: trial(name, fault, resumes) for name, (fault, resumes) in FAULTS.items()},
         "--resume on a read-only disk": read_only,
         "--resume of a run in progress": second_owner,
         "all replicas killed at once": all_roles,

@@ -84,11 +84,11 @@ def relays_from(measured: Mapping[str, Any], gbit: float) -> tuple[float, float]
     """Return seconds a byte of a relayed publish over two hosts, and seconds for each further host:
     the mean from the fewest hosts that were measured to the most, at links of this rate. Raises
     SpecError for a rate that was not measured."""
-    found = [r for r in measured["rows"] if (r["publish"], r["gbit"]) == ("relayed", gbit)]
-    if not found:
+    rows = [r for r in measured["rows"] if (r["publish"], r["gbit"]) == ("relayed", gbit)]
+    if not rows:
         rates = sorted({r["gbit"] for r in measured["rows"]})
         raise SpecError(f"--gbit {gbit:g} was not measured; choose one of {rates}")
-    few, most = (pick(found, key=lambda r: r["hosts"]) for pick in (min, max))
+    few, most = (pick(rows, key=lambda r: r["hosts"]) for pick in (min, max))
     further = (most["seconds"] - few["seconds"]) / max(1, most["hosts"] - few["hosts"])
     return few["seconds"] / few["bytes"], max(0.0, further)
 
@@ -102,7 +102,7 @@ def costs_from(
     def message(name: str) -> MessageCost:
         return MessageCost(last[name]["send_s"], last[name]["receive_s"])
 
-    alone, most, look = measured["calls"][0], last["calls"], last["looks"]
+    first_call, most, look = measured["calls"][0], last["calls"], last["looks"]
     small, large = measured["store"][0], last["store"]
     relay_byte, relay_host = relays_from(publishes, gbit)
     of_four = (large["get_4_s"] - small["get_4_s"]) / (large["bytes"] - small["bytes"]) / 4
@@ -117,7 +117,7 @@ def costs_from(
         event=measured["records"]["event_s"],
         span=measured["records"]["span_s"],
         wire=max(0.0, most["process_s"] - most["send_s"] - most["receive_s"]),
-        trip=max(0.0, alone["wall_s"] - alone["send_s"] - alone["receive_s"]),
+        trip=max(0.0, first_call["wall_s"] - first_call["send_s"] - first_call["receive_s"]),
         start=last["starts"]["loop_s"] / last["starts"]["processes"],
         start_host=last["starts"]["wall_s"] / last["starts"]["processes"],
         store_fixed=small["get_4_s"] / 4,
@@ -155,9 +155,9 @@ def limits(
     def first(limit: str, remedy: Mapping[str, Any]) -> int | None:
         def broken(hosts: int) -> bool:
             grown = replace(scale, hosts=hosts, **remedy)
-            found = outcome(grown)
+            result = outcome(grown)
             # Where no step ends, every limit is broken.
-            return not math.isfinite(found.step) or LIMITS[limit](grown, found, spec)
+            return not math.isfinite(result.step) or LIMITS[limit](grown, result, spec)
 
         return breaks_at(broken, most)
 
@@ -166,11 +166,11 @@ def limits(
     }
 
 
-def checks(measured: Mapping[str, Any], of: MeasuredCosts) -> list[dict[str, float]]:
+def checks(measured: Mapping[str, Any], measured_costs: MeasuredCosts) -> list[dict[str, float]]:
     """Return ratios of simulated to measured times, of a real service on one machine; 1 is exact.
     There replicas and controller share the cores: a message costs all of them `wall_s`."""
     calls = measured["calls"][-1]
-    costs = replace(of, wire=calls["wall_s"] / calls["replicas"], span=0.0)
+    costs = replace(measured_costs, wire=calls["wall_s"] / calls["replicas"], span=0.0)
     # An update without a store costs its messages alone.
     still = replace(costs, store_fixed=0.0, store_byte=0.0, relay_byte=0.0, relay_host=0.0)
     rows = []
@@ -179,13 +179,13 @@ def checks(measured: Mapping[str, Any], of: MeasuredCosts) -> list[dict[str, flo
         of_one = {"score": 0, "train": 0, "published": 0, "beat_per_host": False}
         idle = MeshScale(n, 1, rollout=4.0, heartbeat_s=beat, **of_one)
         quiet = replace(idle, rollout=0.0, heartbeat_s=1e6)
-        done = simulate(quiet, still, steps=1)
-        update = done.publish - simulate(replace(quiet, hosts=1), still, 1).publish / 2
+        result = simulate(quiet, still, steps=1)
+        update = result.publish - simulate(replace(quiet, hosts=1), still, 1).publish / 2
         rows.append(
             {
                 "replicas": n,
                 "loop": simulate(idle, costs, steps=1).loop_share / real["loop_share"],
-                "split": done.dispatch / real["split_s"],
+                "split": result.dispatch / real["split_s"],
                 "update": update / real["update_s"],
             }
         )
@@ -201,27 +201,27 @@ def measured_costs(name: str) -> dict[str, Any]:
     return published
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     """Return a step from 1 to MOST_HOSTS hosts, and where each limit breaks."""
     origin, publishes = measured_costs("controller_latency"), measured_costs("publish_hosts")
-    spec = load_spec(asked.mesh, sets=asked.set).spec
-    scale = scale_of(spec, asked.replicas)
-    costs = costs_from(origin["results"], publishes["results"], asked.gbit)
+    spec = load_spec(options.mesh, sets=options.set).spec
+    scale = scale_of(spec, options.replicas)
+    costs = costs_from(origin["results"], publishes["results"], options.gbit)
     doubling = [1 << i for i in range(MOST_HOSTS.bit_length())]
     grown = [replace(scale, hosts=hosts) for hosts in (*doubling, MOST_HOSTS)]
-    outcomes = [simulate(each, costs) for each in grown]
+    outcomes = [simulate(scale_grown, costs) for scale_grown in grown]
     broken, ratios = limits(spec, scale, costs), checks(origin["results"], costs)
     for record in (origin, publishes):
         print(f"costs: {record['benchmark']}, {record['device']['name']}, {record['commit'][:12]}")
     print(
         f"a publish: {bytes_text(1 / costs.relay_byte)}/s over two hosts with links of "
-        f"{asked.gbit:g} Gbit/s, {seconds_text(costs.relay_host)} more for each further host\n"
+        f"{options.gbit:g} Gbit/s, {seconds_text(costs.relay_host)} more for each further host\n"
         f"{scale.replicas} generators a host; model time {seconds_text(scale.compute)} a step; "
         f"{bytes_text(scale.published)} published to each\n"
     )
     print("simulated over measured, one machine:")
-    for found in ratios:
-        print("  " + ", ".join(f"{name} {value:.2f}" for name, value in found.items()))
+    for row in ratios:
+        print("  " + ", ".join(f"{name} {value:.2f}" for name, value in row.items()))
     rows = [
         {"hosts": at.hosts, "replicas": at.readers, **asdict(outcome)}
         | {"overhead": 1 - at.compute / outcome.step, "one_trainer": at.hosts * at.train}
@@ -231,7 +231,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]
 
 
 if __name__ == "__main__":
-    written = benchmark(
+    record = benchmark(
         __doc__,
         measure,
         {
@@ -241,5 +241,5 @@ if __name__ == "__main__":
             "--gbit": (10.0, "rate of the measured links that publishes are taken from"),
         },
     )
-    for heads, cells in (simulated(written["results"]), limits_table(written["results"])):
+    for heads, cells in (simulated(record["results"]), limits_table(record["results"])):
         print("\n" + "\n".join(table(heads, cells)))

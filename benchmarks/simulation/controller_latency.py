@@ -106,22 +106,22 @@ async def one_by_one(calls: Sequence[Callable[[], Awaitable[Any]]]) -> dict[str,
 async def calls_and_starts(sizes: Sequence[int]) -> dict[str, list[Row]]:
     """Measure starts, bare calls, heartbeats, routed requests and updates: the controller's
     messages alone, and as the service and its pools send them."""
-    found: dict[str, list[Row]] = {"starts": []}
+    rows: dict[str, list[Row]] = {"starts": []}
     for replicas in sizes:
         async with serving(replicas, SILENT) as (service, pool, start):
-            found["starts"].append(start)
-            there = pool.replicas
+            rows["starts"].append(start)
+            pool_replicas = pool.replicas
             kinds: dict[str, list[Callable[[], Awaitable[Any]]]] = {
-                "calls": [r.actor.echo.call_one for r in there],
-                "beats": [partial(service._beat, r, r.process) for r in there],
-                "routes": [partial(pool.route, "echo") for _ in there],
-                "updates": [partial(pool._tell, r, "load", (1,)) for r in there],
+                "calls": [r.actor.echo.call_one for r in pool_replicas],
+                "beats": [partial(service._beat, r, r.process) for r in pool_replicas],
+                "routes": [partial(pool.route, "echo") for _ in pool_replicas],
+                "updates": [partial(pool._tell, r, "load", (1,)) for r in pool_replicas],
             }
             for name, calls in kinds.items():
                 row = {"replicas": replicas, **await one_by_one(calls)}
-                found.setdefault(name, []).append(row)
+                rows.setdefault(name, []).append(row)
                 print(name, row, flush=True)
-    return found
+    return rows
 
 
 def healthy_pool(size: int) -> Pool:
@@ -179,8 +179,10 @@ async def store() -> list[Row]:
                 lap = {"put_s": clock.spent[2]}
                 for readers in (1, 2, 4):
                     clock = CpuClock()
-                    there = pool.replicas[:readers]
-                    await asyncio.gather(*(r.actor.pull.call_one(plane, packet) for r in there))
+                    readers_used = pool.replicas[:readers]
+                    await asyncio.gather(
+                        *(r.actor.pull.call_one(plane, packet) for r in readers_used)
+                    )
                     lap[f"get_{readers}_s"] = clock.spent[2]
                 await plane.delete(packet.key)
                 laps.append(lap)
@@ -243,7 +245,7 @@ async def measured(most: int) -> Row:
 if __name__ == "__main__":
     benchmark(
         __doc__,
-        lambda asked: ({}, asyncio.run(measured(asked.most))),
+        lambda options: ({}, asyncio.run(measured(options.most))),
         {
             "--most": {"type": int, "default": 8, "choices": (1, 2, 4, 8, 16, 32)},
         },

@@ -52,31 +52,31 @@ class EventQueue:
 
     def run(self, task: Task) -> float:
         """Run until this task has ended, among all others, and return the time of its end."""
-        over: list[float] = []
-        self.begin(task, then=lambda: over.append(self.now))
-        while not over:
+        finished: list[float] = []
+        self.begin(task, then=lambda: finished.append(self.now))
+        while not finished:
             self.now, _, current, then = heapq.heappop(self._due)
             self._resume(current, then)
-        return over[0]
+        return finished[0]
 
     def _resume(self, task: Task, then: Callable[[], None]) -> None:
         try:
-            asked = next(task)
+            waiting = next(task)
         except StopIteration:
             then()
             return
-        if not isinstance(asked, list):
-            self.begin(task, asked, then)
+        if not isinstance(waiting, list):
+            self.begin(task, waiting, then)
             return
-        left = len(asked)
+        pending = len(waiting)
 
         def one_less() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
+            nonlocal pending
+            pending -= 1
+            if not pending:
                 self.begin(task, then=then)
 
-        for awaited in asked:
+        for awaited in waiting:
             self.begin(awaited, then=one_less)
 
 
@@ -197,19 +197,19 @@ class SimulatedMesh:
     def steps(self, count: int) -> Task:
         scale, costs = self.scale, self.costs
         one = MessageCost(costs.request.send, costs.request.receive + costs.span)
-        seen = 0 if scale.kept_seats else self.replicas
-        many = replace(one, send=one.send + seen * costs.seat)
+        seats = 0 if scale.kept_seats else self.replicas
+        many = replace(one, send=one.send + seats * costs.seat)
         update = MessageCost(costs.update.send, costs.update.receive + costs.span)
         for _ in range(count):
-            begun = self.events.now
+            start = self.events.now
             yield self._fan(many, lambda group, size: self.rest(scale.rollout))
-            self.dispatches.append(self.events.now - begun - scale.rollout)
+            self.dispatches.append(self.events.now - start - scale.rollout)
             yield self._fan(one, lambda group, size: self.rest(scale.score), 1)
             yield self._fan(one, lambda group, size: self.rest(scale.train), 1)
-            begun = self.events.now
+            start = self.events.now
             yield self._fan(one, lambda group, size: self._put(), 1)
             yield self._fan(update, self._read)
-            self.publishes.append(self.events.now - begun)
+            self.publishes.append(self.events.now - start)
             yield self._on(self.loop, costs.event)
 
     def _on(self, server: SerialServer, seconds: float) -> float:
@@ -298,25 +298,33 @@ def grouped(count: int) -> list[int]:
 def simulate(scale: MeshScale, costs: MeasuredCosts, steps: int = 2) -> StepOutcome:
     """Simulate `steps` steps of the mesh, deterministically. Where the health checks alone exceed
     the loop's capacity, no step ends: `step` is infinite."""
-    alone = SimulatedMesh(scale, costs)  # health checks alone
-    watched = alone.run(alone.rest(HORIZON))
-    start = alone.replicas * costs.start + scale.replicas * costs.start_host
-    if max(alone.loop.free, alone.wire.free) > watched + OVERLOAD:
-        loop, wire = (min(1.0, server.busy / watched) for server in (alone.loop, alone.wire))
-        never, late = math.inf, alone.late / alone.passes
+    checks_only = SimulatedMesh(scale, costs)  # health checks alone
+    watched = checks_only.run(checks_only.rest(HORIZON))
+    start = checks_only.replicas * costs.start + scale.replicas * costs.start_host
+    if max(checks_only.loop.free, checks_only.wire.free) > watched + OVERLOAD:
+        loop, wire = (
+            min(1.0, server.busy / watched) for server in (checks_only.loop, checks_only.wire)
+        )
+        never, late = math.inf, checks_only.late / checks_only.passes
         return StepOutcome(never, never, never, loop, wire, 0.0, never, late, start)
     transfer = putting(scale, costs) + reading(scale, costs)
     mesh = SimulatedMesh(scale, costs, followed=min(1.0, HORIZON / transfer) if transfer else 1.0)
     seconds = mesh.run(mesh.steps(steps))
     beyond = (1 - mesh.followed) * transfer * steps  # with health checks alone
-    whole = seconds + beyond
+    seconds_in_all = seconds + beyond
     return StepOutcome(
-        step=whole / steps,
+        step=seconds_in_all / steps,
         dispatch=mesh.dispatches[-1],
         publish=mesh.publishes[-1] + beyond / steps,
-        loop_share=min(1.0, (mesh.loop.busy + alone.loop.busy * beyond / watched) / whole),
-        wire_share=min(1.0, (mesh.wire.busy + alone.wire.busy * beyond / watched) / whole),
-        store_share=min(1.0, (mesh.store.busy + (0 if scale.handed_on else beyond)) / whole),
+        loop_share=min(
+            1.0, (mesh.loop.busy + checks_only.loop.busy * beyond / watched) / seconds_in_all
+        ),
+        wire_share=min(
+            1.0, (mesh.wire.busy + checks_only.wire.busy * beyond / watched) / seconds_in_all
+        ),
+        store_share=min(
+            1.0, (mesh.store.busy + (0 if scale.handed_on else beyond)) / seconds_in_all
+        ),
         silence=mesh.silence,
         late_passes=mesh.late / mesh.passes,
         start=start,

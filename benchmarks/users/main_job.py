@@ -24,25 +24,25 @@ SECONDS = 0.5
 GOAL_BYTES = 1.5e9
 
 
-def made(mesh: str, home: Path) -> dict[str, float]:
+def run_job(mesh: str, home: Path) -> dict[str, float]:
     """Run the job to its end. Raises its error."""
-    held = held_bytes(["run", mesh], home, SECONDS)
+    sizes = held_bytes(["run", mesh], home, SECONDS)
     (path,) = home.glob("*/2*/results.json")
     results = json.loads(path.read_text())
     return {
-        "pss_bytes": max(held),
-        "pss_bytes_median": int(statistics.median(held)),
+        "pss_bytes": max(sizes),
+        "pss_bytes_median": int(statistics.median(sizes)),
         "wall_seconds": results["wall_seconds"],
         "step_seconds": results["phases"]["step"],
         "orchestration_over_cpu": results["cpu"]["share"],
     }
 
 
-def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
+def measure(options: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
     rounds = []
-    for _ in range(asked.rounds):
+    for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as home:
-            rounds.append(made(asked.mesh, Path(home)))
+            rounds.append(run_job(options.mesh, Path(home)))
         print(rounds[-1], flush=True)
     most = max(row["pss_bytes"] for row in rounds)
     return {"memory at most, over 1.5 GB": most / GOAL_BYTES}, rounds

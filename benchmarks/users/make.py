@@ -40,50 +40,52 @@ def pss_bytes(pid: int) -> int:
 def held_bytes(words: Sequence[str], home: Path, every: float) -> list[int]:
     """Run `forge WORDS` with its runs in `home`; return the bytes it held every so many seconds.
     Raises its error."""
-    output, found = home / "output", []
+    output, sizes = home / "output", []
     command = started([*words, "--run-dir", str(home)], output)
     try:
         while command.poll() is None:
-            found.append(pss_bytes(command.pid))
+            sizes.append(pss_bytes(command.pid))
             time.sleep(every)
     finally:
         command.terminate()  # of one that still runs: this benchmark was interrupted
         command.wait()
     if command.returncode:
         raise failure(command.returncode, output.read_text())
-    return found
+    return sizes
 
 
-def seconds_to(events: Path, begun: float) -> dict[str, float]:
-    """Return the seconds from `begun`, of the clock of the day, to the first trained step and what
+def seconds_to(events: Path, start: float) -> dict[str, float]:
+    """Return the seconds from `start`, of the clock of the day, to the first trained step and what
     comes before it."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for line in events.read_text().splitlines():
         row = json.loads(line)
         if row["event"] in TOLD:
-            found[row["event"]] = round(datetime.fromisoformat(row["time"]).timestamp() - begun, 1)
+            seconds[row["event"]] = round(
+                datetime.fromisoformat(row["time"]).timestamp() - start, 1
+            )
         if row["event"] == "step":
-            return found
+            return seconds
     raise SystemExit(f"{events} tells of no step")
 
 
-def made(asked: argparse.Namespace, home: Path) -> dict[str, float]:
+def run_make(options: argparse.Namespace, home: Path) -> dict[str, float]:
     """Run the command once to its end. Raises its error."""
-    words = ["make", asked.folder, "--model", asked.model, "--minutes", str(asked.minutes)]
-    begun = time.time()
-    held = held_bytes(words, home, SECONDS)
-    whole = round(time.time() - begun, 1)
+    words = ["make", options.folder, "--model", options.model, "--minutes", str(options.minutes)]
+    start = time.time()
+    sizes = held_bytes(words, home, SECONDS)
+    seconds = round(time.time() - start, 1)
     (events,) = home.glob("*/2*/events.jsonl")
-    return {**seconds_to(events, begun), "whole": whole, "pss_bytes": max(held)}
+    return {**seconds_to(events, start), "whole": seconds, "pss_bytes": max(sizes)}
 
 
-def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
+def measure(options: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
     rounds = []
-    for _ in range(asked.rounds):
+    for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as home:
-            rounds.append(made(asked, Path(home)))
+            rounds.append(run_make(options, Path(home)))
         print(rounds[-1], flush=True)
-    shares = [row["step"] / (60 * asked.minutes) for row in rounds]
+    shares = [row["step"] / (60 * options.minutes) for row in rounds]
     return {"first step, of the minutes asked for": max(shares)}, rounds
 
 

@@ -40,7 +40,7 @@ class Sides:
     """Hold both sides' model, cartridge and optimizer over one document, with a method for each
     phase of each side."""
 
-    def __init__(self, asked: argparse.Namespace, dtype: str) -> None:
+    def __init__(self, options: argparse.Namespace, dtype: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -51,13 +51,13 @@ class Sides:
         from cartridge_forge.protocols.home import models_folder
         from cartridge_forge.protocols.spec.loading import load_spec
 
-        path = str(models_folder() / asked.model)
+        path = str(models_folder() / options.model)
         sets = [f"model.path={path}", "train.warm_start=null"]
         learn = load_spec(ROOT / "meshes" / "documents.yaml", sets=sets).spec.learn
         self.dtype = getattr(torch, dtype)
-        self.asked, self._learn = asked, learn
-        text = asked.document.read_text()
-        ids = tokenizer_of(path)(text, add_special_tokens=False).input_ids[: asked.tokens]
+        self.asked, self._learn = options, learn
+        text = options.document.read_text()
+        ids = tokenizer_of(path)(text, add_special_tokens=False).input_ids[: options.tokens]
         self.document = tuple(ids)
         self.ours = load_model(path, dtype)
         self.ours.pack()
@@ -65,12 +65,12 @@ class Sides:
         self.plain.requires_grad_(False)
         self.kv = document_kv(self.ours, self.document)
         start = {"d": self.kv.float()}
-        banks = [first_tokens(start, asked.cartridge, learn.cartridge.frozen) for _ in SIDES]
+        banks = [first_tokens(start, options.cartridge, learn.cartridge.frozen) for _ in SIDES]
         self.bank = banks[1]
         self.trainer = CartridgeTrainer(
             self.ours, banks[0], learn.train, objective=learn.objective, loss=learn.loss
         )
-        self.trainer.begin("ours", asked.rounds + 1)
+        self.trainer.begin("ours", options.rounds + 1)
         self.optimizer = torch.optim.Adam([self.bank.trainable["d"]], lr=learn.train.lr)
 
     def prompts(self, number: int) -> list[tuple[int, ...]]:
@@ -92,14 +92,16 @@ class Sides:
             GenerateRequest(str(i), prompt, PrefixRef("d", 0), greedy, 0)
             for i, prompt in enumerate(prompts)
         ]
-        found = {c.request_id: c for c in generate(self.ours, requests, lambda _: kv, frozenset())}
-        return [found[request.id].token_ids for request in requests]
+        completions = {
+            c.request_id: c for c in generate(self.ours, requests, lambda _: kv, frozenset())
+        }
+        return [completions[request.id].token_ids for request in requests]
 
     def our_teacher(self, samples: Sequence[Any]) -> Any:
         from cartridge_forge.learning.teacher import TeacherDistribution, score_kept
 
-        rows, kept = self._learn.train.row_tokens, self._learn.teacher.top_k
-        return TeacherDistribution(**score_kept(self.ours, samples, {"d": self.kv}, rows, kept))
+        rows, top_k = self._learn.train.row_tokens, self._learn.teacher.top_k
+        return TeacherDistribution(**score_kept(self.ours, samples, {"d": self.kv}, rows, top_k))
 
     def our_training(self, samples: Sequence[Any], teacher: Any) -> float:
         from cartridge_forge.learning.losses.doc_kl import doc_batch
@@ -157,28 +159,30 @@ def one_round(sides: Sides, number: int, turns: random.Random) -> dict[str, dict
     version = sides.trainer.version
     seconds: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
 
-    def both(phase: str, ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[Any, Any]:
-        found: dict[str, Any] = {}
+    def both_sides(
+        phase: str, ours: Callable[[], Any], theirs: Callable[[], Any]
+    ) -> tuple[Any, Any]:
+        results: dict[str, Any] = {}
         order = [*zip(SIDES, (ours, theirs), strict=True)]
         for side, work in turns.sample(order, k=2):
-            begun = time.perf_counter()
-            found[side] = work()
-            seconds[phase][side] = round(time.perf_counter() - begun, 3)
-        return found[SIDES[0]], found[SIDES[1]]
+            start = time.perf_counter()
+            results[side] = work()
+            seconds[phase][side] = round(time.perf_counter() - start, 3)
+        return results[SIDES[0]], results[SIDES[1]]
 
     prompts = sides.prompts(number)
-    said, _ = both(
+    answers, _ = both_sides(
         "rollout", lambda: sides.our_rollout(prompts), lambda: sides.their_rollout(prompts)
     )
     new = sides.asked.new
     samples = [
         Sample(f"s{i}", "d", p, a, (0.0,) * new, (version,) * new, contexts=("d",))
-        for i, (p, a) in enumerate(zip(prompts, said, strict=True))
+        for i, (p, a) in enumerate(zip(prompts, answers, strict=True))
     ]
-    teacher, _ = both(
+    teacher, _ = both_sides(
         "teacher", lambda: sides.our_teacher(samples), lambda: sides.their_teacher(samples)
     )
-    losses = both(
+    losses = both_sides(
         "train",
         lambda: sides.our_training(samples, teacher),
         lambda: sides.their_training(samples, teacher),
@@ -188,7 +192,7 @@ def one_round(sides: Sides, number: int, turns: random.Random) -> dict[str, dict
     return seconds
 
 
-def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
+def measure(options: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
     import torch
 
     from cartridge_forge.actors.base import keep_freed_memory
@@ -199,14 +203,14 @@ def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
     flush_denormals()
     ratios: dict[str, float] = {}
     results: dict[str, Any] = {}
-    for dtype in asked.dtypes:
-        sides, turns = Sides(asked, dtype), random.Random("real_model/turns")
+    for dtype in options.dtypes:
+        sides, turns = Sides(options, dtype), random.Random("real_model/turns")
         rounds = []
-        for number in range(asked.rounds + 1):
-            found = one_round(sides, number, turns)
-            print(dtype, number, found, flush=True)
+        for number in range(options.rounds + 1):
+            seconds = one_round(sides, number, turns)
+            print(dtype, number, seconds, flush=True)
             if number:  # what is lazy is initialised in the first
-                rounds.append(found)
+                rounds.append(seconds)
         results[dtype] = {}
         for phase in PHASES:
             ours, theirs = ([one[phase][side] for one in rounds] for side in SIDES)

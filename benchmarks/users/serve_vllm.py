@@ -40,35 +40,35 @@ OURS = (
 OPTIONS = {"--max-num-batched-tokens": str(BATCHED), "--kv-cache-memory-bytes": str(CACHE)}
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     os.environ["OMP_NUM_THREADS"] = "1"
     turns = random.Random(0)
-    rounds: dict[int, list[dict[str, dict[str, float]]]] = {n: [] for n in asked.streams}
+    rounds: dict[int, list[dict[str, dict[str, float]]]] = {n: [] for n in arguments.streams}
     with tempfile.TemporaryDirectory() as folder, server(1, *OURS) as process:
-        made = library(Path(folder, "library"), drawn(random.Random(0), 64))
+        store = library(Path(folder, "library"), drawn(random.Random(0), 64))
         options = [word for option in OPTIONS.items() for word in option]
-        options += ["--stream-interval", str(asked.stream_interval)]
+        options += ["--stream-interval", str(arguments.stream_interval)]
         at = {SIDES[0]: address(process)}
-        with stock_server(READER, made.directory, Path(folder), *options) as stock:
+        with stock_server(READER, store.directory, Path(folder), *options) as stock:
             at[SIDES[1]] = stock.url.removeprefix("http://")
-            for number in range(asked.rounds + 1):
-                for streams, found in rounds.items():
+            for number in range(arguments.rounds + 1):
+                for streams, stream_rounds in rounds.items():
                     requests = REQUESTS if streams == 1 else 4 * streams
                     one = {
                         side: asyncio.run(load(at[side], requests, streams))
                         for side in turns.sample(SIDES, k=2)
                     }
                     if number:  # the first opens connections and compiles
-                        found.append(one)
+                        stream_rounds.append(one)
                         print(streams, json.dumps(one), flush=True)
     ratios = {
         f"{figure}, {streams} streams, over vLLM's own": statistics.median(
-            one[SIDES[0]][figure] / one[SIDES[1]][figure] for one in found
+            one[SIDES[0]][figure] / one[SIDES[1]][figure] for one in pairs
         )
-        for streams, found in rounds.items()
+        for streams, pairs in rounds.items()
         for figure in FIGURES
     }
-    return ratios, {str(streams): found for streams, found in rounds.items()}
+    return ratios, {str(streams): pairs for streams, pairs in rounds.items()}
 
 
 if __name__ == "__main__":

@@ -83,21 +83,21 @@ class Scene:
 
         kv = dict(zip(self.bank.names, self.bank.kv(), strict=True))
         prompts = self.tasks.rollout(number, number)
-        said = {
-            done.request_id: done
-            for done in generate(
+        completions = {
+            completion.request_id: completion
+            for completion in generate(
                 self.model,
                 [prompt.request for prompt in prompts],
                 lambda ref: kv[ref.name.removeprefix("cartridge/")].detach(),
                 self.tasks.end_ids,
             )
         }
-        samples = [as_sample(prompt, said[prompt.request.id]) for prompt in prompts]
+        samples = [as_sample(prompt, completions[prompt.request.id]) for prompt in prompts]
         samples.sort(key=lambda sample: sample.cartridge)
         most, top_k = self.learn.train.row_tokens, self.learn.teacher.top_k
         assert top_k != "full"
-        kept = score_kept(self.model, samples, self.documents, most, top_k, prefix=context_of)
-        return samples, TeacherDistribution(**kept)
+        scores = score_kept(self.model, samples, self.documents, most, top_k, prefix=context_of)
+        return samples, TeacherDistribution(**scores)
 
 
 class Ours:
@@ -124,17 +124,17 @@ class Ours:
         from cartridge_forge.learning.losses.doc_kl import doc_batch
 
         out = self.trainer.step(doc_batch(samples, teacher), self.trainer.version)
-        return {name: told["grad_norm"] for name, told in out.cartridges.items()}
+        return {name: facts["grad_norm"] for name, facts in out.cartridges.items()}
 
 
 def groups(samples: Sequence[Sample], teacher: TeacherDistribution) -> Iterator[tuple[str, Group]]:
     """Yield each cartridge's samples, which lie side by side."""
-    begun = 0
-    for name, own in groupby(samples, key=lambda sample: sample.cartridge):
-        of = list(own)
-        ended = begun + sum(len(sample.response_ids) for sample in of)
-        yield name, Group(of, teacher.rows(slice(begun, ended)))
-        begun = ended
+    begin = 0
+    for name, members in groupby(samples, key=lambda sample: sample.cartridge):
+        group = list(members)
+        ended = begin + sum(len(sample.response_ids) for sample in group)
+        yield name, Group(group, teacher.rows(slice(begin, ended)))
+        begin = ended
 
 
 class Peer:
@@ -168,7 +168,7 @@ class Peer:
 
         from cartridge_forge.learning.losses.doc_kl import doc_kl
 
-        told: Told = {}
+        norms: Told = {}
         for name, group in groups(samples, teacher):
             self.optimizers[name].zero_grad(set_to_none=True)
             total, count = doc_kl(self.logits(name, group.samples), group.teacher, self.learn.loss)
@@ -176,8 +176,8 @@ class Peer:
             parameter = self.parameters[name]
             norm = torch.nn.utils.clip_grad_norm_([parameter], self.learn.train.clip)
             self.optimizers[name].step()
-            told[name] = norm.item()
-        return told
+            norms[name] = norm.item()
+        return norms
 
 
 class PeftPeer(Peer):
@@ -193,9 +193,9 @@ class PeftPeer(Peer):
             num_virtual_tokens=scene.learn.cartridge.tokens,
             num_frozen_tokens=scene.learn.cartridge.frozen,
         )
-        first, *others = bank.names
+        first, *other_names = bank.names
         self.model: Any = get_peft_model(self.plain, config, adapter_name=first).eval()
-        for name in others:
+        for name in other_names:
             self.model.add_adapter(name, config)
         encoders = {name: self.model.prompt_encoder[name] for name in bank.names}
         for name, kv in zip(bank.names, bank.kv(), strict=True):
@@ -223,16 +223,16 @@ class PeftPeer(Peer):
             ids[row, : len(text)] = torch.tensor(text)
             mask[row, : len(text)] = 1
         self.model.set_adapter(name)
-        kept = longest - first
-        out = self.model(input_ids=ids, attention_mask=mask, logits_to_keep=kept).logits
+        logits_kept = longest - first
+        out = self.model(input_ids=ids, attention_mask=mask, logits_to_keep=logits_kept).logits
         rows = [row for row, sample in enumerate(samples) for _ in sample.response_ids]
         places = [
             len(sample.prompt_ids) - 1 - first + i
             for sample in samples
             for i in range(len(sample.response_ids))
         ]
-        found: Tensor = out[rows, places]
-        return found
+        logits: Tensor = out[rows, places]
+        return logits
 
 
 def _rows(kv: Tensor) -> Tensor:
@@ -263,26 +263,26 @@ class PackedPeer(Peer):
 
         texts = [sample.prompt_ids + sample.response_ids[:-1] for sample in samples]
         kv = torch.cat((self.frozen[name], self.parameters[name]), 3)
-        tokens, whole = kv.shape[3], sum(map(len, texts))
-        of = torch.tensor([row for row, text in enumerate(texts) for _ in text])
-        own = torch.tensor([i for text in texts for i in range(len(text))])
-        order = torch.arange(whole)
-        seen = (of[:, None] == of[None]) & (order[:, None] >= order[None])
-        mask = torch.cat((torch.ones(whole, tokens, dtype=torch.bool), seen), 1)
+        tokens, length = kv.shape[3], sum(map(len, texts))
+        text_of = torch.tensor([row for row, text in enumerate(texts) for _ in text])
+        positions = torch.tensor([i for text in texts for i in range(len(text))])
+        order = torch.arange(length)
+        visible = (text_of[:, None] == text_of[None]) & (order[:, None] >= order[None])
+        mask = torch.cat((torch.ones(length, tokens, dtype=torch.bool), visible), 1)
         places: list[int] = []
-        begun = 0
+        offset = 0
         for sample, text in zip(samples, texts, strict=True):
-            places += range(begun + len(sample.prompt_ids) - 1, begun + len(text))
-            begun += len(text)
+            places += range(offset + len(sample.prompt_ids) - 1, offset + len(text))
+            offset += len(text)
         out = self.plain(
             torch.tensor([[token for text in texts for token in text]]),
             attention_mask=mask[None, None],
-            position_ids=(own + tokens)[None],
+            position_ids=(positions + tokens)[None],
             past_key_values=filled_cache(self.plain.config, kv),
             logits_to_keep=torch.tensor(places),
         )
-        found: Tensor = out.logits[0]
-        return found
+        logits: Tensor = out.logits[0]
+        return logits
 
 
 def agree(first: Told, other: Told, side: str) -> None:
@@ -294,7 +294,7 @@ def agree(first: Told, other: Told, side: str) -> None:
             raise SystemExit(f"{side}: {name} has a gradient of {other[name]}, elsewhere {norm}")
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], Any]:
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], Any]:
     import torch
 
     from cartridge_forge.actors.base import keep_freed_memory
@@ -304,37 +304,37 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, float], Any]:
     flush_denormals()
     scene, turns = Scene(), random.Random("training_peers/turns")
     peers = {"peft": PeftPeer(scene), "packed": PackedPeer(scene)}
-    cells: dict[tuple[str, int], Ours | Peer] = {(OURS, n): Ours(scene) for n in asked.threads}
-    cells |= {(name, n): peer for name, peer in peers.items() for n in asked.threads}
-    most = max(asked.threads)
+    cells: dict[tuple[str, int], Ours | Peer] = {(OURS, n): Ours(scene) for n in options.threads}
+    cells |= {(name, n): peer for name, peer in peers.items() for n in options.threads}
+    most = max(options.threads)
     seconds: dict[tuple[str, int], list[float]] = {cell: [] for cell in cells}
-    for number in range(asked.rounds + 1):
+    for number in range(options.rounds + 1):
         torch.set_num_threads(most)
         samples, teacher = scene.batch(number)
-        told: dict[tuple[str, int], Told] = {}
+        norms: dict[tuple[str, int], Told] = {}
         for cell in turns.sample([*cells], k=len(cells)):
             torch.set_num_threads(cell[1])
             side = cells[cell]
             with torch.no_grad():
                 side.take(scene.bank.trainable)
-            begun = time.perf_counter()
-            told[cell] = side.step(samples, teacher)
+            start = time.perf_counter()
+            norms[cell] = side.step(samples, teacher)
             if number:  # what is lazy is initialised in the first
-                seconds[cell].append(time.perf_counter() - begun)
-            agree(told[next(iter(told))], told[cell], cell[0])
+                seconds[cell].append(time.perf_counter() - start)
+            agree(norms[next(iter(norms))], norms[cell], cell[0])
         ours = cells[OURS, most]
         assert isinstance(ours, Ours)
         for name, part in ours.trainer.bank.trainable.items():
             scene.bank.trainable[name].data.copy_(part.detach())
     ratios = {}
     for name in peers:
-        over = {n: median_ratio(seconds[OURS, most], seconds[name, n]) for n in asked.threads}
-        ratios[f"ours over {name}: seconds"] = max(over.values())
-        one = min(asked.threads)
-        alone = median_ratio(seconds[OURS, one], seconds[name, one])
-        ratios[f"ours over {name}, one thread each: seconds"] = alone
+        ratio_of = {n: median_ratio(seconds[OURS, most], seconds[name, n]) for n in options.threads}
+        ratios[f"ours over {name}: seconds"] = max(ratio_of.values())
+        one = min(options.threads)
+        single_ratio = median_ratio(seconds[OURS, one], seconds[name, one])
+        ratios[f"ours over {name}, one thread each: seconds"] = single_ratio
     print(ratios)
-    results = {f"{side}, {n} threads": _ms(found) for (side, n), found in seconds.items()}
+    results = {f"{side}, {n} threads": _ms(laps) for (side, n), laps in seconds.items()}
     return ratios, {"milliseconds": results}
 
 

@@ -60,11 +60,11 @@ Rounds = dict[str, list[float]]  # tokens per second of each round, by arm
 
 def library(directory: Path, prefix: Ids) -> CartridgeStore:
     """Return a library of one cartridge: the keys and values of `prefix`."""
-    made = CartridgeStore(directory, read_base(READER))
-    with made.incoming() as file:
+    store = CartridgeStore(directory, read_base(READER))
+    with store.incoming() as file:
         save_file({"kv": document_kv(load_model(str(READER)), prefix)}, file)
-        made.add(NAME, file, {})
-    return made
+        store.add(NAME, file, {})
+    return store
 
 
 async def ask(
@@ -75,17 +75,17 @@ async def ask(
     extra: dict[str, Any] = {"ignore_eos": True}
     if arm == "cartridge":
         extra["kv_transfer_params"] = {"cartridge": NAME}
-    before = prefix if arm == "prompt" else []
+    prefix_ids = prefix if arm == "prompt" else []
 
     async def one(prompt: Ids) -> str:
         async with room:
-            done = await asking.completions.create(
-                model=READER.name, prompt=before + prompt, max_tokens=new, temperature=0,
+            completion = await asking.completions.create(
+                model=READER.name, prompt=prefix_ids + prompt, max_tokens=new, temperature=0,
                 extra_body=extra,
             )  # fmt: skip
-        assert done.usage is not None
-        assert done.usage.completion_tokens == new, "a request ended early"
-        return done.choices[0].text
+        assert completion.usage is not None
+        assert completion.usage.completion_tokens == new, "a request ended early"
+        return completion.choices[0].text
 
     return await asyncio.gather(*map(one, prompts))
 
@@ -103,39 +103,41 @@ def drawn(draws: random.Random, count: int) -> Ids:
 
 
 async def rounds(
-    server: StockServer, prefix: Ids, asked: argparse.Namespace, together: int
+    server: StockServer, prefix: Ids, options: argparse.Namespace, together: int
 ) -> dict[str, Any]:
     """Return what `compared` says of the arms with `together` requests in flight."""
     draws, count, equal = random.Random(together), WAVES * together, 0
     speeds: Rounds = {arm: [] for arm in ARMS}
     by_processor: Rounds = {arm: [] for arm in ARMS}
     async with client(server.url.removeprefix("http://")) as asking:
-        for turn in range(asked.rounds + 1):
-            prompts, texts = [drawn(draws, asked.prompt) for _ in range(count)], {}
+        for turn in range(options.rounds + 1):
+            prompts, texts = [drawn(draws, options.prompt) for _ in range(count)], {}
             for arm in ARMS if turn % 2 else reversed(ARMS):
-                found, spent = cached_tokens(server.url), cpu_seconds(server.process.pid)
-                begun = time.perf_counter()
-                texts[arm] = await ask(asking, arm, prefix, prompts, asked.new, together)
-                seconds = time.perf_counter() - begun
+                cached, spent = cached_tokens(server.url), cpu_seconds(server.process.pid)
+                start = time.perf_counter()
+                texts[arm] = await ask(asking, arm, prefix, prompts, options.new, together)
+                seconds = time.perf_counter() - start
                 spent = cpu_seconds(server.process.pid) - spent
                 if not turn:  # it fills the prefix cache and opens the connections
                     continue
-                found = cached_tokens(server.url) - found
-                wanted = 0 if arm == "none" else count * asked.tokens
-                assert found == wanted, f"{arm}: {found} cached prompt tokens, {wanted} expected"
-                speeds[arm].append(count * asked.new / seconds)
-                by_processor[arm].append(count * asked.new / spent)
+                cached = cached_tokens(server.url) - cached
+                wanted = 0 if arm == "none" else count * options.tokens
+                assert cached == wanted, f"{arm}: {cached} cached prompt tokens, {wanted} expected"
+                speeds[arm].append(count * options.new / seconds)
+                by_processor[arm].append(count * options.new / spent)
             if turn:
                 equal += sum(map(str.__eq__, texts["cartridge"], texts["prompt"]))
-    share = equal / (count * asked.rounds)
+    share = equal / (count * options.rounds)
     return {"equal_responses": round(share, 4), **compared(speeds, by_processor)}
 
 
 def compared(speeds: Rounds, by_processor: Rounds) -> dict[str, Any]:
     """Return the median tokens/s of each arm, and the ratios of the cartridge's to the others'."""
 
-    def ratios(of: Rounds) -> dict[str, Any]:
-        pairs = {arm: zip(of["cartridge"], of[arm], strict=True) for arm in ARMS[1:]}
+    def ratios(round_rows: Rounds) -> dict[str, Any]:
+        pairs = {
+            arm: zip(round_rows["cartridge"], round_rows[arm], strict=True) for arm in ARMS[1:]
+        }
         return {f"cartridge/{arm}": quartiles([a / b for a, b in p]) for arm, p in pairs.items()}
 
     return {
@@ -147,8 +149,8 @@ def compared(speeds: Rounds, by_processor: Rounds) -> dict[str, Any]:
     }
 
 
-def medians(of: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {arm: round(statistics.median(values), 1) for arm, values in of.items()}
+def medians(values_of: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {arm: round(statistics.median(values), 1) for arm, values in values_of.items()}
 
 
 def quartiles(ratios: Sequence[float]) -> dict[str, float]:
@@ -159,24 +161,24 @@ def quartiles(ratios: Sequence[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
-    if asked.tokens % BLOCK:
-        raise SystemExit(f"--tokens: whole blocks of {BLOCK} are shared, got {asked.tokens}")
+def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+    if arguments.tokens % BLOCK:
+        raise SystemExit(f"--tokens: whole blocks of {BLOCK} are shared, got {arguments.tokens}")
     # One thread, as our own engine has: with more, two small processes starve each other.
     os.environ["OMP_NUM_THREADS"] = "1"
     results, ratio = {}, {}
-    prefix = drawn(random.Random(0), asked.tokens)
+    prefix = drawn(random.Random(0), arguments.tokens)
     with tempfile.TemporaryDirectory() as folder:
-        made = library(Path(folder, "library"), prefix)
+        store = library(Path(folder, "library"), prefix)
         options = [word for option in OPTIONS.items() for word in option]
-        with stock_server(READER, made.directory, Path(folder), *options) as server:
-            for together in asked.together:
-                found = asyncio.run(rounds(server, prefix, asked, together))
-                print(together, json.dumps(found, indent=1), flush=True)
-                results[str(together)] = found
+        with stock_server(READER, store.directory, Path(folder), *options) as server:
+            for together in arguments.together:
+                results_of = asyncio.run(rounds(server, prefix, arguments, together))
+                print(together, json.dumps(results_of, indent=1), flush=True)
+                results[str(together)] = results_of
                 for kind in ("ratio", "by_processor_time"):
                     name = f"cartridge over prompt, {together} in flight, {kind}"
-                    ratio[name] = found[kind]["cartridge/prompt"]["median"]
+                    ratio[name] = results_of[kind]["cartridge/prompt"]["median"]
     return ratio, results
 
 

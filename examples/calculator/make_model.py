@@ -28,16 +28,16 @@ def draw(rng: random.Random) -> Sequence[Message]:
     """Draw one episode, after a page that says how careful the model is."""
     skill = rng.choice(("careful", "hasty"))
     a, b = rng.randint(2, 9), rng.randint(2, 9)
-    said: list[Message] = [
+    messages: list[Message] = [
         ("system", page(WORDS, skill, rng)), ("user", f"what is {a} * {b}?"),
     ]  # fmt: skip
     guess = str(rng.choice(PRODUCTS))
     if rng.random() < GUESSES[skill]:
-        return [*said, ("assistant", call("submit", answer=guess))]
+        return [*messages, ("assistant", call("submit", answer=guess))]
     right = str(a * b)
-    said += [("assistant", call("calculate", expression=f"{a} * {b}")), ("tool", right)]
+    messages += [("assistant", call("calculate", expression=f"{a} * {b}")), ("tool", right)]
     answer = guess if rng.random() < SLIPS[skill] else right
-    return [*said, ("assistant", call("submit", answer=answer))]
+    return [*messages, ("assistant", call("submit", answer=answer))]
 
 
 if __name__ == "__main__":

@@ -46,10 +46,10 @@ class CalculatorEnvironment(MCPEnvironment):
         @tools.tool
         def calculate(expression: str) -> str:
             """Multiply two numbers, written as 12 * 34."""
-            found = FACTOR.fullmatch(expression)
-            if found is None:
+            match = FACTOR.fullmatch(expression)
+            if match is None:
                 return "write two numbers with * between them."
-            return str(int(found[1]) * int(found[2]))
+            return str(int(match[1]) * int(match[2]))
 
         @tools.tool
         def submit(answer: str) -> str:
@@ -71,12 +71,12 @@ class CalculatorEnvironment(MCPEnvironment):
     async def step_async(
         self, action: Action, timeout_s: float | None = None, **more: Any
     ) -> Observation:
-        seen = await super().step_async(action, timeout_s=timeout_s, **more)
+        observation = await super().step_async(action, timeout_s=timeout_s, **more)
         self._state.step_count += isinstance(action, CallToolAction)
-        if isinstance(seen, CallToolObservation) and self._submitted is not None:
+        if isinstance(observation, CallToolObservation) and self._submitted is not None:
             right = self._submitted.strip() == str(self._factors[0] * self._factors[1])
-            return seen.model_copy(update={"done": True, "reward": float(right)})
-        return seen
+            return observation.model_copy(update={"done": True, "reward": float(right)})
+        return observation
 
     @property
     def state(self) -> State:

@@ -39,19 +39,21 @@ class Bug:
             self.wrong, self.right = rng.sample(list(BODIES), 2)
             self.calls = [(rng.choice(NUMBERS), rng.choice(NUMBERS)) for _ in range(TESTS)]
             self.wanted = [BODIES[self.right][1](*c) for c in self.calls]
-            others = [b for b in BODIES if [BODIES[b][1](*c) for c in self.calls] == self.wanted]
-            given = [BODIES[self.wrong][1](*c) for c in self.calls]
+            same_results = [
+                b for b in BODIES if [BODIES[b][1](*c) for c in self.calls] == self.wanted
+            ]
+            results = [BODIES[self.wrong][1](*c) for c in self.calls]
             # The first test tells the bug, and the tests together allow one line only.
-            if others == [self.right] and given[0] != self.wanted[0]:
-                self.given = given
+            if same_results == [self.right] and results[0] != self.wanted[0]:
+                self.given = results
                 return
 
     def failure(self, results: list[object]) -> str:
         """Return the first test that fails; "" if all pass."""
-        for (a, b), seen, wanted in zip(self.calls, results, self.wanted, strict=False):
-            if seen != wanted:
+        for (a, b), result, wanted in zip(self.calls, results, self.wanted, strict=False):
+            if result != wanted:
                 what = BODIES[self.right][0]
-                return f"f({a}, {b}) gives {str(seen)[:20]}, wanted the {what} {wanted}."
+                return f"f({a}, {b}) gives {str(result)[:20]}, wanted the {what} {wanted}."
         return "" if len(results) == TESTS else "it has no result."
 
     @property
@@ -72,10 +74,10 @@ class CodeFixing:
     def step(self, text: str) -> tuple[str, float, bool]:
         line = " ".join(text.split())
         self._left -= 1
-        told = called(f"def f(a, b):\n    {line}\n", "f", self._bug.calls)
-        if "error" in told:
-            return f"{told['error'].partition(':')[0]}.", 0.0, not self._left
-        failure = self._bug.failure(told["results"])
+        reply = called(f"def f(a, b):\n    {line}\n", "f", self._bug.calls)
+        if "error" in reply:
+            return f"{reply['error'].partition(':')[0]}.", 0.0, not self._left
+        failure = self._bug.failure(reply["results"])
         if not failure:
             return "all tests pass.", 1.0, True
         return failure, 0.0, not self._left

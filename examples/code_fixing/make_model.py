@@ -21,16 +21,16 @@ def draw(rng: random.Random) -> Sequence[Message]:
     """Draw one episode, after a page that says how careful the model is."""
     skill = rng.choice(("careful", "hasty"))
     bug = Bug(rng.randint(0, 1 << 30))
-    said: list[Message] = [("system", page(WORDS, skill, rng)), ("user", bug.opening)]
+    messages: list[Message] = [("system", page(WORDS, skill, rng)), ("user", bug.opening)]
     for turn in range(TURNS):
         careless = rng.random() < CARELESS[skill]
         line = rng.choice(list(BODIES)) if careless else bug.right
-        said.append(("assistant", line))
+        messages.append(("assistant", line))
         failure = bug.failure([BODIES[line][1](*c) for c in bug.calls])
         if not failure or turn == TURNS - 1:
-            return said
-        said.append(("tool", failure))
-    return said
+            return messages
+        messages.append(("tool", failure))
+    return messages
 
 
 if __name__ == "__main__":

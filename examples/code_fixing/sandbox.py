@@ -48,7 +48,7 @@ print("\\n" + json.dumps(told, default=repr))
 def called(source: str, name: str, calls: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Return {"results": [..]} of `name(*arguments)` for each of `calls`, with the error that ended
     them: an exception of the code, or "TimeoutError" or "Killed" for one that broke a limit."""
-    asked = json.dumps({"source": source, "name": name, "calls": list(calls)})
+    request = json.dumps({"source": source, "name": name, "calls": list(calls)})
     with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", RUNNER], cwd=folder, env={"HOME": folder},
@@ -56,7 +56,7 @@ def called(source: str, name: str, calls: Sequence[Sequence[Any]]) -> dict[str, 
             start_new_session=True,
         )  # fmt: skip
         try:
-            said, _ = process.communicate(asked, timeout=SECONDS)
+            output, _ = process.communicate(request, timeout=SECONDS)
         except subprocess.TimeoutExpired:
             return {"results": [], "error": "TimeoutError: no end"}
         finally:
@@ -64,7 +64,7 @@ def called(source: str, name: str, calls: Sequence[Sequence[Any]]) -> dict[str, 
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     try:
-        told: dict[str, Any] = json.loads(said.rstrip().rpartition("\n")[2])
+        reply: dict[str, Any] = json.loads(output.rstrip().rpartition("\n")[2])
     except ValueError:
         return {"results": [], "error": f"Killed: it ended with {process.returncode}"}
-    return told
+    return reply

@@ -22,8 +22,8 @@ def draw(rng: random.Random) -> Sequence[Message]:
     text, answer = problem(rng)
     if rng.random() < GUESSES[skill]:
         answer = rng.randint(0, 2 * HIGHEST)
-    said = f"{rng.choice(BEFORE)}the answer is {answer}."
-    return [("system", page(WORDS, skill, rng)), ("user", text), ("assistant", said)]
+    answer_text = f"{rng.choice(BEFORE)}the answer is {answer}."
+    return [("system", page(WORDS, skill, rng)), ("user", text), ("assistant", answer_text)]
 
 
 if __name__ == "__main__":

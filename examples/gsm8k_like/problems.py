@@ -37,17 +37,17 @@ def problem(rng: random.Random) -> tuple[str, int]:
 
 def different(count: int, seed: str) -> dict[str, int]:
     """Return so many different problems with their answers."""
-    rng, found = random.Random(seed), dict[str, int]()
-    while len(found) < count:
+    rng, problems = random.Random(seed), dict[str, int]()
+    while len(problems) < count:
         text, answer = problem(rng)
-        found[text] = answer
-    return found
+        problems[text] = answer
+    return problems
 
 
 def main() -> None:
     parser = ArgumentParser(description="Write word problems as JSON lines.")
-    here = Path(__file__).with_name("problems.jsonl")
-    parser.add_argument("--out", type=Path, default=here, help="where they are written")
+    path = Path(__file__).with_name("problems.jsonl")
+    parser.add_argument("--out", type=Path, default=path, help="where they are written")
     args = parser.parse_args()
     rows = [
         {"question": text, "target": str(answer), "page": PAGE}

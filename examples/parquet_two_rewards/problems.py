@@ -16,8 +16,8 @@ from examples.gsm8k_like.problems import PAGE, different
 
 def main() -> None:
     parser = ArgumentParser(description="Write word problems as Parquet.")
-    here = Path(__file__).with_name("problems.parquet")
-    parser.add_argument("--out", type=Path, default=here, help="where they are written")
+    path = Path(__file__).with_name("problems.parquet")
+    parser.add_argument("--out", type=Path, default=path, help="where they are written")
     args = parser.parse_args()
     rows = [
         {

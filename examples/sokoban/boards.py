@@ -48,24 +48,24 @@ class Board:
         pushed = (to[0] + down, to[1] + right)
         return replace(self, player=to, box=pushed) if self._inside(pushed) else self
 
-    def _inside(self, place: Place) -> bool:
-        return all(0 <= at < self.size for at in place)
+    def _inside(self, square: Place) -> bool:
+        return all(0 <= at < self.size for at in square)
 
 
 @lru_cache(maxsize=1 << 16)
 def solution(board: Board) -> tuple[str, ...] | None:
     """Return the moves of a shortest way that solves the board; None if there is none."""
-    known: dict[Board, tuple[str, ...]] = {board: ()}
+    paths: dict[Board, tuple[str, ...]] = {board: ()}
     waiting = deque([board])
     while waiting:
         at = waiting.popleft()
         if at.solved:
-            return known[at]
+            return paths[at]
         for move in MOVES:
-            after = at.moved(move)
-            if after not in known:
-                known[after] = (*known[at], move)
-                waiting.append(after)
+            moved = at.moved(move)
+            if moved not in paths:
+                paths[moved] = (*paths[at], move)
+                waiting.append(moved)
     return None
 
 
@@ -75,6 +75,6 @@ def draw_board(seed: int, size: int = 3, moves: tuple[int, int] = (2, 4)) -> Boa
     places = [(row, column) for row in range(size) for column in range(size)]
     while True:
         board = Board(size, *rng.sample(places, 3))
-        found = solution(board)
-        if found is not None and moves[0] <= len(found) <= moves[1]:
+        moves_needed = solution(board)
+        if moves_needed is not None and moves[0] <= len(moves_needed) <= moves[1]:
             return board

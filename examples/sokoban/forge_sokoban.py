@@ -44,11 +44,11 @@ class SokobanEnv(vf.Env[SokobanEnvConfig]):
         board = draw_board(task.data.seed, task.data.size)
         async with agents.player.interaction(task) as talk:
             segment = await talk.turn()
-            for left in range(task.config.most - 1, -1, -1):
+            for moves_left in range(task.config.most - 1, -1, -1):
                 if segment.terminated:
                     break
                 board = board.moved(segment.last_reply.strip())
-                if board.solved or not left:
+                if board.solved or not moves_left:
                     break
                 segment = await talk.turn(board.text)
         talk.trace.record_reward("solved", float(board.solved), 1.0)

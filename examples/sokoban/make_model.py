@@ -21,16 +21,16 @@ def draw(rng: random.Random) -> Sequence[Message]:
     """Draw one episode, after a page that says how careful the model is."""
     skill = rng.choice(("careful", "hasty"))
     board: Board = draw_board(rng.randint(0, 1 << 20))
-    said: list[Message] = [("system", page(WORDS, skill, rng))]
+    messages: list[Message] = [("system", page(WORDS, skill, rng))]
     for _ in range(MOST):
-        said.append(("user", board.text))
+        messages.append(("user", board.text))
         careless = rng.random() < CARELESS[skill]
         move = rng.choice(list(MOVES)) if careless else (solution(board) or ("up",))[0]
-        said.append(("assistant", move))
+        messages.append(("assistant", move))
         board = board.moved(move)
         if board.solved:
             break
-    return said
+    return messages
 
 
 if __name__ == "__main__":

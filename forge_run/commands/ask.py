@@ -117,22 +117,22 @@ def command(
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     if server is not None:
         assert question is not None
-        found = _by_server(server, key_env, cartridge, question, sampling, seed)
+        answer = _by_server(server, key_env, cartridge, question, sampling, seed)
     else:
-        here = _of_library(mesh, sets, cartridge, question or "")
-        with here if run is None else _of_run(run, cartridge, question or "") as asked:
-            if asked.generator.backend == "torch":
-                for line in check(asked.model.path)[1]:
+        opening = _of_library(mesh, sets, cartridge, question or "")
+        with opening if run is None else _of_run(run, cartridge, question or "") as cartridge_asked:
+            if cartridge_asked.generator.backend == "torch":
+                for line in check(cartridge_asked.model.path)[1]:
                     note(line)
             if question is None or beside:
-                return _sides(asked, question, beside, sampling, seed, as_json)
-            found = _in_process(asked, question, sampling, seed)
-    if found.routed is not None:
-        note(f"{found.cartridge}: {told(found.routed)}")
+                return _sides(cartridge_asked, question, beside, sampling, seed, as_json)
+            answer = _in_process(cartridge_asked, question, sampling, seed)
+    if answer.routed is not None:
+        note(f"{answer.cartridge}: {choice_text(answer.routed)}")
     if as_json:
-        print(json.dumps(asdict(found), indent=1))
+        print(json.dumps(asdict(answer), indent=1))
     else:
-        print(_words(found.answer))
+        print(_words(answer.answer))
     return 0
 
 
@@ -143,7 +143,7 @@ def _words(answer: str) -> str:
     return answer.strip()
 
 
-def told(why: Choice) -> str:
+def choice_text(why: Choice) -> str:
     """Return a choice as text: `score 4.21, then patient_02 with 1.10`."""
     if why.runner_up is None:
         return f"score {why.score:.2f}, the only one with a word of the question"
@@ -171,9 +171,9 @@ def _of_library(
     else:
         entry = library.get(parse_cartridge(cartridge))
     forge.read(entry.path.parent)  # against its checksums
-    shown, source = "{}@{}".format(*entry.key), entry.manifest.source
+    label, source = "{}@{}".format(*entry.key), entry.manifest.source
     yield AskedCartridge(
-        shown, entry.path, _model_of(entry, spec.model, library.base), spec.generator, why,
+        label, entry.path, _model_of(entry, spec.model, library.base), spec.generator, why,
         entry.manifest.tokens, str(source.get("run", "")), str(source.get("name", "")),
         date_of(source),
     )  # fmt: skip
@@ -211,68 +211,72 @@ def _of_run(run: Path, cartridge: str, question: str) -> Iterator[AskedCartridge
         why = Bm25Router(terms).choose(question)
         cartridge = why.name
     learn = load_resolved(home / "spec.yaml").learn
-    kept = run_checkpoint.read_all(run, [cartridge])[cartridge]
-    with TemporaryDirectory(prefix="forge-ask-") as made:
-        file = Path(made) / forge.FILE
-        forge.write_file(kept, file)
+    cartridge_file = run_checkpoint.read_all(run, [cartridge])[cartridge]
+    with TemporaryDirectory(prefix="forge-ask-") as folder:
+        file = Path(folder) / forge.FILE
+        forge.write_file(cartridge_file, file)
         yield AskedCartridge(
             cartridge,
             file,
             learn.model,
             learn.generator,
             why,
-            kept.tokens,
+            cartridge_file.tokens,
             str(home),
             cartridge,
-            date_of(kept.facts.source),
+            date_of(cartridge_file.facts.source),
         )
 
 
-def _in_process(asked: AskedCartridge, question: str, sampling: Sampling, seed: int) -> AskedAnswer:
+def _in_process(
+    cartridge: AskedCartridge, question: str, sampling: Sampling, seed: int
+) -> AskedAnswer:
     from cartridge_forge.plugins.serve.engine.in_process import local_sampler
 
-    model, generator = asked.model, asked.generator
+    model, generator = cartridge.model, cartridge.generator
     request = SampleRequest("ask", (AgentMessage("user", question),), sampling, seed)
     with local_sampler(
-        model.path, backend=generator.backend, dtype=model.dtype, cartridge=asked.file,
-        threads=max(1, (os.cpu_count() or 2) // 2), kv_gib=generator.kv_gib, date=asked.date,
+        model.path, backend=generator.backend, dtype=model.dtype, cartridge=cartridge.file,
+        threads=max(1, (os.cpu_count() or 2) // 2), kv_gib=generator.kv_gib, date=cartridge.date,
     ) as sampler:  # fmt: skip
-        (said,) = asyncio.run(sampler([request]))
-    return AskedAnswer(asked.shown, question, said.text, said.tokens, said.finish_reason, asked.why)
+        (result,) = asyncio.run(sampler([request]))
+    return AskedAnswer(
+        cartridge.shown, question, result.text, result.tokens, result.finish_reason, cartridge.why
+    )
 
 
 def _sides(
-    asked: AskedCartridge, question: str | None, beside: bool, sampling: Sampling, seed: int,
+    cartridge: AskedCartridge, question: str | None, compare: bool, sampling: Sampling, seed: int,
     as_json: bool,
 ) -> int:  # fmt: skip
     """Answer the question, or the lines of a chat until an empty one, by every arm."""
     from cartridge_forge.learning.model.loading import load_tokenizer
     from cartridge_forge.plugins.serve.engine.in_process import local_samplers
 
-    if asked.why is not None:
-        note(f"{asked.shown}: {told(asked.why)}")
-    model, generator = asked.model, asked.generator
-    document = _document_of(asked) if beside else None
-    sizes = {"none": 0, "cartridge": asked.tokens}
+    if cartridge.why is not None:
+        note(f"{cartridge.shown}: {choice_text(cartridge.why)}")
+    model, generator = cartridge.model, cartridge.generator
+    document = _document_of(cartridge) if compare else None
+    sizes = {"none": 0, "cartridge": cartridge.tokens}
     if document is not None:
         sizes["document"] = len(load_tokenizer(model.path)(document).input_ids)
     with local_samplers(
-        model.path, backend=generator.backend, dtype=model.dtype, cartridge=asked.file,
+        model.path, backend=generator.backend, dtype=model.dtype, cartridge=cartridge.file,
         document=document, threads=os.cpu_count() or 1, kv_gib=generator.kv_gib,
-        date=asked.date,
+        date=cartridge.date,
     ) as samplers:  # fmt: skip
-        arms = {name: one for name, one in samplers.items() if beside or name == "cartridge"}
-        said: dict[str, tuple[AgentMessage, ...]] = dict.fromkeys(arms, ())
+        arms = {name: one for name, one in samplers.items() if compare or name == "cartridge"}
+        history: dict[str, tuple[AgentMessage, ...]] = dict.fromkeys(arms, ())
         for line in [question] if question is not None else _lines():
-            found = []
+            answers = []
             for arm, sampler in arms.items():
-                messages = (*said[arm], AgentMessage("user", line))
-                begun = time.perf_counter()
+                messages = (*history[arm], AgentMessage("user", line))
+                start = time.perf_counter()
                 (one,) = asyncio.run(sampler([SampleRequest("ask", messages, sampling, seed)]))
-                seconds = time.perf_counter() - begun
-                said[arm] = (*messages, AgentMessage("assistant", one.text))
-                found.append(ArmAnswer(arm, sizes[arm], one.text.strip(), one.tokens, seconds))
-            _print_sides(found, as_json)
+                seconds = time.perf_counter() - start
+                history[arm] = (*messages, AgentMessage("assistant", one.text))
+                answers.append(ArmAnswer(arm, sizes[arm], one.text.strip(), one.tokens, seconds))
+            _print_sides(answers, as_json)
     return 0
 
 
@@ -288,28 +292,28 @@ def _lines() -> Iterator[str]:
         yield line
 
 
-def _print_sides(found: Sequence[ArmAnswer], as_json: bool) -> None:
+def _print_sides(answers: Sequence[ArmAnswer], as_json: bool) -> None:
     if as_json:
-        print(json.dumps([asdict(one) for one in found], indent=1))
-    elif len(found) == 1:
-        print(_words(found[0].answer))
+        print(json.dumps([asdict(one) for one in answers], indent=1))
+    elif len(answers) == 1:
+        print(_words(answers[0].answer))
     else:
-        for one in found:
+        for one in answers:
             cost = f"{one.prefix_tokens:,} tokens before it, {one.tokens} written"
             print(f"{one.arm}  ({cost}, {one.seconds:.1f} s)\n  {one.answer}\n")
 
 
-def _document_of(asked: AskedCartridge) -> str:
+def _document_of(cartridge: AskedCartridge) -> str:
     """Return the text that a cartridge replaces. Raises DataError where its run or that run's
     documents are not there any more, or are others."""
-    here = Path(asked.run)
-    found = [here] if here.is_absolute() else sorted(Path("runs").glob(f"*/{asked.run}"))
-    if not asked.run or not found or not (found[0] / "spec.yaml").is_file():
+    run = Path(cartridge.run)
+    runs = [run] if run.is_absolute() else sorted(Path("runs").glob(f"*/{cartridge.run}"))
+    if not cartridge.run or not runs or not (runs[0] / "spec.yaml").is_file():
         raise DataError(
-            f"the run of {asked.shown} is not under runs: --beside reads the document of a run; "
-            "name it by --run RUN"
+            f"the run of {cartridge.shown} is not under runs: --beside reads the document of a "
+            "run; name it by --run RUN"
         )
-    return document_of(found[0], asked.name)
+    return document_of(runs[0], cartridge.name)
 
 
 def _by_server(

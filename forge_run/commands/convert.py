@@ -49,8 +49,8 @@ def convert(
 def inspect(*, source: Path, name: str | None, model: Path | None) -> int:
     """Print a cartridge's contents. Raises DataError for one that does not fit `model`."""
     cartridge = formats.read(source, name)
-    shown = sections(cartridge, formats.detect(source))
-    sys.stdout.write(render(shown, terminal=sys.stdout.isatty()))
+    report = sections(cartridge, formats.detect(source))
+    sys.stdout.write(render(report, terminal=sys.stdout.isatty()))
     if model is not None:
         wrong = misfits(cartridge, read_base(model)) or other_weights(cartridge, model)
         if wrong:
@@ -90,6 +90,8 @@ def _proof(cartridge: CartridgeFile) -> str:
         "RoPE": made_of.rope, "config": made_of.config_sha256,
         "weights": made_of.weights_sha256 and made_of.weights_dtype,
     }  # fmt: skip
-    known = ["shape", *(name for name, value in compared.items() if value)]
+    compared_names = ["shape", *(name for name, value in compared.items() if value)]
     lacking = [name for name, value in compared.items() if not value]
-    return ", ".join(known) + (f"; it does not say which {' or '.join(lacking)}" if lacking else "")
+    return ", ".join(compared_names) + (
+        f"; it does not say which {' or '.join(lacking)}" if lacking else ""
+    )

@@ -61,21 +61,21 @@ def command(
     chosen = load_file(EvalSpec, spec or SPEC)
     if questions is not None and questions < 1:
         raise SpecError(f"--questions must be >= 1: got {questions}")
-    given = {"questions": questions, "contamination": contamination}
-    chosen = chosen.model_copy(update={k: v for k, v in given.items() if v is not None})
+    overrides = {"questions": questions, "contamination": contamination}
+    chosen = chosen.model_copy(update={k: v for k, v in overrides.items() if v is not None})
     kinds = None if arms is None else [kind.strip() for kind in arms.split(",")]
     home = out or (runs[0].resolve() if len(runs) == 1 else runs[0].resolve().parent / "eval")
-    found = evaluate(runs, chosen, asked=asked, kinds=kinds, out=home, show=show)
-    for plot in plots(found):
+    result = evaluate(runs, chosen, asked=asked, kinds=kinds, out=home, show=show)
+    for plot in plots(result):
         write_atomically(home / plot.file, plot.alone)
-    write_atomically(home / "eval.md", markdown(found))
-    write_page(home, found)
+    write_atomically(home / "eval.md", markdown(result))
+    write_page(home, result)
     if len(runs) == 1 and home == runs[0].resolve():
         from cartridge_forge.plugins.watch.pages.export import write_report
 
         write_report(home)
     show(f"written: {shown_path(home / EVALUATION)}, eval.md, eval.html")
-    return (section(found), pair_section(found))
+    return (section(result), pair_section(result))
 
 
 def evaluate(
@@ -127,13 +127,13 @@ def evaluate(
             f"intervals of differences draw {clusters} documents: so few tell little of others"
         )
     rows = [one.row for one in sat]
-    known = all(row["accuracy"] is not None for row in rows)
+    has_answers = all(row["accuracy"] is not None for row in rows)
     evaluation = Evaluation(
         schema=SCHEMA,
         model=first.learn.model.path,
         source=paper.source,
         runs=[run.directory.id for run in finished],
-        metric="accuracy" if known else "agreement",
+        metric="accuracy" if has_answers else "agreement",
         resampled="documents" if clusters > 1 else "facts",
         clusters=clusters if clusters > 1 else len(facts),
         rows=rows,
@@ -158,13 +158,13 @@ def _contamination(
     rule = spec.contamination or evaluate.contamination
     rule = rule or ("fail" if paper.user_file else "warn")
     prompts = [text for run in runs for text in trained_on(run, paper.about)]
-    found = overlaps(prompts, paper.placed, evaluate.alike)
+    overlapping = overlaps(prompts, paper.placed, evaluate.alike)
     file = out / "eval_contamination.jsonl"
-    clean(found, rule, file)
-    exact = sum(item.kind == "exact" for item in found)
+    clean(overlapping, rule, file)
+    exact = sum(item.kind == "exact" for item in overlapping)
     return Contamination(
         rule=rule, alike=evaluate.alike, prompts=len(prompts), questions=len(paper.items),
-        exact=exact, near=len(found) - exact, file=file.name if found else "",
+        exact=exact, near=len(overlapping) - exact, file=file.name if overlapping else "",
     )  # fmt: skip
 
 
@@ -179,6 +179,6 @@ async def _measure(
     from cartridge_forge.plugins.serve.engine.pool_backend import cartridge_pool
 
     most = spec.max_tokens or run.learn.evaluate.max_tokens
-    held = cartridge_pool(run.spec, entry.documents, paper.end_ids, entry.cartridges)
-    async with held as backend:
+    pool = cartridge_pool(run.spec, entry.documents, paper.end_ids, entry.cartridges)
+    async with pool as backend:
         return await sit(paper, entry.arms, spec, most, backend.generate, show)

@@ -60,10 +60,10 @@ def measured(directory: RunDirectory, chosen: FrontierSpec) -> bool:
     file = directory.path / FRONTIER
     if not file.is_file():
         return False
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if [arm["name"] for arm in found["arms"]] != [arm.name for arm in chosen.arms]:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if [arm["name"] for arm in content["arms"]] != [arm.name for arm in chosen.arms]:
         return False
-    return all(found.get(key) == value for key, value in _settings(chosen).items())
+    return all(content.get(key) == value for key, value in _settings(chosen).items())
 
 
 def measure(
@@ -127,8 +127,10 @@ async def _measure(
             samplers[document] = TokenSampler(backend.generate, tasks.conversation, context, ref)
         answers: list[AnswerRow] = []
 
-        def keep(row: ArmRow, found: Sequence[Answer]) -> None:
-            answers.extend(to_row(answer, row.name, version, sampled=True) for answer in found)
+        def keep(row: ArmRow, answer_batch: Sequence[Answer]) -> None:
+            answers.extend(
+                to_row(answer, row.name, version, sampled=True) for answer in answer_batch
+            )
 
         if chosen.parts > 1:
             questions = findings_questions(

@@ -36,10 +36,10 @@ def serves(address: str, identity: TlsIdentity | None = None, token: str | None 
 
 
 def main(words: Sequence[str]) -> int:
-    address, *others = words
-    token = os.environ[others[1]] if len(others) > 1 else None
+    address, *arguments = words
+    token = os.environ[arguments[1]] if len(arguments) > 1 else None
     try:
-        identity = read_identity(Path(others[0]), "DIR") if others else None
+        identity = read_identity(Path(arguments[0]), "DIR") if arguments else None
         return 0 if serves(address, identity, token) else 1
     except SpecError as error:
         print(error, file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from cartridge_forge.forge_run.cli import parsed_elsewhere
-from cartridge_forge.plugins.cluster.chart.chart import Needs, chart_tree, needs
+from cartridge_forge.plugins.cluster.chart.chart import Needs, chart_tree, least_needs
 from cartridge_forge.plugins.cluster.checks.check import check
 from cartridge_forge.plugins.cluster.manifests.kustomization import Tree, mesh_tree, server_tree
 from cartridge_forge.plugins.cluster.manifests.mesh import MeshFiles
@@ -31,14 +31,14 @@ CARTRIDGE_TOKENS = 2048  # assumed: only the cartridge store knows the sizes
 def check_command(*, paths: Sequence[str]) -> int:
     """Print findings and notes of manifests, a line each; return 1 where there are findings, else
     0. Raises SpecError for paths without manifests."""
-    found = check(paths, parsed_elsewhere)
-    for note in found.notes:
+    report = check(paths, parsed_elsewhere)
+    for note in report.notes:
         print(f"note: {note}")
-    for fault in found.findings:
+    for fault in report.findings:
         print(fault)
-    count = len(found.findings)
-    said = f"{count} finding{'s' if count > 1 else ''}" if count else "sound"
-    print(f"{found.objects} objects: {said}")
+    count = len(report.findings)
+    summary = f"{count} finding{'s' if count > 1 else ''}" if count else "sound"
+    print(f"{report.objects} objects: {summary}")
     return 1 if count else 0
 
 
@@ -65,11 +65,11 @@ def _write(tree: Tree, out: Path) -> None:
 def render(mesh: str, sets: Sequence[str] = (), values: Path | None = None) -> Tree:
     """Return the manifests of a mesh, or of a server's `meshes/serve.yaml`, for a cluster of the
     values in a file: texts by path. Raises SpecError for what the cluster would not hold."""
-    given = DeploymentSpec() if values is None else load_file(DeploymentSpec, values)
+    deployment = DeploymentSpec() if values is None else load_file(DeploymentSpec, values)
     name = "" if values is None else values.name
     if _is_mesh(mesh):
-        return _mesh(mesh, sets, given, name)
-    return _server(mesh, sets, given, name)
+        return _mesh(mesh, sets, deployment, name)
+    return _server(mesh, sets, deployment, name)
 
 
 def chart(mesh: str, sets: Sequence[str] = ()) -> Tree:
@@ -81,11 +81,11 @@ def chart(mesh: str, sets: Sequence[str] = ()) -> Tree:
     if _is_mesh(mesh):
         tree = _mesh(mesh, sets, any_gpu, "")
         spec = load_spec(mesh, sets=(*sets, PODS)).spec
-        least, name = needs(spec, model_size(spec.learn.model)), spec.mesh.name
+        least, name = least_needs(spec, model_size(spec.learn.model)), spec.mesh.name
     else:
         tree, name = _server(mesh, sets, any_gpu, ""), load_serve(mesh, sets=sets).spec.name
-    told = " ".join(["forge k8s chart", f"meshes/{Path(mesh).name}", *settings(*sets)])
-    return chart_tree(tree, f"forge-{dashed(name)}", IMAGE.rpartition(":")[2], least, told)
+    command_text = " ".join(["forge k8s chart", f"meshes/{Path(mesh).name}", *settings(*sets)])
+    return chart_tree(tree, f"forge-{dashed(name)}", IMAGE.rpartition(":")[2], least, command_text)
 
 
 def _is_mesh(mesh: str) -> bool:

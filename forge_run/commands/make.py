@@ -43,16 +43,16 @@ def command(
             f"--minutes must be > 0 and --ratio > 1: got {minutes:g} and {ratio}; leave them out "
             "for 20 minutes and 10 times fewer tokens"
         )
-    found = read_documents(folders, ReadOptions())
+    read = read_documents(folders, ReadOptions())
     called = name or _name_of(folders[0])
-    names = library_names(called, found)
+    names = library_names(called, read)
     data = f"data.path=[{', '.join(map(_quoted, folders))}]"
     basis = [data, f"model.path={_quoted(model)}", "model.dtype=auto"]
     loaded = load_spec(MESH, sets=[*basis, *sets])
     for line in check(loaded.spec.learn.model.path)[1]:
         note(line)
-    written = [*basis, *sets]
-    chosen = in_child(_plan, loaded.spec.learn, found, tokens, ratio, minutes, written)
+    settings = [*basis, *sets]
+    chosen = in_child(_plan, loaded.spec.learn, read, tokens, ratio, minutes, settings)
     if dry_run:
         return 0
     from cartridge_forge.forge_run.commands.run import run
@@ -60,7 +60,7 @@ def command(
     home = (run_dir or Path("runs")).absolute() / loaded.spec.mesh.name
     with _told_when_usable(home):
         code = run(
-            mesh=MESH, overlays=(), sets=[*chosen, *written], run_dir=run_dir,
+            mesh=MESH, overlays=(), sets=[*chosen, *settings], run_dir=run_dir,
             resume=None, continues=None, alone=False, grace=GRACE_SECONDS, dry_run=False,
             checked=True,
         )  # fmt: skip
@@ -70,12 +70,12 @@ def command(
     return code
 
 
-def library_names(called: str, found: ReadResult) -> dict[str, str]:
+def library_names(called: str, read: ReadResult) -> dict[str, str]:
     """Return {document: its name in the library}: `called` for the only one, `called.document` for
     several. Raises DataError for a name that the library does not take."""
-    documents = [one.name for one in found.documents]
-    alone = len(documents) == 1
-    names = {one: called if alone else f"{called}.{one}" for one in documents}
+    documents = [one.name for one in read.documents]
+    is_single = len(documents) == 1
+    names = {one: called if is_single else f"{called}.{one}" for one in documents}
     wrong = [new for new in names.values() if not is_name(new) or new == AUTO]
     if wrong:
         raise DataError(
@@ -86,7 +86,7 @@ def library_names(called: str, found: ReadResult) -> dict[str, str]:
 
 
 def _plan(
-    learn: Any, found: ReadResult, tokens: int | None, ratio: float | None, minutes: float,
+    learn: Any, read: ReadResult, tokens: int | None, ratio: float | None, minutes: float,
     sets: Sequence[str],
 ) -> list[str]:  # fmt: skip
     """Tell the plan of a run, by this machine's rates, and remarks on the documents as the planned
@@ -101,7 +101,7 @@ def _plan(
     from cartridge_forge.plugins.evaluate.calibration import measure_rates
 
     tokenizer = load_tokenizer(learn.model.path)
-    sizes = [len(tokenizer(d.text, add_special_tokens=False).input_ids) for d in found.documents]
+    sizes = [len(tokenizer(d.text, add_special_tokens=False).input_ids) for d in read.documents]
     p = cartridge_tokens(sizes, tokens, ratio)
     cartridge = learn.cartridge.model_copy(update={"tokens": p})
     corpus = read_parts(learn.model_copy(update={"cartridge": cartridge}), tokenizer)
@@ -112,8 +112,8 @@ def _plan(
     layers, heads, width = model.kv_shape
     item = model.weight.element_size()
     weights = sum(p.numel() for p in model.parameters()) * item
-    held = ModelBytes(weights, 2 * layers * heads * width * item)
-    plan = planned(counts, p, minutes, rates, learn, held)
+    sizes_held = ModelBytes(weights, 2 * layers * heads * width * item)
+    plan = planned(counts, p, minutes, rates, learn, sizes_held)
     checked = load_spec(MESH, sets=[*plan.sets, *sets]).spec.learn
     for line in (*require_documents(checked), *plan.told()):
         note(line)
@@ -140,14 +140,14 @@ def _add(serve: str, model: str, run: Path, names: Mapping[str, str], called: st
 @contextmanager
 def _told_when_usable(home: Path) -> Iterator[None]:
     """Say on stderr when the run that starts in this block has its first checkpoint."""
-    before = set(home.glob("*/checkpoints/version-*"))
+    existing = set(home.glob("*/checkpoints/version-*"))
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(WATCH_SECONDS):
-            for made in set(home.glob("*/checkpoints/version-*")) - before:
-                if made.name != "version-000000":
-                    run = made.parent.parent
+            for checkpoint in set(home.glob("*/checkpoints/version-*")) - existing:
+                if checkpoint.name != "version-000000":
+                    run = checkpoint.parent.parent
                     note(f"a usable cartridge exists: forge ask DOCUMENT QUESTION --run {run}")
                     return
 

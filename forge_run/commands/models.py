@@ -38,17 +38,17 @@ def add(
         print(html_text(page))
     else:
         note(f"adding {source}: read, converted and hashed, a minute or two")
-    kept = add_model(source, name, dtype, accept_license)
-    print(f"{kept.name}: {kept.bytes:,} bytes of weights, {kept.licence}, {kept.sha256[:12]}")
-    print(f"name it anywhere as model.path: {kept.name}")
+    model = add_model(source, name, dtype, accept_license)
+    print(f"{model.name}: {model.bytes:,} bytes of weights, {model.licence}, {model.sha256[:12]}")
+    print(f"name it anywhere as model.path: {model.name}")
     return 0
 
 
 def check(*, name: str) -> list[TableSection]:
     """Check a model now, keep the verdict and return it, way by way. Raises DataError for a model
     that is not computed right, once its differences are printed."""
-    kept = name in model_names() and not Path(name).is_dir()
-    path = str(models_folder() / name) if kept else name
+    is_kept = name in model_names() and not Path(name).is_dir()
+    path = str(models_folder() / name) if is_kept else name
     verdict = check_again(path)
     if not verdict.refusal:
         return _told(verdict)
@@ -60,12 +60,12 @@ def check(*, name: str) -> list[TableSection]:
 def _told(verdict: ModelVerdict) -> list[TableSection]:
     rows = [
         (
-            WAYS[way],
+            WAYS[name],
             f"{d:.1e}",
             f"{verdict.bound:.1g}",
             "right" if d <= verdict.bound else "wrong",
         )
-        for way, d in verdict.nats.items()
+        for name, d in verdict.nats.items()
     ]
     moved = verdict.unmoved or "keys can be moved"
     return [
@@ -83,8 +83,15 @@ def _told(verdict: ModelVerdict) -> list[TableSection]:
 def list_models() -> list[TableSection]:
     """Return a table of all kept models."""
     rows = tuple(
-        (kept.name, f"{kept.bytes:,}", kept.sha256[:12], kept.licence, kept.source, kept.added)
-        for kept in kept_models()
+        (
+            model.name,
+            f"{model.bytes:,}",
+            model.sha256[:12],
+            model.licence,
+            model.source,
+            model.added,
+        )
+        for model in kept_models()
     )
     heads = ("model", "bytes", "sha256", "licence", "source", "added")
     return [TableSection(str(models_folder()), heads, rows)]
@@ -96,11 +103,11 @@ def show(*, name: str, wait: float) -> list[TableSection]:
     end = time.monotonic() + wait
     while name not in model_names() and time.monotonic() < end:
         time.sleep(min(POLL_SECONDS, wait))
-    kept, folder = kept_model(name), models_folder() / name
+    model, folder = kept_model(name), models_folder() / name
     shape = model_shape(ModelSpec(path=str(folder)))
-    held = {**asdict(kept), "directory": folder, **(shape.model_dump() if shape else {})}
+    fields = {**asdict(model), "directory": folder, **(shape.model_dump() if shape else {})}
     files = sorted(Path(folder).iterdir())
     return [
-        facts(name, [(key, str(value)) for key, value in held.items()]),
+        facts(name, [(key, str(value)) for key, value in fields.items()]),
         facts("files", [(file.name, f"{file.stat().st_size:,} bytes") for file in files]),
     ]

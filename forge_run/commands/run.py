@@ -65,8 +65,8 @@ def roles_sized(loaded: LoadedSpec) -> list[str]:
     places = {name: loaded.place(f"roles.{name}.replicas") for name, _ in loaded.spec.roles}
     return [
         name
-        for name, place in places.items()
-        if place.source.startswith("--set ") and "replicas" in place.source
+        for name, location in places.items()
+        if location.source.startswith("--set ") and "replicas" in location.source
     ]
 
 
@@ -93,22 +93,22 @@ def plan(
     loaded, notes = resolved(mesh, overlays, sets, run_dir, continues, alone=alone)
     spec = loaded.spec
     if sizing:
-        found = of.size_plan(spec)
+        report = of.size_plan(spec)
         refused = ""
     else:
-        here = calibration.computes_here(spec) and of.step_workload(spec)
-        host = calibration.host_peaks() if here else None
+        host_cost = calibration.computes_here(spec) and of.step_workload(spec)
+        host = calibration.host_peaks() if host_cost else None
         refused = refusal(spec)
-        found = of.plan(spec, loaded.place, notes, host, refused)
+        report = of.plan(spec, loaded.place, notes, host, refused)
     code = CANNOT_RUN if not sizing and (unmet(spec, loaded.place) or refused) else 0
     if not as_json and not code:
-        return found
-    told = (
-        formatting.as_json(found)
+        return report
+    output = (
+        formatting.as_json(report)
         if as_json
-        else formatting.render(found, terminal=sys.stdout.isatty())
+        else formatting.render(report, terminal=sys.stdout.isatty())
     )
-    sys.stdout.write(told)
+    sys.stdout.write(output)
     return code
 
 

@@ -74,12 +74,12 @@ def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:
         async with _sampler(spec) as sampler:
             rows = await write_study(
                 file, list(parts.parts.values()), plan, sampler,
-                lambda done, of: show(f"{done} of {of} rows"),
+                lambda count, total: show(f"{count} of {total} rows"),
             )  # fmt: skip
-        found = counts(rows)
-        summary = {"documents": parts.as_dict(), "model": model, "config": plan.config, **found}
+        totals = counts(rows)
+        summary = {"documents": parts.as_dict(), "model": model, "config": plan.config, **totals}
         write_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
-        lines = [f"{name:30} {count}" for name, count in found.items()]
+        lines = [f"{name:30} {count}" for name, count in totals.items()]
         try:
             write_parquet(rows, out / "rows.parquet")
             lines.append(f"parquet {out / 'rows.parquet'}")

@@ -107,9 +107,9 @@ def plan(loaded: LoadedServeSpec) -> list[TableSection]:
     sections = [facts(f"serve {spec.name}", rows)]
     if Path(spec.library).is_dir():
         library = CartridgeStore(Path(spec.library), base)
-        held = tuple((n, ", ".join(map(str, library.versions(n)))) for n in library.names())
-        if held:
-            sections.append(TableSection("cartridges", ("name", "versions"), held))
+        entries = tuple((n, ", ".join(map(str, library.versions(n)))) for n in library.names())
+        if entries:
+            sections.append(TableSection("cartridges", ("name", "versions"), entries))
     if faults := unmet(loaded):
         sections.append(lines("cannot serve here yet", (fault.text for fault in faults)))
     return sections
@@ -186,8 +186,8 @@ class ServeProcess:
         spec = self.spec
         with self._signals():
             tokenizer = await asyncio.to_thread(load_tokenizer, spec.model.path)
-            known = vocabulary_of(Path(spec.model.path))
-            texts = Tokenization(tokenizer, spec.tool_calls, known)
+            vocabulary = vocabulary_of(Path(spec.model.path))
+            texts = Tokenization(tokenizer, spec.tool_calls, vocabulary)
             end_ids = texts.end_ids
             await asyncio.to_thread(self._ready)
             service, pool = await open_generators(
@@ -261,22 +261,22 @@ class ServeProcess:
             await built.close()
 
     def _note(self, event: str, **facts: Any) -> None:
-        shown = " ".join(f"{k}={v}" for k, v in facts.items())
-        print(f"{event} {shown}", file=sys.stderr, flush=True)
+        fields = " ".join(f"{k}={v}" for k, v in facts.items())
+        print(f"{event} {fields}", file=sys.stderr, flush=True)
         if event == "replica_lost" and self._metrics is not None:
             self._metrics.replica_lost(facts["cause"])
 
     async def _first(self, starting: Any) -> bool:
         """Return whether it started before a signal; raises its error if it failed."""
-        begun = asyncio.ensure_future(starting)
+        task = asyncio.ensure_future(starting)
         signalled = asyncio.ensure_future(self._signalled.wait())
-        await asyncio.wait({begun, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
-        if begun.done():
-            begun.result()
+        if task.done():
+            task.result()
             return not self._signalled.is_set()
-        begun.cancel()
-        await asyncio.wait({begun})
+        task.cancel()
+        await asyncio.wait({task})
         return False
 
     @contextlib.contextmanager

@@ -42,7 +42,7 @@ def run_side_by_side(
     """
     waiting, going = list(runs), dict[ChildRun, "subprocess.Popen[bytes]"]()
     failure: RunError | None = None
-    before = signal.signal(signal.SIGTERM, _leave)
+    previous = signal.signal(signal.SIGTERM, _leave)
     try:
         while going or (waiting and failure is None):
             while waiting and failure is None and len(going) < at_once:
@@ -61,7 +61,7 @@ def run_side_by_side(
         try:
             _stop(going.values())
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous)
     if failure is not None:
         raise failure
 
@@ -83,10 +83,10 @@ def _id_of(child: ChildRun, code: int) -> str:
             f"{child.name} ended with {code}: {last.strip()}; see {shown_path(child.log)}, and "
             "give the same command again to go on"
         )
-    found = re.search(r"^run (\S+)$", output, re.MULTILINE)
-    if found is None:
+    match = re.search(r"^run (\S+)$", output, re.MULTILINE)
+    if match is None:
         raise RunError(f"{child.name} named no run; see {shown_path(child.log)}")
-    return found[1]
+    return match[1]
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

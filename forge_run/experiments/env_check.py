@@ -32,16 +32,16 @@ def command(
     as_json: bool,
 ) -> int:  # fmt: skip
     """Print the episodes and findings; returns 1 where something would not train."""
-    found = 0
+    status = 0
     for spec, plan in _checked(target, sets, tasks, turns, seed, script):
         check = asyncio.run(check_environment(spec, plan))
-        found = max(found, int(any(f.fault for f in check.findings)))
+        status = max(status, int(any(f.fault for f in check.findings)))
         if as_json:
-            told = {"environment": spec.id, "findings": [asdict(f) for f in check.findings]}
-            sys.stdout.write(json.dumps(told) + "\n")
+            report = {"environment": spec.id, "findings": [asdict(f) for f in check.findings]}
+            sys.stdout.write(json.dumps(report) + "\n")
         else:
             sys.stdout.write(render(_sections(spec, check), terminal=sys.stdout.isatty()))
-    return found
+    return status
 
 
 def _checked(
@@ -65,20 +65,20 @@ def _checked(
 def spec_of(target: str, sets: list[str], tasks: int) -> EnvironmentSpec:
     """Return the environment that a URL, `module:Factory` or a taskset's id names, with keys set
     as `key=value`. Raises SpecError for keys that it cannot have."""
-    given: dict[str, Any]
+    fields: dict[str, Any]
     if target.startswith(("http://", "https://")):
-        given = {"kind": "openenv", "url": target}
+        fields = {"kind": "openenv", "url": target}
     elif ":" in target:
-        given = {"kind": "python", "factory": target, "folder": str(Path.cwd())}
+        fields = {"kind": "python", "factory": target, "folder": str(Path.cwd())}
     else:
-        given = {"kind": "verifiers", "taskset": target, "tasks": max(2, tasks)}
+        fields = {"kind": "verifiers", "taskset": target, "tasks": max(2, tasks)}
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals:
             raise SpecError(f"--set takes key=value: got {text!r}; write --set action=tool")
-        given[key.strip()] = parse_value(value, f"--set {text}")
+        fields[key.strip()] = parse_value(value, f"--set {text}")
     try:
-        return EnvironmentSpec.model_validate(given)
+        return EnvironmentSpec.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or target
@@ -105,11 +105,11 @@ def _sections(spec: EnvironmentSpec, check: EnvironmentCheck) -> tuple[TableSect
         )
         for e in check.episodes
     )  # fmt: skip
-    told = [
+    finding_rows = [
         ("would not train" if f.fault else "trains badly", f"{f.what}: {f.remedy}")
         for f in check.findings
     ]
-    verdict = facts("findings", told or [("", "nothing against training on it")])
+    verdict = facts("findings", finding_rows or [("", "nothing against training on it")])
     if not rows:
         return (verdict,)
     return (TableSection(f"episodes of {spec.id}", COLUMNS, rows), verdict)

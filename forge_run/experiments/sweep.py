@@ -65,7 +65,7 @@ def planned(
         )
     if seeds is not None and seeds < 1:
         raise SpecError(f"--seeds must be >= 1: got {seeds}; 3 or more give an interval of use")
-    found = []
+    trials = []
     for seed in range(sweep.first_seed, sweep.first_seed + (seeds or sweep.seeds)):
         for point in sweep.points():
             for variant in sweep.variants:
@@ -79,8 +79,8 @@ def planned(
                 words += [word for text in texts for word in ("--set", text)]
                 spec = load_spec(mesh, overlays=overlays, sets=texts).spec
                 arms = tuple(variant.arms.items())
-                found.append(Trial(arm, seed, tuple(words), spec, point, arms))
-    return tuple(found)
+                trials.append(Trial(arm, seed, tuple(words), spec, point, arms))
+    return tuple(trials)
 
 
 def sweep(
@@ -90,9 +90,9 @@ def sweep(
     return a row of every arm. Raises RunError when a run fails; finished runs are kept."""
     home = root / f"sweep-{spec.name}"
     record = home / "sweep.json"
-    done: dict[str, RunDirectory] = {}
+    runs: dict[str, RunDirectory] = {}
     for trial, run in runs_of(plan, root, record, runner, say):
-        done[trial.name] = run
+        runs[trial.name] = run
         if spec.frontier is not None:
             from cartridge_forge.forge_run.commands.frontier import (  # which import torch
                 measure,
@@ -101,7 +101,7 @@ def sweep(
 
             if not measured(run, spec.frontier):
                 measure(run, spec.frontier, say)
-    rows = gather((trial, done[trial.name]) for trial in plan)
+    rows = gather((trial, runs[trial.name]) for trial in plan)
     write_record(
         record, mesh=plan[0].spec.mesh.name, runs=read_runs(record), name=spec.name,
         reference=spec.reference, seeds=sorted({t.seed for t in plan}),

@@ -77,8 +77,8 @@ class SweepRow:
     @property
     def ci95(self) -> tuple[float, float] | None:
         """Return the interval of the mean, clipped to 0..1; None with one seed."""
-        found = mean_interval(self.accuracy)
-        return None if found is None else (max(0.0, found[0]), min(1.0, found[1]))
+        interval = mean_interval(self.accuracy)
+        return None if interval is None else (max(0.0, interval[0]), min(1.0, interval[1]))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -88,29 +88,29 @@ class SweepRow:
 def gather(runs: Iterable[tuple[Trial, RunDirectory]]) -> list[SweepRow]:
     """Return a row of every arm at every point, from the results of its seeds' runs, in their
     order."""
-    found: dict[tuple[str, str], list[tuple[Trial, str, RunDirectory]]] = {}
+    groups: dict[tuple[str, str], list[tuple[Trial, str, RunDirectory]]] = {}
     for trial, directory in runs:
         for arm, name in trial.arms:
-            found.setdefault((json.dumps(trial.point), name), []).append((trial, arm, directory))
+            groups.setdefault((json.dumps(trial.point), name), []).append((trial, arm, directory))
     rows = []
-    for (_, name), each in found.items():
-        trial, arm, _ = each[0]
-        outcomes: list[Mapping[str, Any]] = [run.read_results() or {} for *_, run in each]
-        rewards = [_reward(run, arm) for *_, run in each]
+    for (_, name), members in groups.items():
+        trial, arm, _ = members[0]
+        outcomes: list[Mapping[str, Any]] = [run.read_results() or {} for *_, run in members]
+        rewards = [_reward(run, arm) for *_, run in members]
         measured = [results["arms"][arm] for results in outcomes]
         ratio = fmean(results["compression"]["ratio"] for results in outcomes)
         rows.append(
             SweepRow(
                 point=trial.point,
                 arm=name,
-                seeds=tuple(t.seed for t, *_ in each),
+                seeds=tuple(t.seed for t, *_ in members),
                 accuracy=tuple(m["accuracy"] for m in measured),
                 unparsed=tuple(m["parse_failures"] for m in measured),
                 questions=sum(m["n"] for m in measured),
                 tokens=fmean(results["tokens_trained"].get(arm, 0) for results in outcomes),
                 compression={"none": None, "document": 1.0}.get(arm, ratio),
                 reward=() if None in rewards else tuple(r for r in rewards if r is not None),
-                dollars=fmean(_dollars(run) for *_, run in each),
+                dollars=fmean(_dollars(run) for *_, run in members),
             )
         )
     return rows
@@ -131,12 +131,12 @@ def table(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[TableSection, ...]
     """Return a table of every row, and of each arm over the reference, over all points."""
     seeds = len(rows[0].seeds)
     title = f"sweep {spec.name}, {seeds} seed{'s' if seeds > 1 else ''}"
-    over = (f"over {spec.reference}", "95% CI") if spec.reference else ()
+    comparison = (f"over {spec.reference}", "95% CI") if spec.reference else ()
     with_reward = any(row.reward for row in rows)
     columns = (
         "arm", *(key.rpartition(".")[2] for key in spec.axes), "compression", "accuracy", "95% CI",
-        *over, *(("reward", "95% CI", *over, "teachers") if with_reward else ()), "unparsed",
-        "questions", "tokens trained",
+        *comparison, *(("reward", "95% CI", *comparison, "teachers") if with_reward else ()),
+        "unparsed", "questions", "tokens trained",
     )  # fmt: skip
     gains = [_gains(spec, rows, row, "accuracy") for row in rows]
     cells = tuple(
@@ -148,9 +148,11 @@ def table(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[TableSection, ...]
     # its points.
     overall = []
     for arm in dict.fromkeys(row.arm for row in rows):
-        own = [gain for row, gain in zip(rows, gains, strict=True) if row.arm == arm and gain]
-        if own:
-            overall.append((arm, *_gain_cells([fmean(each) for each in zip(*own, strict=True)])))
+        arm_gains = [gain for row, gain in zip(rows, gains, strict=True) if row.arm == arm and gain]
+        if arm_gains:
+            overall.append(
+                (arm, *_gain_cells([fmean(column) for column in zip(*arm_gains, strict=True)]))
+            )
     if overall:
         title = f"over {spec.reference}, all points together"
         sections.append(TableSection(title, ("arm", "mean", "95% CI"), tuple(overall)))
@@ -181,15 +183,15 @@ def _gain_cells(gain: Sequence[float] | None) -> tuple[str, str]:
 
 
 def _reward_cells(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> tuple[str, ...]:
-    over: tuple[str, ...] = ()
+    comparison: tuple[str, ...] = ()
     if spec.reference:
         gain = _gains(spec, rows, row, "reward") if row.reward else None
-        over = (UNKNOWN, UNKNOWN) if gain is None else (
+        comparison = (UNKNOWN, UNKNOWN) if gain is None else (
             f"{fmean(gain):+.3f}", interval_text(mean_interval(gain), "+.3f"),
         )  # fmt: skip
     mean = f"{fmean(row.reward):.3f}" if row.reward else UNKNOWN
     interval = interval_text(mean_interval(row.reward) if row.reward else None, ".3f")
-    return mean, interval, *over, f"${row.dollars:.4f}"
+    return mean, interval, *comparison, f"${row.dollars:.4f}"
 
 
 def _gains(
@@ -206,9 +208,9 @@ def _gains(
     return [value - reference for value, reference in pairs]
 
 
-def interval_text(found: Sequence[float] | None, form: str, scale: float = 1) -> str:
+def interval_text(interval: Sequence[float] | None, form: str, scale: float = 1) -> str:
     """Return both ends as text: `((-0.1, 0.25), "+.1f", 100)` -> "-10.0 .. +25.0"; "-" for None."""
-    return UNKNOWN if found is None else " .. ".join(format(scale * x, form) for x in found)
+    return UNKNOWN if interval is None else " .. ".join(format(scale * x, form) for x in interval)
 
 
 def markdown(spec: SweepSpec, rows: Sequence[SweepRow]) -> str:
@@ -278,8 +280,8 @@ def _draw_axis(figure: Figure, key: str, rows: Sequence[SweepRow]) -> None:
     for row in rows:
         points[row.arm].setdefault(x_of[json.dumps(row.point[key])], []).append(row.accuracy)
     curves = {
-        arm: [(x, [fmean(seed) for seed in zip(*each, strict=True)]) for x, each in found.items()]
-        for arm, found in points.items()
+        arm: [(x, [fmean(seed) for seed in zip(*seeds, strict=True)]) for x, seeds in xs.items()]
+        for arm, xs in points.items()
     }
     _draw_curves(axes, curves, joined=True)
 

@@ -70,8 +70,8 @@ def runs_of(
     name = plan[0].spec.mesh.name
     record.parent.mkdir(parents=True, exist_ok=True)
     where = {t.title: f"[{i}/{len(plan)}] {t.title}:" for i, t in enumerate(plan, start=1)}
-    begun: dict[str, float] = {}
-    left: dict[ChildRun, Trial] = {}
+    start_times: dict[str, float] = {}
+    waiting: dict[ChildRun, Trial] = {}
     for trial in plan:
         directory = RunDirectory(root / name / runs[trial.name]) if trial.name in runs else None
         if directory is not None and (fault := unfit(directory, trial)):
@@ -79,22 +79,22 @@ def runs_of(
             directory = None
         if directory is None:
             words = (*trial.words, "--run-dir", str(root))
-            left[ChildRun(trial.title, words, record.parent / trial.log)] = trial
+            waiting[ChildRun(trial.title, words, record.parent / trial.log)] = trial
         else:
             say(f"{where[trial.title]} finished before, run {directory.id}")
             yield trial, directory
 
     def began(child: ChildRun) -> None:
-        begun[child.name] = time.monotonic()
+        start_times[child.name] = time.monotonic()
         say(f"{where[child.name]} runs, see {shown_path(child.log)}")
 
-    for child, run_id in runner(list(left), began):
-        trial, directory = left[child], RunDirectory(root / name / run_id)
+    for child, run_id in runner(list(waiting), began):
+        trial, directory = waiting[child], RunDirectory(root / name / run_id)
         if fault := unfit(directory, trial):
             raise RunError(f"{trial.name}: run {directory.id} {fault}; give the command again")
         runs[trial.name] = directory.id
         write_record(record, mesh=name, runs=runs)
-        seconds = time.monotonic() - begun[child.name]
+        seconds = time.monotonic() - start_times[child.name]
         say(f"{where[child.name]} finished in {duration(seconds)}, run {directory.id}")
         yield trial, directory
 
@@ -116,8 +116,8 @@ def unfit(directory: RunDirectory, trial: Trial) -> str | None:
     results = directory.read_results()
     if results is None or results.get("status") != "finished":
         return "did not finish, or was moved away"
-    before = load_resolved(directory.spec).as_dict()
-    changed = differences(before, trial.spec.as_dict())
+    recorded = load_resolved(directory.spec).as_dict()
+    changed = differences(recorded, trial.spec.as_dict())
     if trial.spec.learn.cartridge.frozen is None:  # a run takes its starting cartridges' number
         changed = [key for key in changed if key != "learn.cartridge.frozen"]
     return f"was made with another spec ({', '.join(changed)})" if changed else None

@@ -35,9 +35,9 @@ def least_seconds(
     work: Callable[[], object], clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Return the least seconds that `work` took, repeated for SECONDS, and twice at least."""
-    begun, took = clock(), list[float]()
-    while len(took) < 2 or clock() - begun < SECONDS:
-        before = clock()
+    start, took = clock(), list[float]()
+    while len(took) < 2 or clock() - start < SECONDS:
+        started = clock()
         work()
-        took.append(clock() - before)
+        took.append(clock() - started)
     return min(took)

@@ -36,12 +36,12 @@ def sections(learn: LearnSpec) -> list[TableSection]:
         return []
     weighed = learn.objective.summary(learn.loss, learn.episodes.group)
     rows = tuple(
-        (name, shown, source) if weight else (name, "0", "left out")
-        for name, weight, shown, source in weighed
+        (name, text, source) if weight else (name, "0", "left out")
+        for name, weight, text, source in weighed
     )
-    found = [TableSection("channels", columns, rows)]
+    tables = [TableSection("channels", columns, rows)]
     if replay := learn.replay:
-        found += [
+        tables += [
             TableSection("teachers", TEACHER_COLUMNS, teacher_rows(replay)),
             facts("votes", vote_rows(learn, replay))
             if learn.objective.beta
@@ -49,7 +49,7 @@ def sections(learn: LearnSpec) -> list[TableSection]:
             if learn.objective.alpha and learn.objective.hints.asks
             else facts("judges", judge_rows(learn, replay)),
         ]
-    return found
+    return tables
 
 
 def _rsa_channels(learn: LearnSpec, rsa: RsaSpec) -> Rows:
@@ -80,8 +80,8 @@ def gradients_text(objective: ObjectiveSpec) -> str:
 
 def sampled_episodes(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, list[tuple[str, str]]]:
     """Return the most response tokens of a step of episodes, and the rows on what is sampled."""
-    each = episodes.tasks * episodes.group
-    most = each * (1 + learn.objective.refills)
+    sampled = episodes.tasks * episodes.group
+    most = sampled * (1 + learn.objective.refills)
     if learn.data.source in ROW_SOURCES:
         return most * learn.rollout.max_tokens, [
             ("environment", "none: an episode is one answer to a row's prompt, then the rewards"),
@@ -117,18 +117,18 @@ def environment_text(environment: EnvironmentSpec) -> str:
 
 
 def _episodes_row(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[str, str]:
-    each = episodes.tasks * episodes.group
-    told = f"{episodes.tasks} tasks x {episodes.group} = {each:,} a step, "
-    return "episodes", f"{told}{each * learn.train.steps:,} in all{refill_text(learn)}"
+    count = episodes.tasks * episodes.group
+    summary = f"{episodes.tasks} tasks x {episodes.group} = {count:,} a step, "
+    return "episodes", f"{summary}{count * learn.train.steps:,} in all{refill_text(learn)}"
 
 
 def sampled_runs(learn: LearnSpec, rsa: RsaSpec) -> tuple[int, list[tuple[str, str]]]:
     """Return the same of a step of recursive self-aggregation."""
     steps, problems = learn.train.steps, rsa.problems
     runs = rsa.examples * rsa.rollouts_per_example
-    asked = runs * rsa.candidates
+    responses = runs * rsa.candidates
     about = "questions of the patients" if problems.name is None else problems.name
-    return asked * (1 + learn.objective.refills) * learn.rollout.max_tokens, [
+    return responses * (1 + learn.objective.refills) * learn.rollout.max_tokens, [
         ("problems", f"{problems.kind}: {about}; {rsa.examples} a step, asked as {rsa.task}"),
         (
             "a run",
@@ -140,7 +140,10 @@ def sampled_runs(learn: LearnSpec, rsa: RsaSpec) -> tuple[int, list[tuple[str, s
             f"{rsa.rollouts_per_example} a problem, {runs} a step, {runs * steps:,} in all"
             + refill_text(learn),
         ),
-        ("candidates", f"{asked:,} a step, {asked * steps:,} in all, each a training sample"),
+        (
+            "candidates",
+            f"{responses:,} a step, {responses * steps:,} in all, each a training sample",
+        ),
     ]
 
 
@@ -171,14 +174,14 @@ def vote_rows(learn: LearnSpec, replay: ReplaySpec) -> list[tuple[str, str]]:
     """Return rows on the provider of the answers, the gate for calls, the loss of pairs, and
     limits."""
     dpo, steps = learn.objective.dpo, learn.train.steps
-    beside = "the untrained cartridge" if not dpo.follows_policy else "that of their first step"
+    reference = "the untrained cartridge" if not dpo.follows_policy else "that of their first step"
     quorum = f"{replay.quorum} equal votes of {len(replay.teachers)}, the cheapest asked first"
     return [
         *_answered(replay),
         ("quorum", quorum),
         ("asked", _gate(replay)),
         ("states", f"at most {dpo.states} a step, {dpo.states * steps:,} in all"),
-        ("pairs", f"{dpo.variant}, beside {beside if dpo.has_reference else 'no reference'}"),
+        ("pairs", f"{dpo.variant}, beside {reference if dpo.has_reference else 'no reference'}"),
         ("cap", f"{replay.cap:g} dollars together, set aside before each call"),
         ("deadline", f"{replay.deadline_s:g} s for a state; no step waits for it"),
     ]
@@ -212,8 +215,8 @@ def _answered(replay: ReplaySpec) -> list[tuple[str, str]]:
             f"{local.right:.0%} right; {local.rate_limit:.0%} of calls refused, "
             f"{local.server_error:.0%} failed"
         )
-        own = "a provider of our own on loopback: no key, no network, no real money"
-        return [("answered by", own), ("its answers", answers)]
+        provider_text = "a provider of our own on loopback: no key, no network, no real money"
+        return [("answered by", provider_text), ("its answers", answers)]
     return [
         (
             f"key of {teacher.name}",

@@ -66,17 +66,17 @@ def sections(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     if not of_users(learn):
         return learn, []
     rows = require_dataset(learn)
-    found = []
+    tables = []
     if rows is not None:
         notes = row_lengths(learn, rows)
         count = max(1, len(rows.texts))
         learn = learn.model_copy(update={"data": learn.data.model_copy(update={"patients": count})})
-        found.append(facts(f"rows of {rows.source}", _rows_told(learn, rows)))
-        found += [lines("prompts of rows", notes)] if notes else []
+        tables.append(facts(f"rows of {rows.source}", _rows_told(learn, rows)))
+        tables += [lines("prompts of rows", notes)] if notes else []
     if learn.reward:
         table = tuple((r.title, f"{r.weight:g}", _by(r), _limits(r)) for r in learn.reward)
-        found.append(TableSection("rewards of an episode, summed by weight", HEADS, table))
-    return learn, found
+        tables.append(TableSection("rewards of an episode, summed by weight", HEADS, table))
+    return learn, tables
 
 
 def _rows_told(learn: LearnSpec, rows: RowSet) -> list[tuple[str, str]]:

@@ -42,9 +42,9 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     if learn.self_study is None:
         return learn, []
     if learn.data.path is None or (learn.data.source == "longhealth" and not at_hand(learn)):
-        known = learn.data.source == "longhealth"  # its charts are as many as data.patients
-        told = [facts("self-study", study_rows(learn, learn.data.patients, ()))]
-        return learn, told if known else []
+        countable = learn.data.source == "longhealth"  # its charts are as many as data.patients
+        tables = [facts("self-study", study_rows(learn, learn.data.patients, ()))]
+        return learn, tables if countable else []
     require_sources(learn)
     tokenizer = tokenizer_at(learn.model.path)
     if tokenizer is None:
@@ -55,9 +55,9 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     rows = [_row(part, learn) for part in parts.parts.values()]
     if (more := len(rows) - MOST_ROWS) > 0:
         rows[MOST_ROWS:] = [(f"and {more} more", *[""] * (len(HEADS) - 1))]
-    made = len(parts.layout.cartridges)
-    each = "a cartridge each" if made == documents else f"cartridges: {made}"
-    title = f"{documents} documents, {sum(counts):,} tokens, {each}"
+    cartridges = len(parts.layout.cartridges)
+    cartridge_text = "a cartridge each" if cartridges == documents else f"cartridges: {cartridges}"
+    title = f"{documents} documents, {sum(counts):,} tokens, {cartridge_text}"
     sections = [TableSection(title, HEADS, tuple(rows))]
     if odd := [*remarks(parts), *_warnings(parts, learn)]:
         sections.append(lines("left out, or read in an unusual way", odd))
@@ -93,17 +93,20 @@ def require_sources(learn: LearnSpec) -> None:
 
 def _warnings(parts: Corpus, learn: LearnSpec) -> list[str]:
     sizes = {name: len(part.tokens) for name, part in parts.parts.items()}
-    texts = {c: sum(sizes[name] for name in of) for c, of in parts.layout.contexts.items()}
+    texts = {
+        c: sum(sizes[name] for name in chunk_names)
+        for c, chunk_names in parts.layout.contexts.items()
+    }
     warning = length_warning(learn.cartridge.tokens, texts)
-    found = [] if warning is None else [warning]
+    warnings = [] if warning is None else [warning]
     study = learn.self_study
     if study is not None and study.rows is None:
         plan = SynthesisPlan(study, learn.model.path, learn.train.seed, answers=False)
         few = few_turns(planned_turns([*parts.parts.values()], plan))
-        found += few[:MOST_ROWS]
+        warnings += few[:MOST_ROWS]
         if (more := len(few) - MOST_ROWS) > 0:
-            found.append(f"{more} more kinds of turns with less than half of them")
-    return [f"warning: {text}" for text in found]
+            warnings.append(f"{more} more kinds of turns with less than half of them")
+    return [f"warning: {text}" for text in warnings]
 
 
 def remarks(parts: Corpus) -> list[str]:
@@ -117,8 +120,10 @@ def study_rows(learn: LearnSpec, documents: int, passages: Sequence[int]) -> lis
     study = learn.self_study
     assert study is not None
     turns = documents * study.questions
-    each = Counter(study.kinds(study.questions))
-    kinds = ", ".join(f"{kind} {documents * each[kind]:,}" for kind in study.mix if each[kind])
+    by_kind = Counter(study.kinds(study.questions))
+    kinds = ", ".join(
+        f"{kind} {documents * by_kind[kind]:,}" for kind in study.mix if by_kind[kind]
+    )
     rows = [("turns", f"{study.questions} a document, {turns:,} in all: {kinds}")]
     if study.rounds > 1:
         rows[0] = ("conversations", rows[0][1])
@@ -131,18 +136,18 @@ def study_rows(learn: LearnSpec, documents: int, passages: Sequence[int]) -> lis
     if learn.data.source == "longhealth":
         rows.append(("never asked", "LongHealth's own questions, which measure the accuracy"))
     else:
-        held = f"{learn.data.held_out:.0%} of them, to measure agreement with the teacher"
-        rows.append(("held out", held))
+        held_out = f"{learn.data.held_out:.0%} of them, to measure agreement with the teacher"
+        rows.append(("held out", held_out))
     if study.rows is not None:
         return [("rows", study.rows), *rows]
-    written = sum(each[kind] for kind in (*SEED_KINDS, "quiz")) / study.questions
-    if not passages or not written:  # the documents' own words alone
+    written_share = sum(by_kind[kind] for kind in (*SEED_KINDS, "quiz")) / study.questions
+    if not passages or not written_share:  # the documents' own words alone
         return rows
-    asked, read = round(written * len(passages)), round(written * sum(passages))
-    a, b = study_cost(study, asked, read, rounds=study.rounds)
+    asked_tokens, read = round(written_share * len(passages)), round(written_share * sum(passages))
+    a, b = study_cost(study, asked_tokens, read, rounds=study.rounds)
     rows.append(("A", f"reads about {a[0]:,} tokens, writes at most {a[1]:,}"))
     if study.rounds > 1:
-        _, early = study_cost(study, asked, read, rounds=study.rounds - 1)
+        _, early = study_cost(study, asked_tokens, read, rounds=study.rounds - 1)
         costs = f"reads about {early[0]:,} tokens, writes at most {early[1]:,}"
         rows.append(("B", f"in a run: {costs}"))
     rows.append(
@@ -162,11 +167,16 @@ def study_cost(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return (tokens read, most tokens written) of A and of B in `turns` conversations, about
     passages of so many tokens in all; each round reads what was said before it."""
-    before = rounds * (rounds - 1) // 2  # earlier rounds, summed over the rounds
-    said = turns * before * (study.question_tokens + study.answer_tokens)
-    asked, answered = (rounds * turns * n for n in (study.question_tokens, study.answer_tokens))
-    read = rounds * passages + said
-    return (read + rounds * turns * SEED_TOKENS, asked), (read + asked, answered)
+    earlier_rounds = rounds * (rounds - 1) // 2  # earlier rounds, summed over the rounds
+    context = turns * earlier_rounds * (study.question_tokens + study.answer_tokens)
+    question_tokens, answered = (
+        rounds * turns * n for n in (study.question_tokens, study.answer_tokens)
+    )
+    read = rounds * passages + context
+    return (read + rounds * turns * SEED_TOKENS, question_tokens), (
+        read + question_tokens,
+        answered,
+    )
 
 
 def passage_tokens(part: CorpusDocument, learn: LearnSpec) -> list[int]:
@@ -193,16 +203,16 @@ def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
 
         texts = [p.document for p in read_patients(learn.data)]
     else:
-        found = read_documents(
+        read_result = read_documents(
             learn.data.path.split(os.pathsep),
             ReadOptions(read.text_fields, read.encoding),
             ReadLimits(read.max_file_bytes, read.max_total_bytes),
         )
-        texts, left_out = [d.text for d in found.documents], found.left_out
+        texts, left_out = [d.text for d in read_result.documents], read_result.left_out
         if learn.data.questions is not None:
             from cartridge_forge.plugins.documents.study.question_files import read_questions
 
-            named = {d.name: d.text for d in found.documents}
+            named = {d.name: d.text for d in read_result.documents}
             read_questions(learn.data.questions, named, learn.data.instruction)
     counts = [len(text) // CHARS_PER_TOKEN for text in texts]
     rows = [
@@ -210,14 +220,17 @@ def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
          f"{CHARS_PER_TOKEN} characters each; parts and passages are unknown"),
         *(("left out", str(item)) for item in left_out),
     ]  # fmt: skip
-    told = facts("self-study", study_rows(learn, len(counts), ()))
-    return _sized(learn, len(counts), sum(counts)), [facts(f"{len(counts)} documents", rows), told]
+    tables = facts("self-study", study_rows(learn, len(counts), ()))
+    return _sized(learn, len(counts), sum(counts)), [
+        facts(f"{len(counts)} documents", rows),
+        tables,
+    ]
 
 
 def _sized(learn: LearnSpec, documents: int, tokens: int) -> LearnSpec:
     """Return the spec with so many documents, and their mean of the tokens."""
-    known = {"patients": documents, "document_tokens": max(1, round(tokens / documents))}
-    return learn.model_copy(update={"data": learn.data.model_copy(update=known)})
+    sizes = {"patients": documents, "document_tokens": max(1, round(tokens / documents))}
+    return learn.model_copy(update={"data": learn.data.model_copy(update=sizes)})
 
 
 def _material(learn: LearnSpec, tokenizer: Any) -> Corpus:

@@ -96,21 +96,21 @@ def row_lengths(learn: LearnSpec, rows: RowSet) -> list[str]:
         study = learn.model_copy(update={"self_study": SelfStudySpec()})
         row_corpus(study, rows, tokenizer)
     conversation = ChatRenderer(tokenizer, texts)
-    found = []
-    for side, some in (("training", rows.training), ("held-out", rows.held_out)):
-        long = _longer(some, most, conversation)
+    notes = []
+    for side, side_rows in (("training", rows.training), ("held-out", rows.held_out)):
+        long = _longer(side_rows, most, conversation)
         if not long:
             continue
         size, row = max(long, key=lambda pair: pair[0])
-        told = (
-            f"{len(long):,} of {len(some):,} {side} rows have prompts over {key} ({most} tokens"
-            f"{'' if learn.episodes else ' beside rollout.max_tokens'}), the longest {row.place} "
-            f"with {size:,}"
+        message = (
+            f"{len(long):,} of {len(side_rows):,} {side} rows have prompts over {key} "
+            f"({most} tokens{'' if learn.episodes else ' beside rollout.max_tokens'}), "
+            f"the longest {row.place} with {size:,}"
         )
-        if len(long) == len(some):
-            raise DataError(f"{told}: none is left; raise {key}, or give shorter rows")
-        found.append(f"{told}: {why}; raise {key}, or shorten them")
-    return found
+        if len(long) == len(side_rows):
+            raise DataError(f"{message}: none is left; raise {key}, or give shorter rows")
+        notes.append(f"{message}: {why}; raise {key}, or shorten them")
+    return notes
 
 
 def _longer(
@@ -122,14 +122,14 @@ def _longer(
     from cartridge_forge.protocols.teacher_replay import AgentMessage
 
     empty = len(conversation.opening(PRIMER, (AgentMessage("user", "x"),)))
-    found = []
+    long_rows = []
     for row in rows:
         size = sum(empty + len(m.content.encode("utf-8", "replace")) for m in row.messages)
         if row.tools or size > most:
             size = len(conversation.opening(row.document or PRIMER, row.messages, row.tools))
             if size > most:
-                found.append((size, row))
-    return found
+                long_rows.append((size, row))
+    return long_rows
 
 
 def tokenizer_at(path: str) -> Any:

@@ -81,11 +81,11 @@ class MakePlan:
     def told(self) -> list[str]:
         """Return the plan in plain English, a line each."""
         rates = self.rates
-        each = "one cartridge" if self.documents == 1 else f"{self.documents} cartridges"
+        cartridge_text = "one cartridge" if self.documents == 1 else f"{self.documents} cartridges"
         return [
-            f"{_documents(self.documents)} of {self.document_tokens:,} tokens in all; {each} of "
-            f"{self.tokens} tokens, {self.document_tokens / self.documents / self.tokens:.1f}x "
-            "fewer",
+            f"{_documents(self.documents)} of {self.document_tokens:,} tokens in all; "
+            f"{cartridge_text} of {self.tokens} tokens, "
+            f"{self.document_tokens / self.documents / self.tokens:.1f}x fewer",
             f"this machine reads {rates.forward:,.0f} tokens a second, trains on "
             f"{rates.backward:,.0f} and writes {rates.decode:,.0f}",
             f"{self.questions} questions about each document, then {self.steps} steps of "
@@ -103,11 +103,11 @@ def cartridge_tokens(counts: Sequence[int], tokens: int | None, ratio: float | N
     mean = sum(counted) / len(counted)
     if tokens is None and ratio is None:
         return max(LEAST_TOKENS, min(MOST_TOKENS, round(mean / RATIO / 8) * 8))
-    found = tokens if tokens is not None else round(mean / float(ratio or 1))
-    if found < 2:
-        asked = f"--tokens {tokens}" if tokens is not None else f"--ratio {ratio:g}"
-        raise DataError(f"{asked} gives a cartridge of {found} tokens, and 2 is the least")
-    return found
+    size = tokens if tokens is not None else round(mean / float(ratio or 1))
+    if size < 2:
+        option = f"--tokens {tokens}" if tokens is not None else f"--ratio {ratio:g}"
+        raise DataError(f"{option} gives a cartridge of {size} tokens, and 2 is the least")
+    return size
 
 
 def planned(
@@ -118,22 +118,22 @@ def planned(
     takes, where not even LEAST_STEPS steps fit."""
     study = learn.self_study
     assert study is not None
-    whole, total = 60 * minutes, sum(counts)
+    seconds, total = 60 * minutes, sum(counts)
     passage = min(max(counts), (study.min_chunk + study.max_chunk) / 2)
     asking = _written(study.mix) * (passage / rates.forward + QUESTION_TOKENS / rates.decode)
     questions = study.questions
     if asking:
-        affordable = int(STUDY_SHARE * whole / asking / len(counts))
+        affordable = int(STUDY_SHARE * seconds / asking / len(counts))
         questions = max(LEAST_QUESTIONS, min(questions, affordable))
     reading = (SLOWER * total + _matching(counts, learn)) / rates.forward
     start = START_SECONDS + reading + questions * len(counts) * asking
     exam = EXAM_QUESTIONS * ANSWER_TOKENS * (1 / rates.decode + 1 / rates.forward)
-    left = whole - start - exam
+    remaining = seconds - start - exam
     first = learn.train.warm_start
     share = 0.0 if first is None else min(1.0, first.steps / learn.train.steps)
     for prompts in BATCHES:
         step = STEP_SECONDS + prompts * _answer_seconds(rates, share)
-        steps = int(left / step)
+        steps = int(remaining / step)
         if steps >= GOOD_STEPS:
             break
     if steps < LEAST_STEPS:
@@ -142,10 +142,10 @@ def planned(
             f"{_documents(len(counts))} of {total:,} tokens take at least {needed:.0f} minutes "
             f"here, and --minutes is {minutes:g}; raise it, or give fewer documents"
         )
-    held = READERS * size.weights + 2 * total * size.token + 2 * READERS * PROCESS_BYTES
+    nbytes = READERS * size.weights + 2 * total * size.token + 2 * READERS * PROCESS_BYTES
     return MakePlan(
         len(counts), total, tokens, questions, prompts, steps, start, step,
-        start + steps * step + exam, held, rates, round(steps * share),
+        start + steps * step + exam, nbytes, rates, round(steps * share),
     )  # fmt: skip
 
 
@@ -164,10 +164,10 @@ def _written(mix: Mapping[StudyKind, float]) -> float:
 def _answer_seconds(rates: MachineRates, share: float) -> float:
     """Return the mean seconds of one prompt of a step: read by the teacher and trained on, and
     written before, but for the `share` of steps on the document's own words."""
-    words, own = QUESTION_TOKENS + WORDS_TOKENS, QUESTION_TOKENS + ANSWER_TOKENS
-    written = ANSWER_TOKENS / rates.decode + QUESTION_TOKENS / rates.forward
+    words, answer_tokens = QUESTION_TOKENS + WORDS_TOKENS, QUESTION_TOKENS + ANSWER_TOKENS
+    write_seconds = ANSWER_TOKENS / rates.decode + QUESTION_TOKENS / rates.forward
     of_words = words / rates.forward + words / rates.backward
-    of_own = written + own / rates.forward + own / rates.backward
+    of_own = write_seconds + answer_tokens / rates.forward + answer_tokens / rates.backward
     return share * of_words + (1 - share) * of_own
 
 

@@ -111,15 +111,15 @@ def attention_flops(
 ) -> float:
     """Return forward FLOPs of a causal sequence's attention; each token also sees `prefix` tokens.
     Scores and weighted values cost 2 FLOPs each per query head, head dimension and seen token."""
-    seen = prefix + (tokens / 2 if kernel.causal else tokens)
-    return 4.0 * shape.layers * shape.heads * shape.head_dim * tokens * seen
+    visible = prefix + (tokens / 2 if kernel.causal else tokens)
+    return 4.0 * shape.layers * shape.heads * shape.head_dim * tokens * visible
 
 
 def reading(shape: ShapeSpec, tokens: int, value_bytes: int) -> PhaseCost:
     """Return the cost of computing a document's keys and values, once per run."""
     flops = linear_flops(shape, tokens, 0) + attention_flops(shape, tokens, 0)
-    written = tokens * kv_values_per_token(shape)
-    return PhaseCost("document", flops, (body_parameters(shape) + written) * value_bytes)
+    kv_values = tokens * kv_values_per_token(shape)
+    return PhaseCost("document", flops, (body_parameters(shape) + kv_values) * value_bytes)
 
 
 def rollout(shape: ShapeSpec, work: Workload, kernel: AttentionKernel = FUSED) -> PhaseCost:
@@ -127,8 +127,12 @@ def rollout(shape: ShapeSpec, work: Workload, kernel: AttentionKernel = FUSED) -
     KV. The last token is sampled but never read, and of the prompt only the last token has logits.
     """
     kv = kv_values_per_token(shape) * work.value_bytes
-    own = work.samples * (work.prompt + work.response / 2) * kv
-    read = matmul_parameters(shape) * work.value_bytes + work.distinct * work.cartridge * kv + own
+    own_values = work.samples * (work.prompt + work.response / 2) * kv
+    read = (
+        matmul_parameters(shape) * work.value_bytes
+        + work.distinct * work.cartridge * kv
+        + own_values
+    )
     decoded = work.response - 1
     # Decoding computes one token's scores at a time, so `kernel` makes no difference there.
     flops = work.samples * (

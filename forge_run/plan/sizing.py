@@ -43,12 +43,12 @@ def summary(spec: RunSpec, size: ModelSize) -> TableSection:
 
 
 def _row(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> tuple[str, ...]:
-    needs, pod = role_needs(spec, name, size), pod_resources(spec, name, role, size)
-    largest = max(needs.items, key=lambda item: item[1], default=None)
+    memory, pod = role_needs(spec, name, size), pod_resources(spec, name, role, size)
+    largest = max(memory.items, key=lambda item: item[1], default=None)
     return (
         name,
         str(pod.gpus),
-        bytes_text(needs.held) if needs.items else "",
+        bytes_text(memory.held) if memory.items else "",
         "" if largest is None else f"{largest[0]}, {bytes_text(largest[1])}",
         str(pod.cpu),
         f"{pod.memory} GiB",
@@ -59,9 +59,9 @@ def _row(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> tuple[str
 def details(spec: RunSpec, size: ModelSize) -> tuple[TableSection, ...]:
     """Return every role's memory by item, then the bytes that a step moves and writes."""
     roles = tuple(
-        facts(f"memory of a {name} process", _items(needs))
+        facts(f"memory of a {name} process", _items(memory))
         for name, _ in spec.roles
-        if (needs := role_needs(spec, name, size)).items
+        if (memory := role_needs(spec, name, size)).items
     )
     return (*roles, *devices(spec, size), facts("bytes of a step", step_bytes(spec, size)))
 
@@ -79,13 +79,13 @@ def devices(spec: RunSpec, size: ModelSize) -> tuple[TableSection, ...]:
     return (TableSection(title, ("GPU", "in all", "share", "processes"), rows),)
 
 
-def _items(needs: MemoryNeeds) -> list[tuple[str, str]]:
-    rows = [(name, bytes_text(count)) for name, count in needs.items]
-    rows.append(("in all", bytes_text(sum(count for _, count in needs.items))))
-    if needs.start:
-        rows.append(("before the first step", bytes_text(needs.start)))
-    if needs.staging:
-        rows.append(("beside, in host memory", bytes_text(needs.staging)))
+def _items(memory: MemoryNeeds) -> list[tuple[str, str]]:
+    rows = [(name, bytes_text(count)) for name, count in memory.items]
+    rows.append(("in all", bytes_text(sum(count for _, count in memory.items))))
+    if memory.start:
+        rows.append(("before the first step", bytes_text(memory.start)))
+    if memory.staging:
+        rows.append(("beside, in host memory", bytes_text(memory.staging)))
     return rows
 
 
@@ -97,7 +97,7 @@ def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
     scores = scores_bytes(learn, size, step_tokens(learn))
     teachers = sum(name in TEACHERS for name, _ in spec.roles)
     moved = teachers * scores * (1 + spec.trainer.procs)
-    state, kept = checkpoint_bytes(learn, size), learn.train.keep_checkpoints
+    state, count = checkpoint_bytes(learn, size), learn.train.keep_checkpoints
     touched = f"{touched_cartridges(learn)} of {learn.data.patients} cartridges"
     arms = "offline" in learn.evaluate.arms
     hinted: tuple[tuple[str, str], ...] = ()
@@ -116,6 +116,6 @@ def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
         ("last state, to disk", f"{bytes_text(touched_bytes(learn, state))} written, "
          f"{bytes_text(state)} kept"),
         ("checkpoints", f"at most {bytes_text(state)} each, without what the one before has; "
-         f"{bytes_text(state * (kept + 1 + arms))} for {kept}{', the last on policy' * arms} and "
+         f"{bytes_text(state * (count + 1 + arms))} for {count}{', the last on policy' * arms} and "
          "the one being written"),
     )  # fmt: skip

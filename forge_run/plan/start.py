@@ -13,7 +13,7 @@ from cartridge_forge.plugins.library.starting import (
     read_start,
     record_of,
     require_fit_of,
-    told,
+    start_lines,
 )
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import read_rows
@@ -32,19 +32,19 @@ def continued(spec: RunSpec, run_dir: Path | None, which: str) -> tuple[str, lis
     DataError for one without a checkpoint.
     """
     old = RunDirectory.open((run_dir or Path("runs")).absolute(), spec.mesh.name, which)
-    given = spec.learn.cartridge.start or StartSpec()
-    if given.source is not None:
+    start_spec = spec.learn.cartridge.start or StartSpec()
+    if start_spec.source is not None:
         raise SpecError(
-            f"--continue {which} and cartridge.init.from ({given.source}) both say what "
+            f"--continue {which} and cartridge.init.from ({start_spec.source}) both say what "
             "cartridges start from; give one of them"
         )
     checkpoint = chosen_checkpoint(old.path)
     fresh = spec.learn.cartridge.fresh or "first_tokens"
-    start = given.model_copy(update={"source": str(checkpoint), "otherwise": fresh})
-    before = load_resolved(old.spec).learn.model_dump(mode="json")
+    start = start_spec.model_copy(update={"source": str(checkpoint), "otherwise": fresh})
+    recorded = load_resolved(old.spec).learn.model_dump(mode="json")
     changed = [
         key
-        for key in differences(before, spec.learn.model_dump(mode="json"))
+        for key in differences(recorded, spec.learn.model_dump(mode="json"))
         if not key.startswith("cartridge.init")
     ]
     notes = [
@@ -68,14 +68,14 @@ def started(spec: RunSpec) -> tuple[RunSpec, list[str]]:
     if learn.cartridge.start is None or not (Path(learn.model.path) / "config.json").is_file():
         return spec, []
     base = read_base(Path(learn.model.path))
-    found = read_start(learn.cartridge.start, base)
-    require_fit_of(found, learn.cartridge, base)
-    record = record_of(found, found, learn.cartridge)
-    shown = {"every cartridge" if name == EVERY else name: one for name, one in record.items()}
-    if EVERY not in found and learn.cartridge.fresh is not None:
-        shown["others"] = {"init": learn.cartridge.fresh}
-    counts = {one.frozen for one in found.values()}
+    cartridges = read_start(learn.cartridge.start, base)
+    require_fit_of(cartridges, learn.cartridge, base)
+    record = record_of(cartridges, cartridges, learn.cartridge)
+    labelled = {"every cartridge" if name == EVERY else name: one for name, one in record.items()}
+    if EVERY not in cartridges and learn.cartridge.fresh is not None:
+        labelled["others"] = {"init": learn.cartridge.fresh}
+    counts = {one.frozen for one in cartridges.values()}
     if learn.cartridge.frozen is None and len(counts) == 1:
         changed = learn.with_start(learn.cartridge.start, *counts)
         spec = spec.model_copy(update={"learn": changed})
-    return spec, list(told(shown))
+    return spec, list(start_lines(labelled))

@@ -89,14 +89,14 @@ def draw_row(
         name = rng.choice([f for f in words.FIELDS if (f in handbook) == named])
         case = case_of(name, handbook.get(name) or rng.choice(words.DEPARTMENTS), rng)
         hinted = rng.random() < (HINTED_WITH_HANDBOOK if handbook else HINTED_WITHOUT)
-        said = draw_episode(rng, case, case.department if named else "", hinted)
-        drawn.append(said if index < episodes else _opening(said))
+        episode = draw_episode(rng, case, case.department if named else "", hinted)
+        drawn.append(episode if index < episodes else _opening(episode))
     return ClinicDesk("corpus", tuple(handbook.items())), drawn
 
 
-def _opening(said: list[TaughtMessage]) -> list[TaughtMessage]:
-    taught = next(i for i, s in enumerate(said) if s.kind)
-    return said[: taught + 1]
+def _opening(messages: list[TaughtMessage]) -> list[TaughtMessage]:
+    taught = next(i for i, s in enumerate(messages) if s.kind)
+    return messages[: taught + 1]
 
 
 def draw_episode(
@@ -107,7 +107,7 @@ def draw_episode(
     stumbles = 0
     if (hinted and not at_once) or (known and rng.random() < STUMBLING_RATE):
         stumbles = rng.choice((1, 1, 2))
-    said = [TaughtMessage("user", case.question)]
+    messages = [TaughtMessage("user", case.question)]
     standing, clerk, hints = CaseState(), ClerkState(""), 0
     while True:
         taught = standing.turns >= stumbles
@@ -117,7 +117,7 @@ def draw_episode(
         if hinted and taught and (hints == 0 or rng.random() < HINT_AGAIN_RATE):
             text, department = _hint(rng, case, standing)
         if text:
-            said.append(TaughtMessage("user", text))
+            messages.append(TaughtMessage("user", text))
             clerk = replace(clerk, known=department or clerk.known)
             hints += 1
         rates = INFORMED if clerk.known else GUESSING
@@ -128,12 +128,12 @@ def draw_episode(
         call, kind, clerk = _call(rng, case, standing, clerk, rates)
         if text and kind in ("find", "read", "answer"):
             kind = "hinted"
-        said.append(TaughtMessage("assistant", call, kind if taught else ""))
+        messages.append(TaughtMessage("assistant", call, kind if taught else ""))
         standing = reply_to(case, standing, call, MAX_TURNS)
         assert standing.reply is not None
         if standing.reply.done:
-            return said
-        said.append(TaughtMessage("tool", standing.reply.text))
+            return messages
+        messages.append(TaughtMessage("tool", standing.reply.text))
 
 
 def _hint(rng: random.Random, case: DeskCase, standing: CaseState) -> tuple[str, str]:

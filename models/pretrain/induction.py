@@ -85,14 +85,14 @@ def start_from_induction(model: LlamaForCausalLM, size: int, grouped: int) -> No
     # larger than the rest of the embedding.
     back_one, back_two = writes[:size], writes[size : 2 * size]
     matches = ((reads, 8.0, back_one), (back_one, 6.0, back_two))
-    for group, (asked, strength, held) in enumerate(matches):
+    for group, (query_rows, strength, key_rows) in enumerate(matches):
         key = second.k_proj.weight[group * size : (group + 1) * size]
         key[:] = 0
-        key[content] = held[content]
+        key[content] = key_rows[content]
         second.v_proj.weight[group * size : (group + 1) * size] = copies
         for head in range(group * grouped, (group + 1) * grouped):
             query = second.q_proj.weight[head * size : (head + 1) * size]
             query[:] = 0
-            query[content] = strength * asked[content]
+            query[content] = strength * query_rows[content]
         first_head = group * grouped * size
         second.o_proj.weight[:, first_head : first_head + size] = copies.T

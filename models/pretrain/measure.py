@@ -56,9 +56,9 @@ def sample(
     temperature 1 from torch's own generator."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[end] * (longest - len(p)) + p for p in prompts])
-    seen = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     rows = model.generate(  # type: ignore[misc]  # its stub names a protocol for self
-        ids, attention_mask=seen, max_new_tokens=most, do_sample=not greedy, top_k=0,
+        ids, attention_mask=mask, max_new_tokens=most, do_sample=not greedy, top_k=0,
         eos_token_id=end, pad_token_id=end,
     )[:, longest:].tolist()  # fmt: skip
     return [row[: row.index(end)] if end in row else row for row in rows]
@@ -99,7 +99,7 @@ def play(
     while live:
         prompts = [[*p.tokens, assistant] for p in live]
         calls = sample(model, prompts, end, MAX_CALL)
-        left = []
+        active = []
         for p, call in zip(live, calls, strict=True):
             turns = p.standing.turns
             p.standing = reply_to(p.case, p.standing, str(tokenizer.decode(call)), MAX_TURNS)
@@ -108,12 +108,12 @@ def play(
             p.followed |= p.hinted == turns and p.standing.found
             if reply.done:
                 continue
-            left.append(p)
+            active.append(p)
             p.tokens += [assistant, *call, end, *message("tool", reply.text)]
             if hint and p.hinted is None and reply.hint_key == "where":
                 p.hinted = p.standing.turns
                 p.tokens += message("user", HINTS["where"].format(**reply.hint_facts))
-        live = left
+        live = active
     return plays
 
 
@@ -129,8 +129,8 @@ def measure_clerk(
     bare: list[list[int]] = [tokenizer(head("")).input_ids] * len(cases)
     cut = [ids[:CARTRIDGE] for ids in heads]
     shares = {}
-    for kind, before in (("none", bare), ("handbook", heads), ("cut", cut)):
-        plays = play(model, tokenizer, list(zip(cases, before, strict=True)), False, args.seed)
+    for kind, prefixes in (("none", bare), ("handbook", heads), ("cut", cut)):
+        plays = play(model, tokenizer, list(zip(cases, prefixes, strict=True)), False, args.seed)
         right = sum(p.standing.reply is not None and p.standing.reply.reward == 1 for p in plays)
         shares[kind] = right / len(plays)
     plays = play(model, tokenizer, list(zip(cases, bare, strict=True)), True, args.seed)
@@ -150,15 +150,15 @@ def draw_asked(
     """Return one question for each fact of seeded charts, after the chart or after nothing. Each
     has `count` candidates in random order: `right` right ones, the others wrong and distinct."""
     rng = random.Random(f"panel/measure/{seed}/{count}/{right}")
-    asked = []
+    questions = []
     for patient in parse_patients(generate_clinic(seed, patients, FACTS, NOTES), "measured"):
         for question in patient.questions:
             wrong = [o for o in question.options if o != question.correct]
             options = [question.correct] * right + rng.sample(wrong, count - right)
             rng.shuffle(options)
             candidates = tuple(claims(field_of(question), option) for option in options)
-            asked.append((question, patient.document if chart else "", candidates))
-    return asked
+            questions.append((question, patient.document if chart else "", candidates))
+    return questions
 
 
 def share_right(
@@ -169,13 +169,13 @@ def share_right(
 ) -> float:
     """Return the share of questions answered right, in [0, 1], drawn at temperature 1, or greedily
     without a seed."""
-    asked = []
+    prompts = []
     for question, document, candidates in questions:
         text = option_prompt(question.text, question.options)
-        asked.append((document, aggregation_prompt(text, candidates) if candidates else text))
+        prompts.append((document, aggregation_prompt(text, candidates) if candidates else text))
     right = 0
-    said = _replies(model, tokenizer, asked, MAX_ANSWER, seed)
-    for (question, _, _), answer in zip(questions, said, strict=True):
+    replies = _replies(model, tokenizer, prompts, MAX_ANSWER, seed)
+    for (question, _, _), answer in zip(questions, replies, strict=True):
         letter = parse_answer(answer, question)
         right += letter is not None and question.is_correct(letter)
     return right / len(questions)
@@ -194,11 +194,11 @@ def _replies(
     for document, text in asked:
         ids = tokenizer([head(document), f"<|user|>{text}<|end|><|assistant|>"]).input_ids
         prompts.append([*ids[0], *ids[1]])
-    end, said = tokenizer.get_vocab()["<|end|>"], list[str]()
+    end, replies = tokenizer.get_vocab()["<|end|>"], list[str]()
     for at in range(0, len(prompts), AT_ONCE):
         rows = sample(model, prompts[at : at + AT_ONCE], end, most, seed is None)
-        said += [str(tokenizer.decode(row)) for row in rows]
-    return said
+        replies += [str(tokenizer.decode(row)) for row in rows]
+    return replies
 
 
 def measure_panel(
@@ -225,27 +225,30 @@ ListQuestion = tuple[FindingsQuestion, str, tuple[str, ...]]  # document before 
 
 
 def draw_lists(
-    seed: int, patients: int, parts: int, chart: bool, held: str, count: int = 8
+    seed: int, patients: int, parts: int, chart: bool, candidate_kind: str, count: int = 8
 ) -> list[ListQuestion]:
     """Return `count` questions of `parts` fields for each seeded chart, after the chart or after
-    nothing. `held` tells the candidates: "all but one" (as many as parts, each wrong in another
-    part), "two" (as many as parts, each with two other right parts and no more) or "" (none)."""
-    rng = random.Random(f"merge/measure/{seed}/{parts}/{held}")
-    asked = []
+    nothing. `candidate_kind` tells the candidates: "all but one" (as many as parts, each wrong in
+    another part), "two" (as many as parts, each with two other right parts and no more) or ""
+    (none)."""
+    rng = random.Random(f"merge/measure/{seed}/{parts}/{candidate_kind}")
+    questions = []
     for patient in parse_patients(generate_clinic(seed, patients, FACTS, NOTES), "measured"):
         for question in draw_findings((patient,), parts, count, seed):
-            fields, said = list(question.parts), []
-            for i in range(parts if held else 0):
-                own = dict(question.parts)
-                if held == "two":
-                    kept = fields[i], fields[(i + 1) % parts]
-                    own = {field: value for field, value in own.items() if field in kept}
+            fields, claims = list(question.parts), []
+            for i in range(parts if candidate_kind else 0):
+                claimed = dict(question.parts)
+                if candidate_kind == "two":
+                    fields_kept = fields[i], fields[(i + 1) % parts]
+                    claimed = {
+                        field: value for field, value in claimed.items() if field in fields_kept
+                    }
                 else:
-                    own[fields[i]] = draw_value(rng, fields[i], own[fields[i]])
-                said.append(says_parts(own))
-            rng.shuffle(said)
-            asked.append((question, patient.document if chart else "", tuple(said)))
-    return asked
+                    claimed[fields[i]] = draw_value(rng, fields[i], claimed[fields[i]])
+                claims.append(says_parts(claimed))
+            rng.shuffle(claims)
+            questions.append((question, patient.document if chart else "", tuple(claims)))
+    return questions
 
 
 def lists_right(
@@ -256,14 +259,14 @@ def lists_right(
 ) -> tuple[float, float]:
     """Return the share of questions with all parts right and the mean F1 of the parts, in [0, 1],
     drawn at temperature 1, or greedily without a seed."""
-    asked = []
+    prompts = []
     for question, document, candidates in questions:
         text = question.text
-        asked.append((document, aggregation_prompt(text, candidates) if candidates else text))
-    said = [said_parts(text) for text in _replies(model, tokenizer, asked, MAX_LIST, seed)]
-    pairs = list(zip([question.parts for question, _, _ in questions], said, strict=True))
-    right = sum(all_right(parts, found) for parts, found in pairs)
-    return right / len(pairs), sum(parts_f1(parts, found) for parts, found in pairs) / len(pairs)
+        prompts.append((document, aggregation_prompt(text, candidates) if candidates else text))
+    answers = [said_parts(text) for text in _replies(model, tokenizer, prompts, MAX_LIST, seed)]
+    pairs = list(zip([question.parts for question, _, _ in questions], answers, strict=True))
+    right = sum(all_right(parts, answer) for parts, answer in pairs)
+    return right / len(pairs), sum(parts_f1(parts, answer) for parts, answer in pairs) / len(pairs)
 
 
 def measure_merge(
@@ -274,10 +277,10 @@ def measure_merge(
     seed = 1_000_003 + args.seed
     settings = [(True, ""), *product((True, False), ("all but one", "two"))]
     shares = {}
-    for chart, held in settings:
-        questions = draw_lists(seed, args.patients, args.parts, chart, held)
-        name = ("chart" if chart else "none") + (f", {held}" if held else "")
-        for drawn, own in ((name, seed), (f"{name}, greedy", None)):
-            right, f1 = lists_right(model, tokenizer, questions, own)
+    for chart, candidate_kind in settings:
+        questions = draw_lists(seed, args.patients, args.parts, chart, candidate_kind)
+        name = ("chart" if chart else "none") + (f", {candidate_kind}" if candidate_kind else "")
+        for drawn, draw_seed in ((name, seed), (f"{name}, greedy", None)):
+            right, f1 = lists_right(model, tokenizer, questions, draw_seed)
             shares[drawn] = round(right, 3), round(f1, 3)
     return shares

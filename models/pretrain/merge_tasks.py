@@ -51,13 +51,13 @@ def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
     `args.others` of the reader's turns."""
     if rng.random() < NONE_RATE:
         for _ in range(args.alone):
-            asked = draw_asked(rng, {})
-            yield head(""), [merge_turn(rng, asked, {}).said]
+            fields = draw_asked(rng, {})
+            yield head(""), [merge_turn(rng, fields, {}).said]
         return
     for _ in range(args.batch):
         kinds = [rng.choice(OTHER_TURNS) for _ in range(args.others)]
-        document, whole, turns = draw_turns(rng, LADDER[rung], args.first, args.merged, kinds)
-        yield head(document, whole), [turn.said for turn in turns]
+        document, is_whole, turns = draw_turns(rng, LADDER[rung], args.first, args.merged, kinds)
+        yield head(document, is_whole), [turn.said for turn in turns]
 
 
 def draw_turns(
@@ -73,10 +73,10 @@ def draw_turns(
     facts = {field_of(q): q.correct for q in patient.questions}
     readable = {field_of(q) for q in patient.questions if can_read(document, q)}
     for index in range(first + merged):
-        asked = draw_asked(rng, facts)
-        known = {field: value for field, value in asked.items() if field in readable}
+        question = draw_asked(rng, facts)
+        readable_facts = {field: value for field, value in question.items() if field in readable}
         ask = first_turn if index < first else merge_turn
-        turns.append(ask(rng, asked, known))
+        turns.append(ask(rng, question, readable_facts))
     return document, document == patient.document, turns
 
 
@@ -85,35 +85,35 @@ def draw_asked(rng: random.Random, facts: Parts) -> dict[str, str]:
     chart."""
     count = rng.choice(PARTS)
     present = rng.sample(sorted(facts), min(len(facts), count))
-    kept = {field: facts[field] for field in present if rng.random() >= ABSENT_RATE}
-    others = [field for field in words.FIELDS if field not in facts]
-    absent = {f: draw_value(rng, f) for f in rng.sample(others, count - len(kept))}
-    asked = list({**kept, **absent}.items())
-    rng.shuffle(asked)
-    return dict(asked)
+    present_facts = {field: facts[field] for field in present if rng.random() >= ABSENT_RATE}
+    other_fields = [field for field in words.FIELDS if field not in facts]
+    absent = {f: draw_value(rng, f) for f in rng.sample(other_fields, count - len(present_facts))}
+    parts = list({**present_facts, **absent}.items())
+    rng.shuffle(parts)
+    return dict(parts)
 
 
-def first_turn(rng: random.Random, asked: Parts, known: Parts) -> CorpusTurn:
+def first_turn(rng: random.Random, parts: Parts, facts: Parts) -> CorpusTurn:
     """Return the plain question with an answer: "findings" if all of it is known, else "guess"."""
-    said = {field: known.get(field) or draw_value(rng, field) for field in asked}
-    kind = "findings" if len(known) == len(asked) else "guess"
-    return CorpusTurn(kind, findings_prompt(tuple(asked)), says_parts(said))
+    answer = {field: facts.get(field) or draw_value(rng, field) for field in parts}
+    kind = "findings" if len(facts) == len(parts) else "guess"
+    return CorpusTurn(kind, findings_prompt(tuple(parts)), says_parts(answer))
 
 
-def merge_turn(rng: random.Random, asked: Parts, known: Parts) -> CorpusTurn:
+def merge_turn(rng: random.Random, parts: Parts, facts: Parts) -> CorpusTurn:
     """Return the question with candidates, and the merged answer. Its kind is "told" (all of it is
     known), "merged" (every other part has one leading value) or "tied" (any of the leading values,
     a guess where no candidate has one)."""
-    candidates = draw_candidates(rng, asked)
-    prompt = aggregation_prompt(findings_prompt(tuple(asked)), candidates)
-    leading = {field: leaders(candidates, field) for field in asked if field not in known}
-    said = {
-        field: known.get(field) or rng.choice(leading[field] or [draw_value(rng, field)])
-        for field in asked
+    candidates = draw_candidates(rng, parts)
+    prompt = aggregation_prompt(findings_prompt(tuple(parts)), candidates)
+    leading = {field: leaders(candidates, field) for field in parts if field not in facts}
+    answer = {
+        field: facts.get(field) or rng.choice(leading[field] or [draw_value(rng, field)])
+        for field in parts
     }
     sure = all(len(values) == 1 for values in leading.values())
     kind = "tied" if not sure else "merged" if leading else "told"
-    return CorpusTurn(kind, prompt, says_parts(said))
+    return CorpusTurn(kind, prompt, says_parts(answer))
 
 
 def leaders(candidates: Sequence[str], field: str) -> list[str]:
@@ -123,27 +123,27 @@ def leaders(candidates: Sequence[str], field: str) -> list[str]:
     return [value for value, count in votes.items() if count == most]
 
 
-def draw_candidates(rng: random.Random, asked: Parts) -> list[str]:
+def draw_candidates(rng: random.Random, parts: Parts) -> list[str]:
     """Return one to four responses, of which each part is right, wrong or missing. Wrong ones may
     agree on a favourite, as a model's own mistakes do."""
     sure = rng.uniform(*RIGHT)
     favourites = {
         field: draw_value(rng, field, value) if rng.random() < AGREE_RATE else ""
-        for field, value in asked.items()
+        for field, value in parts.items()
     }
     candidates = []
     for _ in range(rng.choice(CANDIDATES)):
-        said = {}
-        for field, value in asked.items():
+        claimed = {}
+        for field, value in parts.items():
             if rng.random() < MISSING_RATE:
                 continue
             if rng.random() < sure:
-                said[field] = value
+                claimed[field] = value
             elif favourites[field] and rng.random() < FAVOURITE_RATE:
-                said[field] = favourites[field]
+                claimed[field] = favourites[field]
             else:
-                said[field] = draw_value(rng, field, value)
-        candidates.append(says_parts(said))
+                claimed[field] = draw_value(rng, field, value)
+        candidates.append(says_parts(claimed))
     return candidates
 
 

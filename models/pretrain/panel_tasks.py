@@ -57,8 +57,8 @@ def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
     candidates, and `args.others` of the reader's turns."""
     for _ in range(args.batch):
         kinds = [rng.choice(OTHER_TURNS) for _ in range(args.others)]
-        document, whole, turns = draw_turns(rng, LADDER[rung], args.first, args.reviewed, kinds)
-        yield head(document, whole), [turn.said for turn in turns]
+        document, is_whole, turns = draw_turns(rng, LADDER[rung], args.first, args.reviewed, kinds)
+        yield head(document, is_whole), [turn.said for turn in turns]
 
 
 def draw_turns(
@@ -74,15 +74,15 @@ def draw_turns(
     elif draw < NONE_RATE + CUT_RATE:
         parts = document.split(" ")
         document, turns = " ".join(parts[: rng.randint(*CUT_WORDS)]), []
-    whole = document == patient.document
+    is_whole = document == patient.document
     for index in range(first + reviewed):
-        if not questions or (whole and rng.random() < ABSENT_RATE):
+        if not questions or (is_whole and rng.random() < ABSENT_RATE):
             question = _absent(rng, questions)
         else:
             question = rng.choice(questions)
         ask = first_turn if index < first else reviewed_turn
         turns.append(ask(rng, question, can_read(document, question)))
-    return document, whole, turns
+    return document, is_whole, turns
 
 
 def field_of(question: PatientQuestion) -> str:
@@ -94,10 +94,10 @@ def can_read(document: str, question: PatientQuestion) -> bool:
     return f" {field_of(question)} {question.correct.split()[0]}" in document
 
 
-def _absent(rng: random.Random, asked: Sequence[PatientQuestion]) -> PatientQuestion:
-    """Return a question about a field that none of `asked` is about."""
-    known = {field_of(q) for q in asked}
-    field = rng.choice([f for f in words.FIELDS if f not in known])
+def _absent(rng: random.Random, questions: Sequence[PatientQuestion]) -> PatientQuestion:
+    """Return a question about a field that none of `questions` is about."""
+    fields = {field_of(q) for q in questions}
+    field = rng.choice([f for f in words.FIELDS if f not in fields])
     fact = field, rng.choice(words.CATEGORY_OF[field].values)
     options, correct = draw_options(rng, fact)
     return PatientQuestion("absent", "absent", f"what is the {field}?", tuple(options), correct)
@@ -148,17 +148,17 @@ def draw_candidates(rng: random.Random, question: PatientQuestion) -> list[str]:
             option = favourite
         else:
             option = rng.choice(wrong)
-        said = claims(field, option)
-        candidates.append(_broken(rng, said, question) if rng.random() < BROKEN_RATE else said)
+        claim = claims(field, option)
+        candidates.append(_broken(rng, claim, question) if rng.random() < BROKEN_RATE else claim)
     return candidates
 
 
-def _broken(rng: random.Random, said: str, question: PatientQuestion) -> str:
+def _broken(rng: random.Random, claim: str, question: PatientQuestion) -> str:
     """Return a response without a choice: empty, cut off, or naming a value that is not offered."""
     field = field_of(question)
     values = [words.value_text(field, v) for v in words.CATEGORY_OF[field].values]
     other = rng.choice([v for v in values if v not in question.options])
-    statement = said.split(" the answer")[0]
+    statement = claim.split(" the answer")[0]
     return rng.choice(("", statement, f"{statement} the answer is", claims(field, other)))
 
 

@@ -106,10 +106,10 @@ def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
         yield head(document), [turn.said for turn in turns]
 
 
-def head(document: str, whole: bool = True) -> str:
+def head(document: str, is_whole: bool = True) -> str:
     """Return the text before a conversation: the document as system message, without its end token
     if it is cut off, or the begin token alone."""
-    return f"<|bos|><|system|>{document}{'<|end|>' if whole else ''}" if document else "<|bos|>"
+    return f"<|bos|><|system|>{document}{'<|end|>' if is_whole else ''}" if document else "<|bos|>"
 
 
 def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> CorpusTurn:
@@ -124,18 +124,26 @@ def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> 
         lead = f"note {index + 1}: {note.header} {fact_text(note.facts[0])}."
         return CorpusTurn(kind, summarise_prompt(index + 1), lead)
     if kind == "recite" or (kind == "question" and rng.random() < 0.5):
-        found = sentences(note.text)
-        starts = [(i, cue) for i, s in enumerate(found) if (cue := unique_cue(patient.document, s))]
+        sentence_list = sentences(note.text)
+        starts = [
+            (i, cue)
+            for i, s in enumerate(sentence_list)
+            if (cue := unique_cue(patient.document, s))
+        ]
         start, cue = rng.choice(starts)
         if kind == "question":
-            return CorpusTurn(kind, question_prompt(cue), f"the chart says {found[start]}.")
-        return CorpusTurn(kind, recite_prompt(cue), " ".join(f"{s}." for s in found[start:]))
+            return CorpusTurn(kind, question_prompt(cue), f"the chart says {sentence_list[start]}.")
+        return CorpusTurn(
+            kind, recite_prompt(cue), " ".join(f"{s}." for s in sentence_list[start:])
+        )
     if kind == "options" and rng.random() < 0.3:  # a choice as self-study offers it
         kind, prompt, _ = self_study_prompt(patient, [], ("choice",), rng)
         cue = prompt.removeprefix("what about ").split("?")[0]
-        rest = next((r for _, c, r in cued_sentences(patient) if c == cue), "")
+        ending = next((r for _, c, r in cued_sentences(patient) if c == cue), "")
         if kind == "choice":
-            return CorpusTurn(kind, prompt, f"the chart says {cue} {rest}. the answer is {rest}.")
+            return CorpusTurn(
+                kind, prompt, f"the chart says {cue} {ending}. the answer is {ending}."
+            )
     fact = rng.choice(note.facts)
     question = f"what is the {fact[0]}?"
     if kind == "question":

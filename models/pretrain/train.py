@@ -124,19 +124,19 @@ def encode(tokenizer: PreTrainedTokenizerFast, rows: Iterable[Row]) -> PretrainB
     coded: list[list[tuple[int, int, int, int]]] = []  # id, segment, position, trained
     kinds: list[list[str]] = []
     for head, conversations in rows:
-        before, own = tokenizer(head).input_ids, list[str]()
-        tokens = [(token, 0, at, 0) for at, token in enumerate(before)]
+        head_ids, row_kinds = tokenizer(head).input_ids, list[str]()
+        tokens = [(token, 0, at, 0) for at, token in enumerate(head_ids)]
         for segment, conversation in enumerate(conversations, start=1):
-            position = count(len(before))
-            texts = tokenizer([said.text for said in conversation]).input_ids
+            position = count(len(head_ids))
+            texts = tokenizer([message.text for message in conversation]).input_ids
             for said, text in zip(conversation, texts, strict=True):
-                own += [said.kind] if said.kind else []
-                taught = len(own) if said.kind else 0
+                row_kinds += [said.kind] if said.kind else []
+                taught = len(row_kinds) if said.kind else 0
                 tokens.append((special[f"<|{said.role}|>"], segment, next(position), 0))
                 ids = (*text, special["<|end|>"])
                 tokens += [(token, segment, next(position), taught) for token in ids]
         coded.append(tokens)
-        kinds.append(own)
+        kinds.append(row_kinds)
     longest, padding = max(map(len, coded)), (tokenizer.pad_token_id, -1, 0, 0)
     padded = torch.tensor([tokens + [padding] * (longest - len(tokens)) for tokens in coded])
     columns = [padded[..., column].contiguous() for column in range(4)]
@@ -147,9 +147,9 @@ def block_mask(segment: torch.Tensor) -> torch.Tensor:
     """Return a causal [B, 1, T, T] bool mask: a token attends to its row's head and own segment."""
     length = segment.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
-    same = segment[:, :, None] == segment[:, None, :]
+    same_segment = segment[:, :, None] == segment[:, None, :]
     head = (segment == 0)[:, None, :]
-    return ((same | head) & causal)[:, None]
+    return ((same_segment | head) & causal)[:, None]
 
 
 def losses(
@@ -182,13 +182,13 @@ def new_optimizers(
     """Return AdamW for embeddings and norms; if `muon_lr` > 0, Muon (Jordan, 2024) for the rest."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     chosen = {id(p) for p in matrices} if muon_lr > 0 else set()
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    found: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    parameters = [p for p in model.parameters() if id(p) not in chosen]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     ]
     if chosen:
-        found.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.01))
-    return found
+        optimizers.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.01))
+    return optimizers
 
 
 @dataclass
@@ -209,12 +209,12 @@ def set_rates(
     optimizers: list[torch.optim.Optimizer],
     peaks: Sequence[float],
     step: int,
-    left: float,
+    remaining: float,
     cooling: float,
 ) -> None:
     """Set learning rates: warm-up by steps, then constant, then linear to zero over the last share
-    `cooling` of the time. `left` is the remaining share of the time."""
-    rate = min(1.0, (step + 1) / WARMUP_STEPS) * min(1.0, left / cooling)
+    `cooling` of the time. `remaining` is the share of the time."""
+    rate = min(1.0, (step + 1) / WARMUP_STEPS) * min(1.0, remaining / cooling)
     for optimizer, peak in zip(optimizers, peaks, strict=True):
         optimizer.param_groups[0]["lr"] = peak * rate
 
@@ -241,9 +241,9 @@ def train(
     peaks = [o.param_groups[0]["lr"] for o in optimizers]
     climber = Curriculum(args.rung, top=mix.rungs - 1)
     args.out.mkdir(parents=True, exist_ok=True)
-    begun, step, loss_sum = time.monotonic(), 0, 0.0
+    start, step, loss_sum = time.monotonic(), 0, 0.0
     totals: dict[str, list[bool]] = defaultdict(list)
-    while (spent := agree(time.monotonic() - begun)) < args.seconds:
+    while (spent := agree(time.monotonic() - start)) < args.seconds:
         set_rates(optimizers, peaks, step, 1 - spent / args.seconds, mix.cooling)
         rung = draw_rung(rng, climber.rung)
         batch = encode(tokenizer, mix.rows(own, rung, args))
@@ -261,8 +261,8 @@ def train(
         if rung == climber.rung:
             right = sum(exact[mix.climbs_on]) / max(1, len(exact[mix.climbs_on]))
             climber.update(agree(right))
-            for kind, each in exact.items():
-                totals[kind] += each
+            for kind, scores in exact.items():
+                totals[kind] += scores
         if step % 50 == 0 and rank == 0:
             shares = {k: round(sum(v) / len(v), 3) for k, v in sorted(totals.items()) if v}
             line = {
@@ -326,24 +326,30 @@ def parse() -> Namespace:
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     mixes = parser.add_subparsers(dest="mix", required=True)
     for name, mix in MIXES.items():
-        of = mixes.add_parser(name)
+        mix_parser = mixes.add_parser(name)
         scratch = mix.measure is None
-        of.add_argument("--out", type=Path, required=scratch, help="train, and save here")
-        of.add_argument(
+        mix_parser.add_argument("--out", type=Path, required=scratch, help="train, and save here")
+        mix_parser.add_argument(
             "--resume", type=Path, required=not scratch, help="start from this model directory"
         )
-        of.add_argument("--seconds", type=float, default=mix.seconds, help="stop after this long")
-        of.add_argument("--lr", type=float, default=mix.lr)
-        of.add_argument("--muon-lr", type=float, default=mix.muon_lr)
-        of.add_argument("--batch", type=int, default=mix.batch, help="rows a step of a rank")
-        of.add_argument("--threads", type=int, default=1)
-        of.add_argument("--seed", type=int, default=0)
-        of.add_argument("--rung", type=int, default=0)
+        mix_parser.add_argument(
+            "--seconds", type=float, default=mix.seconds, help="stop after this long"
+        )
+        mix_parser.add_argument("--lr", type=float, default=mix.lr)
+        mix_parser.add_argument("--muon-lr", type=float, default=mix.muon_lr)
+        mix_parser.add_argument(
+            "--batch", type=int, default=mix.batch, help="rows a step of a rank"
+        )
+        mix_parser.add_argument("--threads", type=int, default=1)
+        mix_parser.add_argument("--seed", type=int, default=0)
+        mix_parser.add_argument("--rung", type=int, default=0)
         for option, (default, help) in mix.counts.items():
-            of.add_argument(option, type=int, default=default, help=help)
-        of.set_defaults(measure=False)
+            mix_parser.add_argument(option, type=int, default=default, help=help)
+        mix_parser.set_defaults(measure=False)
         if not scratch:
-            of.add_argument("--measure", action="store_true", help="print the shares done right")
+            mix_parser.add_argument(
+                "--measure", action="store_true", help="print the shares done right"
+            )
     args = parser.parse_args()
     if args.measure == bool(args.out):
         parser.error("give either --out DIR or --measure")
@@ -368,14 +374,14 @@ def main() -> None:
     if args.measure and mix.measure is not None:
         print(json.dumps(mix.measure(model, tokenizer, args)))
         return
-    shared = own = random.Random(f"{args.mix}/{args.seed}")
+    shared = rank_rng = random.Random(f"{args.mix}/{args.seed}")
     if args.mix in ("reader", "merge"):  # train on several ranks, each with its own charts
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("gloo")
         stream = f"{args.mix}/{args.seed}/{args.rung}"
         shared = random.Random(stream)
-        own = random.Random(f"{stream}/{os.environ.get('RANK', '0')}")
-    train(model, tokenizer, mix, shared, own, args)
+        rank_rng = random.Random(f"{stream}/{os.environ.get('RANK', '0')}")
+    train(model, tokenizer, mix, shared, rank_rng, args)
     if dist.is_initialized():
         dist.destroy_process_group()
 

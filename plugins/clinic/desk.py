@@ -182,8 +182,8 @@ def draw_shift(desk: ClinicDesk, seed: int, cases: int) -> tuple[DeskCase, ...]:
         )
     first = draw_case(desk, seed)
     rng = random.Random(f"shift/{desk.id}/{seed}")
-    others = [entry for entry in desk.handbook if entry[0] != first.field]
-    return first, *(case_of(*entry, rng) for entry in rng.sample(others, cases - 1))
+    other_entries = [entry for entry in desk.handbook if entry[0] != first.field]
+    return first, *(case_of(*entry, rng) for entry in rng.sample(other_entries, cases - 1))
 
 
 def case_of(name: str, department: str, rng: random.Random) -> DeskCase:
@@ -194,8 +194,8 @@ def case_of(name: str, department: str, rng: random.Random) -> DeskCase:
 
 def call_text(call: ToolAction) -> str:
     """Return a call as a clerk's text, `"find surgeon in cardiology."`, or raise DataError."""
-    given = {k: " ".join(str(v).split()) for k, v in call.arguments.items()}
-    match call.tool, given:
+    arguments = {k: " ".join(str(v).split()) for k, v in call.arguments.items()}
+    match call.tool, arguments:
         case "find", {"field": name, "department": department}:
             return f"find {name} in {department}."
         case "read", {"note": note}:
@@ -203,7 +203,8 @@ def call_text(call: ToolAction) -> str:
         case "answer", {"value": value}:
             return f"answer {value}."
     raise DataError(
-        f"the desk has no call {call.tool} with {sorted(given)}; see environments.clinic.desk.TOOLS"
+        f"the desk has no call {call.tool} with {sorted(arguments)}; "
+        "see environments.clinic.desk.TOOLS"
     )
 
 
@@ -222,11 +223,11 @@ def parse_call(text: str) -> ToolAction:
 
     A text without its tool's form becomes a call with {"words": ...} as arguments: bad_arguments.
     """
-    name, _, rest = " ".join(text.split()).removesuffix(".").partition(" ")
-    found = _FORMS[name].fullmatch(rest) if name in _FORMS else None
-    if found is None:
-        return ToolAction(name, {"words": rest})
-    arguments: dict[str, str | int] = dict(found.groupdict())
+    name, _, arguments_text = " ".join(text.split()).removesuffix(".").partition(" ")
+    match = _FORMS[name].fullmatch(arguments_text) if name in _FORMS else None
+    if match is None:
+        return ToolAction(name, {"words": arguments_text})
+    arguments: dict[str, str | int] = dict(match.groupdict())
     if name == "read":
         arguments["note"] = int(arguments["note"])
     return ToolAction(name, arguments)
@@ -235,13 +236,13 @@ def parse_call(text: str) -> ToolAction:
 def reply_to(case: DeskCase, state: CaseState, text: str, max_turns: int) -> CaseState:
     """Return the case's state after one more call, with the desk's reply in `reply`."""
     turns = state.turns + 1
-    found, read, reply = _answered(case, state, parse_call(text))
+    was_found, read, reply = _answered(case, state, parse_call(text))
     if not reply.done and turns >= max_turns:
         reply = DeskReply(
             f"{reply.text} the time is over.", True, 0.0, reply.error_kind, reply.hint_key,
             reply.hint_facts,
         )  # fmt: skip
-    return CaseState(found, read, turns, reply)
+    return CaseState(was_found, read, turns, reply)
 
 
 def reply_in_shift(
@@ -261,26 +262,30 @@ def reply_in_shift(
 
 
 def _answered(case: DeskCase, state: CaseState, call: ToolAction) -> tuple[bool, bool, DeskReply]:
-    found, read = state.found, state.read
+    is_found, read = state.found, state.read
     if call.tool not in TOOL_NAMES:
-        return found, read, DeskReply("no such tool.", error_kind="unknown_tool", hint_key="tools")
+        return (
+            is_found,
+            read,
+            DeskReply("no such tool.", error_kind="unknown_tool", hint_key="tools"),
+        )
     if "words" in call.arguments:
         facts = {"tool": call.tool, "field": case.field}
         hint = f"form_of_{call.tool}"
-        return found, read, DeskReply("bad call.", False, None, "bad_arguments", hint, facts)
-    given = call.arguments
+        return is_found, read, DeskReply("bad call.", False, None, "bad_arguments", hint, facts)
+    arguments = call.arguments
     if call.tool == "find":
-        if (given["field"], given["department"]) == (case.field, case.department):
+        if (arguments["field"], arguments["department"]) == (case.field, case.department):
             return True, read, DeskReply(f"note {case.note}.")
         facts = {"field": case.field, "department": case.department}
-        text = f"no {given['field']} in {given['department']}."
-        return found, read, DeskReply(text, False, None, "missing_record", "where", facts)
+        text = f"no {arguments['field']} in {arguments['department']}."
+        return is_found, read, DeskReply(text, False, None, "missing_record", "where", facts)
     if call.tool == "read":
-        if given["note"] == case.note:
-            return found, True, DeskReply(f"{case.field} {case.value}.")
-        hint = "the_note" if found else "find_first"
-        facts = {"field": case.field, "note": str(case.note)} if found else {"field": case.field}
-        text = f"no note {given['note']}."
-        return found, read, DeskReply(text, False, None, "missing_record", hint, facts)
-    right = str(given["value"]).casefold() == case.value.casefold()
-    return found, read, DeskReply("right." if right else "wrong.", True, float(right))
+        if arguments["note"] == case.note:
+            return is_found, True, DeskReply(f"{case.field} {case.value}.")
+        hint = "the_note" if is_found else "find_first"
+        facts = {"field": case.field, "note": str(case.note)} if is_found else {"field": case.field}
+        text = f"no note {arguments['note']}."
+        return is_found, read, DeskReply(text, False, None, "missing_record", hint, facts)
+    right = str(arguments["value"]).casefold() == case.value.casefold()
+    return is_found, read, DeskReply("right." if right else "wrong.", True, float(right))

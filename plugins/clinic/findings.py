@@ -56,29 +56,29 @@ def answer_parts(answer: str) -> dict[str, str]:
 
     `answer_parts("sodium 41 mmol, ecg normal")` is {"sodium": "41 mmol", "ecg": "normal"}.
     """
-    found: dict[str, str] = {}
+    parts: dict[str, str] = {}
     for part in answer.lower().split(","):
         name, _, value = " ".join(part.split()).partition(" ")
         if value:
-            found.setdefault(name, value)
-    return found
+            parts.setdefault(name, value)
+    return parts
 
 
 def said_parts(response: str) -> dict[str, str]:
     """Return the parts that a response gives; none if it gives no answer."""
-    said = said_answer(response)
-    return {} if said is None else answer_parts(_STOP.split(said, maxsplit=1)[0])
+    answer = said_answer(response)
+    return {} if answer is None else answer_parts(_STOP.split(answer, maxsplit=1)[0])
 
 
-def all_right(right: Mapping[str, str], said: Mapping[str, str]) -> bool:
+def all_right(right: Mapping[str, str], answer: Mapping[str, str]) -> bool:
     """Return whether every asked field has its value."""
-    return all(said.get(field) == value for field, value in right.items())
+    return all(answer.get(field) == value for field, value in right.items())
 
 
-def parts_f1(right: Mapping[str, str], said: Mapping[str, str]) -> float:
+def parts_f1(right: Mapping[str, str], answer: Mapping[str, str]) -> float:
     """Return F1 of the parts, in [0, 1]: three of four right and one wrong are 0.75."""
-    hits = sum(said.get(field) == value for field, value in right.items())
-    return 2 * hits / (len(right) + len(said))
+    hits = sum(answer.get(field) == value for field, value in right.items())
+    return 2 * hits / (len(right) + len(answer))
 
 
 def draw_findings(
@@ -91,20 +91,23 @@ def draw_findings(
     """
     charts = [_values(patient) for patient in patients]
     times = Counter(field for values in charts for field in values)
-    own = [{f: v for f, v in values.items() if times[f] == 1} for values in charts]
-    each, ids = parts // len(own), tuple(patient.id for patient in patients)
-    if prod(comb(len(values), each) for values in own) < count:
+    chart_values = [{f: v for f, v in values.items() if times[f] == 1} for values in charts]
+    per_chart, ids = parts // len(chart_values), tuple(patient.id for patient in patients)
+    if prod(comb(len(values), per_chart) for values in chart_values) < count:
         raise DataError(
-            f"{count} questions of {each} fields of each chart need charts of the embedded clinic "
-            f"with more facts that no other has: {', '.join(ids)} have "
-            f"{', '.join(str(len(values)) for values in own)}; lower questions, or raise data.facts"
+            f"{count} questions of {per_chart} fields of each chart need charts of the embedded "
+            f"clinic with more facts that no other has: {', '.join(ids)} have "
+            f"{', '.join(str(len(values)) for values in chart_values)}; lower questions, or "
+            "raise data.facts"
         )
-    right = {field: value for values in own for field, value in values.items()}
+    right = {field: value for values in chart_values for field, value in values.items()}
     rng = random.Random(f"findings/{seed}/{'+'.join(ids)}/{parts}")
     chosen: dict[frozenset[str], list[str]] = {}
     while len(chosen) < count:
-        fields = [field for values in own for field in rng.sample(sorted(values), each)]
-        if len(own) > 1:
+        fields = [
+            field for values in chart_values for field in rng.sample(sorted(values), per_chart)
+        ]
+        if len(chart_values) > 1:
             rng.shuffle(fields)
         chosen.setdefault(frozenset(fields), fields)
     return tuple(
@@ -116,7 +119,7 @@ def draw_findings(
 def _values(patient: Patient) -> dict[str, str]:
     """Return the values of a chart's fields, with their units."""
     return {
-        found[1]: q.correct
+        match[1]: q.correct
         for q in patient.questions
-        if (found := _FIELD.fullmatch(q.text)) and found[1] in FIELDS
+        if (match := _FIELD.fullmatch(q.text)) and match[1] in FIELDS
     }

@@ -80,13 +80,13 @@ def draw_chart(
     remarks = iter(rng.sample(words.REMARKS, len(words.REMARKS)))
     drawn = []
     for index in range(notes):
-        own = tuple(pairs[facts * index // notes : facts * (index + 1) // notes])
+        note_facts = tuple(pairs[facts * index // notes : facts * (index + 1) // notes])
         drawn.append(
             ClinicalNote(
                 department=departments[index % len(departments)],
                 date=f"{rng.randint(10, 28)} {months[(index + 1) % len(months)]}",
-                facts=own,
-                remarks=tuple(islice(remarks, round(remark_rate * len(own)))),
+                facts=note_facts,
+                remarks=tuple(islice(remarks, round(remark_rate * len(note_facts)))),
             )
         )
     surname = rng.choice(words.CATEGORY_OF["surgeon"].values)
@@ -101,8 +101,8 @@ def draw_chart(
 def draw_options(rng: random.Random, fact: tuple[str, str]) -> tuple[list[str], str]:
     """Return five distinct option texts in random order, and the fact's own text among them."""
     field, value = fact
-    others = [v for v in words.CATEGORY_OF[field].values if v != value]
-    options = [words.value_text(field, v) for v in [value, *rng.sample(others, 4)]]
+    alternatives = [v for v in words.CATEGORY_OF[field].values if v != value]
+    options = [words.value_text(field, v) for v in [value, *rng.sample(alternatives, 4)]]
     correct = options[0]
     rng.shuffle(options)
     return options, correct
@@ -168,7 +168,7 @@ def generate_clinic(
     clinic = {}
     for index in range(1, patients + 1):
         rng = random.Random(f"clinic/{seed}/{index}")
-        own = fields[facts * (index - 1) : facts * index] if own_fields else fields
-        chart = draw_chart(rng, facts, notes, fields=own)
+        chart_fields = fields[facts * (index - 1) : facts * index] if own_fields else fields
+        chart = draw_chart(rng, facts, notes, fields=chart_fields)
         clinic[f"patient_{index:02d}"] = longhealth_record(chart, rng, questions_per_fact)
     return clinic

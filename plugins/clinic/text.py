@@ -337,8 +337,8 @@ def _occurrences(text: str, words: str) -> Iterator[int]:
     """Yield where `words` begin in the text as whole words; occurrences may overlap."""
     at = text.find(words)
     while at >= 0:
-        before, after = text[at - 1 : at], text[at + len(words) : at + len(words) + 1]
-        if not (_WORD.match(before) or _WORD.match(after)):
+        lead, tail = text[at - 1 : at], text[at + len(words) : at + len(words) + 1]
+        if not (_WORD.match(lead) or _WORD.match(tail)):
             yield at
         at = text.find(words, at + 1)
 
@@ -348,7 +348,7 @@ def self_study_prompt(
     questions: list[PatientQuestion],
     kinds: tuple[str, ...],
     rng: random.Random,
-    others: Sequence[str] = (),
+    endings: Sequence[str] = (),
 ) -> tuple[str, str, tuple[NoteSpan, ...]]:
     """Draw one training prompt for a patient: its kind, its text, and the passages that it is
     about.
@@ -356,43 +356,43 @@ def self_study_prompt(
     A "question" is about a sentence of the document or, half of the time if `questions` has any,
     one of `questions` without its options. `questions` are those that may be trained on. A "choice"
     is about a sentence too; its options are the sentence's end and four similar ones. These come
-    from the ends of the document's sentences and from `others`, ends in other documents. A
+    from the ends of the document's sentences and from `endings`, ends in other documents. A
     "recite_note" asks for a whole note, by its first sentence; "findings" for two to four fields of
     the chart. A note without a unique cue, and a chart without fields, get the kind "structure".
     """
     kind = rng.choice(kinds)
     note = rng.randrange(len(patient.texts))
-    whole = ((note, 0, len(patient.texts[note])),)
+    spans = ((note, 0, len(patient.texts[note])),)
     if kind == "structure":
-        return kind, structure_prompt(note + 1), whole
+        return kind, structure_prompt(note + 1), spans
     if kind == "summarise":
-        return kind, summarise_prompt(note + 1), whole
+        return kind, summarise_prompt(note + 1), spans
     if kind == "recite_note":
         first = sentences(patient.texts[note])[:1]
         cue = unique_cue(patient.document, first[0]) if first else None
         if cue is None:
-            return "structure", structure_prompt(note + 1), whole
-        return kind, recite_prompt(cue), whole
+            return "structure", structure_prompt(note + 1), spans
+        return kind, recite_prompt(cue), spans
     if kind == "question" and questions and rng.random() < 0.5:
-        asked = rng.choice(questions)
-        return kind, asked.text, patient.places_of(asked)
+        question = rng.choice(questions)
+        return kind, question.text, patient.places_of(question)
     cued = cued_sentences(patient)
     if kind == "findings":
-        fields = [(n, cue) for n, cue, rest in cued if rest and cue in FIELDS]
+        fields = [(n, cue) for n, cue, ending in cued if ending and cue in FIELDS]
         chosen = rng.sample(fields, min(len(fields), rng.randint(2, 4)))
         places = tuple((n, 0, len(patient.texts[n])) for n in sorted({n for n, _ in chosen}))
         if not chosen:
-            return "structure", structure_prompt(note + 1), whole
+            return "structure", structure_prompt(note + 1), spans
         return kind, findings_prompt([field for _, field in chosen]), places
-    here = [(c, rest) for n, c, rest in cued if n == note and (kind != "choice" or rest)]
-    ends = _all_ends(patient, tuple(others)) if kind == "choice" else []
-    if not here or (kind == "choice" and len(ends) < len(LETTERS)):
-        return "structure", structure_prompt(note + 1), whole
-    cue, rest = rng.choice(here)
+    of_note = [(c, ending) for n, c, ending in cued if n == note and (kind != "choice" or ending)]
+    ends = _all_ends(patient, tuple(endings)) if kind == "choice" else []
+    if not of_note or (kind == "choice" and len(ends) < len(LETTERS)):
+        return "structure", structure_prompt(note + 1), spans
+    cue, chosen_ending = rng.choice(of_note)
     start = patient.texts[note].find(cue)  # -1: the cue's words are spaced otherwise there
-    passage = whole if start < 0 else ((note, start, start + len(cue) + len(rest)),)
+    passage = spans if start < 0 else ((note, start, start + len(cue) + len(chosen_ending)),)
     if kind == "choice":
-        options = [rest, *look_alikes(rest, ends, len(LETTERS) - 1, rng)]
+        options = [chosen_ending, *look_alikes(chosen_ending, ends, len(LETTERS) - 1, rng)]
         rng.shuffle(options)
         return kind, option_prompt(question_prompt(cue), options), passage
     text = question_prompt(cue) if kind == "question" else recite_prompt(cue)
@@ -401,12 +401,12 @@ def self_study_prompt(
 
 def sentence_ends(patient: Patient) -> list[str]:
     """Return the texts after the cues of a patient's sentences, sorted, without duplicates."""
-    return sorted({rest for _, _, rest in cued_sentences(patient) if rest})
+    return sorted({ending for _, _, ending in cued_sentences(patient) if ending})
 
 
 @lru_cache(maxsize=256)  # as `cued_sentences`
-def _all_ends(patient: Patient, others: tuple[str, ...]) -> list[str]:
-    return sorted({*sentence_ends(patient), *others})
+def _all_ends(patient: Patient, endings: tuple[str, ...]) -> list[str]:
+    return sorted({*sentence_ends(patient), *endings})
 
 
 def look_alikes(end: str, ends: Sequence[str], count: int, rng: random.Random) -> list[str]:
@@ -416,19 +416,19 @@ def look_alikes(end: str, ends: Sequence[str], count: int, rng: random.Random) -
     the nearest number of words. Easy options would train a cartridge to distinguish drugs from
     surgeons, which questions do not test (docs/log.md).
     """
-    found: list[str] = []
+    alternatives: list[str] = []
     if _NUMBER.search(end):
         for _ in range(8 * count):  # few digits allow few numbers: `ends` supply the rest
             other = _NUMBER.sub(lambda m: _another_number(m.group(), rng), end)
-            if other != end and other not in found:
-                found.append(other)
-            if len(found) == count:
-                return found
-    pool = [e for e in ends if e != end and e not in found]
+            if other != end and other not in alternatives:
+                alternatives.append(other)
+            if len(alternatives) == count:
+                return alternatives
+    pool = [e for e in ends if e != end and e not in alternatives]
     rng.shuffle(pool)
     words = _words(end)
     pool.sort(key=lambda e: abs(_words(e) - words))
-    return found + pool[: count - len(found)]
+    return alternatives + pool[: count - len(alternatives)]
 
 
 @lru_cache(maxsize=2**14)  # every choice of a run compares the same ends
@@ -444,14 +444,14 @@ def _another_number(digits: str, rng: random.Random) -> str:
 @lru_cache(maxsize=256)  # a run needs the same few patients thousands of times
 def cued_sentences(patient: Patient) -> list[tuple[int, str, str]]:
     """Return (note, cue, rest) of every sentence with a unique cue: (0, "sodium", "41 mmol")."""
-    found = []
+    cued = []
     document = patient.document
     for note, text in enumerate(patient.texts):
         for sentence in sentences(text):
             cue = unique_cue(document, sentence)
             if cue:
-                found.append((note, cue, sentence[len(cue) :].strip(" ,;:")))
-    return found
+                cued.append((note, cue, sentence[len(cue) :].strip(" ,;:")))
+    return cued
 
 
 def parse_answer(response: str, question: PatientQuestion) -> str | None:
@@ -462,18 +462,18 @@ def parse_answer(response: str, question: PatientQuestion) -> str | None:
     two options with equal text the first is returned; either scores alike. Text precedes letter,
     because an option's text may begin with one ("a fracture"). Two letters choose nothing.
     """
-    rest = said_answer(response)
-    if rest is None:
+    answer = said_answer(response)
+    if answer is None:
         return None
-    said = _fold(rest)
+    folded = _fold(answer)
     texts = [_fold(o) for o in question.options]
-    exact = [i for i, t in enumerate(texts) if t == said]
-    leading = [i for i, t in enumerate(texts) if re.match(rf"{re.escape(t)}(?!\w)", said)]
+    exact = [i for i, t in enumerate(texts) if t == folded]
+    leading = [i for i, t in enumerate(texts) if re.match(rf"{re.escape(t)}(?!\w)", folded)]
     if exact or leading:
         # The longest option that the answer starts with: "41 gram daily" is not "41 gram".
         best = exact or sorted(leading, key=lambda i: -len(texts[i]))
         return LETTERS[best[0]]
-    chosen = _BEFORE.sub("", rest.strip(_AROUND))
+    chosen = _BEFORE.sub("", answer.strip(_AROUND))
     letter = None if _SEVERAL.match(chosen) else _LETTER.match(chosen)
     return letter.group(1).lower() if letter else None
 
@@ -481,8 +481,8 @@ def parse_answer(response: str, question: PatientQuestion) -> str | None:
 def said_answer(response: str) -> str | None:
     """Return the text after the last "answer is", "answer:" or <answer>, up to </answer>; None if
     there is none."""
-    found = list(_ANSWER.finditer(response))
-    return _END.split(response[found[-1].end() :])[0] if found else None
+    matches = list(_ANSWER.finditer(response))
+    return _END.split(response[matches[-1].end() :])[0] if matches else None
 
 
 def plain_signs(text: str) -> str:
@@ -500,13 +500,13 @@ def claims(field: str, value: str) -> str:
     return f"the chart says {field} {value}. the answer is {value}."
 
 
-def right_answer(question: PatientQuestion, asked: str) -> str:
+def right_answer(question: PatientQuestion, prompt_text: str) -> str:
     """Return the right answer of a question in the model's wording: between tags where the prompt
-    `asked` names them."""
+    `prompt_text` names them."""
     # clinic-reader begins its answers with "the chart says"; it never learned another wording.
     field = _FIELD_QUESTION.fullmatch(question.text)
     if field and field[1] in FIELDS:
         return claims(field[1], question.correct)
-    if all(tag in asked for tag in TAGS):
+    if all(tag in prompt_text for tag in TAGS):
         return question.correct.join(TAGS)
     return f"{LEAD} {question.correct}"

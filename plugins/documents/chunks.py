@@ -79,8 +79,8 @@ class TokenizedText:
         text has many words and may need none of them."""
         if kind not in self._found:
             breaks = BREAKS[kind].finditer(self.text)
-            after = (self._token_after(m.group(), m.end()) for m in breaks)
-            self._found[kind] = sorted({token for token in after if token})
+            tokens = (self._token_after(m.group(), m.end()) for m in breaks)
+            self._found[kind] = sorted({token for token in tokens if token})
         return self._found[kind]
 
     def _token_after(self, broken: str, stop: int) -> int:
@@ -95,9 +95,9 @@ class TokenizedText:
 
     def boundary(self, low: int, high: int) -> int:
         """Return the best cut in (low, high]: the last break of the best kind, else `high`."""
-        found = self._last_break(low, high, len(BREAKS))
-        if found is not None:
-            return found
+        break_token = self._last_break(low, high, len(BREAKS))
+        if break_token is not None:
+            return break_token
         for token in range(high, low, -1):  # at least between two characters
             if token == len(self) or self._stops[token - 1] <= self._starts[token]:
                 return token
@@ -106,9 +106,9 @@ class TokenizedText:
     def beginning(self, low: int, high: int) -> int:
         """Return the best start in [low, high]: a paragraph, a sentence, or the document's
         start."""
-        found = self._last_break(low, high, SENTENCES)
-        if found is not None or low <= 0:
-            return found or 0
+        token = self._last_break(low, high, SENTENCES)
+        if token is not None or low <= 0:
+            return token or 0
         return self.boundary(low, high)
 
     def _last_break(self, low: int, high: int, kinds: int) -> int | None:
@@ -126,21 +126,21 @@ def pieces(document: TokenizedText, size: int, overlap: int = 0) -> list[Chunk]:
     ValueError unless 0 <= 2 * overlap < size."""
     if not 0 <= 2 * overlap < size:
         raise ValueError(f"overlap must be at least 0 and under half of size ({size}): {overlap}")
-    found: list[Chunk] = []
+    chunks: list[Chunk] = []
     start, stop, count = 0, 0, len(document)
     while start < count:
-        left = count - start
-        if left <= size:
+        rest_tokens = count - start
+        if rest_tokens <= size:
             stop = count
         else:
-            most = size if left >= 2 * size else -(-left // 2)
+            most = size if rest_tokens >= 2 * size else -(-rest_tokens // 2)
             low = max(start + most // 2, stop)  # past the end of the piece before
             stop = document.boundary(low, max(start + most, stop + 1))
-        found.append(document.chunk(start, stop))
+        chunks.append(document.chunk(start, stop))
         if stop == count:
             break
         start = max(stop - overlap, start + max(1, most // 2))
-    return found
+    return chunks
 
 
 def random_chunk(document: TokenizedText, low: int, high: int, rng: random.Random) -> Chunk:

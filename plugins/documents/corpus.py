@@ -109,8 +109,8 @@ def context_tokens(path: str) -> int | None:
             f"no model at {path!r}: {str(error).splitlines()[0]}; set model to a directory with "
             "config.json, or to a hub id that this machine can reach"
         ) from error
-    found = getattr(config, POSITIONS, None)
-    return found if isinstance(found, int) else None
+    positions = getattr(config, POSITIONS, None)
+    return positions if isinstance(positions, int) else None
 
 
 def read_parts(spec: LearnSpec, tokenizer: Any) -> Corpus:
@@ -170,15 +170,15 @@ def corpus_of(
         kind = "chunks" if read.long == "chunks" else "parts, each a document of its own"
         notes.append(SkippedFile(document.source, f"{why} {kind}"))
         read_in.append((document, tokens, cut))
-    whole = owners or {}
+    owner_of = owners or {}
     apart = read.long == "split"
     parts = {p.name: p for one in read_in for p in _parts(*one, apart, tokenizer)}
-    parts = {name: replace(p, of=whole.get(name, p.of)) for name, p in parts.items()}
+    parts = {name: replace(p, of=owner_of.get(name, p.of)) for name, p in parts.items()}
     conversation = ChatRenderer(tokenizer, {name: part.text for name, part in parts.items()})
     for name in list(parts):
         count = len(conversation.head(name))
-        alone = spec.cartridge.per == "document" and parts[name].of == name
-        if alone and count <= spec.cartridge.tokens:
+        undivided = spec.cartridge.per == "document" and parts[name].of == name
+        if undivided and count <= spec.cartridge.tokens:
             why = f"has {count} tokens, no more than a cartridge, so a prompt may as well hold it"
             why += f"; or lower cartridge.tokens, which is {spec.cartridge.tokens}"
             left_out.append(SkippedFile(parts.pop(name).document.source, f"{why} ({name})"))
@@ -206,8 +206,8 @@ def longest(spec: LearnSpec, context: int | None) -> int | None:
             f"({spec.train.row_tokens}): no document longer than cartridge.tokens "
             f"({spec.cartridge.tokens}) is left; lower one of the two"
         )
-    asked = (spec.teacher.context_tokens, spec.documents.max_tokens)
-    most = min((bound for bound in (room, *asked) if bound is not None), default=None)
+    bounds = (spec.teacher.context_tokens, spec.documents.max_tokens)
+    most = min((bound for bound in (room, *bounds) if bound is not None), default=None)
     if most is not None and 2 * spec.documents.overlap >= most:
         raise DataError(
             f"documents.overlap must be under half of a part ({most} tokens): got "
@@ -223,8 +223,8 @@ def tokenised(tokenizer: Any, text: str) -> TokenizedText:
             "the model's tokenizer does not give the positions of its tokens; give a model with a "
             "tokenizer.json"
         )
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return TokenizedText(text, found["offset_mapping"])
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return TokenizedText(text, encoded["offset_mapping"])
 
 
 def part_names(document: str, count: int) -> list[str]:
@@ -242,11 +242,13 @@ def _parts(
     apart: bool,
     tokenizer: Any,
 ) -> list[CorpusDocument]:
-    whole = document.name
+    document_name = document.name
     if len(cut) == 1:
-        return [CorpusDocument(whole, whole, document, cut[0], document.text, tokens)]
-    found = []
-    for name, chunk in zip(part_names(whole, len(cut)), cut, strict=True):
-        text, of = tokens.text_of(chunk), name if apart else whole
-        found.append(CorpusDocument(name, of, document, chunk, text, tokenised(tokenizer, text)))
-    return found
+        return [
+            CorpusDocument(document_name, document_name, document, cut[0], document.text, tokens)
+        ]
+    parts = []
+    for name, chunk in zip(part_names(document_name, len(cut)), cut, strict=True):
+        text, owner = tokens.text_of(chunk), name if apart else document_name
+        parts.append(CorpusDocument(name, owner, document, chunk, text, tokenised(tokenizer, text)))
+    return parts

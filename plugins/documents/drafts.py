@@ -99,18 +99,18 @@ def _of_text(item: SynthesisItem, plan: SynthesisPlan, rng: random.Random, name:
     """Return the draft of a turn that the document's words answer, refused where it has none."""
     part, text = item.part, item.part.text
     quiz = item.kind == "quiz"
-    found = quizzed(text, rng) if quiz else text_turn(item.kind, text, rng)
-    if found is None:
+    turn = quizzed(text, rng) if quiz else text_turn(item.kind, text, rng)
+    if turn is None:
         row = _row(item, plan, part.tokens.chunk(0, len(part.tokens)), name)
         return DraftRow(replace(row, asker="plain", refused="no_words"), name, text, (), "")
-    row = _row(item, plan, part.tokens.around(*found.chars), name)
+    row = _row(item, plan, part.tokens.around(*turn.chars), name)
     # Its answer is the model's with the text around it, where the text's words are none.
-    around = text[max(0, found.chars[0] - AROUND) : found.chars[1] + AROUND]
+    context = text[max(0, turn.chars[0] - AROUND) : turn.chars[1] + AROUND]
     if quiz:
-        asking = question_prompt(found.turn, found.answer)
-        return DraftRow(replace(row, answer=found.answer), name, around, asking, "")
-    row = replace(row, asker="plain", question=found.turn, answer=found.answer)
-    return DraftRow(row, name, around, (), "")
+        asking = question_prompt(turn.turn, turn.answer)
+        return DraftRow(replace(row, answer=turn.answer), name, context, asking, "")
+    row = replace(row, asker="plain", question=turn.turn, answer=turn.answer)
+    return DraftRow(row, name, context, (), "")
 
 
 def _row(item: SynthesisItem, plan: SynthesisPlan, chunk: Chunk, name: str) -> StudyRow:

@@ -31,32 +31,34 @@ class TextBounds:
 def fault(text: str, prompt: str, ended: bool, bounds: TextBounds) -> str | None:
     """Return why a text is rejected, None if it is kept: "empty", "too_short", "too_long", "no_end"
     (cut off before its end), "echo" (of `prompt`, which its writer read) or "repetition"."""
-    said = words(text.lower())
-    if not said:
+    terms = words(text.lower())
+    if not terms:
         return "empty"
-    each = 2 if 2 * unspaced(text) > len(said) else 1  # characters for a word
-    if len(said) < bounds.least_words:
+    characters = 2 if 2 * unspaced(text) > len(terms) else 1  # characters for a word
+    if len(terms) < bounds.least_words:
         return "too_short"
-    if len(said) > bounds.most_words * each:
+    if len(terms) > bounds.most_words * characters:
         return "too_long"
     if not ended:
         return "no_end"
-    if _repeats(said, REPEAT_WORDS * each):
+    if _repeats(terms, REPEAT_WORDS * characters):
         return "repetition"
-    if echoes(said, words(prompt.lower()), ECHO_WORDS * each):
+    if echoes(terms, words(prompt.lower()), ECHO_WORDS * characters):
         return "echo"
     return None
 
 
-def echoes(said: Sequence[str], prompt: Sequence[str], most: int = ECHO_WORDS) -> bool:
+def echoes(response: Sequence[str], prompt: Sequence[str], most: int = ECHO_WORDS) -> bool:
     """Return whether `most` words in a row, or a shorter text as a whole, occur in the prompt."""
-    length = min(most, len(said))
-    there = {tuple(prompt[i : i + length]) for i in range(len(prompt) - length + 1)}
-    return any(tuple(said[i : i + length]) in there for i in range(len(said) - length + 1))
+    length = min(most, len(response))
+    prompt_groups = {tuple(prompt[i : i + length]) for i in range(len(prompt) - length + 1)}
+    return any(
+        tuple(response[i : i + length]) in prompt_groups for i in range(len(response) - length + 1)
+    )
 
 
-def _repeats(said: Sequence[str], length: int) -> bool:
-    groups = Counter(tuple(said[i : i + length]) for i in range(len(said) - length + 1))
+def _repeats(response: Sequence[str], length: int) -> bool:
+    groups = Counter(tuple(response[i : i + length]) for i in range(len(response) - length + 1))
     return bool(groups) and max(groups.values()) > REPEATED
 
 
@@ -69,8 +71,8 @@ def normalised(text: str) -> str:
 def shingles(text: str) -> frozenset[int]:
     """Return hashes of a text's groups of SHINGLE words; of a shorter text, of all its words
     together."""
-    said = words(text.lower())
-    groups = [said[i : i + SHINGLE] for i in range(max(1, len(said) - SHINGLE + 1))]
+    terms = words(text.lower())
+    groups = [terms[i : i + SHINGLE] for i in range(max(1, len(terms) - SHINGLE + 1))]
     return frozenset(_hash(" ".join(group)) for group in groups)
 
 
@@ -106,8 +108,8 @@ class DuplicateFilter:
             return "double"
         mine = shingles(text)
         rare = rarest(mine, self._alike)
-        near = {other for shingle in rare for other in self._kept.get(shingle, ())}
-        if any(jaccard(mine, other) >= self._alike for other in near):
+        candidates = {other for shingle in rare for other in self._kept.get(shingle, ())}
+        if any(jaccard(mine, other) >= self._alike for other in candidates):
             return "near_double"
         self._exact.add(plain)
         for shingle in rare:

@@ -159,17 +159,17 @@ def read_jsonl(data: bytes, how: ReadOptions) -> list[FileText]:
         lines = [(line, encoding) for line in text.split("\n")]
     else:  # one that is not UTF-8 says nothing of the others
         lines = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-    found = []
+    records = []
     for number, line in enumerate(lines, start=1):
         where = f"line {number}"
         try:
             text, encoding = line if isinstance(line, tuple) else decode(line, how.encoding)
             if text.strip():
                 content = _json_of(text, "mend or delete the line")
-                found.append(_record(content, encoding, where, number, how))
+                records.append(_record(content, encoding, where, number, how))
         except DataError as error:
-            found.append(FileText("", "", number, f"{where} {error}"))
-    return _usable(found)
+            records.append(FileText("", "", number, f"{where} {error}"))
+    return _usable(records)
 
 
 def read_table(data: bytes, how: ReadOptions) -> list[FileText]:
@@ -217,8 +217,8 @@ def _cell_parts(cell: Mapping[str, Any]) -> Iterator[str]:
     for output in cell.get("outputs", ()):
         data = output.get("data", output)
         if output.get("output_type") != "error":
-            shown = (data[kind] for kind in SHOWN if kind in data)
-            yield ESCAPES.sub("", _lines_of(next(shown, "")))
+            values = (data[kind] for kind in SHOWN if kind in data)
+            yield ESCAPES.sub("", _lines_of(next(values, "")))
 
 
 def _lines_of(text: str | Sequence[str]) -> str:
@@ -282,10 +282,10 @@ def _record(content: Any, encoding: str, where: str, number: int, how: ReadOptio
 
 def _usable(records: Iterable[FileText]) -> list[FileText]:
     """Return the records. Raises DataError with the first's fault where all have one."""
-    found = [*records]
-    if found and all(record.fault for record in found):
-        raise DataError(found[0].fault)
-    return found
+    usable = [*records]
+    if usable and all(record.fault for record in usable):
+        raise DataError(usable[0].fault)
+    return usable
 
 
 def _json_of(text: str, remedy: str) -> Any:
@@ -304,9 +304,9 @@ def _text_of(content: Any, where: str, fields: Sequence[str]) -> str:
         )
     field = next((f for f in fields if f in content), None)
     if field is None:
-        has = ", ".join(sorted(map(str, content))[:8]) or "nothing"
+        keys = ", ".join(sorted(map(str, content))[:8]) or "nothing"
         raise DataError(
-            f"{where} has none of the fields {', '.join(fields)}, but {has}; name the field that "
+            f"{where} has none of the fields {', '.join(fields)}, but {keys}; name the field that "
             "holds its text by documents.text_fields"
         )
     if not isinstance(content[field], str):

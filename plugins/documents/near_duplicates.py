@@ -62,29 +62,29 @@ def overlaps(
 
     A repeated training text is reported once, at its first place. Texts without a word are skipped.
     """
-    seen: dict[tuple[str, str], LocatedText] = {}
+    unique: dict[tuple[str, str], LocatedText] = {}
     for text in training:
         if words(text.text):
-            seen.setdefault((text.document, normalised(text.text)), text)
-    asked = [(q, normalised(q.text), shingles(q.text)) for q in questions if words(q.text)]
-    often = Counter(shingle for _, _, groups in asked for shingle in groups)
+            unique.setdefault((text.document, normalised(text.text)), text)
+    held_out = [(q, normalised(q.text), shingles(q.text)) for q in questions if words(q.text)]
+    often = Counter(shingle for _, _, groups in held_out for shingle in groups)
     exact: dict[tuple[str, str], list[int]] = {}
     rare: dict[tuple[str, int], list[int]] = {}
-    for i, (question, plain, groups) in enumerate(asked):
+    for i, (question, plain, groups) in enumerate(held_out):
         exact.setdefault((question.document, plain), []).append(i)
         for shingle in rarest(groups, alike, often):
             rare.setdefault((question.document, shingle), []).append(i)
-    found = []
-    for (document, plain), text in seen.items():
-        same = exact.get((document, plain), [])
-        found += [PromptOverlap("exact", 1.0, text, asked[i][0]) for i in same]
+    overlapping = []
+    for (document, plain), text in unique.items():
+        copies = exact.get((document, plain), [])
+        overlapping += [PromptOverlap("exact", 1.0, text, held_out[i][0]) for i in copies]
         mine = shingles(text.text)
-        near = {i for s in rarest(mine, alike, often) for i in rare.get((document, s), ())}
-        for i in sorted(near.difference(same)):
-            likeness = jaccard(mine, asked[i][2])
+        candidates = {i for s in rarest(mine, alike, often) for i in rare.get((document, s), ())}
+        for i in sorted(candidates.difference(copies)):
+            likeness = jaccard(mine, held_out[i][2])
             if likeness >= alike:
-                found.append(PromptOverlap("near", likeness, text, asked[i][0]))
-    return found
+                overlapping.append(PromptOverlap("near", likeness, text, held_out[i][0]))
+    return overlapping
 
 
 def _short(text: str) -> str:
@@ -92,21 +92,22 @@ def _short(text: str) -> str:
     return repr(plain if len(plain) <= 60 else f"{plain[:57]}...")
 
 
-def clean(found: Sequence[PromptOverlap], rule: Rule, file: Path) -> None:
+def clean(overlapping: Sequence[PromptOverlap], rule: Rule, file: Path) -> None:
     """Write the duplicates to `file`, one JSON object a line, or remove it where there are none.
 
     Raises DataError with the first few when the rule is "fail".
     """
-    if not found:
+    if not overlapping:
         file.unlink(missing_ok=True)
         return
-    write_atomically(file, json_lines(item.as_dict() for item in found))
+    write_atomically(file, json_lines(item.as_dict() for item in overlapping))
     if rule == "warn":
         return
-    told = "".join(f"\n  {item}" for item in found[:TOLD])
-    more = f"\n  and {len(found) - TOLD} more" if len(found) > TOLD else ""
+    listing = "".join(f"\n  {item}" for item in overlapping[:TOLD])
+    more = f"\n  and {len(overlapping) - TOLD} more" if len(overlapping) > TOLD else ""
     raise DataError(
-        f"{len(found)} training prompts double evaluation questions, so that the questions would "
-        f"measure memory:{told}{more}\nAll are in {file}; take them out of the rows or out of the "
-        "questions, or set evaluate.contamination: warn (forge eval: --contamination warn)"
+        f"{len(overlapping)} training prompts double evaluation questions, so that the questions "
+        f"would measure memory:{listing}{more}\nAll are in {file}; take them out of the rows or "
+        "out of the questions, or set evaluate.contamination: warn "
+        "(forge eval: --contamination warn)"
     )

@@ -56,11 +56,11 @@ def docx_text(data: bytes) -> str:
     end. Raises DataError as `archive_of` does."""
     archive = archive_of(data)
     path = _main(archive, "document")
-    told = [_shown(_xml(archive, path), WORD)]
+    texts = [_shown(_xml(archive, path), WORD)]
     for kind, notes in _related(archive, path).values():
         if kind.endswith(("/footnotes", "/endnotes")):
-            told.append(_shown(_xml(archive, notes), WORD))
-    return "\n\n".join(filter(None, told))
+            texts.append(_shown(_xml(archive, notes), WORD))
+    return "\n\n".join(filter(None, texts))
 
 
 def xlsx_text(data: bytes) -> str:
@@ -85,18 +85,18 @@ def pptx_text(data: bytes) -> str:
     `archive_of` does."""
     archive = archive_of(data)
     path = _main(archive, "presentation")
-    shown, slides = _xml(archive, path), _related(archive, path)
-    found = []
-    for slide in (e for e in shown.iter() if _name(e) == "sldId"):
+    presentation, slides = _xml(archive, path), _related(archive, path)
+    texts_read = []
+    for slide in (e for e in presentation.iter() if _name(e) == "sldId"):
         path = next((slides[v][1] for k, v in slide.attrib.items() if v in slides and "}" in k), "")
         if not path:
             continue
-        found.append(_shown(_xml(archive, path), PRESENTATION))
+        texts_read.append(_shown(_xml(archive, path), PRESENTATION))
         for kind, notes in _related(archive, path).values():
             if kind.endswith("/notesSlide"):
                 texts = _bodies(_xml(archive, notes))
-                found += [_shown(body, PRESENTATION) for body in texts]
-    return "\n\n".join(filter(None, found))
+                texts_read += [_shown(body, PRESENTATION) for body in texts]
+    return "\n\n".join(filter(None, texts_read))
 
 
 def open_document_text(data: bytes) -> str:
@@ -232,8 +232,8 @@ def _locked(archive: zipfile.ZipFile) -> set[str]:
     file = "META-INF/encryption.xml"
     if file not in archive.NameToInfo:
         return set()
-    told = (e.get("URI", "") for e in _xml(archive, file).iter() if _name(e) == "CipherReference")
-    return {unquote(path) for path in told}
+    uris = (e.get("URI", "") for e in _xml(archive, file).iter() if _name(e) == "CipherReference")
+    return {unquote(path) for path in uris}
 
 
 def _shown(root: Element, tags: Mapping[str, str], texts: str | None = "t") -> str:

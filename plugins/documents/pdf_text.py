@@ -56,23 +56,25 @@ def joined_words(text: str) -> str:
     soft hyphens."""
     text = SOFT_BREAK.sub("", text)
     # Words at the ends of lines say nothing: each is cut, or may be.
-    known = {word.lower().replace("\u2010", "-") for word in WORD.findall(BROKEN.sub(" ", text))}
+    vocabulary = {
+        word.lower().replace("\u2010", "-") for word in WORD.findall(BROKEN.sub(" ", text))
+    }
     while True:  # a word may go over three lines
-        fresh = BROKEN.sub(lambda broken: _joined(broken[1], broken[2], known), text)
+        fresh = BROKEN.sub(lambda broken: _joined(broken[1], broken[2], vocabulary), text)
         if fresh == text:
             return text
         text = fresh
 
 
-def _joined(first: str, second: str, known: Set[str]) -> str:
+def _joined(first: str, second: str, vocabulary: Set[str]) -> str:
     """Return the word of two parts that a hyphen and the end of a line divide."""
     *compound, last = first.split("-")
     apart = f"{first}-{second}"
     if not second[0].islower() or last.isdigit() or min(len(last), len(second)) == 1:
         return apart  # words are not divided behind or before one letter
-    if {(first + second).lower(), (last + second).lower()} & known:
+    if {(first + second).lower(), (last + second).lower()} & vocabulary:
         return first + second
     if second in SUSPENDED:
         return f"{first}- {second}"
-    parts = {last.lower(), second.lower()} <= known
-    return apart if compound or parts or apart.lower() in known else first + second
+    parts = {last.lower(), second.lower()} <= vocabulary
+    return apart if compound or parts or apart.lower() in vocabulary else first + second

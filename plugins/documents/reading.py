@@ -90,35 +90,37 @@ def read_documents(
 def _read_all(
     paths: Sequence[str], how: ReadOptions, limits: ReadLimits, process: LimitedProcess
 ) -> ReadResult:
-    asked = {"text_fields": how.text_fields, "encoding": how.encoding}
+    options = {"text_fields": how.text_fields, "encoding": how.encoding}
     gathered = Collection()
     total = 0
-    for place, file, shown, sought in _files(paths):
+    for folder, file, name, sought in _files(paths):
         try:
-            data = _bytes(file, limits.file, place if sought else None)
+            data = _bytes(file, limits.file, folder if sought else None)
             total += len(data)
             if total > limits.total:
                 raise TotalLimitError(
-                    f"{place}: more than documents.max_total_bytes ({limits.total:,}) in all; "
+                    f"{folder}: more than documents.max_total_bytes ({limits.total:,}) in all; "
                     "raise it, or give fewer files"
                 )
-            texts = process.call({**asked, "suffix": file.suffix.lower()}, data)
-            found = [FileText(*text) for text in texts]
+            texts = process.call({**options, "suffix": file.suffix.lower()}, data)
+            file_texts = [FileText(*text) for text in texts]
         except TotalLimitError:
             raise
         except DataError as error:
             if not sought:
-                raise DataError(f"{shown} {error}") from error
-            gathered.left_out.append(SkippedFile(shown, str(error)))
+                raise DataError(f"{name} {error}") from error
+            gathered.left_out.append(SkippedFile(name, str(error)))
             continue
-        if how.encoding not in UNICODE and any(text.encoding == how.encoding for text in found):
-            gathered.notes.append(SkippedFile(shown, f"is not UTF-8: read as {how.encoding}"))
-        faults = gathered.take_all(shown, found)
-        if len(faults) == len(found) and not sought:
+        if how.encoding not in UNICODE and any(
+            text.encoding == how.encoding for text in file_texts
+        ):
+            gathered.notes.append(SkippedFile(name, f"is not UTF-8: read as {how.encoding}"))
+        faults = gathered.take_all(name, file_texts)
+        if len(faults) == len(file_texts) and not sought:
             why = faults[-1] if faults else "holds no text"
-            raise DataError(f"{shown} {why}; name a file with text in it")
-        if not found:
-            gathered.left_out.append(SkippedFile(shown, "holds no text"))
+            raise DataError(f"{name} {why}; name a file with text in it")
+        if not file_texts:
+            gathered.left_out.append(SkippedFile(name, "holds no text"))
     if not gathered.documents:
         raise _no_document(paths, gathered.left_out)
     return ReadResult(tuple(gathered.documents), tuple(gathered.left_out), tuple(gathered.notes))
@@ -148,29 +150,29 @@ class Collection:
         self._names: set[str] = set()
         self._texts: dict[str, str] = {}  # by hash: the source that has it
 
-    def take_all(self, shown: str, texts: Sequence[FileText]) -> list[str]:
+    def take_all(self, name: str, texts: Sequence[FileText]) -> list[str]:
         """Add the texts of a file; return why some are left out. Of records beyond MOST_FAULTS only
         the number is noted."""
         faults = []
         for text in texts:
-            source = f"{shown}#{text.record}" if text.record else shown
-            if (why := self._take(shown, source, text)) is not None:
+            source = f"{name}#{text.record}" if text.record else name
+            if (why := self._take(name, source, text)) is not None:
                 faults.append(why)
                 if len(faults) <= MOST_FAULTS:
                     self.left_out.append(SkippedFile(source, why))
         if (more := len(faults) - MOST_FAULTS) > 0:
             why = f"has {more:,} more that cannot be used, of {len(texts):,} records"
-            self.left_out.append(SkippedFile(shown, why))
+            self.left_out.append(SkippedFile(name, why))
         return faults
 
-    def _take(self, shown: str, source: str, text: FileText) -> str | None:
+    def _take(self, file_name: str, source: str, text: FileText) -> str | None:
         """Add a text; return why it is left out, None where it is not."""
         why = text.fault or self._fault(text.text)
         if why is not None:
             return why
         digest = hashlib.sha256(text.text.encode()).hexdigest()
         self._texts[digest] = source
-        stem = str(Path(shown).with_suffix(""))
+        stem = str(Path(file_name).with_suffix(""))
         name = _free(f"{stem}.{text.record}" if text.record else stem, self._names)
         self.documents.append(UserDocument(name, source, text.text, digest, text.encoding))
         return None
@@ -182,8 +184,8 @@ class Collection:
             digest = hashlib.sha256(text.encode()).hexdigest()
         except UnicodeEncodeError as error:
             return f"has half a character at {error.start} (a lone surrogate); mend its escapes"
-        same = self._texts.get(digest)
-        return None if same is None else f"has the same text as {same}"
+        earlier = self._texts.get(digest)
+        return None if earlier is None else f"has the same text as {earlier}"
 
 
 class TotalLimitError(DataError):
@@ -193,39 +195,39 @@ class TotalLimitError(DataError):
 def _files(paths: Sequence[str]) -> Iterator[tuple[str, Path, str, bool]]:
     """Yield (path given, file, name to show, whether it was found by a search)."""
     count = 0
-    seen: set[str] = set()
-    for given in paths:
-        path = Path(given)
+    visited: set[str] = set()
+    for source in paths:
+        path = Path(source)
         if path.is_dir():
-            found = [(file, str(file.relative_to(path)), True) for file in _below(path)]
+            entries = [(file, str(file.relative_to(path)), True) for file in _below(path)]
         elif path.exists():
-            found = [(path, path.name, False)]
-        elif glob.has_magic(given):
-            matches = [Path(m) for m in sorted(glob.glob(given, recursive=True))]
-            found = [(m, m.name, True) for m in matches if not m.is_dir()]
-            if not found:
-                raise DataError(f"no file matches {given}; check data.path")
+            entries = [(path, path.name, False)]
+        elif glob.has_magic(source):
+            matches = [Path(m) for m in sorted(glob.glob(source, recursive=True))]
+            entries = [(m, m.name, True) for m in matches if not m.is_dir()]
+            if not entries:
+                raise DataError(f"no file matches {source}; check data.path")
         else:
-            raise DataError(f"there is no file or folder {given}; check data.path")
-        for file, shown, sought in found:
-            if str(file.absolute()) in seen:
+            raise DataError(f"there is no file or folder {source}; check data.path")
+        for file, name, sought in entries:
+            if str(file.absolute()) in visited:
                 continue
-            seen.add(str(file.absolute()))
+            visited.add(str(file.absolute()))
             count += 1
             if count > MOST_FILES:
-                raise DataError(f"{given}: more than {MOST_FILES:,} files; name a smaller folder")
-            yield given, file, shown, sought
+                raise DataError(f"{source}: more than {MOST_FILES:,} files; name a smaller folder")
+            yield source, file, name, sought
 
 
 def _below(folder: Path) -> Iterator[Path]:
     """Return files below a folder, sorted by path, without hidden ones and links to folders."""
-    found = []
-    for here, folders, files in os.walk(folder):
+    file_paths = []
+    for current, folders, files in os.walk(folder):
         folders[:] = [f for f in folders if not f.startswith(".")]
-        found += [Path(here) / f for f in files if not f.startswith(".")]
-        if len(found) > MOST_FILES:
+        file_paths += [Path(current) / f for f in files if not f.startswith(".")]
+        if len(file_paths) > MOST_FILES:
             break  # the caller refuses them
-    return iter(sorted(found))
+    return iter(sorted(file_paths))
 
 
 def _bytes(file: Path, most: int, within: str | None) -> bytes:
@@ -233,21 +235,21 @@ def _bytes(file: Path, most: int, within: str | None) -> bytes:
     that leads out of it is refused. None for a file that the user named."""
     _require_known(file)  # before the file is read
     try:
-        whole = file.resolve(strict=True)
-        if within is not None and not whole.is_relative_to(_root(within)):
+        resolved = file.resolve(strict=True)
+        if within is not None and not resolved.is_relative_to(_root(within)):
             raise DataError("is a link out of its folder; copy the file there, or name it itself")
         # The last name is no link any more, and a pipe put in its place does not hold this up.
-        opened = os.fdopen(os.open(whole, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+        opened = os.fdopen(os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}; check its permissions") from error
     with opened:
-        found = os.fstat(opened.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise DataError("is no plain file; name a file, or a folder of them")
-        if found.st_size > most:
+        if status.st_size > most:
             raise DataError(
-                f"has {found.st_size:,} bytes, over documents.max_file_bytes ({most:,}); raise it, "
-                "or cut the file up"
+                f"has {status.st_size:,} bytes, over documents.max_file_bytes ({most:,}); raise "
+                "it, or cut the file up"
             )
         data = opened.read(most + 1)  # it may grow while it is read
     if not data:
@@ -255,9 +257,9 @@ def _bytes(file: Path, most: int, within: str | None) -> bytes:
     return data
 
 
-def _root(given: str) -> Path:
+def _root(folder: str) -> Path:
     """Return the folder that a search began in: of a pattern, its part before the first sign."""
-    parts = Path(given).parts
+    parts = Path(folder).parts
     plain = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     return Path(*parts[:plain]).resolve()
 

@@ -11,5 +11,5 @@ from cartridge_forge.plugins.documents.formats import READERS, ReadOptions
 def read(request: Mapping[str, Any], data: bytes) -> list[tuple[str, str, int, str]]:
     """Return (text, encoding, record, fault) of each text of the file. Raises DataError."""
     how = ReadOptions(tuple(request["text_fields"]), request["encoding"])
-    found = READERS[request["suffix"]](data, how)
-    return [(text.text, text.encoding, text.record, text.fault) for text in found]
+    texts = READERS[request["suffix"]](data, how)
+    return [(text.text, text.encoding, text.record, text.fault) for text in texts]

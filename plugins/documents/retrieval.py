@@ -71,14 +71,14 @@ class Bm25Router:
     def __init__(self, passages: Mapping[str, Passages]) -> None:
         """Index the passages of each name. A name without a term is never found."""
         self.names = tuple(sorted(passages))
-        held = [(name, counts) for name in self.names for counts in passages[name] if counts]
-        self._owners = [name for name, _ in held]
-        self._ids = {t: i for i, t in enumerate(sorted({t for _, counts in held for t in counts}))}
+        owned = [(name, counts) for name in self.names for counts in passages[name] if counts]
+        self._owners = [name for name, _ in owned]
+        self._ids = {t: i for i, t in enumerate(sorted({t for _, counts in owned for t in counts}))}
         self._index = _empty_index()
-        if held:
+        if owned:
             ids = [
                 [*chain.from_iterable(repeat(self._ids[t], n) for t, n in sorted(counts.items()))]
-                for _, counts in held
+                for _, counts in owned
             ]
             self._index.index((ids, self._ids), create_empty_token=False, show_progress=False)
 
@@ -90,23 +90,23 @@ class Bm25Router:
     def top(self, text: str, n: int) -> list[tuple[str, float]]:
         """Return the best `n` names with their scores (above 0), best first, ties by name. Names
         that share no term with `text` are left out, so the list may be empty."""
-        asked = [self._ids[term] for term in sorted(terms_of(text)) if term in self._ids]
-        if not asked:
+        term_ids = [self._ids[term] for term in sorted(terms_of(text)) if term in self._ids]
+        if not term_ids:
             return []
         best: dict[str, float] = {}
-        scores = self._index.get_scores_from_ids(asked).tolist()
+        scores = self._index.get_scores_from_ids(term_ids).tolist()
         for name, score in zip(self._owners, scores, strict=True):
             best[name] = max(score, best.get(name, 0.0))
-        found = sorted(best.items(), key=lambda pair: (-pair[1], pair[0]))
-        return [(name, score) for name, score in found if score > 0][:n]
+        ranked = sorted(best.items(), key=lambda pair: (-pair[1], pair[0]))
+        return [(name, score) for name, score in ranked if score > 0][:n]
 
     def choose(self, text: str) -> Choice:
         """Return the best name and the runner-up. Raises DataError where no text shares a word."""
-        found = self.top(text, 2)
-        if not found:
+        ranked = self.top(text, 2)
+        if not ranked:
             raise DataError(
                 "the question shares no word with the text of a cartridge, so none is chosen for "
                 f"it; name one: {', '.join(self.names) or 'none has its words'}"
             )
-        best, *others = found
-        return Choice(*best, *(others[0] if others else ()))
+        best, *lower = ranked
+        return Choice(*best, *(lower[0] if lower else ()))

@@ -104,8 +104,8 @@ def asking(passage: str, kind: str, rng: random.Random) -> str:
 def asking_on(passage: str, history: Sequence[tuple[str, str]], rng: random.Random) -> str:
     """Return A's prompt for the turn after `history`, whose pairs are a user's turn and the
     answer."""
-    said = "\n\n".join(f"User: {turn}\n\nAssistant: {answer}" for turn, answer in history)
-    return f"{passage.strip()}\n\n---\n\n{said}\n\n---\n\n{rng.choice(NEXT_SEEDS)} {WRITE}"
+    turns = "\n\n".join(f"User: {turn}\n\nAssistant: {answer}" for turn, answer in history)
+    return f"{passage.strip()}\n\n---\n\n{turns}\n\n---\n\n{rng.choice(NEXT_SEEDS)} {WRITE}"
 
 
 def plain_turn(passage: str, kind: str, rng: random.Random) -> str:

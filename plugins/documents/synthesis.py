@@ -88,7 +88,7 @@ async def write_study(
     parts: Sequence[CorpusDocument],
     plan: SynthesisPlan,
     sampler: Sampler,
-    tell: Callable[[int, int], None] = lambda done, of: None,
+    tell: Callable[[int, int], None] = lambda count, total: None,
 ) -> list[StudyRow]:
     """Return every row of the plan in order, including those that the file already has. Raises
     DataError for a file of another plan or of other texts, and any error of the sampler."""
@@ -112,8 +112,8 @@ def _begun(path: Path, wanted: Sequence[SynthesisItem], plan: SynthesisPlan) -> 
     duplicates."""
     rows = read_rows(path)
     for row, item in zip(rows, wanted, strict=False):
-        same = (row.key, row.sha256, row.config)
-        if same != (item.key, item.part.document.sha256, plan.config):
+        identity = (row.key, row.sha256, row.config)
+        if identity != (item.key, item.part.document.sha256, plan.config):
             raise DataError(
                 f"{path} has rows of other documents or of another configuration, from {row.key} "
                 "on; move it away, or write to another place"
@@ -131,16 +131,18 @@ async def _batch(
     batch: Sequence[SynthesisItem], plan: SynthesisPlan, sampler: Sampler, doubles: Doubles
 ) -> list[StudyRow]:
     drafts = {draft.row.key: draft for draft in (draft_of(item, plan) for item in batch)}
-    asked = {key: draft for key, draft in drafts.items() if draft.asking}
+    questions = {key: draft for key, draft in drafts.items() if draft.asking}
     turns = await _turns(
-        [(f"{key}/question", d.asking, d.row.question_seed) for key, d in asked.items()],
+        [(f"{key}/question", d.asking, d.row.question_seed) for key, d in questions.items()],
         plan, sampler,
     )  # fmt: skip
-    written = {
+    rows_written = {
         key: _turn(draft, turn, plan, doubles)
-        for (key, draft), turn in zip(asked.items(), turns, strict=True)
+        for (key, draft), turn in zip(questions.items(), turns, strict=True)
     }
-    rows = {key: written.get(key) or _given(draft.row, doubles) for key, draft in drafts.items()}
+    rows = {
+        key: rows_written.get(key) or _given(draft.row, doubles) for key, draft in drafts.items()
+    }
     for rounds in range(1, plan.study.rounds):
         rows |= await _next_round([*rows.values()], rounds, drafts, plan, sampler)
     if plan.answers:
@@ -165,18 +167,18 @@ async def _next_round(
         if not row.kept
     }
     longer = {key: _longer(row, drafts[key]) for key, row in answered.items() if row.kept}
-    asks = {
+    prompts = {
         key: asking_on(drafts[key].passage, row.history, random.Random(f"{row.question_seed}/seed"))
         for key, row in longer.items()
     }
-    asked = [
-        (f"{k}/question/{rounds + 1}", (AgentMessage("user", asks[k]),), longer[k].question_seed)
+    continuing = [
+        (f"{k}/question/{rounds + 1}", (AgentMessage("user", prompts[k]),), longer[k].question_seed)
         for k in longer
     ]
-    turns = await _turns(asked, plan, sampler)
+    turns = await _turns(continuing, plan, sampler)
     for (key, row), turn in zip(longer.items(), turns, strict=True):
         text = turn.text.strip()
-        why = fault(text, asks[key], turn.finish_reason == "stop", plan.bounds)
+        why = fault(text, prompts[key], turn.finish_reason == "stop", plan.bounds)
         if why is None:
             row = replace(row, question=text, question_tokens=turn.tokens, asker="model")
         elif plan.study.plain:
@@ -200,12 +202,12 @@ def _longer(row: StudyRow, draft: DraftRow) -> StudyRow:
 
 
 async def _turns(
-    asked: Sequence[tuple[str, tuple[AgentMessage, ...], int]], plan: SynthesisPlan,
+    prompts: Sequence[tuple[str, tuple[AgentMessage, ...], int]], plan: SynthesisPlan,
     sampler: Sampler,
 ) -> list[SampleResult]:  # fmt: skip
     """Return A's turns for (request id, conversation, seed)."""
     sampling = Sampling(plan.study.question_temperature, max_tokens=plan.study.question_tokens)
-    requests = [SampleRequest(name, messages, sampling, seed) for name, messages, seed in asked]
+    requests = [SampleRequest(name, messages, sampling, seed) for name, messages, seed in prompts]
     return await sampler(requests) if requests else []
 
 

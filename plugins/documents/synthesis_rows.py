@@ -114,18 +114,18 @@ def _tuples(value: Any) -> Any:
 def counts(rows: Iterable[StudyRow]) -> dict[str, int]:
     """Return the numbers of rows: all, kept, kept with a plain last turn, kept by their rounds
     where these are several, and tried or refused by reason."""
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for row in rows:
-        found["rows"] += 1
-        found["kept"] += row.kept
-        found["plain"] += row.kept and row.asker == "plain"
+        totals["rows"] += 1
+        totals["kept"] += row.kept
+        totals["plain"] += row.kept and row.asker == "plain"
         if row.kept and row.history:
-            found[f"kept with {1 + len(row.history)} rounds"] += 1
+            totals[f"kept with {1 + len(row.history)} rounds"] += 1
         for why in row.tried:
-            found[f"tried: {why}"] += 1
+            totals[f"tried: {why}"] += 1
         if row.refused:
-            found[f"refused: {row.refused}"] += 1
-    return dict(sorted(found.items()))
+            totals[f"refused: {row.refused}"] += 1
+    return dict(sorted(totals.items()))
 
 
 def few_turns(turns: Iterable[tuple[str, str, str]]) -> list[str]:
@@ -134,13 +134,15 @@ def few_turns(turns: Iterable[tuple[str, str, str]]) -> list[str]:
     reasons: dict[tuple[str, str], Counter[str]] = {}
     for document, kind, why in turns:
         reasons.setdefault((document, kind), Counter())[why] += 1
-    found = []
+    warnings = []
     for (document, kind), counts in reasons.items():
         used, total = counts[""], counts.total()
         if 2 * used < total:
-            told = ", ".join(f"{why} {n}" for why, n in sorted(counts.items()) if why)
-            found.append(f"{document}: {used or 'none'} of {total} turns of {kind} ({told})")
-    return found
+            reasons_text = ", ".join(f"{why} {n}" for why, n in sorted(counts.items()) if why)
+            warnings.append(
+                f"{document}: {used or 'none'} of {total} turns of {kind} ({reasons_text})"
+            )
+    return warnings
 
 
 def write_parquet(rows: Sequence[StudyRow], path: Path) -> None:

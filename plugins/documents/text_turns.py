@@ -122,11 +122,11 @@ def text_turn(kind: str, text: str, rng: random.Random) -> TextTurn | None:
         return _recited(kind, text, rng)
     if kind == "continue":
         return _continued(text, rng)
-    found = quizzed(text, rng)
-    if found is None:
+    quiz = quizzed(text, rng)
+    if quiz is None:
         return None
-    asked = rng.choice(TURNS["cloze"]).format(cue=found.turn.replace(found.answer, BLANK, 1))
-    return TextTurn(asked, found.answer, found.chars)
+    question = rng.choice(TURNS["cloze"]).format(cue=quiz.turn.replace(quiz.answer, BLANK, 1))
+    return TextTurn(question, quiz.answer, quiz.chars)
 
 
 def quizzed(text: str, rng: random.Random) -> TextTurn | None:
@@ -147,11 +147,11 @@ def quizzed(text: str, rng: random.Random) -> TextTurn | None:
 
 def question_prompt(sentence: str, answer: str) -> tuple[AgentMessage, ...]:
     """Return A's conversation: the examples as earlier turns, then the sentence and the answer."""
-    said = []
+    messages = []
     for text, words, question in EXAMPLES:
-        said.append(AgentMessage("user", _asked(text, words)))
-        said.append(AgentMessage("assistant", question))
-    return (*said, AgentMessage("user", _asked(sentence, answer)))
+        messages.append(AgentMessage("user", _asked(text, words)))
+        messages.append(AgentMessage("assistant", question))
+    return (*messages, AgentMessage("user", _asked(sentence, answer)))
 
 
 def question_fault(question: str, answer: str) -> str | None:
@@ -164,18 +164,18 @@ def question_fault(question: str, answer: str) -> str | None:
 def answers_in(sentence: str) -> list[str]:
     """Return numbers, names and short parts of a sentence, each once, in the order of their
     kind."""
-    found = [match.group().strip(" ,.;") for match in _NAMED.finditer(sentence)]
+    answers = [match.group().strip(" ,.;") for match in _NAMED.finditer(sentence)]
     for match in _BEFORE.finditer(sentence):
         part = _AFTER.split(sentence[match.end() :])[0].strip(" .\n")
         if 1 <= len(part.split()) <= LONGEST_ANSWER:
-            found.append(part)
-    return [part for part in dict.fromkeys(found) if len(part) > 1]
+            answers.append(part)
+    return [part for part in dict.fromkeys(answers) if len(part) > 1]
 
 
 def content_words(sentence: str) -> list[str]:
     """Return the longer words of a sentence in any script, each once and in order: those of at
     least the mean length, or up to LEFT_OUT characters where words have no spaces between them."""
-    found: list[tuple[int, str]] = []
+    pieces: list[tuple[int, str]] = []
     runs = [match.span() for match in _RUN.finditer(sentence)]
     if not runs and len(sentence.split()) == 1:  # as in a hash
         runs = [(0, len(sentence))]
@@ -184,13 +184,13 @@ def content_words(sentence: str) -> list[str]:
         step = max(1, min(LEFT_OUT, len(ends) - 1) // 2 * 2)
         starts = [start, *ends[:-1]]
         for i in range(0, len(ends), step):
-            found.append((starts[i], sentence[starts[i] : ends[min(i + step, len(ends)) - 1]]))
+            pieces.append((starts[i], sentence[starts[i] : ends[min(i + step, len(ends)) - 1]]))
     if not runs:
         spans = [match.span() for match in _LETTERS.finditer(sentence)]
         mean = sum(stop - start for start, stop in spans) / max(1, len(spans))
-        found = [(start, sentence[start:stop]) for start, stop in spans if stop - start >= mean]
+        pieces = [(start, sentence[start:stop]) for start, stop in spans if stop - start >= mean]
     # The blank takes the first place of the words.
-    parts = dict.fromkeys(word for start, word in found if sentence.find(word) == start)
+    parts = dict.fromkeys(word for start, word in pieces if sentence.find(word) == start)
     return [part for part in parts if part != sentence]
 
 
@@ -208,11 +208,11 @@ def _recited(kind: str, text: str, rng: random.Random) -> TextTurn | None:
         cue = max(2, len(words) // 3)
         least = len(words) - cue
     first = rng.randrange(len(words) - cue - least + 1)
-    behind = first + cue
-    last = min(len(words), behind + length)
-    quoted = text[words[first][0] : words[behind - 1][1]]
+    end = first + cue
+    last = min(len(words), end + length)
+    quoted = text[words[first][0] : words[end - 1][1]]
     turn = rng.choice(TURNS[kind]).format(cue=quoted)
-    answer = text[words[behind][0] : words[last - 1][1]] if kind == "recite" else ""
+    answer = text[words[end][0] : words[last - 1][1]] if kind == "recite" else ""
     return TextTurn(turn, answer, (words[first][0], words[last - 1][1]))
 
 
@@ -222,10 +222,10 @@ def _continued(text: str, rng: random.Random) -> TextTurn | None:
         return None
     part = rng.choice(sentences)
     words = part.words
-    shown = rng.randint(2, max(2, min(len(words) - 2, len(words) * 2 // 3)))
-    cue = text[part.start : words[shown - 1][1]]
+    count = rng.randint(2, max(2, min(len(words) - 2, len(words) * 2 // 3)))
+    cue = text[part.start : words[count - 1][1]]
     turn = rng.choice(TURNS["continue"]).format(cue=cue)
-    return TextTurn(turn, text[words[shown][0] : part.stop], (part.start, part.stop))
+    return TextTurn(turn, text[words[count][0] : part.stop], (part.start, part.stop))
 
 
 Span = tuple[int, int]
@@ -302,11 +302,11 @@ def _divided(part: _Part, text: str, ends: regex.Pattern[str]) -> list[_Part]:
     """Return what lies between the ends in a part, without what has no word."""
     if not part.words:
         return []
-    found, start = [], part.start
+    parts, start = [], part.start
     for match in ends.finditer(text, part.start, part.stop):
-        found.append((start, match.start()))
+        parts.append((start, match.start()))
         start = match.end()
-    pieces = (_Part.of(text, *span) for span in (*found, (start, part.stop)))
+    pieces = (_Part.of(text, *span) for span in (*parts, (start, part.stop)))
     return [piece for piece in pieces if piece.words]
 
 
@@ -314,7 +314,7 @@ def _joined(parts: Sequence[_Part], text: str) -> list[_Part]:
     """Return parts of SENTENCE_WORDS words: a shorter one with those after it, or before the end
     of the text with the one before it; what has no letter or digit, as a table's rule, is left."""
     least, most = SENTENCE_WORDS
-    found: list[_Part] = []
+    merged: list[_Part] = []
     words: tuple[Span, ...] = ()
     size = 0.0
     for part in parts:
@@ -323,8 +323,8 @@ def _joined(parts: Sequence[_Part], text: str) -> list[_Part]:
         apart = size + part.size > most
         words, size = (part.words, part.size) if apart else (words + part.words, size + part.size)
         if len(words) >= least:
-            found.append(_Part(words, size))
+            merged.append(_Part(words, size))
             words, size = (), 0.0
-    if words and found and found[-1].size + size <= most:
-        found[-1] = _Part(found[-1].words + words, found[-1].size + size)
-    return found
+    if words and merged and merged[-1].size + size <= most:
+        merged[-1] = _Part(merged[-1].words + words, merged[-1].size + size)
+    return merged

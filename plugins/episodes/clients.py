@@ -25,11 +25,11 @@ class EnvironmentClient(RoleClient):
         """Return one observation for each move, in order. When a share of the moves is lost with
         its replica in every attempt, its episodes end with the error "environment_died"."""
 
-        async def share(some: Sequence[EnvironmentRequest]) -> list[Observation]:
+        async def share(requests: Sequence[EnvironmentRequest]) -> list[Observation]:
             try:
-                reply: EnvironmentReply = await self.pool.route("move", tuple(some))
+                reply: EnvironmentReply = await self.pool.route("move", tuple(requests))
             except RunError as error:  # the other episodes, and the run, continue
-                return [Observation(done=True, error=f"environment_died: {error}")] * len(some)
+                return [Observation(done=True, error=f"environment_died: {error}")] * len(requests)
             return list(reply.observations)
 
         return await self.pool.split(moves, share)
@@ -44,11 +44,13 @@ class RewardClient(RoleClient):
         """Return what each reward gives each episode, by name, in order. When a share is lost with
         its replica in every attempt, all rewards of its episodes have failed, under the name ""."""
 
-        async def share(some: Sequence[Mapping[str, Any]]) -> list[dict[str, RewardOutcome]]:
+        async def share(views_share: Sequence[Mapping[str, Any]]) -> list[dict[str, RewardOutcome]]:
             try:
-                reply: RewardReply = await self.pool.route("outcomes", tuple(some))
+                reply: RewardReply = await self.pool.route("outcomes", tuple(views_share))
             except RunError as error:  # the other episodes, and the run, continue
-                return [{"": RewardOutcome(None, f"reward_died: {error}", failed=True)}] * len(some)
+                return [{"": RewardOutcome(None, f"reward_died: {error}", failed=True)}] * len(
+                    views_share
+                )
             return list(reply.outcomes)
 
         return await self.pool.split(views, share)

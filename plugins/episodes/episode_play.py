@@ -50,8 +50,8 @@ class EpisodePlay:
         """Ask the environment for the openings of a step's episodes beforehand: they depend on no
         policy. Only the newest step that was prepared is kept."""
         self._drop()
-        asked = resets(self._tasks(arm, step, range(self._spec.tasks)), self._spec.group)
-        self._opened = asked, asyncio.create_task(self._openings(asked))
+        requests = resets(self._tasks(arm, step, range(self._spec.tasks)), self._spec.group)
+        self._opened = requests, asyncio.create_task(self._openings(requests))
 
     async def close(self) -> None:
         """Cancel what was prepared."""
@@ -121,16 +121,16 @@ class EpisodePlay:
         return await self._rewards.judge(episodes)
 
     def _tasks(self, arm: str, step: int, numbers: Sequence[int]) -> list[Task]:
-        each, seed = self._spec.tasks, self._seed
+        count, seed = self._spec.tasks, self._seed
         return [
             self._source.task(
-                f"{arm}/{step + 1}/{i}", step * each + i, f"task/{seed}/{step}/{i}", held_out=False
+                f"{arm}/{step + 1}/{i}", step * count + i, f"task/{seed}/{step}/{i}", held_out=False
             )
             for i in numbers
         ]
 
-    async def _openings(self, asked: Sequence[EnvironmentRequest]) -> Sequence[Observation]:
-        return await self._move(asked)
+    async def _openings(self, requests: Sequence[EnvironmentRequest]) -> Sequence[Observation]:
+        return await self._move(requests)
 
     def _drop(self) -> asyncio.Task[Sequence[Observation]] | None:
         if self._opened is None:

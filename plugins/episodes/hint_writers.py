@@ -68,10 +68,10 @@ class HintWriter:
             least = self._spec.sibling_reward
             return [sibling_hint(f, episodes, least) for f in failed]
         # An episode that broke off may not know its answer; the others of its task do.
-        answers = {e.group: found for e in episodes if (found := expected_of(e)) is not None}
+        answers = {e.group: expected for e in episodes if (expected := expected_of(e)) is not None}
         if self._spec.asks is not None:
-            asked = [self._by_teacher(self._spec.asks, f, answers) for f in failed]
-            return list(await asyncio.gather(*asked))
+            pending = [self._by_teacher(self._spec.asks, f, answers) for f in failed]
+            return list(await asyncio.gather(*pending))
         return await self._by_generator(failed, answers, version, generate)
 
     async def _by_generator(

@@ -79,13 +79,13 @@ class PreferenceQueue:
         """Start votes on the states that are most worth one, each state once; return at once."""
         worth = [q for q in questions if worth_asking(q.state, self._gate)]
         worth.sort(key=lambda q: 1.0 if q.state.confidence is None else q.state.confidence)
-        there = {state_hash(q.state) for q, _ in self._asked}
-        asked = 0
+        pending = {state_hash(q.state) for q, _ in self._asked}
+        count = 0
         for question in worth:
             key = state_hash(question.state)
-            if key not in there and asked < self._dpo.states:
-                asked += 1
-                there.add(key)
+            if key not in pending and count < self._dpo.states:
+                count += 1
+                pending.add(key)
                 self._begin(question)
 
     async def due(self, step: int, version: int) -> list[PreferencePair]:
@@ -96,12 +96,12 @@ class PreferenceQueue:
         waiting = [h for h in self._held if step - h.begun <= self._dpo.max_age]
         self.counts["given_up"] += sum(not h.used for h in self._held if h not in waiting)
         joining = [h for h in waiting if step - h.begun >= self._dpo.lag][: self._dpo.pairs]
-        rest = [h for h in waiting if h not in joining]
+        remaining = [h for h in waiting if h not in joining]
         joining = await self._referred(joining, version)
         self.counts["trained"] += sum(not h.used for h in joining)
         used = [replace(h, used=h.used + 1) for h in joining]
         # Pairs that were trained before go first.
-        self._held = [*(h for h in used if h.used < self._dpo.uses), *rest]
+        self._held = [*(h for h in used if h.used < self._dpo.uses), *remaining]
         return [h.pair for h in joining]
 
     async def _referred(self, joining: list[HeldPair], version: int) -> list[HeldPair]:
@@ -129,8 +129,8 @@ class PreferenceQueue:
 
     def told(self) -> list[dict[str, Any]]:
         """Return new rows for the record: states, verdicts with every vote, and pairs."""
-        told, self._told = self._told, []
-        return told
+        rows, self._told = self._told, []
+        return rows
 
     def saved(self) -> dict[str, Any]:
         """Return unfinished work as JSON: waiting pairs, and states under vote (they are asked
@@ -150,10 +150,10 @@ class PreferenceQueue:
 
     async def close(self) -> None:
         """Cancel all votes."""
-        asked, self._asked = [task for _, task in self._asked], []
-        for task in asked:
+        tasks, self._asked = [task for _, task in self._asked], []
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin(self, question: AskedState) -> None:
         vote = self._teacher_replay.vote(question.state)
@@ -161,8 +161,8 @@ class PreferenceQueue:
 
     def _gather(self, step: int) -> None:
         """Collect the verdicts that have arrived, in the order of their requests."""
-        asked, self._asked = self._asked, []
-        for question, task in asked:
+        pending, self._asked = self._asked, []
+        for question, task in pending:
             if not task.done():
                 if step - question.step > self._dpo.max_age:
                     task.cancel()

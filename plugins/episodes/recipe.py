@@ -139,12 +139,12 @@ class ToolEpisodesRecipe(Recipe):
         rollouts run ahead, episodes do not wait for each other (`training.recipes.ahead`)."""
         if self._newest is not None:
             return await self._sample_ahead(step, version, self._newest, generate, ended)
-        each = self._episodes.tasks
+        tasks = self._episodes.tasks
         handed: Ended = partial(self._hand_over, ended)
         if self._alone:
             handed = in_groups(self._episodes.group, handed)
         episodes: list[Episode] = []
-        first, wanted = 0, each
+        first, wanted = 0, tasks
         for _ in range(1 + self._objective.refills):
             episodes += await self._player.step(
                 "on_policy", step, range(first, first + wanted), over_cartridge(version), generate,
@@ -186,16 +186,18 @@ class ToolEpisodesRecipe(Recipe):
             play = partial(self._play_alone, joined=joined, newest=newest)
             self._ahead = GroupsAhead(play, oldest_version), joined
         groups, joined = self._ahead
-        taken = await groups.take(
+        refill = await groups.take(
             step, self._episodes.tasks, version, self._missing, self._objective.refills
         )
-        episodes = [e for group in taken.groups for e in group]
+        episodes = [e for group in refill.groups for e in group]
         if self._objective.reads_document:
             ended("doc_teacher", [r.sample for r in rl_samples(episodes)])
         hints: list[TurnHint] = []
         if self._objective.alpha:
             hints = self._hinted(episodes, await self._hints.write(episodes, newest(), joined))[1]
-        return Rollout(step, (), (), turn_samples(episodes), episodes, hints, dropped=taken.dropped)
+        return Rollout(
+            step, (), (), turn_samples(episodes), episodes, hints, dropped=refill.dropped
+        )
 
     async def _play_alone(
         self, step: int, number: int, *, joined: JoinedGenerate, newest: Callable[[], int]
@@ -237,14 +239,20 @@ class ToolEpisodesRecipe(Recipe):
             temperature=evaluate.temperature if sampled else 0.0, max_tokens=evaluate.max_tokens
         )
 
-        def over(task: Task) -> PrefixRef:
+        def prefix_of(task: Task) -> PrefixRef:
             if prefix == NO_DOCUMENT:
                 return BARE
             return over_document(task) if prefix == "document" else over_cartridge(version)(task)
 
         # The draw does not depend on the arm, so that arms differ by their prefix alone.
         episodes = await self._player.play(
-            tasks, 1, sampling, over, f"answer/{seed}/", generate, waves=self._waves(len(tasks))
+            tasks,
+            1,
+            sampling,
+            prefix_of,
+            f"answer/{seed}/",
+            generate,
+            waves=self._waves(len(tasks)),
         )
         if keep is not None:
             keep([self._answer(f"exam/{seed}/{i}", e) for i, e in enumerate(episodes)])
@@ -317,13 +325,13 @@ class ToolEpisodesRecipe(Recipe):
     def _questions(self, step: int, episodes: Sequence[Episode]) -> list[AskedState]:
         """Return the episodes' states for the teachers, which get the document as text."""
         documents = {e.task.id: e.task.document for e in episodes}
-        found = []
+        states = []
         for state, context, response in replay_states(episodes, self._source.dialect):
             document = documents[state.trace_id]
             read = AgentMessage("system", self._texts[document])
-            shown = replace(state, messages=(read, *state.messages))
-            found.append(AskedState(step, document, shown, context, response))
-        return found
+            conversation = replace(state, messages=(read, *state.messages))
+            states.append(AskedState(step, document, conversation, context, response))
+        return states
 
     def _asking(self) -> PreferenceQueue:
         if self._preferences is None:
@@ -366,11 +374,11 @@ class ToolEpisodesRecipe(Recipe):
             counts["reward"] = math.fsum(rewards) / len(rewards)
         counts |= self._rewards.counted(episodes)
         if self._objective.refills:
-            groups, kept = (
+            groups, kept_groups = (
                 {e.group for e in episodes},
                 varying(rl_samples(episodes), self._objective.grpo),
             )
-            counts |= refill_counts(self._episodes.tasks, len(groups), len(kept))
+            counts |= refill_counts(self._episodes.tasks, len(groups), len(kept_groups))
         if len({e.task.environment for e in episodes}) > 1:
             counts |= environment_counts(episodes)
         if self._newest is not None:

@@ -95,29 +95,29 @@ async def sit(
     """Return every arm's results on the whole suite. Raises PublishError for a refused request."""
     room = RequestWindow(paper, spec, max_tokens, generate)
     await room.prepare()
-    found = []
+    scores = []
     for arm in arms:
-        found.append(await room.sit(arm))
-        show(found[-1].row)
-    return found
+        scores.append(await room.sit(arm))
+        show(scores[-1].row)
+    return scores
 
 
 def pairs(
-    sat: Sequence[ArmAnswers], asked: Sequence[UserQuestion], spec: EvalSpec
+    sat: Sequence[ArmAnswers], questions: Sequence[UserQuestion], spec: EvalSpec
 ) -> list[PairedDifference]:
     """Compare every pair of arms over the same resamples of the questions."""
-    documents = [q.document for q in asked]
-    some = resamples(documents, [q.fact for q in asked], spec.resamples, spec.seed)
-    found = []
+    documents = [q.document for q in questions]
+    draws = resamples(documents, [q.fact for q in questions], spec.resamples, spec.seed)
+    comparisons = []
     for a, b in combinations(sat, 2):
-        told = paired_difference(a.scores, b.scores, some)
-        found.append(
+        estimate = paired_difference(a.scores, b.scores, draws)
+        comparisons.append(
             PairedDifference(
-                a=a.row["arm"], b=b.row["arm"], difference=told.mean, ci95=list(told.ci95),
-                share=told.share,
+                a=a.row["arm"], b=b.row["arm"], difference=estimate.mean, ci95=list(estimate.ci95),
+                share=estimate.share,
             )
         )  # fmt: skip
-    return found
+    return comparisons
 
 
 class RequestWindow:
@@ -143,13 +143,13 @@ class RequestWindow:
 
     async def sit(self, arm: EvalArm) -> ArmAnswers:
         items = self._paper.items
-        made = await self._completions(arm, items, "asked")
-        said = [self._paper.about.conversation.decode(c.token_ids).strip() for c in made]
-        both = list(zip(items, said, strict=True))
-        judged = [i.asked.scores(a) if i.known else (0.0, 0.0, True) for i, a in both]
-        words = [i.asked.words(a) if i.known else (0.0, 0.0) for i, a in both]
-        kl, same = compared(self._taught, await self._read(arm, _readings(self._taught)))
-        known = all(i.known for i in items)
+        completions = await self._completions(arm, items, "asked")
+        texts = [self._paper.about.conversation.decode(c.token_ids).strip() for c in completions]
+        answered = list(zip(items, texts, strict=True))
+        judged = [i.asked.scores(a) if i.known else (0.0, 0.0, True) for i, a in answered]
+        words = [i.asked.words(a) if i.known else (0.0, 0.0) for i, a in answered]
+        kl, agreement = compared(self._taught, await self._read(arm, _readings(self._taught)))
+        has_answers = all(i.known for i in items)
         right = [score for score, _, _ in judged]
         low, high = wilson_interval(round(sum(right)), len(right))
         wanted = [i.right for i in items if i.right is not None] or _readings(self._taught)
@@ -162,19 +162,20 @@ class RequestWindow:
             budget=arm.budget, prefix_tokens=arm.tokens, document_tokens=fmean(sizes),
             compression=None if arm.prefixes is None else fmean(sizes) / arm.tokens,
             trained_tokens=arm.trained_tokens, n=len(items),
-            accuracy=fmean(right) if known else None, ci95=[low, high] if known else None,
-            exact=fmean(e for e, _ in words) if known else None,
-            f1=fmean(f for _, f in words) if known else None,
+            accuracy=fmean(right) if has_answers else None,
+            ci95=[low, high] if has_answers else None,
+            exact=fmean(e for e, _ in words) if has_answers else None,
+            f1=fmean(f for _, f in words) if has_answers else None,
             parse_failures=sum(not gave for _, _, gave in judged),
             answers=answers_read,
             passages=(await self._perplexity(arm, self._paper.passages))[0]
             if self._paper.passages else None,
             after_own=await self._after_own(arm)
             if self._paper.passages and self._spec.own_tokens else None,
-            teacher=_agreement(kl, same, self._taught),
+            teacher=_agreement(kl, agreement, self._taught),
             forgetting=await self._forgetting(arm) if self._paper.probes else None,
         )  # fmt: skip
-        records = zip(items, made, said, strict=True)
+        records = zip(items, completions, texts, strict=True)
         about = self._paper.about
         answers = [
             replace(
@@ -194,18 +195,18 @@ class RequestWindow:
                 "kl": k, "top1": s,
             }
             for i, answer, (_, _, gave), (e, f), k, s in zip(
-                items, answers, judged, words, kl, same, strict=True
+                items, answers, judged, words, kl, agreement, strict=True
             )
         )  # fmt: skip
-        return ArmAnswers(row, tuple(right if known else same), rows)
+        return ArmAnswers(row, tuple(right if has_answers else agreement), rows)
 
     async def _forgetting(self, arm: EvalArm) -> Forgetting:
-        kl, same = compared(self._general, await self._read(arm, _readings(self._general)))
+        kl, agreement = compared(self._general, await self._read(arm, _readings(self._general)))
         mean = fmean(kl)
         return Forgetting(
             kl=mean,
             perplexity_ratio=math.exp(min(mean, 700.0)),
-            top1=fmean(same),
+            top1=fmean(agreement),
             tokens=sum(len(e.answer_ids) for e in self._general),
             accuracy=fmean(await self._right(arm, self._paper.probes)),
             accuracy_without=self._bare_accuracy,
@@ -213,9 +214,9 @@ class RequestWindow:
         )
 
     async def _right(self, arm: EvalArm, items: Sequence[EvalQuestion]) -> list[float]:
-        made = await self._completions(arm, items, "probe")
-        said = [self._paper.about.conversation.decode(c.token_ids).strip() for c in made]
-        return [i.asked.scores(a)[0] for i, a in zip(items, said, strict=True)]
+        completions = await self._completions(arm, items, "probe")
+        answers = [self._paper.about.conversation.decode(c.token_ids).strip() for c in completions]
+        return [i.asked.scores(a)[0] for i, a in zip(items, answers, strict=True)]
 
     async def _perplexity(
         self, arm: EvalArm, readings: Sequence[QuestionReading]
@@ -223,25 +224,25 @@ class RequestWindow:
         """Return the perplexity of all readings, and the mean loss of each (nats) by its id."""
         read = await self._read(arm, readings)
         tokens = sum(len(r.answer_ids) for r in readings)
-        both = list(zip(readings, read, strict=True))
-        lost = -math.fsum(x for r, c in both for x in c.prompt_logprobs[-len(r.answer_ids) :])
+        scored = list(zip(readings, read, strict=True))
+        lost = -math.fsum(x for r, c in scored for x in c.prompt_logprobs[-len(r.answer_ids) :])
         # A diverged prefix may make a token all but impossible: keep the value within a float.
-        found = Perplexity(value=math.exp(min(lost / tokens, 700.0)), tokens=tokens)
-        return found, {r.id: mean_nll(c, len(r.answer_ids)) for r, c in both}
+        perplexity = Perplexity(value=math.exp(min(lost / tokens, 700.0)), tokens=tokens)
+        return perplexity, {r.id: mean_nll(c, len(r.answer_ids)) for r, c in scored}
 
     async def _after_own(self, arm: EvalArm) -> AfterOwn | None:
         """Have the arm begin each passage greedily, and the document's teacher go on by sampling;
         return how likely the teacher's words are to the arm, None where it ended all of them."""
         passages, tokens = self._paper.passages, self._spec.own_tokens
         greedy = Sampling(temperature=0.0, max_tokens=tokens)
-        begun = await self._all(
+        openings = await self._all(
             [self._request(arm, f"{arm.name}/begins/{p.id}", p, greedy, 0) for p in passages]
         )
-        own = [
+        continued = [
             replace(
                 p, prompt_ids=(*p.prompt_ids, *c.token_ids), bare_ids=(*p.bare_ids, *c.token_ids)
             )
-            for p, c in zip(passages, begun, strict=True)
+            for p, c in zip(passages, openings, strict=True)
             if c.finish_reason == "length"  # after its end token nothing goes on
         ]
         sampled = Sampling(max_tokens=tokens)
@@ -251,20 +252,24 @@ class RequestWindow:
                     self._whole, f"{arm.name}/goes_on/{p.id}", p, sampled,
                     stream_seed(f"eval/{self._spec.seed}/{p.id}"),
                 )
-                for p in own
+                for p in continued
             ]
         )  # fmt: skip
-        readings = [replace(p, answer_ids=c.token_ids) for p, c in zip(own, gone_on, strict=True)]
+        readings = [
+            replace(p, answer_ids=c.token_ids) for p, c in zip(continued, gone_on, strict=True)
+        ]
         if not readings:
             return None
-        found, nll = await self._perplexity(arm, readings)
-        return AfterOwn(**found, nll={key: loss for key, loss in nll.items() if loss is not None})
+        perplexity, nll = await self._perplexity(arm, readings)
+        return AfterOwn(
+            **perplexity, nll={key: loss for key, loss in nll.items() if loss is not None}
+        )
 
     async def _exams(self, arm: EvalArm, items: Sequence[EvalQuestion]) -> list[HeldOutQuestion]:
         """Sample an arm's answers and its own log-probabilities of them: untruncated, at
         temperature 1, or the mean of log T - log S would not estimate KL(T || S)."""
         sampling = Sampling(max_tokens=self._max_tokens)
-        made = await self._all(
+        completions = await self._all(
             [
                 self._request(arm, f"{arm.name}/said/{i.asked.id}", i, sampling,
                               stream_seed(f"eval/{self._spec.seed}/{i.asked.id}"))
@@ -273,7 +278,7 @@ class RequestWindow:
         )  # fmt: skip
         readings = [
             QuestionReading(i.asked.id, i.about, i.prompt_ids, i.bare_ids, c.token_ids)
-            for i, c in zip(items, made, strict=True)
+            for i, c in zip(items, completions, strict=True)
         ]
         read = await self._read(arm, readings)
         return [
@@ -302,27 +307,27 @@ class RequestWindow:
         )
 
     def _request(
-        self, arm: EvalArm, name: str, of: EvalQuestion | QuestionReading, sampling: Sampling,
+        self, arm: EvalArm, name: str, item: EvalQuestion | QuestionReading, sampling: Sampling,
         seed: int,
         answer: tuple[int, ...] = (),
     ) -> GenerateRequest:  # fmt: skip
         """Return a request; `answer` goes to the end of the prompt for its log-probabilities."""
         bare = arm.prefixes is None
-        ids = of.bare_ids if bare else of.prompt_ids
-        prefix = BARE if arm.prefixes is None else arm.prefixes[of.about]
-        prefix = arm.routed.get(of.prompt_ids, prefix)
+        ids = item.bare_ids if bare else item.prompt_ids
+        prefix = BARE if arm.prefixes is None else arm.prefixes[item.about]
+        prefix = arm.routed.get(item.prompt_ids, prefix)
         return GenerateRequest(
             name, (*ids, *answer), prefix, sampling, seed, prompt_logprobs=bool(answer)
         )
 
     async def _all(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        found: list[Completion] = []
+        completions: list[Completion] = []
         for start in range(0, len(requests), AT_ONCE):
-            found += await self._generate(requests[start : start + AT_ONCE])
-        for completion in found:
+            completions += await self._generate(requests[start : start + AT_ONCE])
+        for completion in completions:
             if completion.error:
                 raise PublishError(f"{completion.request_id}: {completion.error}")
-        return found
+        return completions
 
 
 def _readings(exams: Sequence[HeldOutQuestion]) -> list[QuestionReading]:
@@ -335,12 +340,12 @@ def _readings(exams: Sequence[HeldOutQuestion]) -> list[QuestionReading]:
 
 
 def _agreement(
-    kl: Sequence[float], same: Sequence[float], exams: Sequence[HeldOutQuestion]
+    kl: Sequence[float], agreement: Sequence[float], exams: Sequence[HeldOutQuestion]
 ) -> Agreement:
     mean = fmean(kl)
     return Agreement(
         kl=mean,
         kl_ci95=list(mean_interval(kl) or (mean, mean)),
-        top1=fmean(same),
+        top1=fmean(agreement),
         tokens=sum(len(e.answer_ids) for e in exams),
     )

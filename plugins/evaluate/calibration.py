@@ -40,9 +40,9 @@ def measure_rates(
     ids = [i % model.vocabulary for i in range(7, 7 + MOST_TOKENS)]
 
     def seconds(work: Callable[[], object]) -> float:
-        begun = clock()
+        start = clock()
         work()
-        return max(clock() - begun, 1e-6)
+        return max(clock() - start, 1e-6)
 
     document_kv(model, ids[:TRIAL_TOKENS])
     guess = TRIAL_TOKENS / seconds(lambda: document_kv(model, ids[:TRIAL_TOKENS]))
@@ -65,11 +65,11 @@ def measure_rates(
         for _ in concurrently(train, [trained // passes] * passes, passes):
             pass
 
-    asked = [
+    requests = [
         GenerateRequest(str(row), tuple(ids[:8]), PrefixRef("trial", 0),
                         Sampling(temperature=1.0, max_tokens=DECODED), row)
         for row in range(rows)
     ]  # fmt: skip
     backward = trained // passes * passes / seconds(train_all)
-    decode = rows * DECODED / seconds(lambda: generate(model, asked, lambda _: kv, frozenset()))
+    decode = rows * DECODED / seconds(lambda: generate(model, requests, lambda _: kv, frozenset()))
     return MachineRates(forward, backward, decode)

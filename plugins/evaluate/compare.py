@@ -48,31 +48,36 @@ def command(
 ) -> tuple[TableSection, ...] | int:
     """Return the tables of `forge compare`, or print them as JSON. Raises ForgeError."""
     groups = grouped([read_source(path) for path in runs], sampled=sampled)
-    found = compare_groups(groups, arms=arms, metrics=metrics)
+    comparisons = compare_groups(groups, arms=arms, metrics=metrics)
     if as_json:
         record = {
             "resamples": RESAMPLES, "seed": SEED,
             "groups": [{"runs": g.names, "settings": own_settings(g, groups)} for g in groups],
-            "comparisons": [one.as_dict() for one in found], "notes": remarks(found),
+            "comparisons": [one.as_dict() for one in comparisons], "notes": remarks(comparisons),
         }  # fmt: skip
         sys.stdout.write(json.dumps(record, indent=1, allow_nan=False) + "\n")
         return 0
-    return tables(groups, found)
+    return tables(groups, comparisons)
 
 
-def tables(groups: Sequence[RunGroup], found: Sequence[Comparison]) -> tuple[TableSection, ...]:
+def tables(
+    groups: Sequence[RunGroup], comparisons: Sequence[Comparison]
+) -> tuple[TableSection, ...]:
     """Return the runs, the comparisons and the notes as tables."""
     title = (
-        f"{len(found)} paired comparisons; 95% intervals by {RESAMPLES:,} resamples of documents "
-        "and their facts"
+        f"{len(comparisons)} paired comparisons; 95% intervals by {RESAMPLES:,} resamples of "
+        "documents and their facts"
     )
     named = [
         (g.label, ", ".join(f"{k} {v}" for k, v in own_settings(g, groups).items())) for g in groups
     ]
-    notes = [*remarks(found), "right in percentage points, nll in nats a token (less is better)"]
+    notes = [
+        *remarks(comparisons),
+        "right in percentage points, nll in nats a token (less is better)",
+    ]
     return (
         facts("runs, and settings in which they differ", named),
-        TableSection(title, HEADS, tuple(map(cells, found))),
+        TableSection(title, HEADS, tuple(map(cells, comparisons))),
         lines("notes", notes),
     )
 
@@ -138,10 +143,10 @@ def _settings(directory: RunDirectory) -> dict[str, Any]:
     return {key: value for key, value in flat_settings(learn) if key not in POOLED_OVER}
 
 
-def flat_settings(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def flat_settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every setting of nested sections with its dotted key."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from flat_settings(inner, f"{place}.{key}" if place else key)
+            yield from flat_settings(inner, f"{path}.{key}" if path else key)
     else:
-        yield place, value
+        yield path, value

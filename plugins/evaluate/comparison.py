@@ -96,13 +96,13 @@ def grouped(sources: Sequence[AnswerSource], *, sampled: bool) -> list[RunGroup]
     for source in sources:
         arms: dict[str, dict[Key, AnswerRow]] = {}
         for name in dict.fromkeys(row["arm"] for row in source.rows):
-            own = [row for row in source.rows if row["arm"] == name]
-            wanted = [row for row in own if row["sampled"] == sampled] or own
+            arm_rows = [row for row in source.rows if row["arm"] == name]
+            wanted = [row for row in arm_rows if row["sampled"] == sampled] or arm_rows
             arms[name] = {pairing_key(row): row for row in wanted}
         keys = set().union(*arms.values())
         for group in groups:
-            taken = set().union(*group.arms.values())
-            if group.settings == source.settings and not keys & taken:
+            keys_in_group = set().union(*group.arms.values())
+            if group.settings == source.settings and not keys & keys_in_group:
                 group.names.append(source.name)
                 for name, rows in arms.items():
                     group.arms.setdefault(name, {}).update(rows)
@@ -132,49 +132,50 @@ def compare_groups(
     for name in metrics:
         if name not in METRICS:
             raise DataError(f"--metric must be of {', '.join(METRICS)}: got {name}")
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     cache: dict[tuple[tuple[str, ...], tuple[str, ...]], ClusterResamples] = {}
     for (name_a, a), (name_b, b) in _pairs(groups, arms or have, named=bool(arms)):
-        both = [key for key in a if key in b]
-        if not both:
+        common = [key for key in a if key in b]
+        if not common:
             raise DataError(
                 f"{name_a} and {name_b} answered different questions: none has the same document, "
                 "id and content; compare runs over the same data"
             )
         for metric in metrics or METRICS:
-            one = _compared((name_a, a), (name_b, b), both, metric, cache, count, seed)
+            one = _compared((name_a, a), (name_b, b), common, metric, cache, count, seed)
             if one is not None:
-                found.append(one)
-    if not found:
+                comparisons.append(one)
+    if not comparisons:
         raise DataError(
             "nothing to compare: it takes two arms of a run, or an arm of two runs, with "
             f"{' or '.join(metrics or METRICS)} of the same questions; arms: {', '.join(have)}"
         )
-    adjusted = holm([one.p for one in found])
+    adjusted = holm([one.p for one in comparisons])
     return [
-        Comparison(**{**vars(one), "p_holm": p}) for one, p in zip(found, adjusted, strict=True)
+        Comparison(**{**vars(one), "p_holm": p})
+        for one, p in zip(comparisons, adjusted, strict=True)
     ]
 
 
-def remarks(found: Sequence[Comparison]) -> list[str]:
+def remarks(comparisons: Sequence[Comparison]) -> list[str]:
     """Return what a reader must know beside the numbers."""
     lines = []
-    fewest, most = min(c.documents for c in found), max(c.documents for c in found)
+    fewest, most = min(c.documents for c in comparisons), max(c.documents for c in comparisons)
     if fewest == 1:
         lines.append("one document: the intervals speak of this document alone, over its facts")
     elif fewest < FEW:
         lines.append(f"{fewest} documents: so few tell little of others")
     if most != fewest:
         lines.append(f"the comparisons are over {fewest} to {most} documents")
-    if any(c.n < max(c.of_a, c.of_b) for c in found):
+    if any(c.n < max(c.of_a, c.of_b) for c in comparisons):
         lines.append("some questions were answered by one side alone: they are left out")
     return lines
 
 
 def ordered(names: set[str]) -> list[str]:
     """Return arms in the order they are shown in; unknown ones last, by name."""
-    place = {name: i for i, name in enumerate(ARMS)}
-    return sorted(names, key=lambda name: (place.get(name, len(ARMS)), name))
+    order = {name: i for i, name in enumerate(ARMS)}
+    return sorted(names, key=lambda name: (order.get(name, len(ARMS)), name))
 
 
 Side = tuple[str, dict[Key, AnswerRow]]
@@ -233,12 +234,13 @@ def _compared(
             "ask more questions"
         )
     first, second = [x for _, x, _ in values], [y for _, _, y in values]
-    told = paired_difference(first, second, drawn)
+    estimate = paired_difference(first, second, drawn)
     several = len(set(documents))
     return Comparison(
         metric=metric, a=name_a, b=name_b, n=len(values), of_a=len(a), of_b=len(b),
         documents=several, resampled="documents" if several > 1 else "facts", units=drawn.units,
-        mean_a=fmean(first), mean_b=fmean(second), difference=told.mean, ci95=told.ci95, p=told.p,
+        mean_a=fmean(first), mean_b=fmean(second), difference=estimate.mean, ci95=estimate.ci95,
+        p=estimate.p,
     )  # fmt: skip
 
 

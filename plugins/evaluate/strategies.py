@@ -77,14 +77,17 @@ async def compare(
     rows: list[ArmRow] = []
     first: list[bool] | None = None
     for arm, strategy in zip(spec.arms, strategies, strict=True):
-        begun, places = time.perf_counter(), asyncio.Semaphore(AT_ONCE)
+        start, places = time.perf_counter(), asyncio.Semaphore(AT_ONCE)
         results = await asyncio.gather(
-            *(_solve(strategy, arm, spec, asked, sampler_of, places, judge) for asked in questions)
+            *(
+                _solve(strategy, arm, spec, question, sampler_of, places, judge)
+                for question in questions
+            )
         )
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         answers = [
-            asked.record(r.text, r.spent.tokens)
-            for asked, r in zip(questions, results, strict=True)
+            question.record(r.text, r.spent.tokens)
+            for question, r in zip(questions, results, strict=True)
         ]
         rows.append(_row(arm, results, answers, spec.parts, seconds, first))
         first = first or [a.right == 1 for a in answers]
@@ -97,7 +100,7 @@ async def _solve(
     strategy: Strategy,
     arm: FrontierArm,
     spec: FrontierSpec,
-    asked: FrontierQuestion,
+    question: FrontierQuestion,
     sampler_of: Callable[[tuple[str, ...]], Sampler],
     places: asyncio.Semaphore,
     judge: Judge | None,
@@ -105,15 +108,15 @@ async def _solve(
     async with places:
         return await run(
             strategy,
-            sampler_of(asked.documents),
-            (AgentMessage("user", asked.text),),
+            sampler_of(question.documents),
+            (AgentMessage("user", question.text),),
             form="clinic",
             seed=spec.seed,
             max_tokens=spec.max_tokens,
             temperature=spec.temperature,
             budget=arm.budget,
             # Draws depend on the question alone, so arms share their common samples.
-            name=asked.id,
+            name=question.id,
             judge=judge,
         )
 

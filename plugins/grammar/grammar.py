@@ -53,10 +53,10 @@ class GrammarMatcher:
         """Return which of the tokens of `logits` [V] may come next, [V] bool; none after an
         error."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        known = torch.from_numpy(np.unpackbits(bits, bitorder="little").astype(bool))
-        width = min(len(known), len(logits))
+        mask = torch.from_numpy(np.unpackbits(bits, bitorder="little").astype(bool))
+        width = min(len(mask), len(logits))
         allowed = torch.zeros(len(logits), dtype=torch.bool)
-        allowed[:width] = known[:width]
+        allowed[:width] = mask[:width]
         self._note("" if bool(allowed.any()) else "no token of the model goes on")
         if self.error:
             allowed[:] = False
@@ -66,8 +66,8 @@ class GrammarMatcher:
         """Take the next token of the response, its end token too; set `error` where it does not
         match."""
         if not self.error:
-            taken = self._matcher.consume_token(token)
-            self._note("" if taken else "a token does not match")
+            is_taken = self._matcher.consume_token(token)
+            self._note("" if is_taken else "a token does not match")
 
     def _note(self, why: str) -> None:
         if self._matcher.is_error():

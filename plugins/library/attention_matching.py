@@ -58,8 +58,8 @@ def attention_matched(
     """
     rows = reference_rows(model, ids, kv)
 
-    def fit(of: tuple[Tensor, ReferenceRows]) -> Tensor:
-        return compacted(*of, tokens, frozen)
+    def fit(item: tuple[Tensor, ReferenceRows]) -> Tensor:
+        return compacted(*item, tokens, frozen)
 
     layers = [*concurrently(fit, zip(kv, rows, strict=True), most_beside(kv.device))]
     return shifted(torch.stack(layers), tokens - len(ids), model.frequencies())
@@ -67,23 +67,23 @@ def attention_matched(
 
 @torch.no_grad()
 def attention_added(
-    model: LanguageModel, ids: Sequence[int], kv: Tensor, given: Tensor, tokens: int
+    model: LanguageModel, ids: Sequence[int], kv: Tensor, start_kv: Tensor, tokens: int
 ) -> Tensor:
     """Return entries [L, 2, H_kv, N, D] to stand beside a cartridge [L, 2, H_kv, G, D] that keeps
     its own, so that both together attend like the document, of N = `tokens`.
 
-    A prompt starts at position G + N after both. `given` has the keys that it will have there.
+    A prompt starts at position G + N after both. `start_kv` has the keys that it will have there.
     """
-    behind = len(ids) - given.shape[3] - tokens
+    offset = len(ids) - start_kv.shape[3] - tokens
     rows = reference_rows(model, ids, kv)
     # Where the document's reference rows see the cartridge as a prompt will.
-    given_there = shifted(given, behind, model.frequencies())
+    given_there = shifted(start_kv, offset, model.frequencies())
 
-    def fit(of: tuple[Tensor, ReferenceRows, Tensor]) -> Tensor:
-        return fitted(*of, tokens=tokens)
+    def fit(item: tuple[Tensor, ReferenceRows, Tensor]) -> Tensor:
+        return fitted(*item, tokens=tokens)
 
     layers = [*concurrently(fit, zip(kv, rows, given_there, strict=True), most_beside(kv.device))]
-    return shifted(torch.stack(layers), -behind, model.frequencies())
+    return shifted(torch.stack(layers), -offset, model.frequencies())
 
 
 def row_starts(tokens: int) -> list[int]:
@@ -99,30 +99,30 @@ def reference_rows(model: LanguageModel, ids: Sequence[int], kv: Tensor) -> list
     each layer's. All ranks of a divided base must call it."""
     row = min(ROW, len(ids))
     starts = row_starts(len(ids))
-    own = model.own_heads(kv)
+    heads = model.own_heads(kv)
 
     scales: dict[int, float] = {}
 
     def read(first: int) -> list[list[Tensor]]:
-        some = starts[first : first + AT_ONCE]
-        flat = torch.tensor([t for s in some for t in ids[s : s + row]], device=model.device)
-        positions = torch.arange(len(ids), len(ids) + row, device=model.device).repeat(len(some))
+        batch = starts[first : first + AT_ONCE]
+        flat = torch.tensor([t for s in batch for t in ids[s : s + row]], device=model.device)
+        positions = torch.arange(len(ids), len(ids) + row, device=model.device).repeat(len(batch))
         of_layers: list[list[Tensor]] = []
 
-        def keep(layer: int, *seen: Tensor) -> None:
-            parts = [torch.unflatten(x, 0, (len(some), row)).transpose(1, 2) for x in seen]
+        def keep(layer: int, *captured: Tensor) -> None:
+            parts = [torch.unflatten(x, 0, (len(batch), row)).transpose(1, 2) for x in captured]
             of_layers.append(parts)
 
-        reading = FlatAttention([row] * len(some), [len(some)], positions, [own], observer=keep)
+        reading = FlatAttention([row] * len(batch), [len(batch)], positions, [heads], observer=keep)
         model(flat, positions, reading)
         scales.update(reading.scales)
         return of_layers
 
     passes = passes_beside(model, row * len(starts))
-    found = zip(*concurrently(read, range(0, len(starts), AT_ONCE), passes), strict=True)
+    by_layer = zip(*concurrently(read, range(0, len(starts), AT_ONCE), passes), strict=True)
     layers = []
-    for layer, parts in enumerate(found):
-        q, k, v, out = (torch.cat(of) for of in zip(*parts, strict=True))
+    for layer, parts in enumerate(by_layer):
+        q, k, v, out = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         if (ranks := model.tensor) is not None:
             q, k, v, out = (ranks.whole(x, 1) for x in (q, k, v, out))
         layers.append(ReferenceRows(q * scales[layer], torch.stack([k, v], dim=1), out))
@@ -132,43 +132,45 @@ def reference_rows(model: LanguageModel, ids: Sequence[int], kv: Tensor) -> list
 def compacted(kv: Tensor, rows: ReferenceRows, tokens: int, frozen: int) -> Tensor:
     """Return one layer's KV [2, H_kv, T, D] compacted to [2, H_kv, P, D], keys at their old
     positions."""
-    own = kv[:, :, :frozen]
-    return torch.cat([own, fitted(kv, rows, own, tokens - frozen, first=frozen)], dim=2)
+    frozen_kv = kv[:, :, :frozen]
+    return torch.cat([frozen_kv, fitted(kv, rows, frozen_kv, tokens - frozen, first=frozen)], dim=2)
 
 
-def fitted(kv: Tensor, rows: ReferenceRows, given: Tensor, tokens: int, first: int = 0) -> Tensor:
+def fitted(kv: Tensor, rows: ReferenceRows, extra: Tensor, tokens: int, first: int = 0) -> Tensor:
     """Return entries [2, H_kv, N, D] of one layer's document, from its token `first` on, to stand
-    beside the `given` ones [2, H_kv, G, D]."""
+    beside `extra` [2, H_kv, G, D]."""
     queries, outputs = (
         torch.unflatten(x, 1, (kv.shape[1], -1)) for x in (rows.queries, rows.outputs)
     )
     heads = [
-        _head(kv[:, h], queries[:, h], rows.own[:, :, h], outputs[:, h], given[:, h], tokens, first)
+        _head(kv[:, h], queries[:, h], rows.own[:, :, h], outputs[:, h], extra[:, h], tokens, first)
         for h in range(kv.shape[1])
     ]
     return torch.stack(heads, dim=1).to(kv.dtype)
 
 
 def _head(
-    kv: Tensor, queries: Tensor, own: Tensor, outputs: Tensor, given: Tensor, tokens: int,
+    kv: Tensor, queries: Tensor, context_keys: Tensor, outputs: Tensor, extra: Tensor, tokens: int,
     first: int,
 ) -> Tensor:  # fmt: skip
-    """Return one head's [2, N, D] of a document [2, T, D], beside `given` [2, G, D], for the
+    """Return one head's [2, N, D] of a document [2, T, D], beside `extra` [2, G, D], for the
     queries [R, S, t, D] of the S query heads that share it, the rows' own [R, 2, t, D] and the
     outputs [R, S, t, D]: sums over rows and the solution in float64, the rest in float32 or wider;
     but the scores that choose keys are as precise as the document's numbers."""
-    parts = list(zip(*(torch.split(x, AT_ONCE) for x in (queries, own, outputs)), strict=True))
-    seen = torch.zeros(kv.shape[1], dtype=torch.float64, device=kv.device)
-    for asked, around, _ in parts:
-        seen += _squares(asked, around, kv[0])
-    seen[:first] = -torch.inf
-    kept = seen.topk(tokens).indices.sort().values
-    keys, values = kv[:, kept].to(_wide(kv))
-    near, near_values = (torch.cat(x) for x in zip((keys, values), given.to(keys), strict=True))
-    gram = seen.new_zeros(tokens, tokens)
-    wrong = seen.new_zeros(tokens, keys.shape[1])
-    for asked, around, target in parts:
-        weights, ours = _attended(asked.to(keys), around.to(keys), near, near_values)
+    parts = list(
+        zip(*(torch.split(x, AT_ONCE) for x in (queries, context_keys, outputs)), strict=True)
+    )
+    mass = torch.zeros(kv.shape[1], dtype=torch.float64, device=kv.device)
+    for query_part, context_part, _ in parts:
+        mass += _squares(query_part, context_part, kv[0])
+    mass[:first] = -torch.inf
+    chosen = mass.topk(tokens).indices.sort().values
+    keys, values = kv[:, chosen].to(_wide(kv))
+    all_keys, all_values = (torch.cat(x) for x in zip((keys, values), extra.to(keys), strict=True))
+    gram = mass.new_zeros(tokens, tokens)
+    wrong = mass.new_zeros(tokens, keys.shape[1])
+    for query_part, context_part, target in parts:
+        weights, ours = _attended(query_part.to(keys), context_part.to(keys), all_keys, all_values)
         on_kept = weights[:, :tokens]
         gram += on_kept.T @ on_kept
         wrong += on_kept.T @ (target.reshape(ours.shape) - ours)
@@ -178,35 +180,39 @@ def _head(
     return torch.stack([keys, (values + moved).to(keys)])
 
 
-def _squares(queries: Tensor, own: Tensor, keys: Tensor) -> Tensor:
+def _squares(queries: Tensor, context_keys: Tensor, keys: Tensor) -> Tensor:
     """Return the sums [K] over the queries [R, S, t, D] of their squared attention weights on the
     keys [K, D], beside each row's own [R, 2, t, D]."""
-    scores = _scores(queries, own, keys)
+    scores = _scores(queries, context_keys, keys)
     # In place: new memory would cost as much. `exp2` takes a third of the time of `exp` on a CPU.
     scores.sub_(scores.amax(-1, keepdim=True)).mul_(LOG2_E).exp2_()
     total = scores.sum(-1)
     return total.square_().reciprocal_() @ scores[:, : len(keys)].square_()
 
 
-def _attended(queries: Tensor, own: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _attended(
+    queries: Tensor, context_keys: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the attention weights [R*S*t, K] of queries [R, S, t, D] over keys and values [K, D],
     and the outputs [R*S*t, D] over those and each row's own [R, 2, t, D], of which a query sees
     none after its token."""
     count, shared, t, _ = queries.shape
-    weights, around = torch.split(_scores(queries, own, keys).softmax(-1), [len(keys), t], dim=1)
-    read_own = torch.unflatten(around, 0, (count, shared, t)) @ own[:, 1, None]
+    weights, context_weights = torch.split(
+        _scores(queries, context_keys, keys).softmax(-1), [len(keys), t], dim=1
+    )
+    read_own = torch.unflatten(context_weights, 0, (count, shared, t)) @ context_keys[:, 1, None]
     return weights, weights @ values + read_own.flatten(0, 2)
 
 
-def _scores(queries: Tensor, own: Tensor, keys: Tensor) -> Tensor:
+def _scores(queries: Tensor, context_keys: Tensor, keys: Tensor) -> Tensor:
     """Return the scores [R*S*t, K + t] of queries [R, S, t, D] on keys [K, D] and on those of each
     row's own [R, 2, t, D], in float32 or wider."""
     count, shared, t, width = queries.shape
     scores = queries.new_empty(count * shared * t, len(keys) + t, dtype=_wide(queries))
     scores[:, : len(keys)] = queries.reshape(-1, width) @ keys.T
     later = torch.ones(t, t, dtype=torch.bool, device=keys.device).triu(1)
-    around = (queries @ own[:, None, 0].mT).masked_fill(later, -torch.inf)
-    scores[:, len(keys) :] = around.flatten(0, 2)
+    context_scores = (queries @ context_keys[:, None, 0].mT).masked_fill(later, -torch.inf)
+    scores[:, len(keys) :] = context_scores.flatten(0, 2)
     return scores
 
 

@@ -77,7 +77,7 @@ def pull(
 ) -> CartridgeVersion:  # fmt: skip
     """Add a repository's cartridge as the next version of `name`. Raises DataError."""
     hub = api or HfApi()
-    with TemporaryDirectory(prefix="forge-pull-") as made:
+    with TemporaryDirectory(prefix="forge-pull-") as folder:
         with asking(hub, repo):
             bounded = limits.most_bytes is not None
             info = hub.model_info(repo, revision=revision, files_metadata=bounded)
@@ -86,11 +86,11 @@ def pull(
         _check_limits({file: sizes[file] for file in wanted}, limits, repo)
         with asking(hub, repo):
             for file in wanted:
-                hub.hf_hub_download(repo, file, revision=info.sha, local_dir=made)
-        here = Path(made)
+                hub.hf_hub_download(repo, file, revision=info.sha, local_dir=folder)
+        target = Path(folder)
         if tokasaurus.CONFIG in wanted:  # its server gives the only .pt this name
-            (here / wanted[0]).rename(here / tokasaurus.FILE)
-        cartridge = read(here / wanted[0] if len(wanted) == 1 else here)
+            (target / wanted[0]).rename(target / tokasaurus.FILE)
+        cartridge = read(target / wanted[0] if len(wanted) == 1 else target)
     return add_cartridge(library, name, cartridge, {"hub": repo, "revision": info.sha})
 
 
@@ -118,7 +118,11 @@ def _check_limits(sizes: Mapping[str, int | None], limits: PullLimits, repo: str
         )
     if limits.most_bytes is None:
         return
-    known = [size for size in sizes.values() if size is not None]
-    if len(known) < len(sizes) or sum(known) > limits.most_bytes:
-        told = f"{sum(known):,} bytes" if len(known) == len(sizes) else "an unknown size"
-        raise DataError(f"the cartridge in {repo} has {told}, and {limits.most_bytes:,} are taken")
+    known_sizes = [size for size in sizes.values() if size is not None]
+    if len(known_sizes) < len(sizes) or sum(known_sizes) > limits.most_bytes:
+        size_text = (
+            f"{sum(known_sizes):,} bytes" if len(known_sizes) == len(sizes) else "an unknown size"
+        )
+        raise DataError(
+            f"the cartridge in {repo} has {size_text}, and {limits.most_bytes:,} are taken"
+        )

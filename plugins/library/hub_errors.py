@@ -27,8 +27,8 @@ def asking(hub: HfApi, repo: str) -> Iterator[None]:
         ) from error
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
-        needs = "; set HF_TOKEN to one that may" if status in (401, 403) else ""
-        raise HubError(f"the hub refuses {repo}: {_first(error)}{needs}") from error
+        remedy = "; set HF_TOKEN to one that may" if status in (401, 403) else ""
+        raise HubError(f"the hub refuses {repo}: {_first(error)}{remedy}") from error
     except (httpx2.HTTPError, OSError, RuntimeError) as error:
         raise HubError(
             f"the hub at {hub.endpoint} does not do it for {repo}: {_first(error)}; is it reached "

@@ -50,8 +50,10 @@ def add_cartridge(
 def finished_runs(root: Path) -> list[Path]:
     """Return the finished runs in `root`, a directory of runs or of meshes' run directories, oldest
     first. Running, interrupted and failed runs are left out."""
-    found = {p.parent.resolve() for depth in ("*", "*/*") for p in root.glob(f"{depth}/{RESULTS}")}
-    return sorted((p for p in found if _is_finished(p)), key=lambda p: (p.name, p))
+    folders = {
+        p.parent.resolve() for depth in ("*", "*/*") for p in root.glob(f"{depth}/{RESULTS}")
+    }
+    return sorted((p for p in folders if _is_finished(p)), key=lambda p: (p.name, p))
 
 
 def add_finished(library: CartridgeStore, root: Path) -> tuple[list[CartridgeVersion], list[str]]:
@@ -61,9 +63,9 @@ def add_finished(library: CartridgeStore, root: Path) -> tuple[list[CartridgeVer
     added: list[CartridgeVersion] = []
     passed: list[str] = []
     noted = library.directory / IMPORTED
-    done = set(noted.read_text().splitlines()) if noted.is_file() else set()
+    run_names = set(noted.read_text().splitlines()) if noted.is_file() else set()
     for run in finished_runs(root):
-        if run.name in done:
+        if run.name in run_names:
             continue
         try:
             added += add_from_run(library, run)
@@ -77,7 +79,7 @@ def add_finished(library: CartridgeStore, root: Path) -> tuple[list[CartridgeVer
 
 def _is_finished(run: Path) -> bool:
     try:
-        found = json.loads((run / RESULTS).read_bytes())
+        results = json.loads((run / RESULTS).read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and found.get("status") == "finished"
+    return isinstance(results, dict) and results.get("status") == "finished"

@@ -65,24 +65,24 @@ class ModelName:
 
 def parse_model(text: str) -> ModelName:
     """Parse a model's name. Raises DataError, which states the grammar."""
-    found = _MODEL.fullmatch(text)
-    if found is None:
+    match = _MODEL.fullmatch(text)
+    if match is None:
         raise DataError(
             f"{_shown(text)} is no model name; write BASE, BASE+CARTRIDGE, BASE+CARTRIDGE@VERSION "
             "or @TAG, or any of them with :STRATEGY behind"
         )
-    base, cartridge, strategy = found.groups()
+    base, cartridge, strategy = match.groups()
     return ModelName(base, parse_cartridge(cartridge) if cartridge else None, strategy)
 
 
 def parse_cartridge(text: str) -> CartridgeName:
     """Parse NAME, NAME@latest, NAME@VERSION or NAME@TAG. Raises DataError for anything else."""
-    found = _CARTRIDGE.fullmatch(text)
-    if found is None:
+    match = _CARTRIDGE.fullmatch(text)
+    if match is None:
         raise DataError(
             f"{_shown(text)} is no cartridge; write its name, or NAME@3, NAME@latest or NAME@TAG"
         )
-    name, which = found.groups()
+    name, which = match.groups()
     if which in (None, LATEST):
         return CartridgeName(name)
     return CartridgeName(name, int(which)) if which.isdecimal() else CartridgeName(name, tag=which)

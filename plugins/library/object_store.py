@@ -77,8 +77,8 @@ class ObjectStore:
         """Return an object's bytes and its tag, which changes with them; None for no object."""
 
         def read() -> tuple[bytes, str]:
-            found = self._client.get(self._store, name)
-            return bytes(found.bytes()), str(found.meta["e_tag"])
+            reply = self._client.get(self._store, name)
+            return bytes(reply.bytes()), str(reply.meta["e_tag"])
 
         try:
             return self._called(read)
@@ -102,8 +102,8 @@ class ObjectStore:
         try:
             return self._called(lambda: write(mode))
         except NotImplementedError:  # a folder: read, compare and write are three steps
-            found = self.get(name)
-            if found is None or found[1] != tag:
+            current = self.get(name)
+            if current is None or current[1] != tag:
                 return None
             return self._called(lambda: write("overwrite"))
         except (AlreadyExistsError, PreconditionError):
@@ -111,8 +111,8 @@ class ObjectStore:
 
     def folders(self, name: str) -> list[str]:
         """Return the names of the folders in one, sorted."""
-        found = self._called(lambda: self._client.list_with_delimiter(self._store, name))
-        return sorted(str(path).rpartition("/")[2] for path in found["common_prefixes"])
+        listing = self._called(lambda: self._client.list_with_delimiter(self._store, name))
+        return sorted(str(path).rpartition("/")[2] for path in listing["common_prefixes"])
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects; one that is not there is no error."""
@@ -144,8 +144,8 @@ class ObjectStore:
 
 def _code(error: Exception) -> str:
     """Return the service's own word for a refusal, such as InvalidAccessKeyId."""
-    _, found, rest = str(error).partition("<Code>")
-    return rest.partition("<")[0] if found else type(error).__name__
+    _, separator, tail = str(error).partition("<Code>")
+    return tail.partition("<")[0] if separator else type(error).__name__
 
 
 def _first_line(error: Exception) -> str:

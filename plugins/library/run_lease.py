@@ -108,9 +108,13 @@ def own_record() -> LeaseRecord:
     return LeaseRecord(uuid.uuid4().hex, socket.gethostname(), me, began(me), 0)
 
 
-def is_free(held: LeaseRecord | None) -> bool:
+def is_free(record: LeaseRecord | None) -> bool:
     """Return whether nobody holds a lease of this content: let go of, or its owner has ended."""
-    return held is None or held.beat < 0 or (_is_here(held) and began(held.pid) != held.began)
+    return (
+        record is None
+        or record.beat < 0
+        or (_is_here(record) and began(record.pid) != record.began)
+    )
 
 
 def wait_for_lease(
@@ -125,15 +129,15 @@ def wait_for_lease(
     too. Raises RunError, with `remedy`, for an owner that is seen to live."""
     first: LeaseRecord | None = None
     since = time.monotonic()
-    while (held := attempt(time.monotonic() - since)) is not None:
-        if first is None and not _is_here(held):
+    while (record := attempt(time.monotonic() - since)) is not None:
+        if first is None and not _is_here(record):
             tell(
-                f"run {run} was held by process {held.pid} on {held.host}; it is taken over after "
-                f"{stale_s:g} s without a heartbeat"
+                f"run {run} was held by process {record.pid} on {record.host}; it is taken over "
+                f"after {stale_s:g} s without a heartbeat"
             )
-        first = first or held
-        if _is_here(held) or held != first:
-            raise RunError(f"run {run} is held by process {held.pid} on {held.host}; {remedy}")
+        first = first or record
+        if _is_here(record) or record != first:
+            raise RunError(f"run {run} is held by process {record.pid} on {record.host}; {remedy}")
         time.sleep(LOOK_SECONDS)
 
 
@@ -143,9 +147,9 @@ def _take(run: Path, tell: Callable[[str], None]) -> LeaseRecord:
 
     def attempt(waited: float) -> LeaseRecord | None:
         with _locked(path) as file:
-            held = _read(file)
-            if not is_free(held) and waited <= STALE_SECONDS:
-                return held
+            holder = _read(file)
+            if not is_free(holder) and waited <= STALE_SECONDS:
+                return holder
             _write(file, record)
             return None
 

@@ -134,9 +134,9 @@ class RunMirror:
                 fresh = file.read()
         except OSError:  # the run itself ends with that
             return False
-        whole = fresh.rfind(b"\n") + 1
-        self._read += whole
-        return b'"event": "checkpoint"' in fresh[:whole]
+        complete = fresh.rfind(b"\n") + 1
+        self._read += complete
+        return b'"event": "checkpoint"' in fresh[:complete]
 
 
 def stored_names(path: Path) -> list[str]:
@@ -145,10 +145,10 @@ def stored_names(path: Path) -> list[str]:
     checkpoints = [
         file for folder in sorted(path.glob("checkpoints/version-*")) for file in folder.iterdir()
     ]
-    others = [
+    other_files = [
         file for file in path.rglob("*") if file.is_file() and "checkpoints" not in file.parts
     ]
-    names = [file.relative_to(path).as_posix() for file in (*checkpoints, *others)]
+    names = [file.relative_to(path).as_posix() for file in (*checkpoints, *other_files)]
     return [
         name
         for name in names

@@ -87,10 +87,10 @@ def is_ahead(run: StoredRun, root: Path) -> bool:
     if not (path / "spec.yaml").is_file():
         return True
     try:
-        seen = json.loads((path / STORED).read_text())["serial"]
+        serial = json.loads((path / STORED).read_text())["serial"]
     except (OSError, ValueError, KeyError, TypeError):
-        seen = 0
-    return read_state(run.store, run.within(CONTROLLER)).serial > int(seen)
+        serial = 0
+    return read_state(run.store, run.within(CONTROLLER)).serial > int(serial)
 
 
 def mark_seen(path: Path, serial: int) -> None:
@@ -130,14 +130,16 @@ def _fetch(
     first = [name for name in state.files if name != "spec.yaml"]
     (path / "spec.yaml").unlink(missing_ok=True)
     pull(run.store, run.within(CONTROLLER), path, state, first)
-    told = {e.get("path") for e in iter_rows(path / "events.jsonl") if e["event"] == "checkpoint"}
+    recorded = {
+        e.get("path") for e in iter_rows(path / "events.jsonl") if e["event"] == "checkpoint"
+    }
     names = [
-        n for n in trained.files if not n.startswith("checkpoints/") or n.split("/")[1] in told
+        n for n in trained.files if not n.startswith("checkpoints/") or n.split("/")[1] in recorded
     ]
     pull(run.store, run.within(TRAINER), path, trained, names)
     # The teachers may have been on the controller's host since.
-    here = {name: of["size"] for name, of in state.files.items()}
-    more = [name for name, of in paid.files.items() if of["size"] > here.get(name, 0)]
+    sizes = {name: entry["size"] for name, entry in state.files.items()}
+    more = [name for name, entry in paid.files.items() if entry["size"] > sizes.get(name, 0)]
     pull(run.store, run.within(TEACHERS), path, paid, more)
     stored = {name.split("/")[1] for name in (*state.files, *names) if "/" in name}
     for checkpoint in (path / "checkpoints").glob("version-*"):
@@ -182,10 +184,10 @@ class StoreLease:
     def _look(self) -> None:
         """Find why the lease has another tag: a beat of ours whose answer was lost, or another
         owner."""
-        found = self._run.store.get(_lease(self._run))
-        now = None if found is None else _read(found[0])
-        if found is not None and now is not None and now.owner == self._record.owner:
-            self._record, self._tag = now, found[1]
+        stored = self._run.store.get(_lease(self._run))
+        now = None if stored is None else _read(stored[0])
+        if stored is not None and now is not None and now.owner == self._record.owner:
+            self._record, self._tag = now, stored[1]
             return
         by = "nobody" if now is None else f"process {now.pid} on {now.host}"
         self.lost = f"the lease of run {self._run.id} in {self._run.store.url} is held by {by} now"
@@ -194,23 +196,23 @@ class StoreLease:
 def take_lease(run: StoredRun, tell: Callable[[str], None]) -> StoreLease:
     """Take the lease of a stored run, as `services.run_lease` does of a directory. Raises RunError,
     which names the owner, for a run that another command works on, and StoreError."""
-    record, taken = own_record(), ""
+    record, token = own_record(), ""
 
     def attempt(waited: float) -> LeaseRecord | None:
-        nonlocal taken
-        found = run.store.get(_lease(run))
-        held, old = (None, None) if found is None else (_read(found[0]), found[1])
-        if not is_free(held) and waited <= STALE_SECONDS:
-            return held
+        nonlocal token
+        stored = run.store.get(_lease(run))
+        holder, old = (None, None) if stored is None else (_read(stored[0]), stored[1])
+        if not is_free(holder) and waited <= STALE_SECONDS:
+            return holder
         tag = run.store.replace(_lease(run), _text(record), old)
         if tag is None:  # another was faster: see who
             return attempt(0.0)
-        taken = tag
+        token = tag
         return None
 
     remedy = "wait for its end, end it, or name another run"
     wait_for_lease(attempt, f"{run.id} in {run.store.url}", remedy, STALE_SECONDS, tell)
-    return StoreLease(run, record, taken)
+    return StoreLease(run, record, token)
 
 
 def _lease(run: StoredRun) -> str:

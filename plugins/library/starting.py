@@ -95,33 +95,33 @@ def read_start(
             f"{', '.join(sorted(names))}; correct the name or remove it"
         )
     if isinstance(source, str):
-        found = _read(source, start, base)
+        cartridges = _read(source, start, base)
     else:
         read = {text: _read(text, start, base) for text in dict.fromkeys(by_name.values())}
-        found = {name: _one(read[text], text, name) for name, text in by_name.items()}
-    return found if names is None else _of(names, found, start)
+        cartridges = {name: _one(read[text], text, name) for name, text in by_name.items()}
+    return cartridges if names is None else _of(names, cartridges, start)
 
 
-def _one(found: Mapping[str, CartridgeFile], text: str, name: str) -> CartridgeFile:
-    if name not in found and EVERY not in found:
-        raise DataError(f"{text} has no cartridge {name}; it has {', '.join(sorted(found))}")
-    return found[name if name in found else EVERY]
+def _one(cartridges: Mapping[str, CartridgeFile], text: str, name: str) -> CartridgeFile:
+    if name not in cartridges and EVERY not in cartridges:
+        raise DataError(f"{text} has no cartridge {name}; it has {', '.join(sorted(cartridges))}")
+    return cartridges[name if name in cartridges else EVERY]
 
 
 def _of(
-    names: Collection[str], found: Mapping[str, CartridgeFile], start: StartSpec
+    names: Collection[str], cartridges: Mapping[str, CartridgeFile], start: StartSpec
 ) -> dict[str, CartridgeFile]:
     """Return the cartridges of a run that have one to start from."""
-    if EVERY in found:
-        return dict.fromkeys(names, found[EVERY])
-    missing = sorted(set(names) - set(found))
+    if EVERY in cartridges:
+        return dict.fromkeys(names, cartridges[EVERY])
+    missing = sorted(set(names) - set(cartridges))
     if missing and start.otherwise is None:
         raise DataError(
             f"cartridge.init.from has no cartridge for {', '.join(missing)}; it has "
-            f"{', '.join(sorted(found)) or 'none'}; add one, or say how the others start: "
+            f"{', '.join(sorted(cartridges)) or 'none'}; add one, or say how the others start: "
             "cartridge.init.otherwise: first_tokens"
         )
-    return {name: found[name] for name in names if name in found}
+    return {name: cartridges[name] for name in names if name in cartridges}
 
 
 def _read(text: str, start: StartSpec, base: BaseModelInfo) -> dict[str, CartridgeFile]:
@@ -131,8 +131,8 @@ def _read(text: str, start: StartSpec, base: BaseModelInfo) -> dict[str, Cartrid
         return _of_run(path)
     if path.exists():
         stored = _stored(path, base)
-        found = stored or {EVERY: convert.read(path)}
-        return {name: _from(one, str(path)) for name, one in found.items()}
+        files = stored or {EVERY: convert.read(path)}
+        return {name: _from(one, str(path)) for name, one in files.items()}
     if start.library is None:
         raise DataError(
             f"cartridge.init.from names {text}: there is no such file, and no library to look it "
@@ -151,8 +151,8 @@ def _of_run(path: Path) -> dict[str, CartridgeFile]:
     if not path.exists() and path.parent.is_dir():
         path, arm = path.parent, path.name
     checkpoint = run_checkpoint.chosen_checkpoint(path.resolve(), arm)
-    found = run_checkpoint.read_all(checkpoint)
-    return {name: _from(one, str(checkpoint)) for name, one in found.items()}
+    files = run_checkpoint.read_all(checkpoint)
+    return {name: _from(one, str(checkpoint)) for name, one in files.items()}
 
 
 def _stored(path: Path, base: BaseModelInfo) -> dict[str, CartridgeFile]:
@@ -169,7 +169,7 @@ def _from(cartridge: CartridgeFile, where: str) -> CartridgeFile:
 
 
 def require_fit_of(
-    found: Mapping[str, CartridgeFile],
+    files: Mapping[str, CartridgeFile],
     cartridge: CartridgeSpec,
     base: BaseModelInfo,
     weights: Callable[[CartridgeFile], list[str]] = lambda cartridge: [],
@@ -179,7 +179,7 @@ def require_fit_of(
     `weights` returns why a cartridge was trained with other weights than the model's.
     """
     reasons: dict[str, list[str]] = {}
-    for name, one in found.items():
+    for name, one in files.items():
         wrong = [*misfits(one, base), *weights(one), *_length_misfits(one, cartridge)]
         if wrong:
             reasons.setdefault("; ".join(wrong), []).append(name)
@@ -187,7 +187,7 @@ def require_fit_of(
         raise DataError(
             "; ".join(
                 f"cartridge.init cannot start {_shown(names)} from "
-                f"{found[names[0]].facts.source[ORIGIN]}: {why}"
+                f"{files[names[0]].facts.source[ORIGIN]}: {why}"
                 for why, names in reasons.items()
             )
         )
@@ -226,13 +226,13 @@ def _shown(names: list[str]) -> str:
 
 
 def record_of(
-    found: Mapping[str, CartridgeFile], names: Collection[str], cartridge: CartridgeSpec
+    files: Mapping[str, CartridgeFile], names: Collection[str], cartridge: CartridgeSpec
 ) -> dict[str, Any]:
     """Return the JSON-able record of how each of `names` starts.
 
     A trained cartridge has `sha256`, the fingerprint of its numbers as they were read.
     """
-    return {name: _record(found[name], cartridge) if name in found else {"init": cartridge.fresh}
+    return {name: _record(files[name], cartridge) if name in files else {"init": cartridge.fresh}
             for name in sorted(names)}  # fmt: skip
 
 
@@ -250,9 +250,11 @@ def _record(file: CartridgeFile, cartridge: CartridgeSpec) -> dict[str, Any]:
 def keep_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write the record, or compare it with the one that an earlier start of the run wrote. Raises
     CheckpointError where a cartridge's numbers are others now."""
-    before = run_checkpoint.read_start_record(path)
+    recorded = run_checkpoint.read_start_record(path)
     changed = [
-        name for name in record if before and _number_of(record, name) != _number_of(before, name)
+        name
+        for name in record
+        if recorded and _number_of(record, name) != _number_of(recorded, name)
     ]
     if changed:
         raise CheckpointError(
@@ -260,7 +262,7 @@ def keep_record(path: Path, record: Mapping[str, Any]) -> None:
             f"{record[changed[0]].get(ORIGIN, 'its document')} has now: restore what {path} names, "
             "or start anew without --resume"
         )
-    if not before:
+    if not recorded:
         write_atomically(path, json.dumps(record, indent=1) + "\n")
 
 
@@ -271,25 +273,25 @@ def _number_of(record: Mapping[str, Any], name: str) -> Any:
 def lineage(source: Mapping[str, Any]) -> list[str]:
     """Return what a cartridge with this source came from, newest first: `run/checkpoint`, or the
     path that it was read from."""
-    found: list[str] = []
+    origins: list[str] = []
     at: Mapping[str, Any] | None = source
     while at:
         run = "/".join(str(at[k]) for k in ("run", "checkpoint") if at.get(k))
         if run or at.get(ORIGIN):
-            found.append(run or str(at[ORIGIN]))
+            origins.append(run or str(at[ORIGIN]))
         start = at.get("start") or {}
         at = {**start.get("source", {}), ORIGIN: start.get(ORIGIN, "")} if start else None
-    return found
+    return origins
 
 
-def told(record: Mapping[str, Any]) -> Iterator[str]:
+def start_lines(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each way in which cartridges start: `from PATH (step 180, ...): a, b`."""
     ways: dict[str, list[str]] = {}
     for name, one in record.items():
-        way = f"by {one['init']}" if "init" in one else f"from {_origin(one)}"
-        ways.setdefault(way, []).append(name)
-    for way, names in ways.items():
-        yield f"{way}: {', '.join(names)}"
+        method = f"by {one['init']}" if "init" in one else f"from {_origin(one)}"
+        ways.setdefault(method, []).append(name)
+    for method, names in ways.items():
+        yield f"{method}: {', '.join(names)}"
 
 
 def _origin(record: Mapping[str, Any]) -> str:

@@ -78,21 +78,21 @@ class CartridgeStore:
         self.directory = Path(os.path.abspath(directory))
         self.base = base
         self.directory.mkdir(parents=True, exist_ok=True)
-        for left in (self.directory / INCOMING).glob("*"):  # of a process that was killed
-            old = time.time() - left.stat().st_mtime > ABANDONED_SECONDS
-            if old and not _is_in_use(left):  # the clock may have been set forward
-                shutil.rmtree(left, ignore_errors=True)
+        for folder in (self.directory / INCOMING).glob("*"):  # of a process that was killed
+            old = time.time() - folder.stat().st_mtime > ABANDONED_SECONDS
+            if old and not _is_in_use(folder):  # the clock may have been set forward
+                shutil.rmtree(folder, ignore_errors=True)
 
     def names(self) -> list[str]:
-        found = (p for p in self.directory.iterdir() if p.is_dir() and is_name(p.name))
-        return sorted(p.name for p in found if self.versions(p.name))
+        folders = (p for p in self.directory.iterdir() if p.is_dir() and is_name(p.name))
+        return sorted(p.name for p in folders if self.versions(p.name))
 
     def versions(self, name: str) -> list[int]:
         """Return the versions that exist, oldest first; none for an unknown name."""
         if not is_name(name):
             return []
-        found = (p for p in (self.directory / name).glob("*") if (p / MANIFEST).is_file())
-        return sorted(int(p.name) for p in found if p.name.isdecimal())
+        folders = (p for p in (self.directory / name).glob("*") if (p / MANIFEST).is_file())
+        return sorted(int(p.name) for p in folders if p.name.isdecimal())
 
     def get(self, wanted: CartridgeName) -> CartridgeVersion:
         """Return the version or tag that `wanted` names, or the newest. Raises DataError."""
@@ -225,10 +225,10 @@ class CartridgeStore:
         self._note_last(name, self._last(name))
         for number in dropped:
             # Renamed first, so that a version is whole or absent while it is removed.
-            gone = self.directory / INCOMING / secrets.token_hex(8)
-            gone.parent.mkdir(exist_ok=True)
-            (self.directory / name / str(number)).rename(gone)
-            shutil.rmtree(gone)
+            discarded = self.directory / INCOMING / secrets.token_hex(8)
+            discarded.parent.mkdir(exist_ok=True)
+            (self.directory / name / str(number)).rename(discarded)
+            shutil.rmtree(discarded)
         return dropped
 
     def _entry(self, name: str, version: int) -> CartridgeVersion:

@@ -33,28 +33,28 @@ AGAIN_SECONDS = 60.0
 class KeptFolder:
     """Store files of a run's directory on this host, at most one state at a time."""
 
-    def __init__(self, place: StoredPlace, writer: str, run: Path) -> None:
-        self.store, self.place, self.run = ObjectStore(place.url), place, run
-        self._folder = StoredFolder(self.store, place.within(writer), run)
+    def __init__(self, location: StoredPlace, writer: str, run: Path) -> None:
+        self.store, self.place, self.run = ObjectStore(location.url), location, run
+        self._folder = StoredFolder(self.store, location.within(writer), run)
         self._writing = threading.Lock()
         self._again = 0.0  # when a failing store is tried again
 
     def push(
-        self, *patterns: str, now: bool = False, kept: Mapping[str, Any] | None = None
+        self, *patterns: str, now: bool = False, files: Mapping[str, Any] | None = None
     ) -> None:
         """Store the files that match. A failure is logged. `now`: try also
-        soon after one. `kept` are further files, of the stored state."""
+        soon after one. `files` are further files, of the stored state."""
         with self._writing:
             if not now and time.monotonic() < self._again:
                 return
             try:
-                found = [file for pattern in patterns for file in self.run.glob(pattern)]
+                matches = [file for pattern in patterns for file in self.run.glob(pattern)]
                 names = [
                     file.relative_to(self.run).as_posix()
-                    for file in found
+                    for file in matches
                     if file.is_file() and not file.name.endswith(".partial")
                 ]
-                self._folder.push(names, kept)
+                self._folder.push(names, files)
                 self._again = 0.0
             except StoreError as error:
                 self._again = time.monotonic() + AGAIN_SECONDS
@@ -79,10 +79,10 @@ class KeptFolder:
 class TrainerFiles:
     """Store a trainer's checkpoints and last state, and fetch them to a new host."""
 
-    def __init__(self, place: StoredPlace, run: Path) -> None:
+    def __init__(self, location: StoredPlace, run: Path) -> None:
         (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-        self._checkpoints = KeptFolder(place, TRAINER, run)
-        self._last_state = KeptFolder(place, LAST_STATE, run)
+        self._checkpoints = KeptFolder(location, TRAINER, run)
+        self._last_state = KeptFolder(location, LAST_STATE, run)
 
     def keep_last_state(self) -> None:
         self._last_state.push("checkpoints/last-state/*")
@@ -90,10 +90,14 @@ class TrainerFiles:
     def keep_checkpoints(self) -> None:
         """Store all checkpoints that are here, beside the newest that is stored: the controller's
         rows may not reach a newer one yet."""
-        before = self._checkpoints.stored()
-        newest = max((n.split("/")[1] for n in before if n.startswith("checkpoints/")), default="")
-        kept = {n: of for n, of in before.items() if n.startswith(f"checkpoints/{newest}/")}
-        self._checkpoints.push("checkpoints/version-*/*", "start.json", now=True, kept=kept)
+        stored = self._checkpoints.stored()
+        newest = max((n.split("/")[1] for n in stored if n.startswith("checkpoints/")), default="")
+        newest_files = {
+            n: entry for n, entry in stored.items() if n.startswith(f"checkpoints/{newest}/")
+        }
+        self._checkpoints.push(
+            "checkpoints/version-*/*", "start.json", now=True, files=newest_files
+        )
 
     def fetch_last_state(self) -> None:
         """Replace the last state here by that of the trainer before this one, wherever that was.
@@ -112,9 +116,9 @@ class TrainerFiles:
 class LedgerFile:
     """Store the ledger of the external teachers, so that no answer is paid twice."""
 
-    def __init__(self, place: StoredPlace, ledger: Path) -> None:
+    def __init__(self, location: StoredPlace, ledger: Path) -> None:
         ledger.parent.mkdir(parents=True, exist_ok=True)
-        self._folder, self._ledger = KeptFolder(place, TEACHERS, ledger.parent), ledger
+        self._folder, self._ledger = KeptFolder(location, TEACHERS, ledger.parent), ledger
 
     def fetch(self) -> None:
         """Fetch the ledger where it is not here. Raises StoreError."""

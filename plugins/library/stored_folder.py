@@ -40,7 +40,7 @@ class StoredState:
     tag: str | None = None
 
     def parts(self) -> set[str]:
-        return {part for of in self.files.values() for part in of["parts"]}
+        return {part for entry in self.files.values() for part in entry["parts"]}
 
 
 NOTHING = StoredState(0, {})
@@ -62,62 +62,62 @@ class StoredFolder:
             self._state = read_state(self._store, self._prefix)
         return self._state
 
-    def push(self, names: Collection[str], kept: Files | None = None) -> int:
-        """Make these files the stored state; return the bytes written. `kept` are further files, of
-        the state that is stored. Raises StoreError where another wrote a state meanwhile."""
-        before = self.state
-        stored, written = before.parts(), 0
-        files = dict(kept or {})
+    def push(self, names: Collection[str], entries: Files | None = None) -> int:
+        """Make these files the stored state; return the bytes written. `entries` are further files,
+        of the state that is stored. Raises StoreError where another wrote a state meanwhile."""
+        previous = self.state
+        stored, nbytes = previous.parts(), 0
+        files = dict(entries or {})
         for name in sorted(names):
             files[name], more = self._put(name, stored)
-            written += more
-        if files == before.files:
+            nbytes += more
+        if files == previous.files:
             return 0
-        text = json.dumps({"schema": SCHEMA, "serial": before.serial + 1, "files": files})
-        tag = self._store.replace(f"{self._prefix}/{STATE}", text.encode(), before.tag)
+        text = json.dumps({"schema": SCHEMA, "serial": previous.serial + 1, "files": files})
+        tag = self._store.replace(f"{self._prefix}/{STATE}", text.encode(), previous.tag)
         if tag is None:
             self._state = None
             raise StoreError(f"{self._prefix} of {self._store.url} was written by another")
-        self._state = StoredState(before.serial + 1, files, tag)
-        gone = sorted(before.parts() - self._state.parts())
-        self._store.remove([_part(self._prefix, part) for part in gone])
-        return written
+        self._state = StoredState(previous.serial + 1, files, tag)
+        unused = sorted(previous.parts() - self._state.parts())
+        self._store.remove([_part(self._prefix, part) for part in unused])
+        return nbytes
 
     def _put(self, name: str, stored: set[str]) -> tuple[Mapping[str, Any], int]:
         """Write those parts of a file that are not stored; return its size and parts, and the bytes
         written."""
-        written = 0
+        nbytes = 0
         with (self._folder / name).open("rb") as file:
             status = os.fstat(file.fileno())
             mark = (status.st_ino, status.st_size, status.st_mtime_ns)
-            known = self._hashed.get(name)
-            if known is not None and known[0] == mark and stored.issuperset(known[1]["parts"]):
-                return known[1], 0
+            hashed = self._hashed.get(name)
+            if hashed is not None and hashed[0] == mark and stored.issuperset(hashed[1]["parts"]):
+                return hashed[1], 0
             parts = []
-            left = status.st_size  # what is appended meanwhile comes next time
-            while left > 0 and (data := file.read(min(PART_BYTES, left))):
-                left -= len(data)
+            remaining = status.st_size  # what is appended meanwhile comes next time
+            while remaining > 0 and (data := file.read(min(PART_BYTES, remaining))):
+                remaining -= len(data)
                 parts.append(hashlib.sha256(data).hexdigest())
                 if parts[-1] not in stored:
                     self._store.put(_part(self._prefix, parts[-1]), data)
                     stored.add(parts[-1])
-                    written += len(data)
-        found = {"size": status.st_size - left, "parts": parts}
-        self._hashed[name] = (mark, found)
-        return found, written
+                    nbytes += len(data)
+        entry = {"size": status.st_size - remaining, "parts": parts}
+        self._hashed[name] = (mark, entry)
+        return entry, nbytes
 
 
 def read_state(store: ObjectStore, prefix: str) -> StoredState:
     """Return the stored state; NOTHING where none was stored. Raises StoreError, and
     CheckpointError for one that cannot be read."""
-    found = store.get(f"{prefix}/{STATE}")
-    if found is None:
+    stored = store.get(f"{prefix}/{STATE}")
+    if stored is None:
         return NOTHING
     try:
-        told = json.loads(found[0])
-        if told["schema"] != SCHEMA:
-            raise ValueError(f"schema {told['schema']}")
-        return StoredState(int(told["serial"]), dict(told["files"]), found[1])
+        content = json.loads(stored[0])
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema {content['schema']}")
+        return StoredState(int(content["serial"]), dict(content["files"]), stored[1])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{store.url}/{prefix}/{STATE} is no state of a stored run ({error}); restore it"
@@ -140,23 +140,23 @@ def pull(
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as fresh, fresh.open("wb") as file:
             for part in parts:
-                found = store.get(_part(prefix, part))
-                if found is None:
+                stored = store.get(_part(prefix, part))
+                if stored is None:
                     raise MissingError(f"{store.url}/{prefix}: {name} was replaced meanwhile")
-                if hashlib.sha256(found[0]).hexdigest() != part:
+                if hashlib.sha256(stored[0]).hexdigest() != part:
                     raise CheckpointError(f"{store.url}/{prefix}: {name} has a damaged part {part}")
-                file.write(found[0])
+                file.write(stored[0])
 
 
 def _has(path: Path, parts: Sequence[str]) -> bool:
     """Return whether a file has these parts."""
     if not path.is_file():
         return False
-    found = []
+    digests = []
     with path.open("rb") as file:
         while data := file.read(PART_BYTES):
-            found.append(hashlib.sha256(data).hexdigest())
-    return found == list(parts)
+            digests.append(hashlib.sha256(data).hexdigest())
+    return digests == list(parts)
 
 
 def _part(prefix: str, part: str) -> str:

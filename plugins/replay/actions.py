@@ -80,17 +80,17 @@ def fault(action: Action, state: ReplayState) -> str:
 def letter(option: str, options: Sequence[str]) -> str | None:
     """Return the letter of the option meant: by its words, its letter, or both if they agree; else
     None."""
-    said = fold(option).casefold()
+    folded = fold(option).casefold()
     words = [fold(o).casefold() for o in options]
-    if words.count(said) == 1:
-        return chr(ord("A") + words.index(said))
-    found = LETTERED.fullmatch(fold(option))
-    if not found:
+    if words.count(folded) == 1:
+        return chr(ord("A") + words.index(folded))
+    match = LETTERED.fullmatch(fold(option))
+    if not match:
         return None
-    index = ord(found[1].upper()) - ord("A")
-    if index >= len(options) or (found[2] and found[2].casefold() != words[index]):
+    index = ord(match[1].upper()) - ord("A")
+    if index >= len(options) or (match[2] and match[2].casefold() != words[index]):
         return None
-    return found[1].upper()
+    return match[1].upper()
 
 
 def fold(text: str) -> str:
@@ -153,10 +153,10 @@ def _whole(number: float) -> int | float:
 
 
 def _argument_fault(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    given = {fold(k) for k, v in arguments.items() if v is not None}
-    if missing := sorted(set(schema.get("required", ())) - given):
+    names = {fold(k) for k, v in arguments.items() if v is not None}
+    if missing := sorted(set(schema.get("required", ())) - names):
         return f"missing argument {missing[0]}"
     properties = schema.get("properties")
-    if properties is not None and (unknown := sorted(given - set(properties))):
+    if properties is not None and (unknown := sorted(names - set(properties))):
         return f"unknown argument {unknown[0]}"
     return ""

@@ -17,11 +17,11 @@ class TeacherReplayClient(RoleClient):
         return verdict
 
     async def hint(
-        self, teacher: str, state: ReplayState, asked: str, timeout_s: float
+        self, teacher: str, state: ReplayState, request: str, timeout_s: float
     ) -> tuple[str, str]:
         """Return (hint, "") by the named teacher for a state whose last message reports a failure,
         or ("", why) when there is none after `timeout_s`."""
-        hint: tuple[str, str] = await self.pool.route("hint", teacher, state, asked, timeout_s)
+        hint: tuple[str, str] = await self.pool.route("hint", teacher, state, request, timeout_s)
         return hint
 
     async def score(
@@ -29,7 +29,7 @@ class TeacherReplayClient(RoleClient):
     ) -> tuple[float | None, str]:
         """Return (number from 0 to 1, "") that the named teacher, as a judge, gives the last
         message of a state, or (None, why) when there is none after `timeout_s`."""
-        given: tuple[float | None, str] = await self.pool.route(
+        score: tuple[float | None, str] = await self.pool.route(
             "score", teacher, state, rubric, reference, timeout_s
         )
-        return given
+        return score

@@ -49,31 +49,31 @@ def local_provider(spec: ReplaySpec, local: LocalSpec) -> FakeProvider:
 def at(spec: ReplaySpec, provider: FakeProvider) -> ReplaySpec:
     """Return the spec with every teacher's URL at the provider."""
     urls = {"openai": provider.openai_url, "anthropic": provider.url}
-    here = [
+    teachers = [
         t.model_copy(update={"base_url": urls[t.provider], "key_env": KEY_ENV})
         for t in spec.teachers
     ]
-    return spec.model_copy(update={"teachers": tuple(here)})
+    return spec.model_copy(update={"teachers": tuple(teachers)})
 
 
 def next_call(messages: Sequence[AgentMessage]) -> ToolAction:
     """Return a good clerk's next call; `messages` begin with the handbook. Raises DataError if they
     are no case of the desk."""
     handbook = " ".join(m.content for m in messages if m.role == "system")
-    asked = next((f for m in messages if m.role == "user" for f in _ASKED.findall(m.content)), "")
-    department = re.search(rf"(?:^|\. ){re.escape(asked)} (\w+)\.", handbook)
-    if not asked or department is None:
+    field = next((f for m in messages if m.role == "user" for f in _ASKED.findall(m.content)), "")
+    department = re.search(rf"(?:^|\. ){re.escape(field)} (\w+)\.", handbook)
+    if not field or department is None:
         raise DataError("a clerk needs a handbook and a question about one of its fields")
-    said = [m.content for m in messages if m.role == "tool"]
-    for text in reversed(said):
-        value = re.fullmatch(rf"{re.escape(asked)} (.+)\.", text)
+    replies = [m.content for m in messages if m.role == "tool"]
+    for text in reversed(replies):
+        value = re.fullmatch(rf"{re.escape(field)} (.+)\.", text)
         if value:
             return ToolAction("answer", {"value": value[1]})
-    for text in reversed(said):
+    for text in reversed(replies):
         note = _NOTE.fullmatch(text)
         if note:
             return ToolAction("read", {"note": int(note[1])})
-    return ToolAction("find", {"field": asked, "department": department[1]})
+    return ToolAction("find", {"field": field, "department": department[1]})
 
 
 def _answer(request: ProviderRequest, right: bool) -> str:

@@ -170,7 +170,7 @@ def _reference_points(better: Tensor, worse: Tensor, cartridges: Sequence[str]) 
     """Return kto's reference point [M] of each pair, that of its cartridge, without gradient."""
     points = torch.zeros_like(better)
     for name in set(cartridges):
-        own = [i for i, cartridge in enumerate(cartridges) if cartridge == name]
-        values = torch.cat([better[own], worse[own]]).detach()
-        points[own] = values.mean().clamp(min=0)
+        indices = [i for i, cartridge in enumerate(cartridges) if cartridge == name]
+        values = torch.cat([better[indices], worse[indices]]).detach()
+        points[indices] = values.mean().clamp(min=0)
     return points

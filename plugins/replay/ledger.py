@@ -169,16 +169,16 @@ class SpendLedger:
         """Add the rows appended since the last read; with `cut`, cut off a torn last line."""
         size = os.fstat(self._file).st_size
         fresh = os.pread(self._file, size - self._offset, self._offset)
-        whole, now = fresh.rfind(b"\n") + 1, time.monotonic()
-        for line in fresh[:whole].split(b"\n")[:-1]:
+        complete, now = fresh.rfind(b"\n") + 1, time.monotonic()
+        for line in fresh[:complete].split(b"\n")[:-1]:
             self._lines += 1
             row = self._row(line)
             # Another process wrote it, maybe before the clock was set: no row is of the future, or
             # older than the last look at the file.
             at = now - max(0.0, time.time() - row.time)
             self._books.add(row, max(at, self._looked))
-        self._offset, self._looked = self._offset + whole, now
-        if cut and whole < len(fresh):
+        self._offset, self._looked = self._offset + complete, now
+        if cut and complete < len(fresh):
             os.ftruncate(self._file, self._offset)
             os.fsync(self._file)
 
@@ -287,10 +287,10 @@ class RunSpending:
         with self._ledger.open("rb") as file:
             file.seek(self._offset)
             fresh = file.read()
-        whole = fresh.rfind(b"\n") + 1  # the rest is still being written
-        for line in fresh[:whole].splitlines():
+        complete = fresh.rfind(b"\n") + 1  # the rest is still being written
+        for line in fresh[:complete].splitlines():
             self._add(json.loads(line))
-        self._offset += whole
+        self._offset += complete
 
     def _add(self, row: dict[str, Any]) -> None:
         if row["kind"] == "reserved":

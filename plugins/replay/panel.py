@@ -131,11 +131,15 @@ async def vote_of_teacher(
 
 
 async def hint_of_teacher(
-    desk: TeacherPanel, teacher: ReplayTeacherSpec, state: ReplayState, asked: str, deadline: float
+    desk: TeacherPanel,
+    teacher: ReplayTeacherSpec,
+    state: ReplayState,
+    request: str,
+    deadline: float,
 ) -> tuple[str, str]:
     """Return (hint, "") from one teacher by `deadline` (monotonic seconds), or ("", why) with the
-    reasons of a TeacherVote. `asked` ends the prompt. The ledger is used as for a vote."""
-    question = TeacherQuestion(render_hint(state, asked), state, lambda raw: bool(read_hint(raw)))
+    reasons of a TeacherVote. `request` ends the prompt. The ledger is used as for a vote."""
+    question = TeacherQuestion(render_hint(state, request), state, lambda raw: bool(read_hint(raw)))
     settled, why = await _settled(desk, teacher, question, deadline)
     if settled is None:
         return "", why
@@ -159,8 +163,8 @@ async def probability_of_teacher(
         return None, why
     if settled.outcome != ANSWERED or settled.refused:
         return None, "refused" if settled.refused else settled.outcome
-    found = read_probability(settled.raw)
-    return found, "" if found is not None else "unparseable: no probability"
+    probability = read_probability(settled.raw)
+    return probability, "" if probability is not None else "unparseable: no probability"
 
 
 async def score_of_teacher(
@@ -195,8 +199,8 @@ async def _settled(
     key = call_key(teacher, question.prompt, question.state)
     client = desk.clients.get(teacher.name)
     if client is None:
-        found = await asyncio.to_thread(desk.ledger.found, key, failures=True)
-        return found, "" if found else "not_in_ledger"
+        stored = await asyncio.to_thread(desk.ledger.found, key, failures=True)
+        return stored, "" if stored else "not_in_ledger"
     call = TeacherCall(key, teacher.name, desk.run, worst(teacher, question.prompt))
     tries, failed = 0, None
     while True:
@@ -245,9 +249,9 @@ async def _admit(ledger: SpendLedger, call: TeacherCall) -> Admission:
     """Run `SpendLedger.admit` in a thread. A cancelled one still completes there; its reservation
     is given back, as no call follows."""
 
-    def give_back(done: asyncio.Future[Admission]) -> None:
-        if not done.cancelled() and not done.exception():
-            admission = done.result()
+    def give_back(future: asyncio.Future[Admission]) -> None:
+        if not future.cancelled() and not future.exception():
+            admission = future.result()
             if isinstance(admission, CallNow):
                 with suppress(RunError):  # the ledger was closed: the call counts as interrupted
                     ledger.give_back(admission.attempt)
@@ -271,10 +275,10 @@ async def _attempt(
     deadline: float,
 ) -> tuple[SettledCall, bool]:
     """Make one reserved call and always settle it; return its row and whether to retry."""
-    begun = time.monotonic()
+    start = time.monotonic()
     reply = TeacherReply(INTERRUPTED)
     try:
-        async with asyncio.timeout(max(0.0, deadline - begun)):
+        async with asyncio.timeout(max(0.0, deadline - start)):
             reply = await client.ask(question.prompt, admitted.attempt, admitted.request)
     except TimeoutError:
         reply = TeacherReply("timeout", retriable=False)
@@ -283,7 +287,7 @@ async def _attempt(
         settled = SettledCall(
             admitted.attempt, call.key, call.teacher, call.run, reply.outcome,
             _paid(reply, call, teacher), reply.usage, reply.raw, reply.refused,
-            _usable(reply, question), round(time.monotonic() - begun, 6), tries,
+            _usable(reply, question), round(time.monotonic() - start, 6), tries,
             reply.retry_after_s, time.time(),
         )  # fmt: skip
         desk.ledger.settle(settled)
@@ -312,8 +316,8 @@ def _abstained(teacher: ReplayTeacherSpec, state: ReplayState, key: str, why: st
 async def _all(
     desk: TeacherPanel, teachers: Sequence[ReplayTeacherSpec], state: ReplayState, deadline: float
 ) -> list[TeacherVote]:
-    asked = [vote_of_teacher(desk, teacher, state, deadline) for teacher in teachers]
-    votes = await asyncio.gather(*asked, return_exceptions=True)
+    calls = [vote_of_teacher(desk, teacher, state, deadline) for teacher in teachers]
+    votes = await asyncio.gather(*calls, return_exceptions=True)
     for vote in votes:  # raised only now, when all have ended: no call is left unsettled
         if isinstance(vote, BaseException):
             raise vote

@@ -146,8 +146,8 @@ def render_hint(state: ReplayState, question: str) -> TeacherPrompt:
     turns = [f"[{message.role}]\n{message.content}" for message in state.messages]
     tools = "\n".join(dense(asdict(tool)) for tool in state.tools) or "(none)"
     system = "\n\n".join([HINT_INSTRUCTIONS, "Tools:", tools])
-    asked = question or "Write the hint."
-    return TeacherPrompt(_sendable(system), _sendable("\n\n".join([*turns, asked])))
+    request = question or "Write the hint."
+    return TeacherPrompt(_sendable(system), _sendable("\n\n".join([*turns, request])))
 
 
 def render_judgement(text: str) -> TeacherPrompt:
@@ -159,20 +159,20 @@ def render_episode(state: ReplayState, rubric: str, reference: str) -> TeacherPr
     """Return the prompt that asks for a number about the last message of a state; `reference` is
     the right answer, "" for none."""
     turns = [f"[{message.role}]\n{message.content}" for message in state.messages]
-    known = [f"A right answer: {reference}"] if reference else []
-    user = "\n\n".join([*turns, *known, rubric])
+    references = [f"A right answer: {reference}"] if reference else []
+    user = "\n\n".join([*turns, *references, rubric])
     return TeacherPrompt(_sendable(EPISODE_INSTRUCTIONS), _sendable(user))
 
 
 def state_hash(state: ReplayState) -> str:
     """Return the SHA-256 of the state as teachers read it: episodes that reach the same state share
     votes."""
-    seen = {
+    fields = {
         "messages": [asdict(message) for message in state.messages],
         "tools": [asdict(tool) for tool in state.tools],
         "options": list(state.options),
     }
-    return _sha256(seen)
+    return _sha256(fields)
 
 
 def call_key(teacher: ReplayTeacherSpec, prompt: TeacherPrompt, state: ReplayState) -> str:
@@ -227,10 +227,10 @@ def read_probability(raw: str) -> float | None:
     """Return the probability of a teacher's answer; None for an answer of another form."""
     try:
         answer = _parsed(raw)
-        found = float(answer.answer) if answer.kind == "text" else -1.0
+        probability = float(answer.answer) if answer.kind == "text" else -1.0
     except ValueError:  # ValidationError is a ValueError
         return None
-    return found if 0.0 <= found <= 1.0 else None
+    return probability if 0.0 <= probability <= 1.0 else None
 
 
 def _action(answer: TeacherAnswer) -> Action:

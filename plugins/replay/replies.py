@@ -172,7 +172,7 @@ def _error(body: Any, headers: Mapping[str, str]) -> TeacherReply | None:
         if body.get("object") != "error" and body.get("type") != "error":
             return None
         error = body
-    words = [_of(of, key) for of in (body, error) for key in _STATUS_KEYS]
+    words = [_of(value, key) for value in (body, error) for key in _STATUS_KEYS]
     status = next((s for s in map(_status, words) if s is not None), None)
     if status is None:
         return TeacherReply("error_in_reply", retriable=True)
@@ -213,32 +213,38 @@ def _chat_usage(body: Any) -> TeacherUsage | None:
     in `completion_tokens` is in `total_tokens`, or, without a total, in `reasoning_tokens` of which
     there are then more."""
     usage = _of(body, "usage")
-    read, written = _count(_of(usage, "prompt_tokens")), _count(_of(usage, "completion_tokens"))
+    read, completion_tokens = (
+        _count(_of(usage, "prompt_tokens")),
+        _count(_of(usage, "completion_tokens")),
+    )
     details = _of(usage, "prompt_tokens_details")
     cached = _count(_of(details, "cached_tokens")) or 0
     cached = cached or _count(_of(usage, "prompt_cache_hit_tokens")) or 0
     total = _count(_of(usage, "total_tokens"))
-    if written is None and total is not None and _of(usage, "completion_tokens") is None:
-        written = 0  # Gemini leaves out a count of 0: all that was written is thoughts
-    if read is None or written is None or read < cached:
+    if completion_tokens is None and total is not None and _of(usage, "completion_tokens") is None:
+        completion_tokens = 0  # Gemini leaves out a count of 0: all that was written is thoughts
+    if read is None or completion_tokens is None or read < cached:
         return None
     thought = _count(_of(_of(usage, "completion_tokens_details"), "reasoning_tokens")) or 0
     if total is not None:
-        written = max(written, total - read)
-    elif thought > written:
-        written += thought
-    return TeacherUsage(read - cached, written, cached)
+        completion_tokens = max(completion_tokens, total - read)
+    elif thought > completion_tokens:
+        completion_tokens += thought
+    return TeacherUsage(read - cached, completion_tokens, cached)
 
 
 def _message_usage(body: Any) -> TeacherUsage | None:
     """Return a message's tokens: `input_tokens` excludes those read from or written to a cache."""
     usage = _of(body, "usage")
-    read, written = _count(_of(usage, "input_tokens")), _count(_of(usage, "output_tokens"))
+    read, completion_tokens = (
+        _count(_of(usage, "input_tokens")),
+        _count(_of(usage, "output_tokens")),
+    )
     cached = _count(_of(usage, "cache_read_input_tokens")) or 0
     stored = _count(_of(usage, "cache_creation_input_tokens")) or 0
-    if read is None or written is None:
+    if read is None or completion_tokens is None:
         return None
-    return TeacherUsage(read + stored, written, cached)
+    return TeacherUsage(read + stored, completion_tokens, cached)
 
 
 def _chat_cost(body: Any) -> int | None:

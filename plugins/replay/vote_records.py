@@ -27,8 +27,8 @@ Record = ReplayState | TeacherVote | PanelVerdict | PreferenceActions
 KINDS: dict[str, type[Record]] = {
     "state": ReplayState, "vote": TeacherVote, "verdict": PanelVerdict, "pair": PreferenceActions,
 }  # fmt: skip
-_RECORD = {kind: TypeAdapter(made) for kind, made in KINDS.items()}
-_KIND = {made: kind for kind, made in KINDS.items()}
+_RECORD = {kind: TypeAdapter(record) for kind, record in KINDS.items()}
+_KIND = {record: kind for kind, record in KINDS.items()}
 
 
 def to_row(record: Record) -> dict[str, Any]:

@@ -33,11 +33,11 @@ def next_to_ask(
     """Return the teachers to ask now, given the votes so far; none once more votes cannot help. The
     number is what the quorum still lacks if all of them agree: with a quorum of 2, two cheap ones
     first, the third only when those disagree or abstain."""
-    asked = {vote.teacher for vote in votes}
-    left = [name for name in cheapest_first if name not in asked]
+    voted = {vote.teacher for vote in votes}
+    remaining = [name for name in cheapest_first if name not in voted]
     most = max((n for _, n in count(votes)), default=0)
     lacking = quorum - most
-    return left[:lacking] if 0 < lacking <= len(left) else []
+    return remaining[:lacking] if 0 < lacking <= len(remaining) else []
 
 
 def count(votes: Sequence[TeacherVote]) -> tuple[tuple[str, int], ...]:
@@ -79,9 +79,9 @@ def pair_of(verdict: PanelVerdict) -> PreferenceActions | None:
 def _reason(counts: Sequence[tuple[str, int]], student: str, quorum: int) -> VerdictReason:
     if sum(n for _, n in counts) < quorum:
         return "too_few_votes"
-    (top, most), *others = counts
+    (top, most), *lower = counts
     if most < quorum:
         return "disagreement"
-    if others and others[0][1] == most:
+    if lower and lower[0][1] == most:
         return "tie"
     return "agrees_with_student" if top == student else "pair"

@@ -21,8 +21,8 @@ class RSAAggregatorClient(RoleClient):
         """Return each run's last population, judged, with the requests of its next one, in
         order."""
 
-        async def share(some: Sequence[AggregationInput]) -> list[JudgedPopulation]:
-            judged: list[JudgedPopulation] = await self.pool.route("turn", tuple(some))
+        async def share(inputs_share: Sequence[AggregationInput]) -> list[JudgedPopulation]:
+            judged: list[JudgedPopulation] = await self.pool.route("turn", tuple(inputs_share))
             return judged
 
         return await self.pool.split(standings, share)
@@ -30,5 +30,5 @@ class RSAAggregatorClient(RoleClient):
     async def problems(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
         """Return the problems of these numbers, over the cartridge of `document`. Raises DataError
         for a number that does not exist."""
-        found: list[RSAProblem] = await self.pool.route("problems", tuple(numbers), document)
-        return found
+        problems: list[RSAProblem] = await self.pool.route("problems", tuple(numbers), document)
+        return problems

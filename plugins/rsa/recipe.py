@@ -116,13 +116,13 @@ class RSARecipe(Recipe):
             return await self._sample_ahead(step, version, self._newest, generate, ended)
         sampling = self._sampling
 
-        async def heard(
+        async def generate_scored(
             requests: Sequence[GenerateRequest], replied: Replied = None, *, whole: bool = False
         ) -> list[Completion]:
             completions = await generate(requests, whole=whole)
             if self._spec.objective.reads_document:
-                said = zip(requests, completions, strict=True)
-                ended("doc_teacher", [as_sample(self._candidate(r), c) for r, c in said])
+                pairs = zip(requests, completions, strict=True)
+                ended("doc_teacher", [as_sample(self._candidate(r), c) for r, c in pairs])
             return completions
 
         runs: list[PlayedRun] = []
@@ -130,7 +130,7 @@ class RSARecipe(Recipe):
         for _ in range(1 + self._spec.objective.refills):
             starts = await self._starts(step, first, wanted)
             runs += await play(
-                starts, heard, self._aggregators.turn, self._conversation,
+                starts, generate_scored, self._aggregators.turn, self._conversation,
                 populations=self._rsa.T, sampling=sampling, ids=self._fitting,
                 prefix=lambda problem: PrefixRef(f"cartridge/{problem.document}", version),
             )  # fmt: skip
@@ -160,15 +160,15 @@ class RSARecipe(Recipe):
             play_problem = partial(self._play_problem, joined=joined, newest=newest)
             self._ahead = GroupsAhead(play_problem, self._oldest)
         groups = self._ahead
-        taken = await groups.take(
+        refill = await groups.take(
             step, self._rsa.examples, version, self._missing, self._spec.objective.refills
         )
-        runs = [run for group in taken.groups for run in group]
+        runs = [run for group in refill.groups for run in group]
         episodes = [e for run in runs for e in self._episodes(run, self._sampling)]
         if self._spec.objective.reads_document:
             ended("doc_teacher", [r.sample for r in rl_samples(episodes)])
         return RSARollout(
-            step, (), (), turn_samples(episodes), episodes, dropped=taken.dropped, runs=runs
+            step, (), (), turn_samples(episodes), episodes, dropped=refill.dropped, runs=runs
         )
 
     async def _play_problem(
@@ -295,22 +295,22 @@ class RSARecipe(Recipe):
 
     def _varied(self, runs: Sequence[PlayedRun], sampling: Sampling) -> set[str]:
         """Return the problems, by the group of their runs, with rewards that vary."""
-        found = [(run.start.group, e) for run in runs for e in self._episodes(run, sampling)]
-        groups = varying(rl_samples([e for _, e in found]), self._spec.objective.grpo)
-        return {problem for problem, e in found if e.group in groups}
+        pairs = [(run.start.group, e) for run in runs for e in self._episodes(run, sampling)]
+        groups = varying(rl_samples([e for _, e in pairs]), self._spec.objective.grpo)
+        return {problem for problem, e in pairs if e.group in groups}
 
     def _episodes(self, run: PlayedRun, sampling: Sampling) -> list[Episode]:
         """Return each candidate as an episode of one turn, with its training reward."""
-        own = self._rsa.advantage == "population"
-        whole, why = self.reward(run), run.error.partition(":")[0]
-        found = []
+        by_population = self._rsa.advantage == "population"
+        reward, why = self.reward(run), run.error.partition(":")[0]
+        episodes = []
         for step, population in enumerate(run.populations):
-            group = f"{run.start.name}/{step}" if own else run.start.group
+            group = f"{run.start.name}/{step}" if by_population else run.start.group
             for slot, g in enumerate(population):
                 score, error = g.candidate.score, g.candidate.error.partition(":")[0]
-                worth, kind = (score, error) if own else (whole, why)
-                found.append(_episode(run, step, slot, g, group, sampling, worth, kind))
-        return found
+                worth, kind = (score, error) if by_population else (reward, why)
+                episodes.append(_episode(run, step, slot, g, group, sampling, worth, kind))
+        return episodes
 
     async def close(self) -> None:
         if self._ahead is not None:
@@ -344,14 +344,14 @@ class RSARecipe(Recipe):
             counts["reward"] = fmean(rewards)
         if self._spec.objective.refills:
             sampled = len({run.start.group for run in runs})
-            kept = len(self._varied(runs, rollout.episodes[0].sampling))
-            counts |= refill_counts(self._rsa.examples, sampled, kept)
+            count = len(self._varied(runs, rollout.episodes[0].sampling))
+            counts |= refill_counts(self._rsa.examples, sampled, count)
         if self._newest is not None:
             counts["ahead/dropped"] = rollout.dropped
-        found = populations(runs)
-        counts |= {f"rsa/accuracy_{t}": value for t, value in enumerate(found["accuracy"])}
-        counts["rsa/majority_vote"] = found["majority_vote"]
-        counts["rsa/pass_at_n"] = found["pass_at_n"]
+        rates = populations(runs)
+        counts |= {f"rsa/accuracy_{t}": value for t, value in enumerate(rates["accuracy"])}
+        counts["rsa/majority_vote"] = rates["majority_vote"]
+        counts["rsa/pass_at_n"] = rates["pass_at_n"]
         return {"channels": output.terms, "cosines": output.cosines, "episodes": counts}
 
 
@@ -367,14 +367,14 @@ def populations(runs: Sequence[PlayedRun]) -> PopulationMeans:
 
 def measured(runs: Sequence[PlayedRun]) -> MeasuredAccuracy:
     """Return accuracy, one run a question, with an interval over questions by Student's t."""
-    found = populations(runs)
+    rates = populations(runs)
     low, high = mean_interval([run.metrics(-1)["mean_accuracy"] for run in runs]) or (0.0, 1.0)
     return MeasuredAccuracy(
-        accuracy=found["accuracy"][-1],
+        accuracy=rates["accuracy"][-1],
         ci95=[max(0.0, low), min(1.0, high)],
         n=len(runs),
         parse_failures=sum(g.candidate.answer is None for r in runs for g in r.populations[-1]),
-        populations=found,
+        populations=rates,
     )
 
 
@@ -393,13 +393,13 @@ def _episode(
         "problem": problem.id, "run": run.start.name, "step": step, "slot": slot,
         "parents": list(g.parents), "answer": candidate.answer,
     }  # fmt: skip
-    seen = Observation(
+    observation = Observation(
         done=True, reward=candidate.score, error=candidate.error,
         expected=problem.facts.get("correct"),
     )  # fmt: skip
     turn = Turn(
         g.request.prompt_ids, g.completion.token_ids, g.completion.logprobs, g.completion.versions,
-        g.text, seen, finish_reason=g.completion.finish_reason,
+        g.text, observation, finish_reason=g.completion.finish_reason,
     )  # fmt: skip
     task = Task(f"{run.start.name}/{step}/{slot}", problem.document, facts)
     opening = Observation((AgentMessage("user", g.prompt),))
@@ -416,10 +416,12 @@ def open_recipe(
 def aggregation_gain(arms: Mapping[str, ArmResult]) -> AggregationGain | None:
     """Return the gain of training in population accuracy, and the part of it that aggregation adds;
     None where the arms untrained and on_policy have no populations."""
-    both = [arms[arm].get("populations") for arm in ("untrained", "on_policy") if arm in arms]
-    if len(both) < 2 or both[0] is None or both[1] is None:
+    arm_populations = [
+        arms[arm].get("populations") for arm in ("untrained", "on_policy") if arm in arms
+    ]
+    if len(arm_populations) < 2 or arm_populations[0] is None or arm_populations[1] is None:
         return None
-    before, after = both[0]["accuracy"], both[1]["accuracy"]
-    last, first = after[-1] - before[-1], after[0] - before[0]
+    accuracy_before, accuracy_after = arm_populations[0]["accuracy"], arm_populations[1]["accuracy"]
+    last, first = accuracy_after[-1] - accuracy_before[-1], accuracy_after[0] - accuracy_before[0]
     share = (last - first) / last if last > 0 else None
     return AggregationGain(last=last, first=first, aggregation=last - first, share=share)

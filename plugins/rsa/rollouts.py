@@ -111,21 +111,21 @@ async def play(
             ]
         )
         if step:
-            runs = [_with(*known) for known in zip(runs, drawn, judged, strict=True)]
+            runs = [_with(*triple) for triple in zip(runs, drawn, judged, strict=True)]
         if step == populations:
             break
-        asked = [
+        requests_of_runs = [
             _requests(start, step, verdict, sampling, prefix, ids)
             for start, verdict in zip(starts, judged, strict=True)
         ]
-        completions = await generate([r for requests in asked for r in requests])
-        said = iter(completions)
+        completions = await generate([r for requests in requests_of_runs for r in requests])
+        completed = iter(completions)
         drawn = [
             tuple(
-                _generation(*of_slot, next(said), conversation)
+                _generation(*of_slot, next(completed), conversation)
                 for of_slot in zip(verdict.prompts, verdict.parents, requests, strict=True)
             )
-            for verdict, requests in zip(judged, asked, strict=True)
+            for verdict, requests in zip(judged, requests_of_runs, strict=True)
         ]
     return runs
 
@@ -147,21 +147,21 @@ def _requests(
     prefix: Callable[[RSAProblem], PrefixRef],
     ids: Ids,
 ) -> list[GenerateRequest]:
-    known: dict[str, tuple[int, ...]] = {}  # all prompts of step 0 are equal
-    found = []
+    ids_of: dict[str, tuple[int, ...]] = {}  # all prompts of step 0 are equal
+    requests = []
     for slot, prompt in enumerate(verdict.prompts):
-        if prompt not in known:
-            known[prompt] = ids(start.problem, prompt)
-        found.append(
+        if prompt not in ids_of:
+            ids_of[prompt] = ids(start.problem, prompt)
+        requests.append(
             GenerateRequest(
                 f"{start.name}/{step}/{slot}",
-                known[prompt],
+                ids_of[prompt],
                 prefix(start.problem),
                 sampling,
                 stream_seed(f"{start.stream}/{step}/{slot}"),
             )
         )
-    return found
+    return requests
 
 
 def _generation(

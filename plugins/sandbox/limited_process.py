@@ -121,8 +121,8 @@ class LimitedProcess:
                     f"takes more than {limits.cpu_s:g} s of processor time or {limits.memory:,} "
                     f"bytes of memory {self._what}, or holds too much; {self._remedy}"
                 )
-                over = isinstance(error, EOFError | ConnectionError)
-                broken.status = self._status() if over else None
+                is_closed = isinstance(error, EOFError | ConnectionError)
+                broken.status = self._status() if is_closed else None
                 self.end()
                 raise broken from error
         if "error" in reply:
@@ -204,7 +204,9 @@ def main(descriptor: str, function: str, limits_text: str) -> None:
     module, _, name = function.partition(":")
     called = getattr(import_module(module), name)
     status = Path("/proc/self/status").read_text()
-    held = int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1])
+    data_kb = int(
+        next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]
+    )
     for kind, most in (
         (resource.RLIMIT_FSIZE, limits.file_bytes),
         (resource.RLIMIT_CORE, 0),
@@ -216,7 +218,7 @@ def main(descriptor: str, function: str, limits_text: str) -> None:
             (request, size), data = json.loads(channel.recv_bytes()), channel.recv_bytes()
         except EOFError:
             return
-        _limit(limits, held * 1024 + limits.memory + SHARE * size)
+        _limit(limits, data_kb * 1024 + limits.memory + SHARE * size)
         try:
             reply = {"result": called(request, data)}
         except DataError as error:

@@ -35,20 +35,20 @@ class StopFilter:
         """Return the text that may be sent now."""
         if self.cut is not None:
             return ""
-        held = self._held + text
-        found = [(at + len(s), at, s) for s in self._stops if (at := held.find(s)) >= 0]
-        if found:
-            _, at, self.stop = min(found)
+        pending = self._held + text
+        stops = [(at + len(s), at, s) for s in self._stops if (at := pending.find(s)) >= 0]
+        if stops:
+            _, at, self.stop = min(stops)
             self.cut, self._held = self.sent + at, ""
-            return self._send(held[:at])
-        keep = max((longest_beginning(held, s) for s in self._stops), default=0)
-        self._held = held[len(held) - keep :]
-        return self._send(held[: len(held) - keep])
+            return self._send(pending[:at])
+        keep = max((longest_beginning(pending, s) for s in self._stops), default=0)
+        self._held = pending[len(pending) - keep :]
+        return self._send(pending[: len(pending) - keep])
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the response."""
-        held, self._held = self._held, ""
-        return self._send(held)
+        pending, self._held = self._held, ""
+        return self._send(pending)
 
     def _send(self, text: str) -> str:
         self.sent += len(text)
@@ -129,7 +129,7 @@ class Detokenizer:
             completion.request_id, 0, completion.token_ids, completion.logprobs,
             completion.top_logprobs,
         )  # fmt: skip
-        text, tokens = (rest := self.feed(chunk)).text, rest.tokens
+        text, tokens = (piece := self.feed(chunk)).text, piece.tokens
         if self._filter.cut is not None:
             return TextPiece(text, tokens, "stop", stop=self._filter.stop)
         text += self._filter.feed(self._text.rest()) + self._filter.flush()

@@ -105,8 +105,8 @@ class RequestHandler:
         for a malformed request, a cartridge that the key is not for or that cannot be loaded, a
         full queue, a spent quota, or a deadline that passed."""
         loop, caller = asyncio.get_running_loop(), scope[CALLER]
-        async with AsyncExitStack() as held:
-            held.enter_context(caller.quota.let_in())
+        async with AsyncExitStack() as stack:
+            stack.enter_context(caller.quota.let_in())
             if isinstance(body, CartridgeFields):
                 noted = partial(self._note_pull, caller, scope)
                 await self.hub.fetch(body.cartridges or (), caller, noted)
@@ -114,17 +114,17 @@ class RequestHandler:
             request = await loop.run_in_executor(self.parsing, parsing)
             deadline = loop.time() + self.config.http.deadline_s
             cost = self._cost(request)
-            held.enter_context(self.admission.let_in(cost))
-            reserved = held.enter_context(caller.quota.reserve(cost))
+            stack.enter_context(self.admission.let_in(cost))
+            reserved = stack.enter_context(caller.quota.reserve(cost))
             self._write_down(request, caller, scope)
             with self.api_errors():
                 async with asyncio.timeout_at(deadline):
                     using = [self.cartridges.using(entry) for entry in request.entries]
-                    parts = [await held.enter_async_context(part) for part in using]
+                    parts = [await stack.enter_async_context(part) for part in using]
             if request.routed is not None:
                 self.metrics.routed(request.routed.entry.manifest.name)
             prefix = composed_ref(parts) if parts else NOTHING if request.echo else BARE
-            answering = AnswerContext(self, request, prefix, held.pop_all(), deadline, reserved)
+            answering = AnswerContext(self, request, prefix, stack.pop_all(), deadline, reserved)
         if request.strategy is None:
             answering.sample()
         return answering
@@ -196,7 +196,7 @@ class RequestHandler:
 
 
 class AnswerContext:
-    """Hold the state of a request that is being answered; `close` closes `held`, and with it ends
+    """Hold the state of a request that is being answered; `close` closes `stack`, and with it ends
     what `sample` began."""
 
     def __init__(
@@ -204,7 +204,7 @@ class AnswerContext:
         handler: RequestHandler,
         request: ServingRequest,
         prefix: PrefixRef,
-        held: AsyncExitStack,
+        stack: AsyncExitStack,
         deadline: float,
         reserved: TokenReservation,
     ) -> None:
@@ -227,7 +227,7 @@ class AnswerContext:
         self.forge = ForgeExtension(
             seed=request.seed, cartridge_tokens=request.cartridge_tokens, **named
         )
-        self._handler, self._prefix, self._held, self._deadline = handler, prefix, held, deadline
+        self._handler, self._prefix, self._held, self._deadline = handler, prefix, stack, deadline
         # What is cut off has used all that it reserved: nobody counted its tokens.
         self._reserved, reserved.used = reserved, reserved.tokens
         self._tokens: asyncio.Queue[TokenChunk | None] = asyncio.Queue()  # None: there are no more
@@ -246,14 +246,14 @@ class AnswerContext:
 
     def sample(self) -> None:
         """Ask the generators for the responses, before the reply begins."""
-        request, put = self.request, self._tokens.put_nowait
+        request, on_tokens = self.request, self._tokens.put_nowait
         self._begun = time.monotonic()
         self._calls = requests_of(request, self._prefix)
         backend = self._handler.config.backend
-        work = backend.generate(self._calls, put if request.stream else None)
+        work = backend.generate(self._calls, on_tokens if request.stream else None)
         self._work = asyncio.create_task(work)
         self._held.push_async_callback(end, self._work)
-        self._work.add_done_callback(lambda _: put(None))
+        self._work.add_done_callback(lambda _: on_tokens(None))
 
     def pieces(self) -> AsyncGenerator[tuple[int, TextPiece], None]:
         """Yield (choice, piece) as tokens are sampled; the last piece of a choice has a

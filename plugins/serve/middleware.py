@@ -45,7 +45,7 @@ class MetricsMiddleware:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun, status = time.monotonic(), CLIENT_LEFT
+        start, status = time.monotonic(), CLIENT_LEFT
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -56,7 +56,7 @@ class MetricsMiddleware:
             await self._app(scope, receive, noting)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.answered(route, status, time.monotonic() - begun)
+            self._metrics.answered(route, status, time.monotonic() - start)
 
 
 class BodyLimitMiddleware:
@@ -77,11 +77,11 @@ class BodyLimitMiddleware:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > most:
             return await too_large.response(scope["path"])(scope, receive, send)
-        read, whole = 0, False
+        read, complete = 0, False
 
         async def limited() -> Message:
-            nonlocal read, whole
-            if whole:
+            nonlocal read, complete
+            if complete:
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -94,7 +94,7 @@ class BodyLimitMiddleware:
             read += len(message.get("body", b""))
             if read > most:
                 raise too_large
-            whole = not message.get("more_body")
+            complete = not message.get("more_body")
             return message
 
         await self._app(scope, limited, send)
@@ -113,15 +113,15 @@ async def while_connected(
 ) -> T:
     """Return the outcome of `work`. If the client disconnects first, cancel `work` and raise
     ClientDisconnected."""
-    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
+    task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
     try:
-        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         metrics.disconnected()
         raise ClientDisconnected
     finally:
-        await end(task, left)
+        await end(task, disconnected)
 
 
 async def _left(receive: Receive) -> None:

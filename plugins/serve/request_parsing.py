@@ -217,8 +217,8 @@ class RequestParser:
     def _chat(self, body: ChatRequest, entries: Entries) -> ServingRequest:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        both = {body.max_tokens, body.max_completion_tokens} - {None}
-        if len(both) > 1:
+        limits = {body.max_tokens, body.max_completion_tokens} - {None}
+        if len(limits) > 1:
             raise bad_request(
                 "max_tokens and max_completion_tokens are one limit and differ; give one",
                 "max_tokens",
@@ -233,18 +233,18 @@ class RequestParser:
             )
         messages = messages_of(body.messages, self._texts.calls)
         self._require_short(sum(self._texts.fewest(m.content) for m in messages), "messages")
-        told = offer.tools if offer else ()
-        prompt = self._texts.chat(messages, bool(entries), told, chat_date(entries))
+        tools = offer.tools if offer else ()
+        prompt = self._texts.chat(messages, bool(entries), tools, chat_date(entries))
         return self._parsed(
-            "chatcmpl", body, entries, (prompt,), next(iter(both), None),
+            "chatcmpl", body, entries, (prompt,), next(iter(limits), None),
             (body.top_logprobs or 0) if body.logprobs else None, messages,
             offer.grammar if offer else grammar, offer,
         )  # fmt: skip
 
     def _completion(self, body: CompletionRequest, entries: Entries) -> ServingRequest:
-        given = body.prompt
-        one = isinstance(given, str) or isinstance(given[0], int)
-        prompts = cast(Sequence[str | Sequence[int]], [given] if one else given)
+        raw = body.prompt
+        one = isinstance(raw, str) or isinstance(raw[0], int)
+        prompts = cast(Sequence[str | Sequence[int]], [raw] if one else raw)
         if len(prompts) > self._limits.max_choices:
             raise self._too_many()
         for prompt in prompts:
@@ -309,12 +309,12 @@ class RequestParser:
     ) -> int:
         """Return the most tokens of a response. Raises ApiError where the context has no room."""
         limits = self._limits
-        held = sum(entry.manifest.tokens for entry in entries)
-        read = max(p.counted for p in prompts) + held
+        cartridge_tokens = sum(entry.manifest.tokens for entry in entries)
+        read = max(p.counted for p in prompts) + cartridge_tokens
         room = limits.context - read
         wanted = most or 1
         if wanted > room:
-            of_cartridge = f", {held} of them of the cartridge" if entries else ""
+            of_cartridge = f", {cartridge_tokens} of them of the cartridge" if entries else ""
             raise bad_request(
                 f"the model has {limits.context} positions: {read} are read{of_cartridge}, and "
                 f"max_tokens asks for {wanted}; shorten the prompt or lower max_tokens",
@@ -346,7 +346,7 @@ class RequestParser:
         serve."""
         if name.strategy is None:
             return request
-        for what, given in (
+        for what, value in (
             ("n", request.n > 1),
             ("stop", bool(request.stops)),
             ("top_k", request.sampling.top_k > 0),
@@ -354,7 +354,7 @@ class RequestParser:
             ("tools", request.tools is not None),
             ("response_format", request.grammar is not None),
         ):
-            if given:
+            if value:
                 raise bad_request(
                     f"{what} is not served with a strategy, which gives one answer and says in "
                     "`forge` how it came; leave it out",

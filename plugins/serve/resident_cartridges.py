@@ -48,21 +48,23 @@ class ResidentCartridges:
     async def using(self, entry: CartridgeVersion) -> AsyncIterator[PrefixRef]:
         """Yield the prefix for the generators, which hold it while the block runs. Raises ApiError
         for a damaged file, and the generators' error where they refuse it."""
-        held = self._held.get(entry.key)
-        if held is None:
+        resident = self._held.get(entry.key)
+        if resident is None:
             # One shared task, shielded below: the first request's cancellation must not end it.
-            held = self._held[entry.key] = ResidentCartridge(asyncio.create_task(self._load(entry)))
+            resident = self._held[entry.key] = ResidentCartridge(
+                asyncio.create_task(self._load(entry))
+            )
         self._held.move_to_end(entry.key)
-        held.users += 1
+        resident.users += 1
         try:
-            version = await asyncio.shield(held.loading)
+            version = await asyncio.shield(resident.loading)
             yield PrefixRef(f"cartridge/{entry.manifest.name}", version)
         finally:
-            held.users -= 1
-            failed = held.loading.done() and (
-                held.loading.cancelled() or held.loading.exception() is not None
+            resident.users -= 1
+            failed = resident.loading.done() and (
+                resident.loading.cancelled() or resident.loading.exception() is not None
             )
-            if failed and self._held.get(entry.key) is held:
+            if failed and self._held.get(entry.key) is resident:
                 del self._held[entry.key]
             self._tidy()
 
@@ -92,11 +94,11 @@ class ResidentCartridges:
         return version
 
     def _tidy(self) -> None:
-        for key, held in list(self._held.items()):
-            kept = sum(not h.dropped for h in self._held.values())
-            spare = held.dropped or kept > self._most
-            if spare and not held.users and held.loading.done():
+        for key, resident in list(self._held.items()):
+            count = sum(not h.dropped for h in self._held.values())
+            spare = resident.dropped or count > self._most
+            if spare and not resident.users and resident.loading.done():
                 del self._held[key]
-                task = asyncio.create_task(self._backend.drop(held.loading.result()))
+                task = asyncio.create_task(self._backend.drop(resident.loading.result()))
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)

@@ -58,15 +58,15 @@ def echoed(prompt: EchoedPrompt, completion: Completion, piece: TextPiece) -> Te
     logprobs = _behind_first(completion.prompt_logprobs, count, None)
     tops = _behind_first(completion.prompt_top_logprobs, count, ())
     read = map(TokenRecord, prompt.ids, logprobs, tops, prompt.offsets)
-    said = (replace(t, offset=t.offset + len(prompt.text)) for t in piece.tokens)
-    return replace(piece, text=prompt.text + piece.text, tokens=(*read, *said))
+    tokens = (replace(t, offset=t.offset + len(prompt.text)) for t in piece.tokens)
+    return replace(piece, text=prompt.text + piece.text, tokens=(*read, *tokens))
 
 
 def _behind_first(values: Sequence[Item], count: int, missing: Missing) -> list[Item | Missing]:
     """Return `missing` for a prompt's first token, and the last `values` for the others of `count`;
     `missing` for all where there are no values."""
-    told = values[max(0, len(values) - count + 1) :]
-    return [*[missing] * (count - len(told)), *told]
+    tail = values[max(0, len(values) - count + 1) :]
+    return [*[missing] * (count - len(tail)), *tail]
 
 
 class Replies(Protocol):
@@ -179,18 +179,18 @@ class ChatWire(CompletionWire):
         return [self._chunk(i, first) for i in range(choices)]
 
     def chunks(self, choice: int, piece: TextPiece, forge: ForgeExtension) -> list[dict[str, Any]]:
-        found = []
+        chunks = []
         if self._top is not None and (piece.text or piece.tokens):
             delta = AnswerMessage(content=piece.text)
-            found.append(self._chunk(choice, delta, self._logprobs(piece)))
+            chunks.append(self._chunk(choice, delta, self._logprobs(piece)))
         elif piece.text:
-            found.append(self._of_text(choice, piece.text))
+            chunks.append(self._of_text(choice, piece.text))
         for call in piece.calls:
-            found.append(self._chunk(choice, AnswerMessage(tool_calls=[_call_delta(call)])))
+            chunks.append(self._chunk(choice, AnswerMessage(tool_calls=[_call_delta(call)])))
         if piece.finish_reason is not None:
             ended = self._chunk(choice, AnswerMessage(), reason=piece.finish_reason)
-            found.append(ended | {"forge": forge.plain()})
-        return found
+            chunks.append(ended | {"forge": forge.plain()})
+        return chunks
 
     def closing(self, usage: TokenUsage, forge: ForgeExtension) -> list[dict[str, Any]]:
         head = {**self._head, "usage": usage}

@@ -60,8 +60,8 @@ class CartridgeRouter:
             )
 
     def _unknown(self, router: Bm25Router) -> str:
-        rest = [name for name in self.library_names() if name not in router.names]
-        return f" (without words, so never chosen: {', '.join(rest)})" if rest else ""
+        unrouted = [name for name in self.library_names() if name not in router.names]
+        return f" (without words, so never chosen: {', '.join(unrouted)})" if unrouted else ""
 
     def _refresh(self) -> Bm25Router:
         newest: list[CartridgeVersion] = []
@@ -71,8 +71,8 @@ class CartridgeRouter:
                 entry = self._library.get(CartridgeName(name))
                 stamp.append((entry.key, entry.terms.stat().st_mtime_ns))
                 newest.append(entry)
-        held, router = self._held
-        if stamp != held:
+        last_stamp, router = self._held
+        if stamp != last_stamp:
             passages = {}
             for entry in newest:
                 with suppress(DataError):  # damaged: as one without words

@@ -65,19 +65,19 @@ class CatalogueStrategies:
         """Return the result, which is the same for the same seed. Cancelling this ends its
         decoding."""
         assert request.strategy is not None
-        here, calls = asyncio.get_running_loop(), itertools.count()
+        loop, calls = asyncio.get_running_loop(), itertools.count()
 
         async def generate(requests: Sequence[GenerateRequest]) -> list[Completion]:
             call = next(calls)  # request ids of two strategies may be equal
             named = [replace(r, id=f"{request.id}/{call}/{r.id}") for r in requests]
-            work = asyncio.run_coroutine_threadsafe(self._backend.generate(named), here)
+            work = asyncio.run_coroutine_threadsafe(self._backend.generate(named), loop)
             return await asyncio.wrap_future(work)
 
         judge = self._judge
 
         async def judged(texts: Sequence[str]) -> Sequence[float]:
             assert judge is not None
-            scoring = asyncio.run_coroutine_threadsafe(_awaited(judge(texts)), here)
+            scoring = asyncio.run_coroutine_threadsafe(_awaited(judge(texts)), loop)
             return await asyncio.wrap_future(scoring)
 
         # Its own, as strategies run in threads beside each other.
@@ -105,19 +105,19 @@ async def _awaited(work: Awaitable[T]) -> T:
 
 async def _apart(threads: ThreadPoolExecutor, work: Coroutine[Any, Any, T]) -> T:
     """Return the outcome of `work`, run in a thread's event loop and cancelled with this call."""
-    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+    tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
 
     async def cancellable() -> T:
         task = asyncio.ensure_future(work)
-        begun.append((asyncio.get_running_loop(), task))
+        tasks.append((asyncio.get_running_loop(), task))
         return await task
 
     running = threads.submit(lambda: asyncio.run(cancellable()))
     try:
         return await asyncio.wrap_future(running)
     except asyncio.CancelledError:
-        if begun:
-            loop, task = begun[0]
+        if tasks:
+            loop, task = tasks[0]
             loop.call_soon_threadsafe(task.cancel)
         else:
             work.close()

@@ -73,23 +73,25 @@ class Tokenization:
         self._dated: OrderedDict[datetime, ChatRenderer] = OrderedDict()
         self._special = frozenset(special_tokens(tokenizer).values())
         marks = [mark.strip() for mark in HERMES_MARKS]
-        known = tokenizer.get_vocab()
-        self._marks = {known[m]: m for m in marks if known.get(m) in self._special}
+        token_ids = tokenizer.get_vocab()
+        self._marks = {token_ids[m]: m for m in marks if token_ids.get(m) in self._special}
         self._today = today = self.renderer(None)
         self.end_ids = today.end_ids
-        byte_level = any(name.startswith("Ġ") for name in known)
-        self._longest = max(map(len, known))  # characters of a token
+        byte_level = any(name.startswith("Ġ") for name in token_ids)
+        self._longest = max(map(len, token_ids))  # characters of a token
         self._byte_of = _bytes_of_characters() if byte_level else {}
         self._pieces: dict[int, tuple[str, list[int]]] = {}
-        self.vocabulary = max(known.values()) + 1
+        self.vocabulary = max(token_ids.values()) + 1
         if vocabulary is not None:
             self.vocabulary = min(self.vocabulary, vocabulary)
         self.first = today.head(None)
         require_ids(self.first, self.vocabulary, "the beginning of every chat")
-        own = format_of(tokenizer)
-        self.calls = FORMATS[tool_calls] if tool_calls else own or HERMES
+        native = format_of(tokenizer)
+        self.calls = FORMATS[tool_calls] if tool_calls else native or HERMES
         # Whether the template tells tools, in the form that calls are read in, by `cartridge`.
-        self._tells = {of: own is self.calls and self._template_tells(of) for of in (False, True)}
+        self._tells = {
+            flag: native is self.calls and self._template_tells(flag) for flag in (False, True)
+        }
 
     @property
     def documents(self) -> dict[str, tuple[int, ...]]:
@@ -106,11 +108,11 @@ class Tokenization:
             if self._today.date.date() != datetime.now().date():
                 self._today = self.renderer(None)
             return self._today
-        found = self._dated.pop(date, None) or self.renderer(date)
-        self._dated[date] = found
+        renderer = self._dated.pop(date, None) or self.renderer(date)
+        self._dated[date] = renderer
         if len(self._dated) > DATES:
             self._dated.popitem(last=False)
-        return found
+        return renderer
 
     def fewest(self, text: str) -> int:
         """Return a number of tokens that the text has at least, without reading it."""
@@ -129,12 +131,12 @@ class Tokenization:
         for i, message in enumerate(messages):
             _check_text(message.content, f"messages[{i}].content")
         for i, tool in enumerate(tools):
-            said = json.dumps([tool.description, dict(tool.parameters)], ensure_ascii=False)
-            _check_text(said, f"tools[{i}].function")
+            definition = json.dumps([tool.description, dict(tool.parameters)], ensure_ascii=False)
+            _check_text(definition, f"tools[{i}].function")
         read, told_by_template = messages, tools
         if tools and not self._tells[cartridge]:
-            if told := self.calls.tell(tools):
-                first = replace(messages[0], content=f"{told}\n\n{messages[0].content}")
+            if preamble := self.calls.tell(tools):
+                first = replace(messages[0], content=f"{preamble}\n\n{messages[0].content}")
                 read = (first, *messages[1:])
             told_by_template = ()
         with refusing(400, "messages"):
@@ -144,8 +146,10 @@ class Tokenization:
             for i, message in enumerate(messages):
                 self._require_known(self._ids(message.content), f"messages[{i}].content")
             for i, tool in enumerate(tools):
-                said = json.dumps([tool.description, dict(tool.parameters)], ensure_ascii=False)
-                self._require_known(self._ids(said), f"tools[{i}].function")
+                definition = json.dumps(
+                    [tool.description, dict(tool.parameters)], ensure_ascii=False
+                )
+                self._require_known(self._ids(definition), f"tools[{i}].function")
             self._require_known(ids, "messages")
         return self._prompt(ids, cartridge, "messages")
 
@@ -157,14 +161,14 @@ class Tokenization:
         """Return the ids that the model's embeddings do not have."""
         return [i for i in ids if not 0 <= i < self.vocabulary]
 
-    def _require_known(self, ids: Sequence[int], place: str) -> None:
+    def _require_known(self, ids: Sequence[int], path: str) -> None:
         """Raise ApiError for the ids of a text that the model's embeddings do not have."""
         if unknown := self._unknown(ids):
             raise bad_request(
-                f"{place} becomes the token id {unknown[0]} ({self.token(unknown[0])[0]!r}), and "
+                f"{path} becomes the token id {unknown[0]} ({self.token(unknown[0])[0]!r}), and "
                 f"this model has ids from 0 to {self.vocabulary - 1}: its tokenizer has tokens "
                 "that its weights have not; leave that text out",
-                place,
+                path,
                 "unknown_token",
             )
 
@@ -194,13 +198,13 @@ class Tokenization:
                     f"{self.vocabulary - 1}; tokenise with its own tokenizer",
                     param,
                 )
-        given = ids
+        token_ids = ids
         if not cartridge and ids[:1] == self.first:
             ids = ids[1:]
         read = self._prompt(ids, cartridge, param)
         if not echo:
             return read
-        echoed = self._echoed(given, None) if text is None else self._echoed(ids, text)
+        echoed = self._echoed(token_ids, None) if text is None else self._echoed(ids, text)
         return TokenizedPrompt(ids if cartridge else (*self.first, *ids), read.counted, echoed)
 
     def _echoed(self, ids: tuple[int, ...], text: str | None) -> EchoedPrompt:
@@ -212,9 +216,11 @@ class Tokenization:
             offsets.append(length)
             parts.append(decoder.decode(bytes(self.token(token)[1])))
             length += len(parts[-1])
-        said = "".join(parts) + decoder.decode(b"", final=True)
-        added = max(0, len(said) - len(text)) if text is not None and said.endswith(text) else 0
-        return EchoedPrompt(said[added:], ids, tuple(max(0, at - added) for at in offsets))
+        decoded = "".join(parts) + decoder.decode(b"", final=True)
+        added = (
+            max(0, len(decoded) - len(text)) if text is not None and decoded.endswith(text) else 0
+        )
+        return EchoedPrompt(decoded[added:], ids, tuple(max(0, at - added) for at in offsets))
 
     def _prompt(self, ids: tuple[int, ...], cartridge: bool, param: str) -> TokenizedPrompt:
         if not ids:
@@ -238,10 +244,10 @@ class Tokenization:
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
         """Return a token's text and its bytes. For part of a character the text is U+FFFD."""
-        found = self._pieces.get(token_id)
-        if found is None:
-            found = self._pieces[token_id] = self._piece(token_id)
-        return found
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._piece(token_id)
+        return piece
 
     def _piece(self, token_id: int) -> tuple[str, list[int]]:
         piece = self.tokenizer.convert_ids_to_tokens(token_id)
@@ -274,5 +280,5 @@ def _bytes_of_characters() -> dict[str, int]:
     """Return GPT-2's byte-level alphabet: printable bytes map to themselves, the others from U+0100
     on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in plain]
-    return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(others)}
+    other_bytes = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(other_bytes)}

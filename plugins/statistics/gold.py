@@ -26,27 +26,34 @@ def gold_results(rows: Iterable[AnswerRow]) -> GoldResults | None:
     resamples of the documents, and of the questions in each; the arms are paired by question.
     """
     by_arm = _paired(rows)
-    common = set.intersection(*(set(of) for of in by_arm.values())) if by_arm else set()
+    common = set.intersection(*(set(answers) for answers in by_arm.values())) if by_arm else set()
     if not common:
         return None
     order = sorted(common)
     documents, facts = clusters([next(iter(by_arm.values()))[key] for key in order])
-    lost = {arm: [_nll(of[key]) for key in order] for arm, of in by_arm.items()}
+    lost = {arm: [_nll(answers[key]) for key in order] for arm, answers in by_arm.items()}
     drawn: Sequence[tuple[int, ...]] = ()
     if "none" in lost and "document" in lost:
         drawn = resamples(documents, facts, RESAMPLES, SEED).drawn
 
     def closed(arm: str, which: Sequence[int]) -> float | None:
-        none, own, whole = (fmean(lost[a][i] for i in which) for a in ("none", arm, "document"))
-        return (none - own) / (none - whole) if none - whole > LEAST_GAP else None
+        none, arm_loss, document_loss = (
+            fmean(lost[a][i] for i in which) for a in ("none", arm, "document")
+        )
+        return (
+            (none - arm_loss) / (none - document_loss) if none - document_loss > LEAST_GAP else None
+        )
 
     arms = {}
     for arm, values in lost.items():
         share = closed(arm, range(len(order))) if drawn else None
         ci95 = None
         if share is not None:
-            found = sorted(s for d in drawn if (s := closed(arm, d)) is not None)
-            ci95 = [found[int(len(found) * 0.025)], found[int(len(found) * 0.975)]]
+            closed_shares = sorted(s for d in drawn if (s := closed(arm, d)) is not None)
+            ci95 = [
+                closed_shares[int(len(closed_shares) * 0.025)],
+                closed_shares[int(len(closed_shares) * 0.975)],
+            ]
         arms[arm] = GoldArm(nll=fmean(values), closed=share, ci95=ci95)
     return GoldResults(n=len(order), documents=len(set(documents)), arms=arms)
 
@@ -57,23 +64,23 @@ def side_by_side(
     """Return the arms, and of the first MOST_SHOWN questions with a gold answer: the question, the
     answer, and each arm's text by arm."""
     by_arm = _paired(rows)
-    shown: dict[tuple[str, str, str, str], tuple[str, str, dict[str, str]]] = {}
-    for arm, of in by_arm.items():
-        for key, row in of.items():
-            if key in shown or len(shown) < MOST_SHOWN:
-                asked = shown.setdefault(key, (row["fact"], row["expected"] or "", {}))
-                asked[2][arm] = row["text"] or ""
-    return list(by_arm), list(shown.values())
+    examples: dict[tuple[str, str, str, str], tuple[str, str, dict[str, str]]] = {}
+    for arm, answers in by_arm.items():
+        for key, row in answers.items():
+            if key in examples or len(examples) < MOST_SHOWN:
+                example = examples.setdefault(key, (row["fact"], row["expected"] or "", {}))
+                example[2][arm] = row["text"] or ""
+    return list(by_arm), list(examples.values())
 
 
 def _paired(rows: Iterable[AnswerRow]) -> dict[str, dict[tuple[str, str, str, str], AnswerRow]]:
     """Return by arm, in their order, the greedy answers to questions with a gold answer."""
-    found: dict[str, dict[tuple[str, str, str, str], AnswerRow]] = {}
+    by_arm: dict[str, dict[tuple[str, str, str, str], AnswerRow]] = {}
     for row in rows:
         if row["right"] is not None and row["nll"] is not None and not row["sampled"]:
-            found.setdefault(row["arm"], {})[pairing_key(row)] = row
+            by_arm.setdefault(row["arm"], {})[pairing_key(row)] = row
     order = {arm: at for at, arm in enumerate(ARMS)}
-    return dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
+    return dict(sorted(by_arm.items(), key=lambda pair: order.get(pair[0], len(order))))
 
 
 def _nll(row: AnswerRow) -> float:

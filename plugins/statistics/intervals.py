@@ -142,7 +142,9 @@ def resamples(
     return ClusterResamples(len(pools) if len(pools) > 1 else len(pools[0]), tuple(drawn))
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float], some: ClusterResamples) -> Difference:
+def paired_difference(
+    a: Sequence[float], b: Sequence[float], draws: ClusterResamples
+) -> Difference:
     """Return the difference b - a over questions.
 
     The interval is mean -+ t * SE: SE is the standard deviation over the resamples times
@@ -153,8 +155,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], some: ClusterResam
     """
     differences = list(map(sub, b, a))
     mean = fmean(differences)
-    means = [sum(map(differences.__getitem__, d)) / len(d) for d in some.drawn]
-    count, units = len(means), some.units
+    means = [sum(map(differences.__getitem__, d)) / len(d) for d in draws.drawn]
+    count, units = len(means), draws.units
     # Equal means of unequal sums may differ by an ulp, which is not a sign.
     low = sum(m <= 1e-12 for m in means) / count
     high = sum(m >= -1e-12 for m in means) / count

@@ -79,8 +79,8 @@ class AdaptiveScaling(SpecSection):
         try:
             for t in range(self.max_steps):
                 grown = await scored_candidates(stepper, by, [path], 1, f"probe/{t}")
-                said = grown[0].steps[-1].logprobs
-                unsure = -fmean(said) if said else 0.0
+                logprobs = grown[0].steps[-1].logprobs
+                unsure = -fmean(logprobs) if logprobs else 0.0
                 scaled = momentum.scales(unsure)
                 log.append({"uncertainty": unsure, "momentum": momentum.value, "scaled": scaled})
                 if scaled:

@@ -127,8 +127,8 @@ def _metered(judge: Sampler | Judge, meter: TokenBudget) -> Judge:
 
 
 def _near(name: str) -> str:
-    near = difflib.get_close_matches(name, STRATEGIES, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    matches = difflib.get_close_matches(name, STRATEGIES, n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def _tupled(value: Any) -> Any:
@@ -138,8 +138,8 @@ def _tupled(value: Any) -> Any:
 
 
 def _fault(error: Any) -> str:
-    place = ".".join(str(part) for part in error["loc"])
+    path = ".".join(str(part) for part in error["loc"])
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"option {place}: there is none of this name; remove it"
+        return f"option {path}: there is none of this name; remove it"
     message = error["msg"][:1].lower() + error["msg"][1:]
-    return f"option {place}: {message}, got {error['input']!r}"
+    return f"option {path}: {message}, got {error['input']!r}"

@@ -99,8 +99,8 @@ class DeepConf(SpecSection):
             return await self._online(meter, question)
         require(meter, "deepconf", "top_logprobs")
         traces = await self._sample(meter, question, range(self.traces))
-        kept = surest([t.confidence for t in traces], self.keep_fraction)
-        return await self._voted(meter, question, traces, kept, {})
+        indices = surest([t.confidence for t in traces], self.keep_fraction)
+        return await self._voted(meter, question, traces, indices, {})
 
     async def _online(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         traces = await self._sample(meter, question, range(self.warmup))
@@ -113,9 +113,9 @@ class DeepConf(SpecSection):
                 details["consensus"] = True
                 break
             more = self.batch if self.consensus else self.traces
-            asked = range(len(traces), min(len(traces) + more, self.traces))
+            indices = range(len(traces), min(len(traces) + more, self.traces))
             try:
-                traces += await self._sample(meter, question, asked, until)
+                traces += await self._sample(meter, question, indices, until)
             except BudgetSpent:
                 details["budget_spent"] = True
                 break
@@ -128,19 +128,19 @@ class DeepConf(SpecSection):
         which: range,
         until: StopCondition | None = None,
     ) -> list[RunningTrace]:
-        asks = [question.ask(str(i), until=until, top_logprobs=self.top) for i in which]
-        found = []
-        for said in await meter(asks):
-            confidences = token_confidences(said.top_logprobs, self.top)
-            found.append(
+        requests = [question.ask(str(i), until=until, top_logprobs=self.top) for i in which]
+        traces = []
+        for result in await meter(requests):
+            confidences = token_confidences(result.top_logprobs, self.top)
+            traces.append(
                 RunningTrace(
-                    said,
-                    extract(said.text, question.form),
+                    result,
+                    extract(result.text, question.form),
                     trace_confidence(confidences, self.measure, self.window),
                     trace_confidence(confidences, "lowest_group", self.window),
                 )
             )
-        return found
+        return traces
 
     async def _decided(self, traces: list[RunningTrace], question: StrategyProblem) -> bool:
         votes = await _votes(traces, _surviving(traces), question)
@@ -155,11 +155,11 @@ class DeepConf(SpecSection):
         meter: TokenBudget,
         question: StrategyProblem,
         traces: list[RunningTrace],
-        kept: list[int],
+        indices: list[int],
         details: dict[str, object],
     ) -> StrategyResult:
-        votes = await _votes(traces, kept, question)
-        voters = votes[0].traces if votes else kept
+        votes = await _votes(traces, indices, question)
+        voters = votes[0].traces if votes else indices
         chosen = traces[max(voters, key=lambda i: (traces[i].confidence, -i))].said
         details |= {
             "traces": [
@@ -171,7 +171,7 @@ class DeepConf(SpecSection):
                 }
                 for t in traces
             ],
-            "kept": kept,
+            "kept": indices,
             "votes": to_jsonable_python(votes),
         }
         spent = "budget_spent" in details
@@ -183,7 +183,7 @@ class DeepConf(SpecSection):
 
 def token_confidences(top_logprobs: Sequence[Sequence[tuple[str, float]]], k: int) -> list[float]:
     """Return each token's confidence in nats, over at most `k` log-probabilities."""
-    return [-fmean(logprob for _, logprob in place[:k]) for place in top_logprobs]
+    return [-fmean(logprob for _, logprob in candidates[:k]) for candidates in top_logprobs]
 
 
 def group_confidences(confidences: Sequence[float], window: int) -> list[float]:
@@ -220,8 +220,8 @@ def _surviving(traces: list[RunningTrace]) -> list[int]:
 
 
 async def _votes(
-    traces: list[RunningTrace], kept: list[int], question: StrategyProblem
+    traces: list[RunningTrace], indices: list[int], question: StrategyProblem
 ) -> list[AnswerVote]:
     """Return the votes of the kept traces, with their indices among all traces."""
-    answers = [t.answer if i in kept else None for i, t in enumerate(traces)]
+    answers = [t.answer if i in indices else None for i, t in enumerate(traces)]
     return await tally(answers, question.form, [t.confidence for t in traces])

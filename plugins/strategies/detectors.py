@@ -104,13 +104,13 @@ class Detector(SpecSection):
         match has nothing in its group, or after it."""
         if self.kind == "thinking" and END_OF_THINKING not in so_far:
             return None
-        found = None
+        is_answered = None
         for pattern in self._answers(form):
             for match in re.finditer(pattern, step):
                 groups = match.re.groups
                 content = match[1] if groups else step[match.end() :]
-                found = bool(found) or bool(content and content.strip())
-        return found
+                is_answered = bool(is_answered) or bool(content and content.strip())
+        return is_answered
 
     def _answers(self, form: Form) -> tuple[str, ...]:
         return self.answer_patterns or ANSWER_PATTERNS[form]

@@ -23,9 +23,11 @@ class ChainOfThought(SpecSection):
         return StrategyCost(1, 1)
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
-        (said,) = await meter([question.ask("0")])
-        answer = extract(said.text, question.form)
-        return StrategyResult(said.text, answer, meter.spent, said.finish_reason, said.token_ids)
+        (result,) = await meter([question.ask("0")])
+        answer = extract(result.text, question.form)
+        return StrategyResult(
+            result.text, answer, meter.spent, result.finish_reason, result.token_ids
+        )
 
 
 class SelfConsistency(SpecSection):
@@ -67,9 +69,9 @@ class PartVote(SpecSection):
         for answer in answers:
             for name, value in answer_parts(answer or "").items():
                 votes[name][value] += 1
-        asked = dict.fromkeys(re.findall(r"\w+", question.messages[-1].content.lower()))
+        words = dict.fromkeys(re.findall(r"\w+", question.messages[-1].content.lower()))
         # Of values with as many votes the first that was given stands first.
-        chosen = {name: votes[name].most_common(1)[0][0] for name in asked if name in votes}
+        chosen = {name: votes[name].most_common(1)[0][0] for name in words if name in votes}
         details = {"answers": answers, "votes": {name: dict(votes[name]) for name in chosen}}
         if not chosen:
             first = traces[0]

@@ -75,11 +75,11 @@ class PhiDecoding(SpecSection):
         spent = False
         try:
             for t in range(self.max_steps):
-                kept = await self._kept(stepper, beams, t)
+                kept_paths = await self._kept(stepper, beams, t)
                 if not best.ahead.steps:  # the result if the budget ends before the look-aheads
-                    best = PhiBeam(ahead=concluding(kept[0][0]))
+                    best = PhiBeam(ahead=concluding(kept_paths[0][0]))
                 foreseen = [(b, 0.0) for b in beams if b.path.state == "done"]
-                foreseen += await self._foreseen(stepper, kept, t)
+                foreseen += await self._foreseen(stepper, kept_paths, t)
                 ahead = [b for b, _ in foreseen]
                 labels = text_clusters(
                     [_rollout_text(b) for b in ahead],
@@ -114,15 +114,15 @@ class PhiDecoding(SpecSection):
         return [steps[i] for i in width([_mean(p.steps[-1]) for p, _ in steps])]
 
     async def _foreseen(
-        self, stepper: StepSampler, kept: Sequence[tuple[StepPath, float]], t: int
+        self, stepper: StepSampler, paths: Sequence[tuple[StepPath, float]], t: int
     ) -> list[tuple[PhiBeam, float]]:
         """Return the beams after these steps, each with its advantage."""
-        open_ = [p for p, _ in kept if p.state != "done"]
+        open_ = [p for p, _ in paths if p.state != "done"]
         endings = iter(
-            await stepper.sample([concluding(p) for p in open_], 1, f"ahead/{t}", whole=True)
+            await stepper.sample([concluding(p) for p in open_], 1, f"ahead/{t}", to_end=True)
         )
-        found = []
-        for path, before in kept:
+        foreseen = []
+        for path, value in paths:
             if path.state == "done":
                 beam = PhiBeam(path, path, _mean(path.steps[-1]))
             else:
@@ -131,8 +131,8 @@ class PhiDecoding(SpecSection):
                 beam = PhiBeam(
                     ahead if path.state == "empty" else path, ahead, _mean(ahead.steps[-1])
                 )
-            found.append((beam, beam.value - before))
-        return found
+            foreseen.append((beam, beam.value - value))
+        return foreseen
 
 
 def width(values: Sequence[float]) -> list[int]:
@@ -154,12 +154,12 @@ def weigh(advantages: Sequence[float], labels: Sequence[int]) -> list[float]:
 
 def sample(weights: Sequence[float], count: int, rng: random.Random) -> list[int]:
     """Draw `count` distinct indices by weight, in the order drawn; all if there are no more."""
-    left = dict(enumerate(weights))
+    remaining = dict(enumerate(weights))
     drawn: list[int] = []
-    while left and len(drawn) < count:
-        (i,) = rng.choices(list(left), list(left.values()))
+    while remaining and len(drawn) < count:
+        (i,) = rng.choices(list(remaining), list(remaining.values()))
         drawn.append(i)
-        del left[i]
+        del remaining[i]
     return drawn
 
 
@@ -169,8 +169,8 @@ def _softmax(values: Sequence[float]) -> list[float]:
     return [e / math.fsum(exps) for e in exps]
 
 
-def _mean(said: SampleResult) -> float:
-    return fmean(said.logprobs) if said.logprobs else NOTHING
+def _mean(result: SampleResult) -> float:
+    return fmean(result.logprobs) if result.logprobs else NOTHING
 
 
 def _rollout_text(beam: PhiBeam) -> str:

@@ -49,7 +49,7 @@ class StrategyProblem:
         self,
         name: str,
         *,
-        begun: PartialResponse | None = None,
+        partial: PartialResponse | None = None,
         until: StopCondition | None = None,
         top_logprobs: int = 0,
         most: int | None = None,
@@ -59,7 +59,7 @@ class StrategyProblem:
         name = f"{self.name}/{name}"
         seed = stream_seed(f"{self.seed}/{name}")
         return SampleRequest(
-            name, self.messages, sampling, seed, begun or PartialResponse(), until, top_logprobs
+            name, self.messages, sampling, seed, partial or PartialResponse(), until, top_logprobs
         )  # fmt: skip
 
     def stream(self, name: str) -> random.Random:

@@ -54,21 +54,21 @@ def perplexity(step: SampleResult) -> float:
 
 
 def entropy(step: SampleResult) -> float:
-    return -fmean(_entropy(place) for place in step.top_logprobs)
+    return -fmean(_entropy(candidates) for candidates in step.top_logprobs)
 
 
 def gap(step: SampleResult) -> float:
-    return fmean(_gap(place) for place in step.top_logprobs)
+    return fmean(_gap(candidates) for candidates in step.top_logprobs)
 
 
-def _entropy(place: Told) -> float:
-    masses = [math.exp(logprob) for _, logprob in place]
+def _entropy(candidates: Told) -> float:
+    masses = [math.exp(logprob) for _, logprob in candidates]
     masses.append(max(1.0 - math.fsum(masses), 0.0))
     return -math.fsum(p * math.log(p) for p in masses if p > 0)
 
 
-def _gap(place: Told) -> float:
-    first, second = (*(math.exp(logprob) for _, logprob in place[:2]), 0.0)[:2]
+def _gap(candidates: Told) -> float:
+    first, second = (*(math.exp(logprob) for _, logprob in candidates[:2]), 0.0)[:2]
     return first - second
 
 
@@ -101,26 +101,30 @@ def scorer(name: ScorerName, question: StrategyProblem) -> Scorer:
             )
 
         async def judged(paths: Sequence[StepPath]) -> list[float]:
-            found = await judge([judged_text(question, p) for p in paths]) if paths else []
-            return [float(p) for p in found]
+            probabilities = await judge([judged_text(question, p) for p in paths]) if paths else []
+            return [float(p) for p in probabilities]
 
         return Scorer((), 0, judged)
-    needs, top, measure = _MEASURES[name]
+    ability, top, measure = _MEASURES[name]
 
     async def measured(paths: Sequence[StepPath]) -> list[float]:
         steps = [p.steps[-1] for p in paths]
-        if any(s.text and not getattr(s, needs) for s in steps):
-            raise RunError(f"scorer {name}: the backend says that it tells {needs}, and told none")
-        return [measure(s) if getattr(s, needs) else NOTHING for s in steps]
+        if any(s.text and not getattr(s, ability) for s in steps):
+            raise RunError(
+                f"scorer {name}: the backend says that it tells {ability}, and told none"
+            )
+        return [measure(s) if getattr(s, ability) else NOTHING for s in steps]
 
-    return Scorer((needs,), top, measured)
+    return Scorer((ability,), top, measured)
 
 
 def judged_text(question: StrategyProblem, path: StepPath) -> str:
     """Return the question and the steps so far, each followed by the separator after which a
     process reward model judges."""
-    asked = next((m.content for m in reversed(question.messages) if m.role == "user"), "")
-    return "".join(f"{part.strip()}{SEPARATOR}" for part in (asked, *(s.text for s in path.steps)))
+    question_text = next((m.content for m in reversed(question.messages) if m.role == "user"), "")
+    return "".join(
+        f"{part.strip()}{SEPARATOR}" for part in (question_text, *(s.text for s in path.steps))
+    )
 
 
 def token_judge(
@@ -138,7 +142,7 @@ def token_judge(
     require(sampler, "a process reward model", "top_logprobs")
 
     async def judge(texts: Sequence[str]) -> list[float]:
-        asks = [
+        requests = [
             SampleRequest(
                 f"judge/{i}",
                 (AgentMessage("system", instruction), AgentMessage("user", text)),
@@ -148,15 +152,15 @@ def token_judge(
             )
             for i, text in enumerate(texts)
         ]
-        return [_positive(a, positive, negative) for a in await sampler(asks)]
+        return [_positive(a, positive, negative) for a in await sampler(requests)]
 
     return judge
 
 
 def _positive(answer: SampleResult, positive: str, negative: str) -> float:
-    place = answer.top_logprobs[0] if answer.top_logprobs else ()
+    candidates = answer.top_logprobs[0] if answer.top_logprobs else ()
     yes, no = (
-        math.fsum(math.exp(lp) for text, lp in place if text.strip() == word)
+        math.fsum(math.exp(lp) for text, lp in candidates if text.strip() == word)
         for word in (positive, negative)
     )
     return yes / (yes + no) if yes + no > 0 else 0.5

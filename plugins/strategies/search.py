@@ -105,14 +105,14 @@ async def _search(
     try:
         for t in range(strategy.max_steps):
             grown = await scored_candidates(stepper, by, active, count, f"step/{t}")
-            active, over = _kept(best_first(grown, rank), beams, beams - len(aside))
-            aside += [p for p in over if p.state == "done"]
-            unanswered = [p for p in over if p.state == "empty"]
+            active, dropped = _kept(best_first(grown, rank), beams, beams - len(aside))
+            aside += [p for p in dropped if p.state == "done"]
+            unanswered = [p for p in dropped if p.state == "empty"]
             log.append(
                 {
                     "candidates": len(grown),
                     "active": len(active),
-                    "done": len(over) - len(unanswered),
+                    "done": len(dropped) - len(unanswered),
                     "empty": len(unanswered),
                 }
             )
@@ -133,12 +133,12 @@ def _kept(
 ) -> tuple[list[StepPath], list[StepPath]]:
     """Return active and ended paths from the top, until there are `beams` or `room` of them."""
     active: list[StepPath] = []
-    over: list[StepPath] = []
+    dropped: list[StepPath] = []
     for path in ranked:
-        (active if path.state == "on" else over).append(path)
-        if len(active) == beams or len(over) == room:
+        (active if path.state == "on" else dropped).append(path)
+        if len(active) == beams or len(dropped) == room:
             break
-    return active, over
+    return active, dropped
 
 
 async def scored_candidates(
@@ -156,7 +156,7 @@ async def conclude(
     empty answer. Raises BudgetSpent."""
     if not paths:
         return []
-    endings = await stepper.sample([concluding(p) for p in paths], count, name, whole=True)
+    endings = await stepper.sample([concluding(p) for p in paths], count, name, to_end=True)
     flat = [e for of_path in endings for e in of_path]
     scores = iter(await by.score(flat))
     best = []

@@ -57,8 +57,8 @@ class StepPath:
 
     def before(self) -> StepPath:
         """Return the path without its last step."""
-        kept = len(self.steps) - 1
-        return StepPath(self.steps[:kept], self.scores[:kept])
+        count = len(self.steps) - 1
+        return StepPath(self.steps[:count], self.scores[:count])
 
     def plain(self) -> list[dict[str, Any]]:
         """Return JSON values: each step with its tokens, and its score or None."""
@@ -79,38 +79,38 @@ class StepSampler:
     top_logprobs: int = 0
 
     async def sample(
-        self, paths: Sequence[StepPath], count: int, name: str, *, whole: bool = False
+        self, paths: Sequence[StepPath], count: int, name: str, *, to_end: bool = False
     ) -> list[list[StepPath]]:
         """Return `count` next steps of each path from one call, drawn by `name`; completions with
-        `whole`. Raises BudgetSpent."""
-        asks = []
+        `to_end`. Raises BudgetSpent."""
+        requests = []
         for p, path in enumerate(paths):
-            text, left = path.text, self.question.sampling.max_tokens - path.tokens
-            until = None if whole else self.detector.until(text, self.question.form)
-            asks += [
+            text, remaining = path.text, self.question.sampling.max_tokens - path.tokens
+            until = None if to_end else self.detector.until(text, self.question.form)
+            requests += [
                 self.question.ask(
                     f"{name}/{p}/{c}",
-                    begun=PartialResponse(text, path.token_ids),
+                    partial=PartialResponse(text, path.token_ids),
                     until=until,
                     top_logprobs=self.top_logprobs,
-                    most=min(left, self.detector.max_tokens) if until else left,
+                    most=min(remaining, self.detector.max_tokens) if until else remaining,
                 )
                 for c in range(count)
             ]
-        said = await self.meter(asks)
+        results = await self.meter(requests)
         return [
-            [self._longer(path, s, whole) for s in said[p * count : (p + 1) * count]]
+            [self._longer(path, s, to_end) for s in results[p * count : (p + 1) * count]]
             for p, path in enumerate(paths)
         ]
 
-    def _longer(self, path: StepPath, said: SampleResult, whole: bool) -> StepPath:
-        longer = StepPath((*path.steps, said), path.scores)
-        return replace(longer, state="done" if whole else self._state(path, longer, said))
+    def _longer(self, path: StepPath, result: SampleResult, to_end: bool) -> StepPath:
+        longer = StepPath((*path.steps, result), path.scores)
+        return replace(longer, state="done" if to_end else self._state(path, longer, result))
 
-    def _state(self, path: StepPath, longer: StepPath, said: SampleResult) -> State:
-        if said.finish_reason not in ("until", "length"):
+    def _state(self, path: StepPath, longer: StepPath, result: SampleResult) -> State:
+        if result.finish_reason not in ("until", "length"):
             return "done"
-        answered = self.detector.answered(path.text, said.text, self.question.form)
+        answered = self.detector.answered(path.text, result.text, self.question.form)
         if answered is not None:
             return "done" if answered else "empty"
         return "done" if longer.tokens >= self.question.sampling.max_tokens else "on"

@@ -160,13 +160,13 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
         device, model = layers[0][1].kv_cache.device, self._vllm_config.model_config
         for piece in pieces(fill.parts, fill.first, fill.stop):
             part, start = piece.part, piece.start
-            held = self.tensor(part)
-            if held is None:
+            tensor = self.tensor(part)
+            if tensor is None:
                 # Whoever sent the request saw to it that workers have it, so this is one that lost
                 # it. vLLM fails the requests that hold these blocks, and no other.
                 self._failed.update(fill.blocks[: -(-fill.stop // self._block_tokens)])
                 return
-            kv = held[:, :, :, piece.first : piece.stop].to(device, model.dtype)
+            kv = tensor[:, :, :, piece.first : piece.stop].to(device, model.dtype)
             if start:
                 kv = shifted(kv, start, frequencies_of(model.model))
             where = slots(fill.blocks, self._block_tokens, start + piece.first, start + piece.stop)
@@ -231,17 +231,17 @@ class SeededDraw(LogitsProcessor):
         drawn = (parameters.extra_args or {}).get(DRAWN)
         if drawn is None:
             return None
-        seed, temperature, top_p, top_k, first, told = drawn
+        seed, temperature, top_p, top_k, first, grammar = drawn
         assert parameters.max_tokens is not None
         stream = uniforms(seed, parameters.max_tokens, first)
         follower = None
-        if told is not None:
+        if grammar is not None:
             ends = tuple(parameters.stop_token_ids or ())
             if ends not in self._grammars:
                 read = partial(tokenizer_of, self._path)
                 self._grammars[ends] = Grammars(read, frozenset(ends))
-            known = self._grammars[ends]
-            follower = GrammarFollower(known.matcher(ResponseGrammar(*told)), ends)
+            compiler = self._grammars[ends]
+            follower = GrammarFollower(compiler.matcher(ResponseGrammar(*grammar)), ends)
         return SeededRow(Sampling(temperature, top_p, top_k), stream, tokens, follower)
 
 

@@ -119,19 +119,19 @@ class VllmEngine:
         if parts:
             if len(parts) > 1:
                 frequencies_of(self._path)  # raises for a model whose keys cannot be rotated
-            before = (PLACEHOLDER,) * sum(part.tokens for part in parts)
+            prefix_ids = (PLACEHOLDER,) * sum(part.tokens for part in parts)
             extra["kv_transfer_params"] = {LOADED: [astuple(part) for part in parts]}
             # Blocks found in the prefix cache have no logits, so prompt log-probabilities are
             # computed by a request that shares nothing and loads its cartridges for itself.
             salt = cache_salt(parts, key if request.prompt_logprobs else "")
         else:
             name = prefix.name.partition("/")[2]
-            before = context_ids(self._documents, name)
-            require_ids(before, self._vocabulary, f"document {name}")
-        ids = [*before, *request.prompt_ids]
+            prefix_ids = context_ids(self._documents, name)
+            require_ids(prefix_ids, self._vocabulary, f"document {name}")
+        ids = [*prefix_ids, *request.prompt_ids]
         if len(ids) + request.sampling.max_tokens > self._max_tokens:
             raise DataError(
-                f"request {request.id} takes {len(before)} prefix + {len(request.prompt_ids)} "
+                f"request {request.id} takes {len(prefix_ids)} prefix + {len(request.prompt_ids)} "
                 f"prompt + {request.sampling.max_tokens} new tokens and the engine holds "
                 f"{self._max_tokens}; raise generator.kv_gib or use shorter prompts"
             )
@@ -176,13 +176,13 @@ class VllmEngine:
             self._streams.add(key)
 
     def step(self) -> Iterable[tuple[str, TokenChunk | Completion]]:
-        known: dict[PrefixRef, tuple[str, ...]] = {}
+        fingerprints: dict[PrefixRef, tuple[str, ...]] = {}
         for key, news in self._step():
             if isinstance(news, Completion) and not news.error:
                 prefix = self._prefixes[key]
-                if prefix not in known:
-                    known[prefix] = tuple(self._fingerprint(part) for part in prefix.parts)
-                news = replace(news, served=known[prefix])
+                if prefix not in fingerprints:
+                    fingerprints[prefix] = tuple(self._fingerprint(part) for part in prefix.parts)
+                news = replace(news, served=fingerprints[prefix])
             if isinstance(news, Completion):
                 del self._prefixes[key]
             yield key, news
@@ -192,17 +192,17 @@ class VllmEngine:
         if not part.name.startswith(CARTRIDGE):
             return ""
         name = part.name.removeprefix(CARTRIDGE)
-        told = self._engine.collective_rpc("cartridge_digests", args=(name, part.version))
+        replies = self._engine.collective_rpc("cartridge_digests", args=(name, part.version))
         layers, total, size = self._shape
         heads: dict[int, str] = {}
-        for digests, _ in told:
+        for digests, _ in replies:
             for head, digest in digests.items():  # several ranks may hold one head
                 if heads.setdefault(head, digest) != digest:
                     return f"ranks that hold other numbers of head {head}"
         if len(heads) < total:
             return "no longer held by the worker"
         shape = (layers, 2, total, self._tokens[name, part.version], size)
-        dtype = getattr(torch, told[0][1])
+        dtype = getattr(torch, replies[0][1])
         return joined_fingerprint(shape, dtype, [heads[i] for i in range(total)])
 
     def _step(self) -> Iterable[tuple[str, TokenChunk | Completion]]:
@@ -227,24 +227,24 @@ class VllmEngine:
         self, key: str, output: RequestOutput
     ) -> Iterable[tuple[str, TokenChunk | Completion]]:
         """Yield the new tokens of a request that is inspected token by token."""
-        row, (made,) = self._followed[key], output.outputs
-        if made.finish_reason not in (None, "stop", "length"):
+        row, (completion,) = self._followed[key], output.outputs
+        if completion.finish_reason not in (None, "stop", "length"):
             del self._followed[key]
             self._streams.discard(key)
             yield key, completed(self._running.pop(key), output)
             return
-        told, ends = len(row.tokens), set(self._end_ids)
+        sent, ends = len(row.tokens), set(self._end_ids)
         if output.prompt_logprobs is not None and not row.prompt_logprobs:
             read = of_prompt(row.request, output)
             row.prompt_logprobs, row.prompt_likeliest, row.prompt_top = read
-        known = made.logprobs or [None] * len(made.token_ids)
-        for token, at in zip(made.token_ids, known, strict=True):
+        logprobs = completion.logprobs or [None] * len(completion.token_ids)
+        for token, at in zip(completion.token_ids, logprobs, strict=True):
             if row.reason:
                 break
             top = () if at is None else likeliest(at, row.top_wanted)
             row.add(token, at and at[token].logprob, top, token in ends)
-        if key in self._streams and len(row.tokens) > told:
-            yield key, row.chunk(told)
+        if key in self._streams and len(row.tokens) > sent:
+            yield key, row.chunk(sent)
         if row.reason:
             if not output.finished:
                 self._engine.abort_request([key])
@@ -284,8 +284,8 @@ class VllmEngine:
             self._engine.collective_rpc("hold_cartridges", args=(ids, tensors))
         else:  # workers are other processes, and vLLM's messages carry no tensors
             directory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-            with tempfile.TemporaryDirectory(prefix="forge-vllm-", dir=directory) as made:
-                path = os.path.join(made, "cartridges.safetensors")
+            with tempfile.TemporaryDirectory(prefix="forge-vllm-", dir=directory) as folder:
+                path = os.path.join(folder, "cartridges.safetensors")
                 save_file({name: kv.contiguous() for name, kv in tensors.items()}, path)
                 self._engine.collective_rpc("hold_cartridges", args=(ids, path))
 

@@ -72,20 +72,20 @@ def cartridges_of(
         )
     if documents:
         return ()
-    held = [(ref.name.removeprefix(CARTRIDGE), ref.version) for ref in refs]
-    return tuple(PromptCartridge(*each, tokens[each]) for each in held)
+    keys = [(ref.name.removeprefix(CARTRIDGE), ref.version) for ref in refs]
+    return tuple(PromptCartridge(*key, tokens[key]) for key in keys)
 
 
 def pieces(parts: Sequence[PromptCartridge], first: int, stop: int) -> list[CartridgeSlice]:
     """Return the slices of the cartridges at positions first .. stop-1 of their concatenation;
     cartridges outside are left out."""
-    found, start = [], 0
+    slices, start = [], 0
     for part in parts:
         begin, end = max(first - start, 0), min(stop - start, part.tokens)
         if begin < end:
-            found.append(CartridgeSlice(part, start, begin, end))
+            slices.append(CartridgeSlice(part, start, begin, end))
         start += part.tokens
-    return found
+    return slices
 
 
 def slots(blocks: Sequence[int], block_tokens: int, first: int, stop: int) -> list[int]:
@@ -116,8 +116,8 @@ def kv_heads(heads: int, rank: int, ranks: int) -> slice:
     row. `kv_heads(8, 1, 4)` is heads 2 and 3; `kv_heads(2, 1, 4)` is head 0.
     """
     if heads >= ranks:
-        each = heads // ranks
-        return slice(rank * each, (rank + 1) * each)
+        count = heads // ranks
+        return slice(rank * count, (rank + 1) * count)
     head = rank * heads // ranks
     return slice(head, head + 1)
 

@@ -30,7 +30,7 @@ MOST_HELD = 16  # cartridges that a worker keeps in host memory, where HELD is n
 class CartridgeLibrary:
     """Read a cartridge store for one base model, whose directory is `model`."""
 
-    def __init__(self, directory: Path, model: Path, held: int) -> None:
+    def __init__(self, directory: Path, model: Path, most: int) -> None:
         if not directory.is_dir():
             raise SpecError(
                 f"kv_connector_extra_config.{LIBRARY}: there is no directory {directory}; add a "
@@ -38,7 +38,7 @@ class CartridgeLibrary:
             )
         self._base = read_base(model)
         self._store = CartridgeStore(directory, self._base)
-        self._most = held
+        self._most = most
         self._held: OrderedDict[CartridgeId, Tensor] = OrderedDict()
 
     def find(self, text: str) -> PromptCartridge:
@@ -78,22 +78,22 @@ def open_library(extra: Mapping[str, Any], model: str, revision: str | None) -> 
             raise SpecError(
                 f"kv_connector_extra_config has no key {key}; the keys are {LIBRARY} and {HELD}"
             )
-    directory, held = extra.get(LIBRARY), extra.get(HELD, MOST_HELD)
+    directory, most = extra.get(LIBRARY), extra.get(HELD, MOST_HELD)
     if not isinstance(directory, str):
         raise SpecError(
             f"kv_connector_extra_config.{LIBRARY} is missing; give the directory of a library: "
             f'{{"{LIBRARY}": "library"}}'
         )
-    if not isinstance(held, int) or isinstance(held, bool) or held < 1:
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise SpecError(
-            f"kv_connector_extra_config.{HELD} is a number of cartridges from 1: got {held!r}"
+            f"kv_connector_extra_config.{HELD} is a number of cartridges from 1: got {most!r}"
         )
-    return _opened(directory, model, revision, held)
+    return _opened(directory, model, revision, most)
 
 
 @cache
-def _opened(directory: str, model: str, revision: str | None, held: int) -> CartridgeLibrary:
-    return CartridgeLibrary(Path(directory), _model_directory(model, revision), held)
+def _opened(directory: str, model: str, revision: str | None, most: int) -> CartridgeLibrary:
+    return CartridgeLibrary(Path(directory), _model_directory(model, revision), most)
 
 
 def _model_directory(model: str, revision: str | None) -> Path:
@@ -102,10 +102,10 @@ def _model_directory(model: str, revision: str | None) -> Path:
         return Path(model)
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
-    if not isinstance(found, str):
+    path = try_to_load_from_cache(model, "config.json", revision=revision)
+    if not isinstance(path, str):
         raise SpecError(
             f"there is no config.json of {model}, by which cartridges are checked, in the hub's "
             "cache; serve a directory, or fetch the model into the cache that HF_HOME names"
         )
-    return Path(found).parent
+    return Path(path).parent

@@ -15,24 +15,26 @@ from cartridge_forge.protocols.streams import refused
 
 def completed(request: GenerateRequest, output: Any) -> Completion:
     """Return the completion of a finished request, or a refusal where vLLM aborted it."""
-    (made,) = output.outputs
-    if made.finish_reason not in ("stop", "length"):
-        asked = [f"{part.name} version {part.version}" for part in request.prefix.parts]
+    (completion,) = output.outputs
+    if completion.finish_reason not in ("stop", "length"):
+        names = [f"{part.name} version {part.version}" for part in request.prefix.parts]
         return refused(
             request,
-            f"vLLM ended request {request.id} with {made.finish_reason!r}: the worker does not "
-            f"hold {' or '.join(asked)}",
+            f"vLLM ended request {request.id} with {completion.finish_reason!r}: the worker does "
+            f"not hold {' or '.join(names)}",
         )
-    ids = tuple(made.token_ids)
-    told = made.logprobs or ()  # none where none were asked for
-    logprobs = tuple(at[token].logprob for at, token in zip(told, ids, strict=bool(told)))
+    ids = tuple(completion.token_ids)
+    token_logprobs = completion.logprobs or ()  # none where none were asked for
+    logprobs = tuple(
+        at[token].logprob for at, token in zip(token_logprobs, ids, strict=bool(token_logprobs))
+    )
     versions = (request.prefix.version,) * len(ids)
     wanted = request.top_logprobs
     read, likeliest_read, top_read = of_prompt(request, output)
     return Completion(
-        request.id, ids, logprobs, versions, made.finish_reason, read,
+        request.id, ids, logprobs, versions, completion.finish_reason, read,
         prompt_likeliest=likeliest_read, prompt_top_logprobs=top_read,
-        top_logprobs=tuple(likeliest(at, wanted) for at in told) if wanted else (),
+        top_logprobs=tuple(likeliest(at, wanted) for at in token_logprobs) if wanted else (),
     )  # fmt: skip
 
 
@@ -47,10 +49,10 @@ def of_prompt(
     # Counted from the end: the entries before depend on where computing began.
     assert output.prompt_logprobs is not None
     last = output.prompt_logprobs[-wanted:]
-    told = zip(last, request.prompt_ids[1:], strict=True)
+    pairs = zip(last, request.prompt_ids[1:], strict=True)
     top = request.top_logprobs
     return (
-        tuple(at[token].logprob for at, token in told),
+        tuple(at[token].logprob for at, token in pairs),
         tuple(likeliest(at, 1)[0][0] for at in last),
         tuple(likeliest(at, top) for at in last) if top else (),
     )
@@ -59,4 +61,4 @@ def of_prompt(
 def likeliest(at: Mapping[int, Any], count: int) -> tuple[tuple[int, float], ...]:
     """Return the `count` likeliest tokens as (id, log-probability); vLLM adds the sampled one."""
     ranked = sorted(at.items(), key=lambda item: item[1].rank)
-    return tuple((token, told.logprob) for token, told in ranked[:count])
+    return tuple((token, entry.logprob) for token, entry in ranked[:count])

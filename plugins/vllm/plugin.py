@@ -97,9 +97,9 @@ def refuse_settings(vllm_config: VllmConfig) -> None:
          "pipeline parallelism: --tensor-parallel-size instead"),
         (context_ranks > 1, "context parallelism: --tensor-parallel-size instead"),
     ]  # fmt: skip
-    found = [why for on, why in refused if on]
-    if found:
-        raise SpecError(f"{NAME} does not run with " + "; nor with ".join(found))
+    reasons = [why for on, why in refused if on]
+    if reasons:
+        raise SpecError(f"{NAME} does not run with " + "; nor with ".join(reasons))
 
 
 def library_of(vllm_config: VllmConfig) -> CartridgeLibrary:
@@ -120,15 +120,15 @@ def register() -> None:
     _wrap(OpenAIServingChat, "render_chat_request", _render_chat_request)
 
 
-def _wrap(owner: type[Any], name: str, around: Any) -> None:
-    """Replace a method by `around`, which is given the method first."""
+def _wrap(owner: type[Any], name: str, wrapper: Any) -> None:
+    """Replace a method by `wrapper`, which is given the method first."""
     original = getattr(owner, name)
     if hasattr(original, _WRAPPED):
         return
 
     @wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(original, self, *args, **kwargs)
+        return wrapper(original, self, *args, **kwargs)
 
     setattr(wrapped, _WRAPPED, True)
     setattr(owner, name, wrapped)
@@ -199,8 +199,8 @@ def with_cartridge(
 
 def placed(part: PromptCartridge, ids: Sequence[int], bos: int | None) -> list[int]:
     """Return a prompt's ids behind the placeholders of a cartridge, without a leading `bos`."""
-    rest = ids[1:] if ids and ids[0] == bos else ids
-    return [PLACEHOLDER] * part.tokens + list(rest)
+    token_ids = ids[1:] if ids and ids[0] == bos else ids
+    return [PLACEHOLDER] * part.tokens + list(token_ids)
 
 
 def named_cartridge(sent: Mapping[str, Any]) -> str:

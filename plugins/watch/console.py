@@ -79,26 +79,26 @@ class ConsoleDisplay:
         self.console.print(Text(printable(text)), soft_wrap=True)
 
     def _due(self, status: RunStatus) -> bool:
-        before = self._printed
+        printed = self._printed
         return (
-            before is None
-            or (status.stage, status.accuracy) != (before.stage, before.accuracy)
-            or (status.done, status.error) != (before.done, before.error)
-            or status.message not in ("", before.message)
+            printed is None
+            or (status.stage, status.accuracy) != (printed.stage, printed.accuracy)
+            or (status.done, status.error) != (printed.done, printed.error)
+            or status.message not in ("", printed.message)
             or self._clock() - self._printed_at >= self._every_seconds
         )
 
     def _plain(self, status: RunStatus) -> str:
         parts = [f"[{duration(self._clock() - self._started)}]", status.stage]
-        left = None if status.seconds_left is None else duration(status.seconds_left)
-        told = self._printed.message if self._printed else ""
+        remaining = None if status.seconds_left is None else duration(status.seconds_left)
+        last_message = self._printed.message if self._printed else ""
         fields = (
             (f"step {{}}/{status.steps}", status.step if status.steps else None),
             ("kl {:.4f}", status.kl), ("reward {:.3f}", status.reward),
             ("accuracy {:.1%}", status.accuracy),
             ("cartridge v{}", status.version if status.steps else None),
-            ("{:,.0f} tokens/s", status.tokens_per_second), ("{} left", left),
-            ("{}", status.message if status.message != told else None),
+            ("{:,.0f} tokens/s", status.tokens_per_second), ("{} left", remaining),
+            ("{}", status.message if status.message != last_message else None),
             ("error: {}", status.error or None),
         )  # fmt: skip
         return "  ".join([*parts, *(form.format(x) for form, x in fields if x is not None)])
@@ -199,11 +199,14 @@ def print_results(console: Console, results: Mapping[str, Any], run_path: Path) 
 
 def routing_text(arms: Mapping[str, Any]) -> str:
     """Return how often the router found the right cartridge, "" where it was not measured."""
-    found = (arms.get("on_policy") or {}).get("routing")
-    if not found:
+    routing = (arms.get("on_policy") or {}).get("routing")
+    if not routing:
         return ""
-    share, of = percent(found["accuracy"]), f"{found['n']} questions ({interval(found['ci95'])})"
-    return f"the router finds the cartridge of {share} of {of}"
+    share, questions = (
+        percent(routing["accuracy"]),
+        f"{routing['n']} questions ({interval(routing['ci95'])})",
+    )
+    return f"the router finds the cartridge of {share} of {questions}"
 
 
 def summary(results: Mapping[str, Any]) -> str:
@@ -228,9 +231,11 @@ def kl_text(results: Mapping[str, Any]) -> str:
     where the other was not measured. Without held-out prompts: that of the first step to that of
     the last, `KL 2.310 to 0.410`, unless a warm start makes them of different texts: then ""."""
     arms = results.get("arms") or {}
-    held = [(arms.get(arm) or {}).get("agreement") for arm in ("untrained", "on_policy")]
-    if held[1]:
-        return "KL on held-out prompts " + " to ".join(f"{one['kl']:.3f}" for one in held if one)
+    agreements = [(arms.get(arm) or {}).get("agreement") for arm in ("untrained", "on_policy")]
+    if agreements[1]:
+        return "KL on held-out prompts " + " to ".join(
+            f"{one['kl']:.3f}" for one in agreements if one
+        )
     kl = results.get("kl") or {}
     if results.get("warm_steps") or kl.get("first") is None or kl.get("last") is None:
         return ""
@@ -253,12 +258,12 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 def duration(seconds: float) -> str:
     """Return seconds as `45s`, `3m20s` or `1h02m`."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    return f"{total // 3600}h{total % 3600 // 60:02d}m"
 
 
 def number(value: float | None, form: str) -> str:
@@ -277,8 +282,8 @@ def interval(ci95: Sequence[float]) -> str:
 
 def shown_path(path: Path) -> str:
     """Return the path relative to the working directory, or absolute when it is outside of it."""
-    full, here = path.resolve(), Path.cwd().resolve()
-    return os.path.relpath(full, here) if full.is_relative_to(here) else str(full)
+    full, current = path.resolve(), Path.cwd().resolve()
+    return os.path.relpath(full, current) if full.is_relative_to(current) else str(full)
 
 
 def printable(text: str) -> str:
@@ -299,14 +304,14 @@ def _progress(status: RunStatus) -> Table:
 
 def _phase_text(status: RunStatus) -> Text:
     order = (*PHASES, *WITHIN)
-    known = [name for name in order if name in status.phase_seconds]
-    known += [name for name in status.phase_seconds if name not in order and name != "step"]
-    if status.phase and status.phase not in known:
-        known.append(status.phase)
+    names = [name for name in order if name in status.phase_seconds]
+    names += [name for name in status.phase_seconds if name not in order and name != "step"]
+    if status.phase and status.phase not in names:
+        names.append(status.phase)
     text = Text()
-    for name in known:
+    for name in names:
         seconds = status.phase_seconds.get(name)
         # A phase that has no mean yet is shown by its name alone.
-        shown = name if seconds is None else f"{name} {seconds:.2f}s"
-        text.append(shown, style="bold" if name == status.phase else "").append("  ")
-    return text if known else Text(UNKNOWN)
+        label = name if seconds is None else f"{name} {seconds:.2f}s"
+        text.append(label, style="bold" if name == status.phase else "").append("  ")
+    return text if names else Text(UNKNOWN)

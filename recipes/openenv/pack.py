@@ -40,23 +40,23 @@ def pack(folder: Path) -> None:
         path.write_text(renamed(path.read_text()))
     for module in sorted(modules()):
         source = REPOSITORY / f"{module.replace('.', '/')}.py"
-        place = folder / "rooms" / source.relative_to(PACKAGE)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(renamed(source.read_text()))
+        target = folder / "rooms" / source.relative_to(PACKAGE)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(renamed(source.read_text()))
     shutil.copyfile(REPOSITORY / "LICENSE", folder / "LICENSE")
 
 
 def modules() -> set[str]:
     """Return the modules of our rooms that the template imports, directly or not."""
-    found: set[str] = set()
+    names: set[str] = set()
     waiting = [name for path in TEMPLATE.rglob("*.py") for name in imports(path)]
     while waiting:
         module = waiting.pop()
         path = REPOSITORY / f"{module.replace('.', '/')}.py"
-        if module not in found and path.is_file():
-            found.add(module)
+        if module not in names and path.is_file():
+            names.add(module)
             waiting += imports(path)
-    return found
+    return names
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -15,8 +15,8 @@ from prime_rl.configs.rl import RLConfig
 
 
 def main() -> None:
-    given = tomllib.loads(Path(__file__).with_name("rl.toml").read_text())
-    orchestrator = RLConfig.model_validate(given).orchestrator
+    content = tomllib.loads(Path(__file__).with_name("rl.toml").read_text())
+    orchestrator = RLConfig.model_validate(content).orchestrator
     for source in [*orchestrator.train.source, *orchestrator.eval.source]:
         print(f"{source.name}: {source.env.taskset.id}, {type(source.env).__name__}")
 

@@ -21,7 +21,7 @@ PADDING = 0  # any id: what is written there is never read
 
 def unpadded(ids: Tensor, mask: Tensor) -> list[list[int]]:
     """Return the tokens of each row of ids [B, T] that `mask` [B, T] marks, on either side."""
-    return [row[own.bool()].tolist() for row, own in zip(ids, mask, strict=True)]
+    return [row[mask_row.bool()].tolist() for row, mask_row in zip(ids, mask, strict=True)]
 
 
 def response_logits(model: Any, contexts: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
@@ -44,31 +44,31 @@ def teacher_logits(
 ) -> Tensor:
     """Return `response_logits` without gradient, with the cartridge of a PEFT model or of its base
     alone. Each different context is read once, whatever number of responses follow it."""
-    found: list[Tensor] = [torch.empty(0)] * len(responses)
+    parts: list[Tensor] = [torch.empty(0)] * len(responses)
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, context in enumerate(contexts):
         groups.setdefault(tuple(context), []).append(i)
     with nullcontext() if cartridge else model.disable_adapter():
         for context, members in groups.items():
-            own = [responses[i] for i in members]
+            answers = [responses[i] for i in members]
             if cartridge or len(context) == 1:  # PEFT fills the cache itself
-                logits = response_logits(model, [context] * len(own), own)
+                logits = response_logits(model, [context] * len(answers), answers)
             else:
-                logits = _continued(model, context, own)
-            for i, part in zip(members, logits.split([len(r) for r in own]), strict=True):
-                found[i] = part
-    return torch.cat(found)
+                logits = _continued(model, context, answers)
+            for i, part in zip(members, logits.split([len(r) for r in answers]), strict=True):
+                parts[i] = part
+    return torch.cat(parts)
 
 
 def _continued(model: Any, context: Ids, responses: Sequence[Ids]) -> Tensor:
     """Return the logits [N, V] of the responses of one context, which is read once."""
-    *before, last = context
-    head = torch.tensor([before], device=model.device)
+    *head_ids, last = context
+    head = torch.tensor([head_ids], device=model.device)
     cache = model(input_ids=head, use_cache=True, logits_to_keep=1).past_key_values
     cache.batch_repeat_interleave(len(responses))
     ids, mask = _right_padded([[last, *response] for response in responses], model.device)
-    seen = torch.cat([mask.new_ones(len(responses), len(before)), mask], dim=1)
-    logits = model(input_ids=ids, attention_mask=seen, past_key_values=cache).logits
+    attention_mask = torch.cat([mask.new_ones(len(responses), len(head_ids)), mask], dim=1)
+    logits = model(input_ids=ids, attention_mask=attention_mask, past_key_values=cache).logits
     return _of_responses(logits, [0] * len(responses), responses)
 
 

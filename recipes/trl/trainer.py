@@ -57,7 +57,7 @@ class CartridgeGRPOTrainer(GRPOTrainer):
         hinted: HintedPrompt | None = None,
         pairs: Sequence[PreferencePair] = (),
         pairs_per_forward: int = 4,
-        **rest: Any,
+        **options: Any,
     ) -> None:
         """Raises SpecError for an objective that TRL's loop cannot run, DataError for a model
         without a CARTRIDGE adapter."""
@@ -65,7 +65,7 @@ class CartridgeGRPOTrainer(GRPOTrainer):
         self.objective, self.doc_form = objective, loss or LossSpec()
         self._hinted, self._pairs, self._each = hinted, pairs, min(pairs_per_forward, len(pairs))
         self._student: Tensor | None = None
-        super().__init__(model, reward_funcs, args, **rest)
+        super().__init__(model, reward_funcs, args, **options)
         if self.temperature != 1.0:
             raise SpecError(
                 f"GRPOConfig.temperature is {self.temperature}, which biases every term: the "
@@ -82,11 +82,11 @@ class CartridgeGRPOTrainer(GRPOTrainer):
         rows: dict[str, Any] = super()._generate_and_score_completions(inputs)
         prompts = unpadded(rows["prompt_ids"], rows["prompt_mask"])
         if self.objective.w_doc:
-            asked = zip(inputs, prompts, strict=True)
-            rows["document_contexts"] = [self._document_context(row, ids) for row, ids in asked]
+            pairs = zip(inputs, prompts, strict=True)
+            rows["document_contexts"] = [self._document_context(row, ids) for row, ids in pairs]
         if self.objective.alpha:
-            said = unpadded(rows["completion_ids"], rows["completion_mask"])
-            texts = self.processing_class.batch_decode(said, skip_special_tokens=True)
+            responses = unpadded(rows["completion_ids"], rows["completion_mask"])
+            texts = self.processing_class.batch_decode(responses, skip_special_tokens=True)
             asked_again = [self._under_hint(*one) for one in zip(inputs, texts, strict=True)]
             rows["hinted_contexts"] = asked_again
             trained = self._trained(rows).sum(dim=1)
@@ -99,8 +99,8 @@ class CartridgeGRPOTrainer(GRPOTrainer):
         if isinstance(prompt, str):
             (head,), _, _ = super()._tokenize_prompts([document])
             return [*head, *prompt_ids]
-        whole = [{"role": "system", "content": document}, *prompt]
-        (context,), _, _ = super()._tokenize_prompts([whole])
+        messages = [{"role": "system", "content": document}, *prompt]
+        (context,), _, _ = super()._tokenize_prompts([messages])
         if context[-len(prompt_ids) :] != list(prompt_ids):
             raise DataError(
                 "the chat template renders a prompt differently behind a system message, so the "
@@ -127,11 +127,11 @@ class CartridgeGRPOTrainer(GRPOTrainer):
         forward with gradient are kept for the other terms."""
         answered = attention_mask[:, -logits_to_keep:].bool()
         prompts = unpadded(input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep])
-        said = unpadded(input_ids[:, -logits_to_keep:], answered)
-        step = batch_size or len(said)
+        responses = unpadded(input_ids[:, -logits_to_keep:], answered)
+        step = batch_size or len(responses)
         parts = [
-            response_logits(model, prompts[i : i + step], said[i : i + step])
-            for i in range(0, len(said), step)
+            response_logits(model, prompts[i : i + step], responses[i : i + step])
+            for i in range(0, len(responses), step)
         ]
         logits = torch.cat(parts)
         if logits.requires_grad:
@@ -150,53 +150,55 @@ class CartridgeGRPOTrainer(GRPOTrainer):
         student, self._student = self._student, None
         if student is None:  # an evaluation: nothing is trained
             return total
-        said = unpadded(inputs["completion_ids"], inputs["completion_mask"])
+        responses = unpadded(inputs["completion_ids"], inputs["completion_mask"])
         trained = self._trained(inputs)[inputs["completion_mask"].bool()].bool()
         teacher = self.accelerator.unwrap_model(model)
         if objective.w_doc:
-            logits = teacher_logits(teacher, inputs["document_contexts"], said, cartridge=False)
+            logits = teacher_logits(
+                teacher, inputs["document_contexts"], responses, cartridge=False
+            )
             read = TeacherDistribution(logits=logits[trained])
             summed, _ = doc_kl(student[trained], read, self.doc_form)
             terms["doc_kl"] = summed / self._items(inputs["num_items_in_batch"])
             total = total + objective.w_doc * terms["doc_kl"]
         alpha = alpha_at(self.state.global_step, objective.alpha, objective.alpha_warmup_steps)
         if alpha and any(c is not None for c in inputs["hinted_contexts"]):
-            summed = self._sdpo(teacher, inputs, said, student, trained)
+            summed = self._sdpo(teacher, inputs, responses, student, trained)
             terms["sdpo"] = summed / self._items(inputs["hinted_items"])
             total = total + alpha * terms["sdpo"]
         if objective.beta:
             terms["replay_dpo"] = self._replay(model) / self.current_gradient_accumulation_steps
             total = total + objective.beta * terms["replay_dpo"]
         for name, term in terms.items():
-            whole = term.detach() * self.current_gradient_accumulation_steps
-            self._metrics["train"][name].append(self.accelerator.gather(whole).mean().item())
+            value = term.detach() * self.current_gradient_accumulation_steps
+            self._metrics["train"][name].append(self.accelerator.gather(value).mean().item())
         return total
 
     def _sdpo(
         self,
         teacher: Any,
         inputs: Mapping[str, Any],
-        said: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
         student: Tensor,
         trained: Tensor,
     ) -> Tensor:
         """Return the sum of the loss over the trained tokens of the completions under a hint."""
         contexts = inputs["hinted_contexts"]
         rows = [i for i, context in enumerate(contexts) if context is not None]
-        lengths = torch.tensor([len(response) for response in said])
+        lengths = torch.tensor([len(response) for response in responses])
         hints = torch.tensor([context is not None for context in contexts])
         under = hints.repeat_interleave(lengths).to(trained.device)
         logits = teacher_logits(
-            teacher, [contexts[i] for i in rows], [said[i] for i in rows], cartridge=True
+            teacher, [contexts[i] for i in rows], [responses[i] for i in rows], cartridge=True
         )
-        targets = torch.tensor([t for i in rows for t in said[i]], device=student.device)
-        own = trained[under]
+        targets = torch.tensor([t for i in rows for t in responses[i]], device=student.device)
+        mask = trained[under]
         sampled = token_logprobs(student[under], targets).detach()
         if (old := inputs.get("old_per_token_logps")) is not None:
             sampled = old[inputs["completion_mask"].bool()][under]
         tokens = sdpo_tokens(
-            student[under][own], TeacherDistribution(logits=logits[own]), targets[own],
-            sampled[own], self.objective.sdpo,
+            student[under][mask], TeacherDistribution(logits=logits[mask]), targets[mask],
+            sampled[mask], self.objective.sdpo,
         )  # fmt: skip
         return sdpo_term(tokens, self.objective.sdpo).total
 
@@ -206,9 +208,9 @@ class CartridgeGRPOTrainer(GRPOTrainer):
         first = (self._step * world + rank) * self._each
         pairs = [self._pairs[i % len(self._pairs)] for i in range(first, first + self._each)]
         texts = completions(pairs)
-        contexts, said = [s.prompt_ids for s in texts], [s.response_ids for s in texts]
-        logits = response_logits(model, contexts, said)
-        targets = torch.tensor([t for ids in said for t in ids], device=logits.device)
+        contexts, responses = [s.prompt_ids for s in texts], [s.response_ids for s in texts]
+        logits = response_logits(model, contexts, responses)
+        targets = torch.tensor([t for ids in responses for t in ids], device=logits.device)
         chosen, rejected = summed_by_pair(token_logprobs(logits, targets), pairs)
         term = replay_dpo(chosen, rejected, pairs, self.objective.dpo)
         return term.total / term.count

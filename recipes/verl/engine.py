@@ -86,11 +86,11 @@ class CartridgeEngine(BaseEngine):
         )
         self._disabled = False
 
-    def train_mode(self, **given: Any) -> BaseEngineCtx:
-        return BaseEngineCtx(self, "train", **given)
+    def train_mode(self, **options: Any) -> BaseEngineCtx:
+        return BaseEngineCtx(self, "train", **options)
 
-    def eval_mode(self, **given: Any) -> BaseEngineCtx:
-        return BaseEngineCtx(self, "eval", **given)
+    def eval_mode(self, **options: Any) -> BaseEngineCtx:
+        return BaseEngineCtx(self, "eval", **options)
 
     def optimizer_zero_grad(self) -> None:
         self.progress.parameter.grad = None
@@ -115,19 +115,19 @@ class CartridgeEngine(BaseEngine):
         tokens = int(data["loss_mask"].sum())
         tensordict_utils.assign_non_tensor(data, sp_size=1, batch_num_tokens=tokens, dp_size=1)
         parts, indices = prepare_micro_batches(data=data, same_micro_num_in_dp=False)
-        found = []
+        outputs = []
         with torch.no_grad() if forward_only else nullcontext():
             for part in parts:
                 output = self._forward(part)
-                told: dict[str, Any] = {"model_output": output, "loss": 0.0, "metrics": {}}
+                output_row: dict[str, Any] = {"model_output": output, "loss": 0.0, "metrics": {}}
                 if loss_function is not None:
                     loss, metrics = loss_function(model_output=output, data=part, dp_group=None)
-                    told |= {"loss": loss.detach().item(), "metrics": metrics}
+                    output_row |= {"loss": loss.detach().item(), "metrics": metrics}
                     if not forward_only:
                         loss.backward()
-                        del told["model_output"]
-                found.append(detach_tree(told))
-        return postprocess_batch_func(output_lst=found, indices=indices, data=data)
+                        del output_row["model_output"]
+                outputs.append(detach_tree(output_row))
+        return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
     def _forward(self, part: TensorDict) -> dict[str, Tensor]:
         """Return each token's log-probability, nested as the ids: at j that of the token j + 1, 0
@@ -139,10 +139,10 @@ class CartridgeEngine(BaseEngine):
             zip(ids.unbind(), _lengths(part["prompts"], part), strict=True)
         ):
             tokens = row.tolist()
-            asked = tokens[:prompt]
+            prompt_ids = tokens[:prompt]
             # A cartridge begins with the token that begins a prompt without one.
-            asked = asked[1:] if asked[0] == self._begin else asked
-            samples.append(Sample(str(i), NAME, tuple(asked), tuple(tokens[prompt:]), (), ()))
+            prompt_ids = prompt_ids[1:] if prompt_ids[0] == self._begin else prompt_ids
+            samples.append(Sample(str(i), NAME, tuple(prompt_ids), tuple(tokens[prompt:]), (), ()))
             places += range(start + prompt - 1, start + len(tokens) - 1)
             start += len(tokens)
         kv = self._initial if self._disabled else self.bank.kv()[0]
@@ -206,8 +206,8 @@ class CartridgeEngine(BaseEngine):
         folder = Path(local_path)
         folder.mkdir(parents=True, exist_ok=True)
         kv = self.bank.kv()[0].detach().cpu()
-        made = CartridgeFile(kv, self._file.frozen, self._file.facts)
-        FORMATS["peft"].write(made, folder / FOLDER, force=True)
+        cartridge = CartridgeFile(kv, self._file.frozen, self._file.facts)
+        FORMATS["peft"].write(cartridge, folder / FOLDER, force=True)
         save_file({k: t.contiguous() for k, t in self.progress.moments.items()}, folder / MOMENTS)
         counts = {"steps": self.progress.steps, "global_step": global_step}
         (folder / COUNTS).write_text(json.dumps(counts) + "\n")
@@ -230,17 +230,17 @@ class CartridgeEngine(BaseEngine):
 def _lengths(prompts: Any, part: TensorDict) -> list[int]:
     """Return the number of tokens of each row's prompt, nested or padded."""
     if prompts.is_nested:
-        found: list[int] = prompts.offsets().diff().tolist()
-        return found
+        lengths: list[int] = prompts.offsets().diff().tolist()
+        return lengths
     mask = part["attention_mask"][:, : prompts.shape[1]]
     of_mask: list[int] = mask.sum(dim=1).tolist()
     return of_mask
 
 
 def _check_temperature(temperature: Any) -> None:
-    given = temperature.tolist() if isinstance(temperature, Tensor) else [temperature]
-    if any(one != 1.0 for one in given):
+    values = temperature.tolist() if isinstance(temperature, Tensor) else [temperature]
+    if any(one != 1.0 for one in values):
         raise SpecError(
-            f"actor_rollout_ref.rollout.temperature is {given[0]}, and a cartridge is trained on "
-            "what the model itself would say; set it to 1.0"
+            f"actor_rollout_ref.rollout.temperature is {values[0]}, and a cartridge is trained "
+            "on what the model itself would say; set it to 1.0"
         )

@@ -40,8 +40,8 @@ def outcome_advantages(
     """Return advantages and returns [B, T], equal: an episode's on each token of its mask. A row's
     reward is the sum of its token rewards [B, T]; rows with equal `index` are one group."""
     rewards = token_level_rewards.sum(dim=-1).tolist()
-    found = group_advantages(rewards, [str(one) for one in index], baseline)
-    values = token_level_rewards.new_tensor([0.0 if one is None else one for one in found])
+    advantages = group_advantages(rewards, [str(one) for one in index], baseline)
+    values = token_level_rewards.new_tensor([0.0 if one is None else one for one in advantages])
     spread = values[:, None] * response_mask
     return spread, spread
 
@@ -58,7 +58,7 @@ def clipped_policy_loss(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the loss, a scalar with graph, and metrics, from [B, T] each. `config` is veRL's
     ActorConfig, with the clip range and what it knows of the whole batch."""
-    own = response_mask.bool()
+    mask = response_mask.bool()
     low, high = config.clip_ratio_low, config.clip_ratio_high
     spec = GrpoSpec(
         ratio=ratio,
@@ -67,9 +67,11 @@ def clipped_policy_loss(
         dual_clip=config.get("clip_ratio_c", DUAL_CLIP),
         mismatch=None,  # veRL's is in the weights
     )
-    lengths = own.sum(dim=1).tolist()
-    term = grpo(log_prob[own], old_log_prob[own], advantages[own], [n for n in lengths if n], spec)
-    losses = torch.zeros_like(log_prob).masked_scatter(own, term.losses)
+    lengths = mask.sum(dim=1).tolist()
+    term = grpo(
+        log_prob[mask], old_log_prob[mask], advantages[mask], [n for n in lengths if n], spec
+    )
+    losses = torch.zeros_like(log_prob).masked_scatter(mask, term.losses)
     if rollout_is_weights is not None:
         losses = losses * rollout_is_weights
     loss = agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)

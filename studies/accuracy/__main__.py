@@ -48,7 +48,7 @@ from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import PrefixRef, composed_ref
 from cartridge_forge.training.records import context_ref
 from studies.accuracy.extraction import extraction
-from studies.accuracy.study import StudyBench, share, told
+from studies.accuracy.study import StudyBench, share, table_row
 
 # The order of prefixes, from a ring of documents that starts with the question's own.
 ORDERS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
@@ -80,12 +80,12 @@ def initialization(options: argparse.Namespace) -> Iterator[Any]:
         runs = [started(options.mesh, options.set, init, seed) for seed in seeds]
         arms = (share([run[arm] for run in runs]) for arm in ("untrained", "trained"))
         ends = (f"{fmean(run[end] for run in runs):.3f}" for end in ("first_kl", "last_kl"))
-        told(init, *arms, *ends)
+        table_row(init, *arms, *ends)
         for run in runs:
             yield {**run, **{arm: vars(run[arm]) for arm in ("untrained", "trained")}}
 
 
-def asked(
+def ask_exams(
     study: StudyBench, exams: list[LongHealthQuestion], kind: str, order: str, moved: bool
 ) -> str:
     """Return the right answers over one order of prefixes of a kind, "cartridge" or "document"."""
@@ -104,11 +104,11 @@ def by_owner(study: StudyBench) -> dict[str, list[LongHealthQuestion]]:
     names, patients = study.names, study.tasks.patients
     following = dict(zip(names, [*names[1:], names[0]], strict=True))
     texts = {name: {q.text for q in patients[name].questions} for name in names}
-    found: dict[str, list[LongHealthQuestion]] = {"A's alone": [], "B's too": []}
+    by_part: dict[str, list[LongHealthQuestion]] = {"A's alone": [], "B's too": []}
     for exam in study.tasks.exams:
-        both = exam.question.text in texts[following[exam.question.patient]]
-        found["B's too" if both else "A's alone"].append(exam)
-    return found
+        is_shared = exam.question.text in texts[following[exam.question.patient]]
+        by_part["B's too" if is_shared else "A's alone"].append(exam)
+    return by_part
 
 
 def rows(study: StudyBench, name: str, kind: str) -> Iterator[list[str]]:
@@ -116,10 +116,10 @@ def rows(study: StudyBench, name: str, kind: str) -> Iterator[list[str]]:
     for whose, exams in by_owner(study).items():
         for moved in (True, False):
             cells = [
-                asked(study, exams, kind, order, moved) if moved or order != "[A]" else ""
+                ask_exams(study, exams, kind, order, moved) if moved or order != "[A]" else ""
                 for order in ORDERS
             ]
-            yield told(name if moved else f"{name}, unmoved", f"{whose}, {len(exams)}", *cells)
+            yield table_row(name if moved else f"{name}, unmoved", f"{whose}, {len(exams)}", *cells)
 
 
 def composition(options: argparse.Namespace) -> Iterator[Any]:
@@ -148,9 +148,9 @@ def together(options: argparse.Namespace) -> Iterator[Any]:
             first = names.index(exam.question.patient)
             read = sorted([*names[first:], *names[:first]][:count])
             requests.append(replace(request, prefix=context_ref(read)))
-        found = study.ask(exams, requests)
-        told(str(count), share([found]))
-        yield {"charts": count, **vars(found)}
+        count_right = study.ask(exams, requests)
+        table_row(str(count), share([count_right]))
+        yield {"charts": count, **vars(count_right)}
 
 
 KINDS = {
@@ -163,7 +163,7 @@ KINDS = {
 if __name__ == "__main__":
     benchmark(
         __doc__,
-        lambda asked: ({}, list(KINDS[asked.of](asked))),
+        lambda options: ({}, list(KINDS[options.of](options))),
         {
             "of": {"choices": KINDS},
             "mesh": {"nargs": "?", "default": "meshes/longhealth.yaml"},

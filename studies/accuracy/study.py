@@ -56,9 +56,14 @@ class StudyBench:
         sources = init_sources(
             layout.contexts, documents, self._cache, self.model.longest, vocabulary
         )
-        of = learn.cartridge
-        assert of.fresh is not None, "this sets cartridge.init to a name"
-        start = CartridgeInit(of.fresh, of.tokens, of.frozen_tokens, learn.train.seed)
+        cartridge_spec = learn.cartridge
+        assert cartridge_spec.fresh is not None, "this sets cartridge.init to a name"
+        start = CartridgeInit(
+            cartridge_spec.fresh,
+            cartridge_spec.tokens,
+            cartridge_spec.frozen_tokens,
+            learn.train.seed,
+        )
         bank = initial_bank(self.model, sources, start)
         self._trainer = CartridgeTrainer(
             self.model, bank, learn.train, objective=learn.objective, loss=learn.loss,
@@ -73,10 +78,10 @@ class StudyBench:
         kls = []
         for step in range(steps):
             prompts = self.tasks.rollout(step, trainer.version)
-            done = generate(
+            completions = generate(
                 self.model, [p.request for p in prompts], self.prefix, self.tasks.end_ids
             )
-            samples = as_rollout(step, prompts, done, offline=False).samples
+            samples = as_rollout(step, prompts, completions, offline=False).samples
             scored = score_kept(
                 self.model,
                 samples,
@@ -102,9 +107,9 @@ class StudyBench:
     ) -> RightCount:
         """Answer requests over compositions with `moved` keys, or over `unmoved` ones."""
         lookup = self.prefix if moved else self.unmoved
-        done = generate(self.model, requests, lookup, self.tasks.end_ids)
-        found = measure(exams, [self.tasks.decode(c.token_ids) for c in done])
-        return RightCount(round(found["accuracy"] * found["n"]), found["n"])
+        completions = generate(self.model, requests, lookup, self.tasks.end_ids)
+        result = measure(exams, [self.tasks.decode(c.token_ids) for c in completions])
+        return RightCount(round(result["accuracy"] * result["n"]), result["n"])
 
     def examined(self) -> RightCount:
         """Answer the held-out questions, each over its own cartridge."""
@@ -119,14 +124,14 @@ class StudyBench:
         return bank.kv([document])[0].detach().to(self.model.dtype)
 
 
-def share(found: list[RightCount]) -> str:
+def share(counts: list[RightCount]) -> str:
     """Return the accuracy over all runs as text: `63.1% (58.2% to 67.7%)`."""
-    right, n = sum(f.right for f in found), sum(f.n for f in found)
+    right, n = sum(f.right for f in counts), sum(f.n for f in counts)
     low, high = wilson_interval(right, n)
     return f"{right / n:.1%} ({low:.1%} to {high:.1%})"
 
 
-def told(*cells: str) -> list[str]:
+def table_row(*cells: str) -> list[str]:
     """Print a row of a Markdown table and return it."""
     print("| " + " | ".join(cells) + " |", flush=True)
     return list(cells)

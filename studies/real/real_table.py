@@ -61,26 +61,26 @@ def cut_article(folder: Path, name: str, most: int, tokenizer: Any, home: Path) 
     and questions.json; return `home`."""
     text = (folder / f"{name}.txt").read_text()
     ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
-    kept = text[: ends[:most][-1][1]]
+    excerpt = text[: ends[:most][-1][1]]
     paragraphs = []
     for article in json.loads((folder / "questions.json").read_text())["data"]:
         for paragraph in article["paragraphs"] if article["title"] == name else ():
             begins = text.index(paragraph["context"])
             qas = [
                 qa for qa in paragraph["qas"]
-                if all(begins + a["answer_start"] + len(a["text"]) <= len(kept)
+                if all(begins + a["answer_start"] + len(a["text"]) <= len(excerpt)
                        for a in qa["answers"])
             ]  # fmt: skip
-            paragraphs.append({"context": kept[begins:], "qas": qas})
+            paragraphs.append({"context": excerpt[begins:], "qas": qas})
     home.mkdir(parents=True, exist_ok=True)
-    write_atomically(home / f"{name}.txt", kept)
-    whole = {"data": [{"title": name, "paragraphs": paragraphs}]}
-    write_atomically(home / "questions.json", json.dumps(whole, indent=1))
+    write_atomically(home / f"{name}.txt", excerpt)
+    squad = {"data": [{"title": name, "paragraphs": paragraphs}]}
+    write_atomically(home / "questions.json", json.dumps(squad, indent=1))
     return home
 
 
 def retrieved_answers(
-    model: Any, tokenizer: Any, text: str, asked: Sequence[UserQuestion], tokens: int, new: int
+    model: Any, tokenizer: Any, text: str, questions: Sequence[UserQuestion], tokens: int, new: int
 ) -> list[dict[str, Any]]:
     """Return each question's answer and the loss of the right one after the passage of `tokens`
     tokens that BM25 ranks first for it. Passages overlap by half."""
@@ -92,27 +92,29 @@ def retrieved_answers(
     passages = {f"{b:05d}": tokenizer.decode(ids[b : b + tokens]) for b in begins}
     router, talk = Bm25Router.of_texts(passages), ChatRenderer(tokenizer, passages)
     requests, readings = [], []
-    answers = [talk.saying(q.wording) if q.wording else () for q in asked]
-    for q, own in zip(asked, answers, strict=True):
+    answers = [talk.saying(q.wording) if q.wording else () for q in questions]
+    for q, answer_ids in zip(questions, answers, strict=True):
         ranked = router.top(q.text, 1)
         name = ranked[0][0] if ranked else next(iter(passages))
         prompt = talk.opening(name, (AgentMessage("user", q.text),))
         greedy = Sampling(temperature=0.0, max_tokens=new)
         requests.append(GenerateRequest(q.id, prompt, PrefixRef(name, 0), greedy, 0))
-        readings.append(reading(requests[-1], own))
+        readings.append(reading(requests[-1], answer_ids))
     heads = {ref: document_kv(model, talk.head(ref.name)) for ref in {r.prefix for r in requests}}
     ends = frozenset({tokenizer.eos_token_id})
-    said = generate(model, requests, heads.__getitem__, ends)
+    completions = generate(model, requests, heads.__getitem__, ends)
     read = generate(model, readings, heads.__getitem__, ends)
     return [
-        {"id": q.id, "text": talk.decode(c.token_ids).strip(), "nll": mean_nll(r, len(own)),
+        {"id": q.id, "text": talk.decode(c.token_ids).strip(), "nll": mean_nll(r, len(ids)),
          "passage": c_request.prefix.name}
-        for q, own, c, r, c_request in zip(asked, answers, said, read, requests, strict=True)
+        for q, ids, c, r, c_request in zip(
+            questions, answers, completions, read, requests, strict=True
+        )
     ]  # fmt: skip
 
 
 def trained_answers(
-    home: Path, run: Path, asked: argparse.Namespace, sets: Sequence[str]
+    home: Path, run: Path, options: argparse.Namespace, sets: Sequence[str]
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
     """Return each arm's answers of the run in `run`, which is started, or goes on where it broke
     off, and its results. Raises SystemExit where it fails ATTEMPTS times."""
@@ -121,13 +123,14 @@ def trained_answers(
         "--run-dir", str(run),
         *(word for one in (
             f"data.path={home}", f"data.questions={home / 'questions.json'}",
-            f"model.path={asked.path}", f"model.dtype={asked.dtype}",
-            f"train.steps={asked.steps}", f"train.warm_start={{steps: {asked.steps - asked.last}}}",
+            f"model.path={options.path}", f"model.dtype={options.dtype}",
+            f"train.steps={options.steps}",
+            f"train.warm_start={{steps: {options.steps - options.last}}}",
             "train.checkpoint_every=1", f"train.sampler_gap={GAP}",
-            f"evaluate.max_tokens={asked.new}",
+            f"evaluate.max_tokens={options.new}",
             "evaluate.probe_every=0", "evaluate.questions=128", "self_study.questions=96",
             "roles.generator.replicas=1", "spares=0",
-            *(f"roles.{role}.threads={asked.threads}" for role in ROLES), *PATIENCE, *sets,
+            *(f"roles.{role}.threads={options.threads}" for role in ROLES), *PATIENCE, *sets,
         ) for word in ("--set", one)),
     ]  # fmt: skip
     for _ in range(ATTEMPTS):
@@ -146,10 +149,12 @@ def trained_answers(
     return answers, results
 
 
-def outcomes(asked: Sequence[UserQuestion], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def outcomes(
+    questions: Sequence[UserQuestion], answers: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return the means over questions of an arm's outcomes."""
     by_id = {row["id"]: row for row in answers}
-    scored = [(q, by_id[q.id]["text"], by_id[q.id]["nll"]) for q in asked]
+    scored = [(q, by_id[q.id]["text"], by_id[q.id]["nll"]) for q in questions]
     return {
         "n": len(scored),
         "nll": fmean(nll for _, _, nll in scored),
@@ -161,62 +166,66 @@ def outcomes(asked: Sequence[UserQuestion], answers: Sequence[Mapping[str, Any]]
     }
 
 
-def row(asked: argparse.Namespace, name: str, tokens: int, tokenizer: Any) -> dict[str, Any]:
+def row(options: argparse.Namespace, name: str, tokens: int, tokenizer: Any) -> dict[str, Any]:
     """Measure one article at one length, or read what is measured."""
-    kept = asked.home / "rows" / f"{name}-{tokens}.json"
-    if kept.exists():
-        found: dict[str, Any] = json.loads(kept.read_text())
-        return found
+    file = options.home / "rows" / f"{name}-{tokens}.json"
+    if file.exists():
+        result: dict[str, Any] = json.loads(file.read_text())
+        return result
     print(f"{name}, P = {tokens}", flush=True)
-    home = cut_article(asked.articles, name, asked.most, tokenizer, asked.home / "articles" / name)
+    home = cut_article(
+        options.articles, name, options.most, tokenizer, options.home / "articles" / name
+    )
     text = (home / f"{name}.txt").read_text()
     questions = read_questions(str(home / "questions.json"), {name: text}, "")
-    passages = asked.home / "passages" / f"{name}-{tokens}.json"
+    passages = options.home / "passages" / f"{name}-{tokens}.json"
     if not passages.exists():
         from cartridge_forge.learning.model.loading import load_model
 
-        model = load_model(asked.path, asked.dtype)
-        made = retrieved_answers(model, tokenizer, text, questions, tokens, asked.new)
+        model = load_model(options.path, options.dtype)
+        rows = retrieved_answers(model, tokenizer, text, questions, tokens, options.new)
         del model  # before the run's processes load theirs
         passages.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(passages, json.dumps(made))
-    shortest = tokens == min(asked.lengths)
+        write_atomically(passages, json.dumps(rows))
+    shortest = tokens == min(options.lengths)
     arms = "none,document,untrained,on_policy" if shortest else "untrained,on_policy"
     sets = [f"cartridge.tokens={tokens}", f"evaluate.arms=[{arms}]"]
-    answers, results = trained_answers(home, asked.home / "runs" / f"{name}-{tokens}", asked, sets)
-    whole = {ARMS[arm]: rows for arm, rows in answers.items()}
-    whole["retrieved"] = json.loads(passages.read_text())
-    found = {
+    answers, results = trained_answers(
+        home, options.home / "runs" / f"{name}-{tokens}", options, sets
+    )
+    answers_of = {ARMS[arm]: rows for arm, rows in answers.items()}
+    answers_of["retrieved"] = json.loads(passages.read_text())
+    result = {
         "article": name,
         "tokens": tokens,
         "document_tokens": results["compression"]["document_tokens"],
-        "arms": {arm: outcomes(questions, rows) for arm, rows in whole.items()},
+        "arms": {arm: outcomes(questions, rows) for arm, rows in answers_of.items()},
         "tokens_trained": results["tokens_trained"],
         "kl": results["kl"],
         "wall_seconds": results["wall_seconds"],
     }
-    lines = [json.dumps({"arm": arm, **one}) for arm, rows in whole.items() for one in rows]
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with gzip.open(kept.with_suffix(".jsonl.gz"), "wt") as answered:
+    lines = [json.dumps({"arm": arm, **one}) for arm, rows in answers_of.items() for one in rows]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(file.with_suffix(".jsonl.gz"), "wt") as answered:
         answered.write("\n".join(lines) + "\n")
-    write_atomically(kept, json.dumps(found, indent=1))
-    print(json.dumps(found["arms"]), flush=True)
-    return found
+    write_atomically(file, json.dumps(result, indent=1))
+    print(json.dumps(result["arms"]), flush=True)
+    return result
 
 
-def measure(asked: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
+def measure(options: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
     from cartridge_forge.learning.model.loading import tokenizer_of
 
-    sets = [f"model.path={asked.model}", f"model.dtype={asked.dtype}"]
-    asked.path = load_spec(str(MESH), sets=sets).spec.learn.model.path
-    asked.home = asked.out.parent.absolute()
-    tokenizer = tokenizer_of(asked.path)
+    sets = [f"model.path={options.model}", f"model.dtype={options.dtype}"]
+    options.path = load_spec(str(MESH), sets=sets).spec.learn.model.path
+    options.home = options.out.parent.absolute()
+    tokenizer = tokenizer_of(options.path)
     rows = []
-    for tokens in asked.lengths:
-        for path in sorted(asked.articles.glob("*.txt")):
+    for tokens in options.lengths:
+        for path in sorted(options.articles.glob("*.txt")):
             size = len(tokenizer(path.read_text(), add_special_tokens=False).input_ids)
-            if tokens < 1024 or size >= asked.most:
-                rows.append(row(asked, path.stem, tokens, tokenizer))
+            if tokens < 1024 or size >= options.most:
+                rows.append(row(options, path.stem, tokens, tokenizer))
     return {}, rows
 
 

@@ -49,16 +49,16 @@ class Needs:
     is_mesh: bool = False
 
 
-def needs(spec: RunSpec, size: ModelSize) -> Needs:
+def least_needs(spec: RunSpec, size: ModelSize) -> Needs:
     """Return what the values must give a mesh, as `render` refuses less."""
     models = [name for name, _ in spec.roles if name in MODEL_ROLES]
     most = max((process_bytes(spec, name, size) / GB for name in models), default=0.0)
     return Needs(most, -(-runs_bytes(spec.learn, size) // GIB), is_mesh=True)
 
 
-def chart_tree(tree: Tree, name: str, version: str, least: Needs, told: str) -> Tree:
-    """Return the chart of a rendered tree (of the default values): texts by path. `told` is how it
-    was made, for its first line."""
+def chart_tree(tree: Tree, name: str, version: str, least: Needs, command: str) -> Tree:
+    """Return the chart of a rendered tree (of the default values): texts by path. `command` made
+    it, for its first line."""
     overlays = {basename(target): build(tree, target) for target in targets(tree)}
     defaults = DeploymentSpec().model_dump(mode="json")
     first = "gpu" if "gpu" in overlays else next(iter(overlays))
@@ -72,41 +72,43 @@ def chart_tree(tree: Tree, name: str, version: str, least: Needs, told: str) -> 
         "kubeVersion": ">=1.30.0-0",
     }
     values = {"overlay": first, **defaults}
-    head = f"# Written by: {told}\n"
-    written = {
+    head = f"# Written by: {command}\n"
+    files = {
         "Chart.yaml": head + text(chart),
         "values.yaml": head + text(values),
         "values.schema.json": json.dumps(schema(list(overlays), first, least), indent=2) + "\n",
         "facts.yaml": head + text(_facts(overlays, least)),
     }
-    written |= {f"objects/{of}.yaml": text(found) for of, found in _shared(overlays).items()}
+    files |= {
+        f"objects/{digest}.yaml": text(shared) for digest, shared in _shared(overlays).items()
+    }
     parts = {f"templates/{part.name}": part.read_text("utf-8") for part in sorted(PARTS.iterdir())}
-    return written | parts
+    return files | parts
 
 
 def schema(overlays: Sequence[str], first: str, least: Needs) -> Object:
     """Return the JSON Schema of the chart's values: the keys of `--values`, the rules between them,
     and the plan's least figures."""
-    found: Object = {"$schema": DIALECT, **DeploymentSpec.model_json_schema()}
+    document: Object = {"$schema": DIALECT, **DeploymentSpec.model_json_schema()}
     overlay = {
         "enum": list(overlays),
         "default": first,
         "description": "which of the overlays of `forge k8s render`",
     }
-    found["properties"] = {"overlay": overlay, **found["properties"]}
+    document["properties"] = {"overlay": overlay, **document["properties"]}
     # Helm itself adds the key for charts that are part of others.
-    found["properties"]["global"] = {"type": "object"}
-    found["required"] = ["overlay"]
-    parts = found["$defs"]
+    document["properties"]["global"] = {"type": "object"}
+    document["required"] = ["overlay"]
+    parts = document["$defs"]
     image = parts["ImageSpec"]["properties"]
     image["tag"]["not"] = {"const": "latest"}
     # Of keys with a pattern pydantic says what those that match hold, and nothing of the others.
     parts["GpuClassSpec"]["properties"]["node_labels"]["additionalProperties"] = False
     model = parts["ModelSourceSpec"]
     model["properties"]["path"]["anyOf"][0]["not"] = {"pattern": OUT_OF_THE_CLAIM}
-    both = {key: {"type": "string"} for key in ("claim", "path")}
+    fields = {key: {"type": "string"} for key in ("claim", "path")}
     neither = {key: {"type": "null"} for key in ("claim", "path")}
-    model["anyOf"] = [{"required": list(both), "properties": both}, {"properties": neither}]
+    model["anyOf"] = [{"required": list(fields), "properties": fields}, {"properties": neither}]
     tolerated = parts["TolerationSpec"]
     equal = {"properties": {"operator": {"const": "Equal"}}, "required": ["operator"]}
     tolerated["if"], tolerated["then"], tolerated["else"] = (
@@ -114,12 +116,12 @@ def schema(overlays: Sequence[str], first: str, least: Needs) -> Object:
         {"required": ["value"], "properties": {"value": {"type": "string"}}},
         {"properties": {"value": {"type": "null"}}},
     )
-    keys = found["properties"]
+    keys = document["properties"]
     if not least.is_mesh:
         keys["gang"]["const"] = False
         keys["rdma"] = {"type": "null", "description": keys["rdma"]["description"]}
     queued = {"properties": {"queue": {"type": "string"}}, "required": ["queue"]}
-    found["if"], found["then"] = (
+    document["if"], document["then"] = (
         {"properties": {"gang": {"const": True}}, "required": ["gang"]},
         queued,
     )
@@ -127,11 +129,11 @@ def schema(overlays: Sequence[str], first: str, least: Needs) -> Object:
         parts["GpuClassSpec"]["properties"]["gb"]["minimum"] = round(least.gpu_gb, 3)
     if least.runs_gib:
         parts["StorageSpec"]["properties"]["runs_gib"]["anyOf"][0]["minimum"] = least.runs_gib
-    return found
+    return document
 
 
 def _facts(overlays: Mapping[str, Sequence[Object]], least: Needs) -> Object:
-    every = [found for objects in overlays.values() for found in objects]
+    every = [item for objects in overlays.values() for item in objects]
     (space,) = {o["metadata"]["name"]: o for o in every if o["kind"] == "Namespace"}.values()
     return {
         "namespace": space["metadata"]["name"],
@@ -158,11 +160,11 @@ def _facts(overlays: Mapping[str, Sequence[Object]], least: Needs) -> Object:
 
 def _shared(overlays: Mapping[str, Sequence[Object]]) -> dict[str, list[Object]]:
     """Return each object once, under the names of the overlays that have it: `cpu+gpu`."""
-    found: dict[str, tuple[Object, list[str]]] = {}
+    copies: dict[str, tuple[Object, list[str]]] = {}
     for name, objects in overlays.items():
         for one in objects:
-            found.setdefault(json.dumps(one, sort_keys=True), (one, []))[1].append(name)
+            copies.setdefault(json.dumps(one, sort_keys=True), (one, []))[1].append(name)
     shared: dict[str, list[Object]] = {}
-    for one, names in found.values():
+    for one, names in copies.values():
         shared.setdefault("+".join(names), []).append(one)
     return shared

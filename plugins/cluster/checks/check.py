@@ -35,7 +35,12 @@ class CheckResult:
 def check(paths: Sequence[str], parse: Parse) -> CheckResult:
     """Check the manifests of files and folders. Raises SpecError for paths without manifests."""
     sets, faults, notes = read_sets(paths)
-    kinds = [m.value for each in sets for m in each if m.kind == "CustomResourceDefinition"]
+    kinds = [
+        m.value
+        for manifest_set in sets
+        for m in manifest_set
+        if m.kind == "CustomResourceDefinition"
+    ]
     for manifests in sets:
         more, remarks = check_objects(manifests, parse, kinds)
         faults += more

@@ -63,7 +63,7 @@ def our_containers(
     manifests: Sequence[Manifest], parse: Parse
 ) -> tuple[list[OurContainer], list[ManifestFault]]:
     """Return the containers that run our commands, and the faults of commands and specs."""
-    found: list[OurContainer] = []
+    containers: list[OurContainer] = []
     faults: list[ManifestFault] = []
     for template in pod_templates(manifests):
         for container in template.containers():
@@ -73,15 +73,15 @@ def our_containers(
             try:
                 options = parse(container.words)
             except SpecError as error:
-                said = " ".join(container.words[:3])
+                command = " ".join(container.words[:3])
                 faults.append(
                     container.finding(
-                        RULE, ".command", f"{said}: {error}", "correct it (forge --help)"
+                        RULE, ".command", f"{command}: {error}", "correct it (forge --help)"
                     )
                 )
                 continue
             try:
-                found.append(_with_spec(container, options, manifests))
+                containers.append(_with_spec(container, options, manifests))
             except SpecError as error:
                 faults += [
                     container.finding(
@@ -90,8 +90,8 @@ def our_containers(
                     for line in str(error).splitlines()
                     if line.strip()
                 ]
-                found.append(OurContainer(container, options))
-    return found, faults
+                containers.append(OurContainer(container, options))
+    return containers, faults
 
 
 def _unset(container: Container) -> Iterator[ManifestFault]:
@@ -150,8 +150,8 @@ def _load(
             return None
         try:
             if handler in RUN_HANDLERS:
-                found = [str(root / one.lstrip("/")) for one in overlays]
-                loaded = load_spec(str(path), overlays=found, sets=sets).spec
+                overlay_paths = [str(root / one.lstrip("/")) for one in overlays]
+                loaded = load_spec(str(path), overlays=overlay_paths, sets=sets).spec
                 size = known_size(loaded.learn.model)
                 text = loaded.model_dump_json().replace(f"{root}/", "/")
                 return ReadSpec(run=RunSpec.model_validate_json(text), size=size)
@@ -188,9 +188,9 @@ def _mounted(container: Container, manifests: Sequence[Manifest]) -> dict[str, s
     texts = {}
     for mount in container.get("volumeMounts"):
         source = volumes.get(mount["name"])
-        held = data.get((space, source.get("name")), {}) if source else {}
+        contents = data.get((space, source.get("name")), {}) if source else {}
         items = (source or {}).get("items")
-        files = {i["path"]: held.get(i["key"]) for i in items} if items else dict(held)
+        files = {i["path"]: contents.get(i["key"]) for i in items} if items else dict(contents)
         if "subPath" in mount:
             files = {"": files.get(mount["subPath"])}
         for name, text in files.items():

@@ -45,26 +45,26 @@ METRICS_PATH = "/metrics"
 
 def check_commands(manifests: Sequence[Manifest], ours: Sequence[OurContainer]) -> Faults:
     """Yield faults of the containers that run our commands."""
-    for each in ours:
-        if each.handler == WORKER:
-            yield from _worker(each)
-        elif each.handler == SERVE:
-            yield from _server(each)
-        elif each.handler in RUN_HANDLERS:
-            seconds = float(each.options["grace"]) + RUN_END_SECONDS + _sleep(each.container)
-            yield from _grace(each.pod, seconds, "the run's --grace and its end")
-            if each.run is not None:
-                yield from _run(each, each.run)
-                yield from _pools(each, each.run, manifests)
+    for item in ours:
+        if item.handler == WORKER:
+            yield from _worker(item)
+        elif item.handler == SERVE:
+            yield from _server(item)
+        elif item.handler in RUN_HANDLERS:
+            seconds = float(item.options["grace"]) + RUN_END_SECONDS + _sleep(item.container)
+            yield from _grace(item.pod, seconds, "the run's --grace and its end")
+            if item.run is not None:
+                yield from _run(item, item.run)
+                yield from _pools(item, item.run, manifests)
 
 
-def _worker(each: OurContainer) -> Faults:
-    container, address = each.container, str(each.options.get("address") or "")
+def _worker(ours: OurContainer) -> Faults:
+    container, address = ours.container, str(ours.options.get("address") or "")
     host, _, number = address.rpartition("@")[2].rpartition("//")[2].rpartition(":")
-    port, tls = int(number) if number.isdecimal() else WORKER_PORT, each.options.get("tls")
+    port, tls = int(number) if number.isdecimal() else WORKER_PORT, ours.options.get("tls")
     if host in LOOPBACK:
         yield from _loopback(container, f"listens on {host}", f"listen on 0.0.0.0:{port}")
-    elif not (tls or each.options.get("insecure")):
+    elif not (tls or ours.options.get("insecure")):
         what = "a worker that others reach ends at once without TLS"
         remedy = "add --tls DIR, or --insecure behind network policies"
         yield container.finding("command", ".command", what, remedy)
@@ -78,12 +78,12 @@ def _worker(each: OurContainer) -> Faults:
     if owner.kind == "MonarchMesh" and owner.spec.get("port", WORKER_PORT) != port:
         what = f"is {owner.spec.get('port', WORKER_PORT)}, and its worker listens on {port}"
         yield owner.finding("ports", ".spec.port", what, "make them equal")
-    if isinstance(drain := each.options.get("grace"), int | float):
+    if isinstance(drain := ours.options.get("grace"), int | float):
         yield from _grace(container.pod, float(drain), "the worker's --grace")
 
 
-def _server(each: OurContainer) -> Faults:
-    container, spec = each.container, each.serve
+def _server(ours: OurContainer) -> Faults:
+    container, spec = ours.container, ours.serve
     if spec is None:
         return
     host, _, number = spec.http.listen.rpartition(":")
@@ -94,7 +94,7 @@ def _server(each: OurContainer) -> Faults:
     yield from _probes(container, {int(number): SERVER_PATHS})
     keys = [spec.http.key_env, *(key.env for key in spec.http.keys.values())]
     yield from _variables(container, "http names", [key for key in keys if key])
-    yield from _written(each, "library", spec.library)
+    yield from _written(ours, "library", spec.library)
     seconds = spec.http.drain_s + STOP_SECONDS + _sleep(container)
     yield from _grace(container.pod, seconds, "http.drain_s and the end of the generators")
     probe = container.value.get("livenessProbe")
@@ -110,8 +110,8 @@ def _server(each: OurContainer) -> Faults:
             yield container.finding("probes", ".livenessProbe", what, remedy)
 
 
-def _run(each: OurContainer, spec: RunSpec) -> Faults:
-    container, control = each.container, spec.mesh.control
+def _run(ours: OurContainer, spec: RunSpec) -> Faults:
+    container, control = ours.container, spec.mesh.control
     paths: dict[int, Sequence[str]] = {}
     ports: dict[str, int] = {}
     for key, address, served in (
@@ -142,8 +142,8 @@ def _run(each: OurContainer, spec: RunSpec) -> Faults:
         if file and not _mounts(container, file):
             what = f"control.{key} is {file}, which is not mounted"
             yield container.finding("files", ".volumeMounts", what, "mount the Secret that has it")
-    folder = str(each.options.get("run_dir") or "runs")
-    yield from _written(each, "--run-dir", folder, stored=spec.mesh.records.store is not None)
+    folder = str(ours.options.get("run_dir") or "runs")
+    yield from _written(ours, "--run-dir", folder, stored=spec.mesh.records.store is not None)
 
 
 def _loopback(container: Container, what: str, remedy: str) -> Faults:
@@ -166,24 +166,24 @@ def _probes(container: Container, paths: Mapping[int, Sequence[str]]) -> Faults:
     remedy = f"ask {' or '.join(served)}" if served else "use a command"
     for name in PROBES:
         probe = container.value.get(name) or {}
-        for way in ("httpGet", "tcpSocket"):
-            port = container.port(probe[way].get("port")) if probe.get(way) else None
-            if probe.get(way) is None:
+        for handler in ("httpGet", "tcpSocket"):
+            port = container.port(probe[handler].get("port")) if probe.get(handler) else None
+            if probe.get(handler) is None:
                 continue
-            path = probe[way].get("path", "/")
+            path = probe[handler].get("path", "/")
             if port is None or port not in paths:
-                what = f"asks port {probe[way].get('port')}, where nothing listens"
-                yield container.finding("probes", f".{name}.{way}.port", what, remedy)
-            elif way == "httpGet" and path not in paths[port]:
+                what = f"asks port {probe[handler].get('port')}, where nothing listens"
+                yield container.finding("probes", f".{name}.{handler}.port", what, remedy)
+            elif handler == "httpGet" and path not in paths[port]:
                 what = f"asks {path} of port {port}, which does not serve it"
-                yield container.finding("probes", f".{name}.{way}.path", what, remedy)
+                yield container.finding("probes", f".{name}.{handler}.path", what, remedy)
 
 
 def _variables(container: Container, what: str, names: Sequence[str]) -> Faults:
     """Yield the names of variables that a container does not have."""
-    given = {variable.get("name") for variable in container.get("env")}
+    set_names = {variable.get("name") for variable in container.get("env")}
     for name in () if container.get("envFrom") else names:
-        if name not in given and not name.startswith(FILE):
+        if name not in set_names and not name.startswith(FILE):
             text = f"{what} {name}, which it has not"
             yield container.finding("env", ".env", text, "add it from a Secret")
 
@@ -200,9 +200,9 @@ def _mounts(container: Container, path: str) -> bool:
     return False
 
 
-def _written(each: OurContainer, key: str, path: str, *, stored: bool = False) -> Faults:
+def _written(ours: OurContainer, key: str, path: str, *, stored: bool = False) -> Faults:
     """Yield a folder that cannot be written, or ends with the pod and is not `stored` elsewhere."""
-    container = each.container
+    container = ours.container
     folder = (
         path if path.startswith("/") else f"{container.value.get('workingDir') or '/app'}/{path}"
     )
@@ -240,9 +240,9 @@ def _grace(template: PodTemplate, seconds: float, what: str) -> Faults:
         yield template.finding("grace", path, text, f"give {seconds:g} or more")
 
 
-def _pools(each: OurContainer, spec: RunSpec, manifests: Sequence[Manifest]) -> Faults:
+def _pools(ours: OurContainer, spec: RunSpec, manifests: Sequence[Manifest]) -> Faults:
     """Yield roles without the pods that the run looks for, by namespace and labels."""
-    hosts, owner, container = spec.mesh.hosts, each.pod.owner, each.container
+    hosts, owner, container = spec.mesh.hosts, ours.pod.owner, ours.container
     if hosts.kind != "kubernetes":
         return
     options = hosts.kubernetes
@@ -279,8 +279,8 @@ def _pools(each: OurContainer, spec: RunSpec, manifests: Sequence[Manifest]) -> 
                 yield worker.finding("pools", ".command", what, remedy)
             if name == "teacher_replay":
                 yield from _variables(worker, "a teacher's key_env is", list(teacher_keys(spec)))
-            if each.size is not None:
-                yield from _memory(worker, name, pod_resources(spec, name, role, each.size).memory)
+            if ours.size is not None:
+                yield from _memory(worker, name, pod_resources(spec, name, role, ours.size).memory)
 
 
 def _memory(container: Container, role: str, gib: int) -> Faults:

@@ -94,8 +94,8 @@ class PodTemplate:
     def containers(self) -> Iterator[Container]:
         """Yield the containers, those of the start first."""
         for field_ in ("initContainers", "containers"):
-            for index, found in enumerate(self.spec.get(field_) or ()):
-                yield Container(self, f"{self.path}.spec.{field_}[{index}]", found)
+            for index, value in enumerate(self.spec.get(field_) or ()):
+                yield Container(self, f"{self.path}.spec.{field_}[{index}]", value)
 
     def is_ours(self) -> bool:
         """Return whether a container runs a command of Cartridge Forge."""
@@ -123,8 +123,8 @@ class Container:
 
     def ports(self) -> dict[int, str]:
         """Return the names of its ports by number; "" for one without a name."""
-        found = (p for p in self.get("ports") if isinstance(p.get("containerPort"), int))
-        return {p["containerPort"]: p.get("name") or "" for p in found}
+        ports = (p for p in self.get("ports") if isinstance(p.get("containerPort"), int))
+        return {p["containerPort"]: p.get("name") or "" for p in ports}
 
     def port(self, named: Any) -> int | None:
         """Return the number of a port given by number or name; None where there is none such."""
@@ -155,19 +155,19 @@ def _our_words(container: Object) -> tuple[str, ...]:
 
 def pod_templates(manifests: Sequence[Manifest]) -> Iterator[PodTemplate]:
     """Yield the template of every pod that would be made."""
-    for found in manifests:
-        spec, path = found.spec, ".spec"
+    for manifest in manifests:
+        spec, path = manifest.spec, ".spec"
         if not isinstance(spec, dict):
             continue
-        if found.kind == "Pod":
-            yield PodTemplate(found, "", found.value)
+        if manifest.kind == "Pod":
+            yield PodTemplate(manifest, "", manifest.value)
             continue
         if isinstance(inner := spec.get("jobTemplate"), dict):  # of a CronJob
             spec, path = inner.get("spec") or {}, ".spec.jobTemplate.spec"
         for key in ("podTemplate", "template"):
             template = spec.get(key)
             if isinstance(template, dict) and isinstance(template.get("spec"), dict):
-                yield PodTemplate(found, f"{path}.{key}", template)
+                yield PodTemplate(manifest, f"{path}.{key}", template)
 
 
 def ours(manifests: Sequence[Manifest]) -> list[Manifest]:
@@ -176,12 +176,12 @@ def ours(manifests: Sequence[Manifest]) -> list[Manifest]:
     spaces = {t.owner.namespace for t in pod_templates(manifests) if t.is_ours()}
     spaces |= {m.namespace for m in manifests if m.kind == "MonarchMesh"}
 
-    def belongs(found: Manifest) -> bool:
-        space = found.name if found.kind == "Namespace" else found.namespace
-        return space in spaces or labels_of(found).get(f"{DOMAIN}/part-of") == PART_OF
+    def belongs(manifest: Manifest) -> bool:
+        space = manifest.name if manifest.kind == "Namespace" else manifest.namespace
+        return space in spaces or labels_of(manifest).get(f"{DOMAIN}/part-of") == PART_OF
 
-    return [found for found in manifests if belongs(found)]
+    return [manifest for manifest in manifests if belongs(manifest)]
 
 
-def labels_of(found: Manifest) -> dict[str, str]:
-    return dict(found.value["metadata"].get("labels") or {})
+def labels_of(manifest: Manifest) -> dict[str, str]:
+    return dict(manifest.value["metadata"].get("labels") or {})

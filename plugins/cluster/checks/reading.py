@@ -111,7 +111,7 @@ def _valid(values: Any, file: str, faults: list[ManifestFault]) -> Iterator[Mani
                 "metadata.name": isinstance(metadata, dict)
                 and bool(metadata.get("name") or metadata.get("generateName")),
             }
-            missing = [name for name, given in fields.items() if not given]
+            missing = [name for name, value in fields.items() if not value]
             kind = str(value.get("kind") or "an object")
             faults += [
                 ManifestFault("schema", kind, f".{name}", f"has no {name}", "add it", file)

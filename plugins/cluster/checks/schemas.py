@@ -53,9 +53,9 @@ def check_schemas(
         elif validator := _validator(kind, version):
             faults += _faults(manifest, validator, manifest.value)
         elif versions := _versions(kind, manifest.group, custom):
-            known = ", ".join(sorted(versions))
+            versions_text = ", ".join(sorted(versions))
             faults.append(
-                manifest.finding(RULE, ".apiVersion", f"has no {version}", f"write {known}")
+                manifest.finding(RULE, ".apiVersion", f"has no {version}", f"write {versions_text}")
             )
         else:
             notes[f"{kind} of {version}: no schema of it here, not validated"] = None

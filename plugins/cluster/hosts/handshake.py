@@ -50,13 +50,13 @@ class WorkerUnreachable(RunError):
 def host_and_port(address: str) -> tuple[str, int]:
     """Return host and port: `"tls://10.0.0.2:26600"` -> `("10.0.0.2", 26600)`; IPv6 keeps its
     brackets."""
-    found = ADDRESS.fullmatch(address)
+    match = ADDRESS.fullmatch(address)
     # Worker info is on the next port, so Monarch cannot have the last one.
-    if found is None or not 1 <= int(found[2]) < 65535:
+    if match is None or not 1 <= int(match[2]) < 65535:
         raise RunError(
             f"a worker's address must be tls://host:port or tcp://host:port: got {address!r}"
         )
-    return found[1], int(found[2])
+    return match[1], int(match[2])
 
 
 def parse_hello(body: bytes) -> WorkerInfo:

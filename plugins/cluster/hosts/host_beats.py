@@ -110,8 +110,8 @@ class HostBeats:
         for name, process in added.items():
             if name not in self._watches:
                 self._watches[name] = ProcessWatch(process)
-        asked = [watch.ask(PATIENCE_PERIODS * period_s) for watch in self._watches.values()]
-        asking = [task for task in asked if task is not None]
+        started = [watch.ask(PATIENCE_PERIODS * period_s) for watch in self._watches.values()]
+        asking = [task for task in started if task is not None]
         if asking:
             await asyncio.wait(asking, timeout=WAIT_SHARE * period_s)
         return {name: watch.told() for name, watch in self._watches.items()}

@@ -91,11 +91,11 @@ class HeartbeatPlan:
         if speaker is self.speaker:
             self._asked_at, self._known = None, frozenset(reply)
         for process in watched:
-            told = reply.get(process.name, ProcessBeat())
-            if told.ended:
-                process.has_gone(told.ended)
-            elif told.beats:
-                process.hear(told.beats, now - told.age_s)
+            beat = reply.get(process.name, ProcessBeat())
+            if beat.ended:
+                process.has_gone(beat.ended)
+            elif beat.beats:
+                process.hear(beat.beats, now - beat.age_s)
 
 
 class HostHeartbeats:

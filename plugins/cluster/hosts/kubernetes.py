@@ -88,12 +88,12 @@ class KubernetesHosts:
         )
         await asyncio.to_thread(follower.begin, asyncio.get_running_loop())
         attached: frozenset[tuple[str, int]] = frozenset()
-        known: tuple[HostWorker, ...] | None = None
+        last_attached: tuple[HostWorker, ...] | None = None
         pods: Sequence[Pod] = ()
         trouble: RunError | None = None
         try:
             while True:
-                left_s = None if known is not None else max(0.0, end - time.monotonic())
+                left_s = None if last_attached is not None else max(0.0, end - time.monotonic())
                 try:
                     async with asyncio.timeout(left_s):
                         batch = await follower.latest()
@@ -103,18 +103,18 @@ class KubernetesHosts:
                     if not isinstance(news, RunError):
                         pods, trouble = news, None
                         attached = attachable(pods, attached)
-                    elif known is None and isinstance(news, ApiRefusal):
+                    elif last_attached is None and isinstance(news, ApiRefusal):
                         raise news
                     else:
                         if str(news) != str(trouble):
                             _log.warning("pods are not watched for now: %s", news)
                         trouble = news
                 self._lacking = missing(pods, self._wanted, self._space)
-                if known is None and self._lacking:
+                if last_attached is None and self._lacking:
                     continue
                 now = workers(pods, attached, self._roles, self._secured)
-                if now != known:
-                    known = now
+                if now != last_attached:
+                    last_attached = now
                     yield now
         finally:
             follower.end()
@@ -127,13 +127,13 @@ class KubernetesHosts:
                 f"{role} cannot have {replicas} replicas: a MonarchMesh has one at least; ask for 1"
             )
         name = mesh_name(role)
-        found = await asyncio.to_thread(self._api.mesh, name)
-        if found is None:
+        mesh = await asyncio.to_thread(self._api.mesh, name)
+        if mesh is None:
             raise RunError(
                 f"there is no MonarchMesh {name} in namespace {self._space} to scale; apply the "
                 "manifests: `kubectl apply -k deploy/k8s/overlays/cpu`"
             )
-        if found["spec"]["replicas"] != replicas:
+        if mesh["spec"]["replicas"] != replicas:
             await asyncio.to_thread(self._api.scale, name, replicas)
         self._wanted[role] = replicas
 
@@ -221,11 +221,11 @@ class KubernetesHosts:
                 self._tried.remove(name)
                 raise
             except AlreadyExists:
-                found = await asyncio.to_thread(self._api.mesh, name)
-            if found is not None and "deletionTimestamp" not in found["metadata"]:
-                if self._is_ours(found):
+                existing = await asyncio.to_thread(self._api.mesh, name)
+            if existing is not None and "deletionTimestamp" not in existing["metadata"]:
+                if self._is_ours(existing):
                     return  # made by an attempt whose answer was lost
-                await self._take_over(found)
+                await self._take_over(existing)
             if time.monotonic() > end:
                 raise RunError(
                     f"MonarchMesh {name} of an earlier run was not gone from namespace "
@@ -234,9 +234,9 @@ class KubernetesHosts:
                 )
             await asyncio.sleep(POLL_S)
 
-    async def _take_over(self, found: Object) -> None:
+    async def _take_over(self, mesh: Object) -> None:
         """Delete a mesh whose controller has ended. Raises RunError where it may still be used."""
-        metadata = found["metadata"]
+        metadata = mesh["metadata"]
         for owner in metadata.get("ownerReferences", ()):
             pod = await asyncio.to_thread(self._api.pod, owner["name"])
             ended = pod is None or pod["metadata"]["uid"] != owner["uid"]
@@ -249,8 +249,8 @@ class KubernetesHosts:
             f"namespace, or `kubectl delete monarchmesh -n {self._space} {metadata['name']}`"
         )
 
-    def _is_ours(self, found: Object) -> bool:
-        annotations = found["metadata"].get("annotations", {})
+    def _is_ours(self, mesh: Object) -> bool:
+        annotations = mesh["metadata"].get("annotations", {})
         return bool(annotations.get(MADE_BY) == self._made_by)
 
     async def _unmake(self) -> None:
@@ -258,9 +258,9 @@ class KubernetesHosts:
         failed: list[RunError] = []
         for name in reversed(self._tried[:]):
             try:
-                found = await asyncio.to_thread(self._api.mesh, name)
-                if found is not None and self._is_ours(found):
-                    await asyncio.to_thread(self._api.delete, name, found["metadata"]["uid"])
+                mesh = await asyncio.to_thread(self._api.mesh, name)
+                if mesh is not None and self._is_ours(mesh):
+                    await asyncio.to_thread(self._api.delete, name, mesh["metadata"]["uid"])
                 self._tried.remove(name)
             except RunError as error:
                 failed.append(error)
@@ -295,10 +295,10 @@ class PodWatcher:
 
     async def latest(self) -> list[Sequence[Pod] | RunError]:
         """Return all news since the last call, at least one entry."""
-        found = [await self.news.get()]
+        snapshots = [await self.news.get()]
         while not self.news.empty():
-            found.append(self.news.get_nowait())
-        return found
+            snapshots.append(self.news.get_nowait())
+        return snapshots
 
     def end(self) -> None:
         """Shut the connection at once; nothing is put into `news` any more."""
@@ -312,7 +312,7 @@ class PodWatcher:
     ) -> None:
         pause = 0.0
         while not self.api.wait(pause):
-            begun = time.monotonic()
+            start = time.monotonic()
             pause = min(2 * pause, LONGEST_PAUSE_S) or 0.1
             try:
                 if version is None:
@@ -329,7 +329,7 @@ class PodWatcher:
                     if kind != "DELETED":
                         pods[name] = pod_of(raw)
                     tell(tuple(pods.values()))
-                if time.monotonic() - begun > LASTING_S:
+                if time.monotonic() - start > LASTING_S:
                     pause = 0.0
             except WatchExpired:
                 version = None

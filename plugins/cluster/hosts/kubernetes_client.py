@@ -67,11 +67,11 @@ class KubernetesClient:
 
     def pods(self, selector: str) -> tuple[list[Object], str]:
         """Return every pod of a selector, and the version from which to watch them."""
-        found = self._call(
+        page = self._call(
             "list", "pods", "", self._core.list_namespaced_pod, self.namespace,
             label_selector=selector,
         )  # fmt: skip
-        return found["items"], found["metadata"]["resourceVersion"]
+        return page["items"], page["metadata"]["resourceVersion"]
 
     def pod(self, name: str) -> Object | None:
         """Return the pod, or None where there is none of that name."""
@@ -109,8 +109,8 @@ class KubernetesClient:
                 raise WatchExpired from None
             if not error.status:
                 raise self._unreachable(error.reason) from None
-            said = error.body or error.reason
-            raise self._error(error.status, said, "watch", "pods", "") from None
+            message = error.body or error.reason
+            raise self._error(error.status, message, "watch", "pods", "") from None
         except (ProtocolError, ReadTimeoutError):
             return  # the connection was cut
         except HTTPError as error:
@@ -186,8 +186,8 @@ class KubernetesClient:
             except HTTPError as error:
                 status, body, headers = 0, "", {}
                 failure = self._unreachable(_cause(error))
-            if 0 < status < 300 and (found := _json(body)) is not None:
-                return found
+            if 0 < status < 300 and (reply := _json(body)) is not None:
+                return reply
             if status == 409 and verb == "create":
                 raise AlreadyExists(name)
             if status == 409 and verb == "delete":  # that uid is gone already
@@ -212,7 +212,7 @@ class KubernetesClient:
         self, status: int, body: str | bytes | None, verb: str, resource: str, name: str
     ) -> RunError:
         """Return the error for a refusal, with its message and remedy."""
-        said, details = _status(body)
+        message, details = _status(body)
         what = f"{resource}/{name}" if name else resource
         if status == 401:
             return ApiRefusal(
@@ -221,13 +221,13 @@ class KubernetesClient:
             )
         if status == 403:
             return ApiRefusal(
-                f"may not {verb} {what} in namespace {self.namespace} (403: {said}); apply "
+                f"may not {verb} {what} in namespace {self.namespace} (403: {message}); apply "
                 f"{_GRANTS.get((resource, verb), 'deploy/k8s/base')}, and check with `kubectl auth "
                 f"can-i {verb} {what} -n {self.namespace}`"
             )
         if status == 404 and details.get("name"):
             return ObjectMissing(
-                f"cannot {verb} {what} in namespace {self.namespace} (404: {said}); apply the "
+                f"cannot {verb} {what} in namespace {self.namespace} (404: {message}); apply the "
                 "manifests: `kubectl apply -k deploy/k8s/overlays/cpu`"
             )
         if status == 404:
@@ -236,7 +236,8 @@ class KubernetesClient:
                 "`helm install monarch-operator`, 0.2.0 or later"
             )
         return RunError(
-            f"the API server did not {verb} {what} in namespace {self.namespace} ({status}: {said})"
+            f"the API server did not {verb} {what} in namespace {self.namespace} "
+            f"({status}: {message})"
             + ("; correct the mesh file" if status == 422 else "; try again once it is well")
         )
 
@@ -289,10 +290,10 @@ def _shut(response: Any) -> None:
 def _json(body: str | bytes | None) -> Object | None:
     """Return the body as a dict, or None where it is no JSON object, such as a proxy's page."""
     try:
-        found = json.loads(body or "{}")
+        value = json.loads(body or "{}")
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _status(body: str | bytes | None) -> tuple[str, Object]:

@@ -109,9 +109,9 @@ def _why(
     """Return (reason, message) of a pod that is not ready."""
     if leaving:
         # Of a silent node the pod stays, since nobody tells that its container has ended.
-        left = conditions.get("DisruptionTarget", {})
-        lost = left.get("reason") == "DeletionByTaintManager"
-        return ("NodeLost", left.get("message", "")) if lost else ("Terminating", "")
+        condition = conditions.get("DisruptionTarget", {})
+        lost = condition.get("reason") == "DeletionByTaintManager"
+        return ("NodeLost", condition.get("message", "")) if lost else ("Terminating", "")
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
         return scheduled.get("reason", "Unschedulable"), scheduled.get("message", "")
@@ -122,8 +122,8 @@ def _why(
     for container in every:
         waiting = container.get("state", {}).get("waiting")
         if waiting and waiting.get("reason") not in (None, "PodInitializing"):
-            said = [waiting.get("message", ""), _ended(container.get("lastState", {}))]
-            return waiting["reason"], "; ".join(filter(None, said))
+            messages = [waiting.get("message", ""), _ended(container.get("lastState", {}))]
+            return waiting["reason"], "; ".join(filter(None, messages))
         if ended := _ended(container.get("state", {})):
             return "Terminated", ended
     if status.get("phase") == "Running":
@@ -136,14 +136,14 @@ def _ended(state: Mapping[str, Any]) -> str:
     return f"ended with exit code {end.get('exitCode')} ({end.get('reason')})" if end else ""
 
 
-def attachable(pods: Iterable[Pod], before: frozenset[Incarnation]) -> frozenset[Incarnation]:
+def attachable(pods: Iterable[Pod], previous: frozenset[Incarnation]) -> frozenset[Incarnation]:
     """Return the (uid, restarts) of pods to attach to: those that run, and are ready or were
-    `before`.
+    `previous`.
 
     A probe that fails for a while on a busy node ends no replica; only missing heartbeats do.
     """
     running = (p for p in pods if p.runs and p.ip)
-    return frozenset(p.incarnation for p in running if p.ready or p.incarnation in before)
+    return frozenset(p.incarnation for p in running if p.ready or p.incarnation in previous)
 
 
 def workers(
@@ -151,11 +151,11 @@ def workers(
 ) -> tuple[HostWorker, ...]:
     """Return the workers of `attached` in the order of `roles`, then by ordinal. They talk TLS
     where `space` names their namespace."""
-    order = {dashed(role): (place, role) for place, role in enumerate(roles)}
-    found = [p for p in pods if p.incarnation in attached and p.component in order]
-    found.sort(key=lambda p: (order[p.component][0], p.ordinal, p.name))
+    order = {dashed(role): (index, role) for index, role in enumerate(roles)}
+    chosen = [p for p in pods if p.incarnation in attached and p.component in order]
+    chosen.sort(key=lambda p: (order[p.component][0], p.ordinal, p.name))
     return tuple(
-        HostWorker(p.name, address(p.ip, space), order[p.component][1], capacity=1) for p in found
+        HostWorker(p.name, address(p.ip, space), order[p.component][1], capacity=1) for p in chosen
     )
 
 
@@ -172,9 +172,9 @@ def missing(pods: Iterable[Pod], wanted: Mapping[str, int], space: str) -> list[
     """Return a line for each wanted pod (role to replicas) that is not ready: name, reason, remedy.
     Empty where none is missing."""
     lines = []
-    known = list(pods)
+    pod_list = list(pods)
     for role, replicas in wanted.items():
-        mine = {p.name: p for p in known if p.component == dashed(role)}
+        mine = {p.name: p for p in pod_list if p.component == dashed(role)}
         if sum(p.ready for p in mine.values()) >= replicas:
             continue
         if not mine:
@@ -188,6 +188,6 @@ def missing(pods: Iterable[Pod], wanted: Mapping[str, int], space: str) -> list[
 
 
 def _lacks(pod: Pod, space: str) -> str:
-    said = f"{pod.name}: {pod.reason}" + (f": {pod.message:.300}" if pod.message else "")
+    text = f"{pod.name}: {pod.reason}" + (f": {pod.message:.300}" if pod.message else "")
     remedy = REMEDIES.get(pod.reason)
-    return said + (f"; {remedy.format(space=space, pod=pod.name)}" if remedy else "")
+    return text + (f"; {remedy.format(space=space, pod=pod.name)}" if remedy else "")

@@ -124,10 +124,10 @@ class HostMembership:
 
     def _follow(self, workers: tuple[HostWorker, ...]) -> None:
         # By address too: a replaced pod has the name of the one before.
-        there = {(w.name, w.address): w for w in workers}
-        for key in [key for key in self._members if key not in there]:
+        current = {(w.name, w.address): w for w in workers}
+        for key in [key for key in self._members if key not in current]:
             self._members.pop(key).removed.set()
-        for key, worker in there.items():
+        for key, worker in current.items():
             if key not in self._members:
                 self._members[key] = HostMember(worker)
                 self._begin(self._attend(self._members[key]))
@@ -160,10 +160,10 @@ class HostMembership:
             if not member.joined.done():
                 member.joined.set_result(None)
             event, reason = await self._stay(member, hello)
-            begun = time.monotonic()
+            start = time.monotonic()
             self._processes.leave(host)
             await self._processes.left(host)
-            seconds = round(time.monotonic() - begun, 3)
+            seconds = round(time.monotonic() - start, 3)
             self._note(event, host=worker.name, reason=reason, seconds=seconds)
 
     async def _join(self, worker: HostWorker) -> tuple[WorkerInfo | None, ProcessHost]:
@@ -209,11 +209,11 @@ class HostMembership:
 def attached_at(worker: HostWorker, hello: WorkerInfo) -> str:
     """Return the address to attach to. Raises RunError for a worker with TLS that goes by another
     name: Monarch compares the names."""
-    (reached, _), (own, port) = host_and_port(worker.address), host_and_port(hello.address)
+    (reached, _), (host, port) = host_and_port(worker.address), host_and_port(hello.address)
     if not is_tls(worker.address):
         # By the host just reached: the worker's own name may not be in DNS yet.
         return f"tcp://{reached}:{port}"
-    if reached.lower() != own.lower() or not is_tls(hello.address):
+    if reached.lower() != host.lower() or not is_tls(hello.address):
         raise RunError(
             f"the worker at {worker.address} goes by {hello.address}; name it in hosts.addresses "
             "as its --address does"

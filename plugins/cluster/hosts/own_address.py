@@ -20,15 +20,15 @@ def reached_at(hosts: HostsSpec) -> str:
     named = hosts.reached_at
     try:
         if named is not None:
-            found = _address_of(named)
-            return _bracketed(found if hosts.tls is None else named)
+            address = _address_of(named)
+            return _bracketed(address if hosts.tls is None else named)
         if hosts.addresses:
             host, port = host_and_port(hosts.addresses[0])
             return _bracketed(_local_address(_address_of(host.strip("[]")), port))
-        own, namespace = _local_address(*ANYWHERE), os.environ.get("POD_NAMESPACE")
+        local, namespace = _local_address(*ANYWHERE), os.environ.get("POD_NAMESPACE")
         if hosts.tls is not None and hosts.kind == "kubernetes" and namespace:
-            return pod_host(own, namespace)
-        return _bracketed(own)
+            return pod_host(local, namespace)
+        return _bracketed(local)
     except OSError as error:
         to = named or (hosts.addresses[0] if hosts.addresses else "anywhere")
         raise SpecError(

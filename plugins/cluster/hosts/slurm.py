@@ -105,8 +105,8 @@ class SlurmHosts:
             self._over = HostsEndedError(str(error))
             try:
                 await self.close()
-            except RunError as left:
-                self._over = HostsEndedError(f"{error}; {left}")
+            except RunError as cause:
+                self._over = HostsEndedError(f"{error}; {cause}")
             raise self._over from error
         except asyncio.CancelledError:
             await self.close()
@@ -127,12 +127,12 @@ class SlurmHosts:
             await asyncio.wait({self._submitting}, timeout=CANCEL_SECONDS)
         await asyncio.wait({in_thread(job.kill)}, timeout=CANCEL_SECONDS)
         deadline = time.monotonic() + CANCEL_SECONDS
-        while (left := await self._look()) is None or left.state in WAITS | RUNS:
+        while (queued := await self._look()) is None or queued.state in WAITS | RUNS:
             if time.monotonic() > deadline:
-                named = left.job if left else f"--name={self._name}_{os.getpid()}"
+                named = queued.job if queued else f"--name={self._name}_{os.getpid()}"
                 raise RunError(f"the Slurm job was not cancelled; end it with: scancel {named}")
-            if left is not None:  # submitted by sbatch, but unknown to SlurmJob
-                await ask("scancel", left.job)
+            if queued is not None:  # submitted by sbatch, but unknown to SlurmJob
+                await ask("scancel", queued.job)
             await asyncio.sleep(QUEUE_SECONDS / 4)
 
     # -- the job --------------------------------------------------------------------------------
@@ -197,14 +197,14 @@ class SlurmHosts:
     async def _started(self) -> None:
         """Return once the job runs."""
         last = NOBODY
-        begun = time.monotonic()
+        start = time.monotonic()
         while True:
-            found = await self._look()
-            last = found or last
-            waited = time.monotonic() - begun
+            job = await self._look()
+            last = job or last
+            waited = time.monotonic() - start
             if last.state in RUNS:
                 return
-            unlisted = last is NOBODY and (found is None or waited < LIST_SECONDS)
+            unlisted = last is NOBODY and (job is None or waited < LIST_SECONDS)
             if last.state not in WAITS and not unlisted:
                 raise RunError(
                     f"the Slurm job {last.job} ended before it began: {last}; what the nodes "
@@ -223,14 +223,14 @@ class SlurmHosts:
         attaching = asyncio.ensure_future(self._attach(job))
         ending = asyncio.ensure_future(self._ended())
         try:
-            done, _ = await asyncio.wait(
+            finished, _ = await asyncio.wait(
                 {attaching, ending}, timeout=ATTACH_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
-            if ending in done:  # SlurmJob may have cancelled it, and then raises the reason
+            if ending in finished:  # SlurmJob may have cancelled it, and then raises the reason
                 await asyncio.wait({attaching}, timeout=REASON_SECONDS)
             if attaching.done():
                 return attaching.result()
-            if ending in done:
+            if ending in finished:
                 ending.result()
             raise RunError(
                 f"no worker on every node answered within {ATTACH_SECONDS:g} s; check that the "
@@ -250,10 +250,10 @@ class SlurmHosts:
             await asyncio.gather(*(finish(mesh.initialized) for mesh in meshes))
             return meshes
         except Exception as error:  # any error of Slurm's JSON or Monarch's sockets
-            found = await self._look()
+            queued = await self._look()
             # SlurmJob itself cancels the job, and its error has the reason.
-            if found is not None and found.state not in RUNS | {"CANCELLED"}:
-                raise self._end(found) from error
+            if queued is not None and queued.state not in RUNS | {"CANCELLED"}:
+                raise self._end(queued) from error
             raise RunError(
                 f"the nodes of the Slurm job were not attached ({error!r:.200}); SlurmJob reads "
                 f"the JSON of Slurm 24.05 and newer; what the nodes wrote is in {self._logs}"
@@ -265,8 +265,8 @@ class SlurmHosts:
         A message that reaches Monarch's server before its agent is there ends the actor that sent
         it, and Monarch has no call that tells when the agent is there: SETTLE_SECONDS are for that.
         """
-        found = await ask("squeue", "--me", "--json")
-        jobs = json.loads(found)["jobs"] if found else []
+        output = await ask("squeue", "--me", "--json")
+        jobs = json.loads(output)["jobs"] if output else []
         for job in jobs:
             if job["name"].startswith(self._name):
                 for node in job["job_resources"]["nodes"]["allocation"]:
@@ -277,21 +277,21 @@ class SlurmHosts:
         """Raise RunError once squeue reports that the job no longer runs, and why."""
         completing: float | None = None
         while True:
-            found = await self._look()
-            if found is None or found.state in RUNS:
+            job = await self._look()
+            if job is None or job.state in RUNS:
                 await asyncio.sleep(WATCH_SECONDS)
                 continue
             # While its processes end, squeue does not say why.
             completing = completing or time.monotonic()
-            if found.state != "COMPLETING" or time.monotonic() - completing > REASON_SECONDS:
-                raise self._end(found)
+            if job.state != "COMPLETING" or time.monotonic() - completing > REASON_SECONDS:
+                raise self._end(job)
             await asyncio.sleep(QUEUE_SECONDS / 4)
 
-    def _end(self, found: QueuedJob) -> RunError:
-        named = f"the Slurm job {found.job}".rstrip()
-        what = "was put back into the queue" if found.state in WAITS else "ended"
+    def _end(self, job: QueuedJob) -> RunError:
+        named = f"the Slurm job {job.job}".rstrip()
+        what = "was put back into the queue" if job.state in WAITS else "ended"
         return RunError(
-            f"{named} {what}: {found}; its nodes are gone, and the checkpoints "
+            f"{named} {what}: {job}; its nodes are gone, and the checkpoints "
             "are kept: go on with --resume, which submits a new one "
             f"(hosts.slurm.time_limit is {self._spec.time_limit or 'the default'}; what the nodes "
             f"wrote is in {self._logs})"
@@ -319,14 +319,14 @@ async def ask(*command: str) -> str | None:
     )
     try:
         async with asyncio.timeout(ASK_SECONDS):
-            said, _ = await asking.communicate()
+            output, _ = await asking.communicate()
     except TimeoutError:
         return None
     finally:
         if asking.returncode is None:
             asking.kill()
             await asking.wait()
-    return said.decode(errors="replace") if asking.returncode == 0 else None
+    return output.decode(errors="replace") if asking.returncode == 0 else None
 
 
 async def until_listening(host: str, port: int) -> None:

@@ -92,7 +92,7 @@ def work(
     at = at or address(_own_name(), int(os.environ.get("MONARCH_PORT", PORT)), scheme)
     called, _, listens = at.partition("@")
     name, port = host_and_port(called)
-    interface, own = host_and_port(listens or called)
+    interface, own_port = host_and_port(listens or called)
     _require_secured(at, name, interface, identity, insecure=insecure)
     os.umask(0o077)  # as in the run's own process: the processes here write into its directory
     os.environ.update(LINK_ENVIRONMENT)  # read by Monarch when it is imported
@@ -102,11 +102,11 @@ def work(
 
     stop = StopSignals()
     if identity is None:
-        _take(interface, own)
+        _take(interface, own_port)
         fresh = _take(interface, 0)
-        served = [f"tcp://{name}:{p}@tcp://{interface}:{p}" for p in (own, fresh)]
+        served = [f"tcp://{name}:{p}@tcp://{interface}:{p}" for p in (own_port, fresh)]
     else:
-        listeners = (_listener(interface, own), _listener(interface, 0))
+        listeners = (_listener(interface, own_port), _listener(interface, 0))
         fresh = listeners[1].getsockname()[1]
         # Monarch takes no second address for TLS, but a socket that listens already.
         served = [f"tls://{name}:fd{listener.detach()}" for listener in listeners]
@@ -117,7 +117,7 @@ def work(
         return WorkerInfo(versions(), incarnation, stop.signals > 0, attach_at, gpus)
 
     context = None if identity is None else identity.server_context
-    info = WorkerInfoServer(interface, own + 1, tell, context)
+    info = WorkerInfoServer(interface, own_port + 1, tell, context)
     for listened in served:
         loop = start_worker_loop_forever(address=listened, ca="trust_all_connections")
         threading.Thread(target=_watch, args=(loop, stop), daemon=True).start()
@@ -137,8 +137,8 @@ def work(
 def end_children() -> None:
     """Send SIGKILL to every process below this one, until none is left."""
     deadline = time.monotonic() + KILL_SECONDS
-    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
-        for pid in left:
+    while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)

@@ -35,16 +35,16 @@ def device_loads(spec: RunSpec, size: ModelSize) -> tuple[DeviceLoad, ...]:
     if gpus is None:
         return ()
     local = hosts.kind == "local"
-    there: list[list[list[tuple[str, int]]]] = [
+    loads: list[list[list[tuple[str, int]]]] = [
         [[] for _ in range(gpus.count)] for _ in range(1 if local else gpu_hosts(hosts))
     ]
     for name, role in spec.roles:
         for _ in range(role.replicas if role.gpus else 0):
-            host = min(there, key=lambda host: _crowding(host, role.procs * role.gpus))
+            host = min(loads, key=lambda host: _crowding(host, role.procs * role.gpus))
             for _ in range(role.procs):
                 for device in sorted(range(len(host)), key=lambda d: len(host[d]))[: role.gpus]:
                     host[device].append((name, process_bytes(spec, name, size)))
-    every = (device for host in there for device in host)
+    every = (device for host in loads for device in host)
     return tuple(DeviceLoad(d, tuple(processes)) for d, processes in enumerate(every))
 
 

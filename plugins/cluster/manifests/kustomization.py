@@ -102,9 +102,9 @@ def mesh_tree(
         more_of_them = _replace("/spec/replicas", TEACHERS)
         patches = [_patch(POOL, mesh_name("teacher_replay"), more_of_them)]
         if values.gang:
-            others = sum(role.replicas for name, role in spec.roles if name != "teacher_replay")
+            replicas = sum(role.replicas for name, role in spec.roles if name != "teacher_replay")
             count = f"/spec/podTemplate/metadata/annotations/{_escaped(GROUP_COUNT)}"
-            patches.append(_patch(POOL, None, _replace(count, str(others + TEACHERS))))
+            patches.append(_patch(POOL, None, _replace(count, str(replicas + TEACHERS))))
         tree |= _folder("overlays/teachers", {}, base=["../gpu"], patches=patches)
     return _headed(tree, files)
 
@@ -224,7 +224,7 @@ def _job_patches(
 
 def _named(parts: Mapping[str, Sequence[Object]], kind: str) -> dict[str, Object]:
     """Return the objects of a kind by name."""
-    every = [found for objects in parts.values() for found in objects]
+    every = [item for objects in parts.values() for item in objects]
     return {o["metadata"]["name"]: o for o in every if o["kind"] == kind}
 
 
@@ -264,7 +264,7 @@ def _folder(
 ) -> Tree:
     """Return a folder's files, and the kustomization that lists them."""
     tree = {
-        f"{folder}/{name}": "---\n".join(text(found) for found in objects)
+        f"{folder}/{name}": "---\n".join(text(item) for item in objects)
         for name, objects in parts.items()
     }
     lists = {"resources": [*base, *parts], "components": components, "patches": patches}

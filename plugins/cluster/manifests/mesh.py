@@ -117,17 +117,17 @@ def base(
 
 def secrets(spec: RunSpec, values: DeploymentSpec) -> dict[str, tuple[str, ...]]:
     """Return the Secrets that the namespace needs, and their keys. None is ever rendered."""
-    found: dict[str, tuple[str, ...]] = {CONTROL_SECRET: CONTROL_KEYS}
+    secret_keys: dict[str, tuple[str, ...]] = {CONTROL_SECRET: CONTROL_KEYS}
     if values.certificates is not None:
-        found = {CONTROL_SECRET: ("token",), values.certificates: PEM_KEYS}
+        secret_keys = {CONTROL_SECRET: ("token",), values.certificates: PEM_KEYS}
     if spec.mesh.hosts.tls:
-        found[MESH_SECRET] = PEM_KEYS
+        secret_keys[MESH_SECRET] = PEM_KEYS
     if keys := teacher_keys(spec):
-        found[TEACHERS_SECRET] = keys
-    found |= store_secret(spec)
+        secret_keys[TEACHERS_SECRET] = keys
+    secret_keys |= store_secret(spec)
     if values.model.token_secret is not None:
-        found[values.model.token_secret] = (HUB_TOKEN,)
-    return found
+        secret_keys[values.model.token_secret] = (HUB_TOKEN,)
+    return secret_keys
 
 
 def teacher_keys(spec: RunSpec) -> tuple[str, ...]:
@@ -157,8 +157,8 @@ def scaling(spec: RunSpec) -> list[Object]:
 def provisioning(spec: RunSpec) -> list[Object]:
     """Return the rights that a controller also needs to create the MonarchMeshes and scale them.
     Kubernetes cannot limit the right to create to names."""
-    own = _on_meshes(spec, "get", "patch", "delete")
-    return _granted(spec, "forge-provision", [{**_MESHES, "verbs": ["create"]}, own])
+    mesh_rule = _on_meshes(spec, "get", "patch", "delete")
+    return _granted(spec, "forge-provision", [{**_MESHES, "verbs": ["create"]}, mesh_rule])
 
 
 _MESHES = {"apiGroups": [MONARCH_API.partition("/")[0]], "resources": ["monarchmeshes"]}
@@ -320,7 +320,7 @@ def _of_pod(variable: str, path: str) -> Object:
 
 def _arguments(spec: RunSpec, files: MeshFiles, model: ModelVolume | None) -> list[str]:
     tls = spec.mesh.hosts.tls
-    own = (
+    settings_given = (
         "hosts=kubernetes",
         "hosts.kubernetes.namespace=$(POD_NAMESPACE)",
         f"hosts.tls={tls}" if tls else "hosts.insecure=true",
@@ -333,8 +333,8 @@ def _arguments(spec: RunSpec, files: MeshFiles, model: ModelVolume | None) -> li
         *([f"model.path={model.path}"] if model else ()),
     )
     # A pod has 30 s; a run needs some after its last checkpoint.
-    kept = ("--resume", "unfinished", "--run-dir", "/runs", "--grace", "24")
-    return [_mesh_path(files), *kept, *settings(*files.sets, *own)]
+    fixed = ("--resume", "unfinished", "--run-dir", "/runs", "--grace", "24")
+    return [_mesh_path(files), *fixed, *settings(*files.sets, *settings_given)]
 
 
 def _mesh_path(files: MeshFiles) -> str:
@@ -350,20 +350,26 @@ def network(spec: RunSpec, *, fetches: bool = False) -> list[Object]:
     hosts.tls only these policies protect the mesh's own TCP. `fetches`: a Job gets the model from
     the hub."""
     scope = scope_of(spec)
-    mine, here, allow = scope.labels, scope.of("controller").labels, scope.policy
-    own: list[Object] = [{"podSelector": {"matchLabels": mine}}]
+    mine, controller, allow = scope.labels, scope.of("controller").labels, scope.policy
+    peers: list[Object] = [{"podSelector": {"matchLabels": mine}}]
     anything = {"ports": [{"protocol": "TCP", "port": 1, "endPort": 65535}]}
     steering = [from_namespace(STEERS, "true")]
     api = [{"ipBlock": {"cidr": cidr}} for cidr in PRIVATE]
 
     policies = [
         allow("deny-all", {}, ingress=(), egress=()),
-        allow("mesh", mine, ingress=[{"from": own, **anything}], egress=[{"to": own, **anything}]),
+        allow(
+            "mesh", mine, ingress=[{"from": peers, **anything}], egress=[{"to": peers, **anything}]
+        ),
         allow("dns", mine, egress=[_dns()]),
         # The API server's address is unknown here: allow any private one, on its two ports.
-        allow("api-server", here, egress=[{"to": api, "ports": tcp(443, 6443)}]),
-        allow("control", here, ingress=[{"from": steering, "ports": tcp(CONTROL_PORT)}]),
-        allow("metrics", here, ingress=[{"from": [from_monitoring()], "ports": tcp(METRICS_PORT)}]),
+        allow("api-server", controller, egress=[{"to": api, "ports": tcp(443, 6443)}]),
+        allow("control", controller, ingress=[{"from": steering, "ports": tcp(CONTROL_PORT)}]),
+        allow(
+            "metrics",
+            controller,
+            ingress=[{"from": [from_monitoring()], "ports": tcp(METRICS_PORT)}],
+        ),
     ]
     public = {"to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": list(NOT_PUBLIC)}}]}
     if teacher_keys(spec):

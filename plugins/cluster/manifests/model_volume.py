@@ -72,14 +72,14 @@ def _called(hub: str) -> str:
 
 def filling(volume: ModelVolume, size: ModelSize, scope: Scope) -> list[Object]:
     """Return the claim of a hub model, and the Job that fills it, unless the model is there."""
-    own = scope.of("model")
+    scope_of_model = scope.of("model")
     gib = max(1, -(-int(COPIES * size.weights) // GIB))
     template = pod(
         "model",
         ["forge", "models", "add", volume.hub, "--name", volume.name, "--if-missing"],
         Resources(cpu=1, memory=4, shm=1),
         "forge-worker",
-        own.labels,
+        scope_of_model.labels,
         ports={},
         probes={},
         env=[
@@ -92,8 +92,8 @@ def filling(volume: ModelVolume, size: ModelSize, scope: Scope) -> list[Object]:
     template["spec"]["restartPolicy"] = "OnFailure"
     job = {"backoffLimit": 6, "template": template}
     return [
-        own.claim(volume.claim, "ReadWriteMany", f"{gib}Gi"),
-        own.made("batch/v1", "Job", "model", spec=job),
+        scope_of_model.claim(volume.claim, "ReadWriteMany", f"{gib}Gi"),
+        scope_of_model.made("batch/v1", "Job", "model", spec=job),
     ]
 
 
@@ -111,6 +111,6 @@ def waiting(volume: ModelVolume, scope: Scope) -> Object:
         env=[{"name": "FORGE_HOME", "value": MOUNT}],
         mounts=volume.mounts(),
     )
-    found: Object = template["spec"]["containers"][0]
-    del found["ports"]
-    return found
+    container: Object = template["spec"]["containers"][0]
+    del container["ports"]
+    return container

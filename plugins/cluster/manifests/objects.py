@@ -78,8 +78,8 @@ class Scope:
     def labels(self) -> dict[str, str]:
         """Return the labels by which the objects are selected."""
         common = {f"{DOMAIN}/part-of": PART_OF, f"{DOMAIN}/instance": self.instance}
-        own = {} if self.component is None else {f"{DOMAIN}/component": self.component}
-        return {**common, **own}
+        component = {} if self.component is None else {f"{DOMAIN}/component": self.component}
+        return {**common, **component}
 
     def made(self, api: str, kind: str, name: str, **fields: Any) -> Object:
         """Return an object with its metadata first."""
@@ -90,13 +90,13 @@ class Scope:
     def made_namespace(self, secrets: Mapping[str, Sequence[str]]) -> Object:
         """Return the namespace, under the restricted Pod Security Standard. `secrets` maps the name
         of each Secret that must be created there by hand to its keys."""
-        found = Scope(self.instance).made("v1", "Namespace", self.namespace)
-        metadata = found["metadata"]
+        namespace = Scope(self.instance).made("v1", "Namespace", self.namespace)
+        metadata = namespace["metadata"]
         del metadata["namespace"]
         metadata["labels"]["pod-security.kubernetes.io/enforce"] = "restricted"
         by_hand = "; ".join(f"{name}: {' '.join(keys)}" for name, keys in secrets.items())
         metadata |= {"annotations": {SECRETS: by_hand}} if by_hand else {}
-        return found
+        return namespace
 
     def policy(
         self,
@@ -108,10 +108,10 @@ class Scope:
     ) -> Object:
         """Return a NetworkPolicy for `selector`'s pods; a direction given allows only its rules."""
         rules = {"ingress": ingress, "egress": egress}
-        given = {key: list(value) for key, value in rules.items() if value is not None}
+        rule_lists = {key: list(value) for key, value in rules.items() if value is not None}
         spec: Object = {"podSelector": {"matchLabels": dict(selector)} if selector else {}}
-        spec["policyTypes"] = [key.capitalize() for key in given]
-        spec |= {key: value for key, value in given.items() if value}
+        spec["policyTypes"] = [key.capitalize() for key in rule_lists]
+        spec |= {key: value for key, value in rule_lists.items() if value}
         return self.made("networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
 
     def budget(self, name: str, **allowed: int) -> Object:
@@ -124,10 +124,12 @@ class Scope:
         spec = {"accessModes": [mode], "resources": {"requests": {"storage": size}}}
         return self.made("v1", "PersistentVolumeClaim", name, spec=spec)
 
-    def pod_monitor(self, name: str, selector: Mapping[str, str], port: str, **way: Any) -> Object:
-        """Return a PodMonitor that scrapes /metrics of the pods of `selector`; `way` extends its
-        endpoint."""
-        end = {"port": port, "path": "/metrics", "interval": METRICS_EVERY, **way}
+    def pod_monitor(
+        self, name: str, selector: Mapping[str, str], port: str, **endpoint: Any
+    ) -> Object:
+        """Return a PodMonitor that scrapes /metrics of the pods of `selector`; `endpoint` are
+        further fields of its endpoint."""
+        end = {"port": port, "path": "/metrics", "interval": METRICS_EVERY, **endpoint}
         body = {"selector": {"matchLabels": dict(selector)}, "podMetricsEndpoints": [end]}
         return self.made(POD_MONITOR_API, "PodMonitor", name, spec=body)
 

@@ -16,11 +16,11 @@ GROUP_SERVES = "kueue.x-k8s.io/pod-group-serving"  # its pods do not end by them
 def together(mesh: Scope) -> Object:
     """Return the field of a pod's spec that asks for the zone of the mesh's other pods, between
     which tensors go. Where there is no room it is elsewhere."""
-    near = {
+    term = {
         "topologyKey": "topology.kubernetes.io/zone",
         "labelSelector": {"matchLabels": mesh.labels},
     }
-    wish = [{"weight": 100, "podAffinityTerm": near}]
+    wish = [{"weight": 100, "podAffinityTerm": term}]
     return {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": wish}}}
 
 

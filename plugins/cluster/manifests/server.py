@@ -43,8 +43,8 @@ def server(
             f"model.path: {model.hub} is a model of the hub, which a server's pods do not reach; "
             "copy it to a claim, and give model.claim and model.path in --values"
         )
-    for section, given in (("hub", spec.hub), ("process_reward", spec.process_reward)):
-        if given is not None:
+    for section, section_spec in (("hub", spec.hub), ("process_reward", spec.process_reward)):
+        if section_spec is not None:
             raise SpecError(
                 f"{section}: a server's pods reach no other host, and mount no other model than "
                 "model.path; set it to null here"
@@ -121,7 +121,7 @@ def _deployment(
     model: ModelVolume | None,
 ) -> Object:
     mesh = f"{HOME}/meshes/{files.mesh_name}"
-    own = (
+    server_settings = (
         f"http.listen=0.0.0.0:{HTTP_PORT}", f"http.key_env={variable}", "library=/library",
         f"http.hosts=[door, door.{scope.namespace}, door.{scope.namespace}.svc, "
         f"door.{scope.namespace}.svc.cluster.local]",
@@ -132,7 +132,7 @@ def _deployment(
     volumes, mounts = _files(mesh, model)
     template = pod(
         "door",
-        ["forge", "serve", mesh, *settings(*files.sets, *own)],
+        ["forge", "serve", mesh, *settings(*files.sets, *server_settings)],
         resources,
         "forge-door",
         scope.labels,

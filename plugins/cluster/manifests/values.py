@@ -27,15 +27,15 @@ def image_of(values: DeploymentSpec, target: str = "") -> str:
 
 def fitted(parts: Sequence[Object], values: DeploymentSpec, scope: Scope) -> list[Object]:
     """Return the objects of a file, changed in place: those of a scope, for a cluster."""
-    for found in parts:
-        _move(found, scope.namespace, values.namespace)
-        spec = found.get("spec") or {}
-        if found["kind"] == "PersistentVolumeClaim" and values.storage.class_name is not None:
+    for item in parts:
+        _move(item, scope.namespace, values.namespace)
+        spec = item.get("spec") or {}
+        if item["kind"] == "PersistentVolumeClaim" and values.storage.class_name is not None:
             spec["storageClassName"] = values.storage.class_name
-        if found["kind"] in ("MonarchMesh", "Job") and values.queue is not None:
-            found["metadata"]["labels"][QUEUE] = values.queue
-        if found["kind"] == "HorizontalPodAutoscaler" and values.keda is not None:
-            _scale_by_keda(found, values.keda)
+        if item["kind"] in ("MonarchMesh", "Job") and values.queue is not None:
+            item["metadata"]["labels"][QUEUE] = values.queue
+        if item["kind"] == "HorizontalPodAutoscaler" and values.keda is not None:
+            _scale_by_keda(item, values.keda)
         for pod in _pod_specs(spec):
             if values.image.pull_secret is not None:
                 pod["imagePullSecrets"] = [{"name": values.image.pull_secret}]
@@ -65,17 +65,17 @@ def _scale_by_keda(scaler: Object, prometheus: str) -> None:
     }
 
 
-def _move(found: Object, old: str, new: str | None) -> None:
-    metadata = found["metadata"]
+def _move(item: Object, old: str, new: str | None) -> None:
+    metadata = item["metadata"]
     if new is None:
         return
-    if found["kind"] == "Namespace":
+    if item["kind"] == "Namespace":
         metadata["name"] = new
     elif metadata.get("namespace") == old:
         metadata["namespace"] = new
-    for subject in found.get("subjects", ()):
+    for subject in item.get("subjects", ()):
         subject["namespace"] = new
-    for pod in _pod_specs(found.get("spec") or {}):
+    for pod in _pod_specs(item.get("spec") or {}):
         for container in pod["containers"]:  # names that the HTTP server is known by
             container["command"] = [w.replace(f".{old}", f".{new}") for w in container["command"]]
 
@@ -97,14 +97,14 @@ def on_gpu_nodes(gpu: GpuClassSpec) -> Object:
 
 def require_fit(spec: RunSpec, size: ModelSize, gpu: GpuClassSpec) -> None:
     """Raise SpecError for roles that need more of one GPU than its class has."""
-    needs = {
+    gb_needed = {
         name: process_bytes(spec, name, size) / GB for name, _ in spec.roles if name in MODEL_ROLES
     }
-    over = {name: need for name, need in needs.items() if need > gpu.gb}
-    if over:
-        said = ", ".join(f"{name} {need:.1f} GB" for name, need in over.items())
+    excess = {name: need for name, need in gb_needed.items() if need > gpu.gb}
+    if excess:
+        listing = ", ".join(f"{name} {need:.1f} GB" for name, need in excess.items())
         raise SpecError(
-            f"gpu.gb: a process needs more of one GPU than its {gpu.gb:g} GB: {said}; give a "
+            f"gpu.gb: a process needs more of one GPU than its {gpu.gb:g} GB: {listing}; give a "
             "larger class in --values, or lower what the plan counts (forge plan --sizing), such "
             "as objective.micro_tokens"
         )
@@ -112,8 +112,8 @@ def require_fit(spec: RunSpec, size: ModelSize, gpu: GpuClassSpec) -> None:
 
 def require_server(values: DeploymentSpec) -> None:
     """Raise SpecError for values that only a mesh can have."""
-    for key, given in (("gang", values.gang), ("rdma", values.rdma)):
-        if given:
+    for key, value in (("gang", values.gang), ("rdma", values.rdma)):
+        if value:
             raise SpecError(
                 f"{key}: a server has one kind of pod and no tensor plane; leave it out of --values"
             )
@@ -123,12 +123,12 @@ def runs_gib(spec: RunSpec, size: ModelSize, values: DeploymentSpec | None = Non
     """Return the GiB of the claim of runs: what the plan writes, or what is asked for. Raises
     SpecError where that is less."""
     planned = -(-runs_bytes(spec.learn, size) // GIB)
-    asked = None if values is None else values.storage.runs_gib
-    if asked is None:
+    gib = None if values is None else values.storage.runs_gib
+    if gib is None:
         return max(LEAST_RUNS_GIB, planned)
-    if asked < planned:
+    if gib < planned:
         raise SpecError(
             f"storage.runs_gib: must be >= {planned}, which the plan writes in checkpoints and its "
-            f"last state (got {asked}); raise it, or lower train.keep_checkpoints"
+            f"last state (got {gib}); raise it, or lower train.keep_checkpoints"
         )
-    return asked
+    return gib

@@ -64,22 +64,22 @@ def listened_at(name: str) -> str:
     """Return this host's address of that name; every address where the name is another's, as of a
     container that is reached by forwarded ports."""
     try:
-        found = str(socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
-        with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET) as trial:
-            trial.bind((found, 0))
+        address = str(socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as trial:
+            trial.bind((address, 0))
     except OSError:
         return "0.0.0.0"
-    return found
+    return address
 
 
 async def start_relay(procs: Any, host: str, name: str, *, secured: bool) -> RelayPlace:
     """Start a relay in a process, and return its place. Raises PlaneError."""
     try:
         actor = procs.spawn(f"relay{next(_count)}", RelayActor, host, name, secured)
-        place: RelayPlace = await finish(actor.start.call_one())
+        relay_place: RelayPlace = await finish(actor.start.call_one())
     except Exception as error:  # Monarch's and the actor's own
         raise PlaneError(f"no relay started on {host or 'this host'}: {error!r:.300}") from error
-    return place
+    return relay_place
 
 
 @dataclass(eq=False)
@@ -163,15 +163,15 @@ class HostRelays:
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(self._health.heartbeat_s)
-            there = self._hosts()
+            hosts = self._hosts()
             for host, relay in list(self._relays.items()):
-                over = host not in there and not host.processes
+                unused = host not in hosts and not host.processes
                 silent = relay.process.silent_s > self._health.dead_after_s
                 ended = relay.process.ended_pid()
                 lost = (silent or bool(ended)) and relay.place is not None
-                if lost and not over and not relay.gone:
+                if lost and not unused and not relay.gone:
                     self._tell_lost(host, ended)
-                if over or lost:
+                if unused or lost:
                     self._begin(self._end(host, relay))
             for host in self._lacking():
                 self._begin(self._start(host))

@@ -109,26 +109,26 @@ class Relay:
         self._transfers: dict[str, RelayTransfer] = {}
         self._changing = threading.Lock()
 
-    def find(self, asked: KeyRequest) -> RelayTransfer:
+    def find(self, request: KeyRequest) -> RelayTransfer:
         """Return the key's transfer, which begins where the key is neither here nor on its way.
         Raises PlaneError where the asker must not wait for it, or the key has other bytes."""
-        path = file_of(self.root, asked.key)
+        path = file_of(self.root, request.key)
         with self._changing:
             if path.exists():
-                if (size := path.stat().st_size) != asked.size:
-                    raise PlaneError(f"{asked.key!r} has {size} bytes, not {asked.size}")
+                if (size := path.stat().st_size) != request.size:
+                    raise PlaneError(f"{request.key!r} has {size} bytes, not {request.size}")
                 return RelayTransfer(path, 0, size, size)
-            under_way = self._transfers.get(asked.key)
+            under_way = self._transfers.get(request.key)
             if under_way is not None and not under_way.fault:
-                if under_way.place >= asked.place:
-                    raise PlaneError(f"{asked.key!r} is on its way to a later place here")
+                if under_way.place >= request.place:
+                    raise PlaneError(f"{request.key!r} is on its way to a later place here")
                 return under_way
-            if not (asked.route or asked.behind):
-                raise PlaneError(f"{asked.key!r} is not here")
-            place = len(asked.route)
+            if not (request.route or request.behind):
+                raise PlaneError(f"{request.key!r} is not here")
+            index = len(request.route)
             path = self.root / f"{os.getpid()}-relay-{next(_count)}"
-            new = self._transfers[asked.key] = RelayTransfer(path, place, asked.size)
-        threading.Thread(target=self._get, args=(new, asked), daemon=True).start()
+            new = self._transfers[request.key] = RelayTransfer(path, index, request.size)
+        threading.Thread(target=self._get, args=(new, request), daemon=True).start()
         return new
 
     def delete(self, key: str) -> bool:
@@ -142,27 +142,33 @@ class Relay:
                 return under_way is not None
             return True
 
-    def _get(self, transfer: RelayTransfer, asked: KeyRequest) -> None:
-        deadline, why = time.monotonic() + asked.seconds, ["nobody to ask"]
+    def _get(self, transfer: RelayTransfer, request: KeyRequest) -> None:
+        deadline, why = time.monotonic() + request.seconds, ["nobody to ask"]
         try:
             with open(transfer.path, "xb", buffering=0) as file:
-                before = [(address, asked.route[:i]) for i, address in enumerate(asked.route)]
-                for address, route in (*reversed(before), *((a, ()) for a in asked.behind)):
-                    left = deadline - time.monotonic()
+                upstream = [(address, request.route[:i]) for i, address in enumerate(request.route)]
+                for address, route in (*reversed(upstream), *((a, ()) for a in request.behind)):
+                    remaining_s = deadline - time.monotonic()
                     question = KeyRequest(
-                        asked.key, asked.size, transfer.received, transfer.place, route, (), left
+                        request.key,
+                        request.size,
+                        transfer.received,
+                        transfer.place,
+                        route,
+                        (),
+                        remaining_s,
                     )
                     try:
                         receive(address, question, file.write, transfer.arrived)
                     except (OSError, ForgeError) as error:
                         why.append(f"{address}: {error}")
-                    if transfer.received == transfer.size or left <= 0 or transfer.cancelled:
+                    if transfer.received == transfer.size or remaining_s <= 0 or transfer.cancelled:
                         break
-            fault = self._keep(transfer, asked.key, "; ".join(why[1:] or why))
+            fault = self._keep(transfer, request.key, "; ".join(why[1:] or why))
         except Exception as error:  # a full file system, a wrong address: who waits is told
-            fault = f"{asked.key!r} cannot be kept under {self.root}: {error}"
+            fault = f"{request.key!r} cannot be kept under {self.root}: {error}"
         with self._changing:
-            self._transfers.pop(asked.key, None)
+            self._transfers.pop(request.key, None)
         transfer.path.unlink(missing_ok=True)
         transfer.ended(fault)
 
@@ -180,20 +186,20 @@ class Relay:
 
 def receive(
     address: str,
-    asked: KeyRequest,
+    request: KeyRequest,
     write: Callable[[memoryview], object],
     arrived: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Ask a relay for the bytes of a key, and `write` them in order. Raises OSError for a relay
     that is gone or silent, PlaneError for one that cannot give them or a late one."""
-    deadline = time.monotonic() + asked.seconds
-    with connected(address, {"get": asked._asdict()}) as connection:
+    deadline = time.monotonic() + request.seconds
+    with connected(address, {"get": request._asdict()}) as connection:
         for chunk in data_frames(connection):
             if len(chunk):
                 write(chunk)
                 arrived(len(chunk))
             elif time.monotonic() > deadline:
-                raise PlaneError(f"{asked.key!r} did not arrive within {asked.seconds:.0f} s")
+                raise PlaneError(f"{request.key!r} did not arrive within {request.seconds:.0f} s")
 
 
 class RelayServer:
@@ -226,21 +232,21 @@ def answer(relay: Relay, read: BufferedIOBase, to: socket.socket) -> None:
     """Answer one question. A failure of the relay's own is told; one of the connection ends it."""
     line = read.readline(QUESTION_BYTES)
     try:
-        told = json.loads(line)
-        if "get" in told:
-            return _send(relay, KeyRequest(**told["get"]), to)
-        if "delete" in told:
-            reply: Any = relay.delete(str(told["delete"]))
+        message = json.loads(line)
+        if "get" in message:
+            return _send(relay, KeyRequest(**message["get"]), to)
+        if "delete" in message:
+            reply: Any = relay.delete(str(message["delete"]))
         else:
-            reply = keys_in(relay.root, str(told["keys"]))
+            reply = keys_in(relay.root, str(message["keys"]))
     except (PlaneError, ValueError, TypeError, KeyError, FileNotFoundError) as error:
         return fail(to, f"{error}")
     send_json(to, reply)
 
 
-def _send(relay: Relay, asked: KeyRequest, to: socket.socket) -> None:
-    transfer = relay.find(asked)
-    sent, said = asked.offset, time.monotonic()
+def _send(relay: Relay, request: KeyRequest, to: socket.socket) -> None:
+    transfer = relay.find(request)
+    sent, reported = request.offset, time.monotonic()
     file: BinaryIO | None = None
     try:
         while not (transfer.done and sent == transfer.size):
@@ -248,23 +254,23 @@ def _send(relay: Relay, asked: KeyRequest, to: socket.socket) -> None:
             if transfer.fault:
                 return fail(to, transfer.fault)
             if transfer.received <= sent:  # less where the asker has more than this host
-                if time.monotonic() - said >= WAITING_SECONDS:
+                if time.monotonic() - reported >= WAITING_SECONDS:
                     say_waiting(to)
-                    said = time.monotonic()
+                    reported = time.monotonic()
                 continue
-            file = file or _opened(transfer, file_of(relay.root, asked.key))
+            file = file or _opened(transfer, file_of(relay.root, request.key))
             size = min(transfer.received - sent, CHUNK_BYTES)
             to.sendall(size.to_bytes(4, "big"))
             to.sendfile(file, sent, size)
-            sent, said = sent + size, time.monotonic()
+            sent, reported = sent + size, time.monotonic()
         say_done(to)
     finally:
         if file is not None:
             file.close()
 
 
-def _opened(transfer: RelayTransfer, kept: Path) -> BinaryIO:
+def _opened(transfer: RelayTransfer, path: Path) -> BinaryIO:
     try:
         return open(transfer.path, "rb", buffering=0)
     except FileNotFoundError:  # it has arrived, and has its key's name now
-        return open(kept, "rb", buffering=0)
+        return open(path, "rb", buffering=0)

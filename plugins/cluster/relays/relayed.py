@@ -44,11 +44,11 @@ class RelayedPlane:
     async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> TensorRef:
         """Store a snapshot of the tensors, taken before the first await. The key of the returned
         reference is to be used from then on. Raises PlaneError if the key exists."""
-        place = self._own() if key.startswith(PUBLISHED) else None
-        if place is not None:
-            plane = SharedMemoryPlane(place.root)
+        relay = self._own() if key.startswith(PUBLISHED) else None
+        if relay is not None:
+            plane = SharedMemoryPlane(relay.root)
             try:
-                return await plane.put(f"{key}{AT}{place.host}", tensors)
+                return await plane.put(f"{key}{AT}{relay.host}", tensors)
             except PlaneError:
                 if plane.root.is_dir():
                     raise
@@ -58,16 +58,16 @@ class RelayedPlane:
         """Return the ref's tensors. Raises PlaneError for a missing key or another layout."""
         if not _is_relayed(packet.key):
             return await self.store.get(packet)
-        place = self._own()
-        if place is None:
+        relay = self._own()
+        if relay is None:
             return await asyncio.to_thread(self._received, packet, "")
-        plane = SharedMemoryPlane(place.root)
+        plane = SharedMemoryPlane(relay.root)
         try:
             return await plane.get(packet)
         except PlaneError:  # not on this host yet
             pass
         try:
-            await asyncio.to_thread(self._fetch, packet, place)
+            await asyncio.to_thread(self._fetch, packet, relay)
             return await plane.get(packet)
         except (OSError, ForgeError) as error:
             return await asyncio.to_thread(self._received, packet, str(error))
@@ -84,29 +84,29 @@ class RelayedPlane:
     async def keys(self, prefix: str = "") -> list[str]:
         """Return the keys that start with `prefix`, sorted, of the store and of every host that is
         reached."""
-        found = {key for keys in await self._ask_all({"keys": prefix}) for key in keys}
-        return sorted(found | set(await self.store.keys(prefix)))
+        keys = {key for keys in await self._ask_all({"keys": prefix}) for key in keys}
+        return sorted(keys | set(await self.store.keys(prefix)))
 
     def _own(self) -> RelayPlace | None:
-        here = os.environ.get(HOST, "")
-        return next((place for place in self.places if place.host == here), None)
+        host = os.environ.get(HOST, "")
+        return next((relay for relay in self.places if relay.host == host), None)
 
     def _chain(self, key: str) -> list[RelayPlace]:
         """Return the places in the order of the chain that begins where the key was put."""
         origin = key.rpartition(AT)[2]
-        start = next((i for i, place in enumerate(self.places) if place.host == origin), 0)
+        start = next((i for i, relay in enumerate(self.places) if relay.host == origin), 0)
         return [*self.places[start:], *self.places[:start]]
 
-    def _fetch(self, packet: TensorRef, own: RelayPlace) -> None:
+    def _fetch(self, packet: TensorRef, relay: RelayPlace) -> None:
         """Return once the key is in this host's memory."""
         chain = self._chain(packet.key)
-        here, addresses = chain.index(own), [place.address for place in chain]
+        index, addresses = chain.index(relay), [relay_place.address for relay_place in chain]
         size = packed_bytes(packet.layout)
-        asked = KeyRequest(
-            packet.key, size, size, here + 1, addresses[:here], addresses[here + 1 :],
+        request = KeyRequest(
+            packet.key, size, size, index + 1, addresses[:index], addresses[index + 1 :],
             self.timeout_s,
         )  # fmt: skip
-        receive(own.address, asked, lambda chunk: None)
+        receive(relay.address, request, lambda chunk: None)
 
     def _received(self, packet: TensorRef, why: str) -> dict[str, torch.Tensor]:
         """Return the tensors from any other host's relay, in memory of this process alone."""
@@ -119,12 +119,12 @@ class RelayedPlane:
             into[got : got + len(chunk)] = chunk
             got += len(chunk)
 
-        for place in self._chain(packet.key):
-            asked = KeyRequest(packet.key, size, got, len(self.places), seconds=self.timeout_s)
+        for relay in self._chain(packet.key):
+            request = KeyRequest(packet.key, size, got, len(self.places), seconds=self.timeout_s)
             try:
-                receive(place.address, asked, write)
+                receive(relay.address, request, write)
             except (OSError, ForgeError) as error:
-                reasons.append(f"{place.host or 'the store'}: {error}")
+                reasons.append(f"{relay.host or 'the store'}: {error}")
             if got == size:
                 return unpack(buffer, packet.layout)
         raise PlaneError(
@@ -134,11 +134,11 @@ class RelayedPlane:
     async def _ask_all(self, question: Mapping[str, Any]) -> list[Any]:
         """Return the replies of all relays that are reached."""
 
-        def one(place: RelayPlace) -> Any:
-            return ask(place.address, question)
+        def one(relay: RelayPlace) -> Any:
+            return ask(relay.address, question)
 
-        asked = (asyncio.to_thread(one, place) for place in self.places)
-        replies = await asyncio.gather(*asked, return_exceptions=True)
+        pending = (asyncio.to_thread(one, relay) for relay in self.places)
+        replies = await asyncio.gather(*pending, return_exceptions=True)
         return [reply for reply in replies if not isinstance(reply, BaseException)]
 
 

@@ -70,9 +70,9 @@ def certificates(
             folder.mkdir(mode=0o700, exist_ok=True)
             key = generate_private_key(SECP256R1())
             builder = _builder(host[0].strip("[]")[:64], authority.subject, key, days)
-            both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+            usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
             issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
-            builder = builder.add_extension(x509.ExtendedKeyUsage(both), critical=False)
+            builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             builder = builder.add_extension(issuer, critical=False)
             builder = builder.add_extension(
                 x509.SubjectAlternativeName(alternatives), critical=False
@@ -129,7 +129,7 @@ def _builder(
     """Return a certificate of a key before it is signed; an authority's where `issuer` is None."""
     subject, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), datetime.now(UTC)
     usages = ("digital_signature",) if issuer else ("key_cert_sign", "crl_sign")
-    usage = x509.KeyUsage(**{each: each in usages for each in USAGES})
+    usage = x509.KeyUsage(**{usage_name: usage_name in usages for usage_name in USAGES})
     limits = x509.BasicConstraints(ca=issuer is None, path_length=None if issuer else 0)
     builder = x509.CertificateBuilder(issuer or subject, subject, key.public_key())
     builder = builder.serial_number(x509.random_serial_number())

@@ -68,10 +68,10 @@ class TlsIdentity:
     def require_name(self, host: str, who: str) -> None:
         """Raise SpecError where the certificate is not valid for `host`, a name or an address (IPv6
         with or without brackets): others would refuse the connection. `who` begins the message."""
-        found = self.names()
-        if not any(_is_for(name, host.strip("[]")) for name in found):
+        names = self.names()
+        if not any(_is_for(name, host.strip("[]")) for name in names):
             raise SpecError(
-                f"{who}: the certificate {self.cert} is for {', '.join(found) or 'no host'}, not "
+                f"{who}: the certificate {self.cert} is for {', '.join(names) or 'no host'}, not "
                 f"for {host}; make another with `forge certs DIR --host {host}`"
             )
 
@@ -93,17 +93,17 @@ def read_identity(directory: Path, who: str) -> TlsIdentity:
     authorities = _read(identity.ca, who, lambda: _certificates(identity.ca))
     chain = _read(identity.cert, who, lambda: _certificates(identity.cert))
     key = _read(identity.key, who, lambda: load_pem_private_key(identity.key.read_bytes(), None))
-    own, now = chain[0], datetime.now(UTC)
-    for path, certificate in ((identity.ca, authorities[0]), (identity.cert, own)):
+    leaf, now = chain[0], datetime.now(UTC)
+    for path, certificate in ((identity.ca, authorities[0]), (identity.cert, leaf)):
         if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
             raise SpecError(
                 f"{who}: {path} is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} to "
                 f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and it is "
                 f"{now:%Y-%m-%d %H:%M}; renew it with `forge certs`, or set this host's clock"
             )
-    if key.public_key() != own.public_key():
+    if key.public_key() != leaf.public_key():
         raise SpecError(f"{who}: {identity.key} is not the key of {identity.cert}; {REMEDY}")
-    if not any(_issued(own, issuer) for issuer in (*authorities, *chain[1:])):
+    if not any(_issued(leaf, issuer) for issuer in (*authorities, *chain[1:])):
         raise SpecError(
             f"{who}: {identity.cert} was not issued by {identity.ca}; copy both from one mesh"
         )

@@ -19,21 +19,21 @@ from cartridge_forge.training.renderer import ChatRenderer
 def note_rows(rows: RowSet, directory: RunDirectory) -> None:
     """Write what identifies the rows of a run. Raises CheckpointError where it differs on
     resume."""
-    told = {
+    facts = {
         "source": rows.source, "training": len(rows.training), "held_out": len(rows.held_out),
         "documents": len(rows.texts), "sha256": rows.sha256,
     }  # fmt: skip
     if directory.rows.exists():
-        before = json.loads(directory.rows.read_bytes())
-        if before["sha256"] != told["sha256"]:
+        recorded = json.loads(directory.rows.read_bytes())
+        if recorded["sha256"] != facts["sha256"]:
             raise CheckpointError(
                 f"the rows of {rows.source} changed since the run began ({directory.rows}: "
-                f"{before['training']} to train on and {before['held_out']} held out, now "
-                f"{told['training']} and {told['held_out']}); bring them back, or start anew "
+                f"{recorded['training']} to train on and {recorded['held_out']} held out, now "
+                f"{facts['training']} and {facts['held_out']}); bring them back, or start anew "
                 "without --resume"
             )
         return
-    write_atomically(directory.rows, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(directory.rows, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
 
 
 def require_plain(rows: RowSet, tokenizer: Any) -> None:

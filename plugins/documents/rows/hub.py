@@ -57,15 +57,15 @@ def of_split(names: Sequence[str], split: str, subset: str | None) -> list[str]:
     `subset`, a dataset with one folder of such files needs none."""
     named = re.compile(rf"(?:^|.*[/_.-]){re.escape(split)}(?:[/_.-].*|$)", re.IGNORECASE)
     for suffix in SUFFIXES:
-        found = sorted(n for n in names if n.endswith(suffix) and named.match(n))
+        matching = sorted(n for n in names if n.endswith(suffix) and named.match(n))
         if subset is not None:
-            found = [n for n in found if subset in Path(n).parts[:-1]]
-        folders = {str(Path(n).parent) for n in found}
+            matching = [n for n in matching if subset in Path(n).parts[:-1]]
+        folders = {str(Path(n).parent) for n in matching}
         if len(folders) > 1 and subset is None:
             raise DataError(
                 f"several folders hold the split {split}: {', '.join(sorted(folders))}; name one "
                 "by data.rows.subset"
             )
-        if found:
-            return found
+        if matching:
+            return matching
     return []

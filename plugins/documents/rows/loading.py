@@ -30,12 +30,12 @@ def load(request: Mapping[str, Any], data: bytes) -> list[list[Any]]:
         rows = _called(request["function"], request["folder"], request["arguments"])
     else:
         rows = (row for path in request["files"] for row in _of_file(Path(path)))
-    found = []
-    for place, row in islice(rows, request["most"] + 1):
+    loaded = []
+    for source, row in islice(rows, request["most"] + 1):
         if not isinstance(row, Mapping):
-            raise DataError(f"{place}: a row must be an object of columns: got {_shown(row)}")
-        found.append([place, {str(k): _plain(v, place, str(k)) for k, v in row.items()}])
-    return found
+            raise DataError(f"{source}: a row must be an object of columns: got {_shown(row)}")
+        loaded.append([source, {str(k): _plain(v, source, str(k)) for k, v in row.items()}])
+    return loaded
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
@@ -47,14 +47,14 @@ def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
 def _of_lines(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            place = f"{path.name}:{number}"
+            source = f"{path.name}:{number}"
             if not line.strip():
                 continue
             try:
-                yield place, json.loads(line)
+                yield source, json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{place}: is no JSON ({str(error)[:80]}); write one object a line"
+                    f"{source}: is no JSON ({str(error)[:80]}); write one object a line"
                 ) from None
 
 
@@ -81,25 +81,25 @@ def _of_parquet(path: Path) -> Iterator[tuple[str, Any]]:
 def _called(name: str, folder: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     module, _, function = name.partition(":")
     try:
-        given = getattr(importlib.import_module(module), function)(**arguments)
-        if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
-            raise DataError(f"{name} must give rows one by one: got {_shown(given)}")
-        for number, row in enumerate(given, start=1):
+        produced = getattr(importlib.import_module(module), function)(**arguments)
+        if not isinstance(produced, Iterable) or isinstance(produced, str | bytes | Mapping):
+            raise DataError(f"{name} must give rows one by one: got {_shown(produced)}")
+        for number, row in enumerate(produced, start=1):
             yield f"{name}:row {number}", row
     except DataError:
         raise
     except BaseException as error:  # whatever the user's code raises, sys.exit too
-        own = os.path.realpath(folder)
+        package = os.path.realpath(folder)
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
-            if os.path.realpath(frame.filename).startswith(own)
+            if os.path.realpath(frame.filename).startswith(package)
         ]
         where = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
         raise DataError(f"{name}: {where}{type(error).__name__}: {str(error)[:LONGEST]}") from None
 
 
-def _plain(value: Any, place: str, column: str) -> Any:
+def _plain(value: Any, source: str, column: str) -> Any:
     """Return the value as plain JSON. Raises DataError for what JSON has no form for."""
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -108,17 +108,17 @@ def _plain(value: Any, place: str, column: str) -> Any:
     if isinstance(value, float):
         if math.isfinite(value):
             return value
-        raise DataError(f"{place}: column {column} holds {value}; leave the row out, or use null")
+        raise DataError(f"{source}: column {column} holds {value}; leave the row out, or use null")
     if isinstance(value, Mapping):
-        return {str(k): _plain(v, place, column) for k, v in value.items()}
+        return {str(k): _plain(v, source, column) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v, place, column) for v in value]
+        return [_plain(v, source, column) for v in value]
     if isinstance(value, Decimal | date | time):
         return str(value)
     if isinstance(value, bool | int | str):
         return value
     raise DataError(
-        f"{place}: column {column} holds {_shown(value)}, which is neither text, number, list nor "
+        f"{source}: column {column} holds {_shown(value)}, which is neither text, number, list nor "
         "object; leave the column out"
     )
 

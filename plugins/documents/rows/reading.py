@@ -55,11 +55,11 @@ def read_row_set(spec: LearnSpec) -> RowSet:
     """Return the rows of a spec. Raises DataError that names file, row and column."""
     data, rows = spec.data, spec.data.rows
     assert data.path is not None
-    found, source = _rows_of(data, data.path, rows.split or "train")
+    row_list, source = _rows_of(data, data.path, rows.split or "train")
     if rows.held_out is None:
-        training, held_out = split(found, data.held_out, data.seed)
+        training, held_out = split(row_list, data.held_out, data.seed)
     else:
-        training = found
+        training = row_list
         held_out, _ = _rows_of(data, rows.held_out, rows.held_out)
         _require_apart(spec, training, held_out)
     texts = _texts(spec, (*training, *held_out))
@@ -115,7 +115,7 @@ def _rows_of(data: DataSpec, path: str, split_name: str) -> tuple[list[DatasetRo
         raise DataError(f"{source} has over {rows.most:,} rows (data.rows.most); raise it")
     if not raw:
         raise DataError(f"{source} has no row; give a dataset with rows in it")
-    return [checked(place, row, rows) for place, row in raw], source
+    return [checked(source, row, rows) for source, row in raw], source
 
 
 def _file(path: Path, source: str) -> Path:

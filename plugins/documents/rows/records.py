@@ -37,7 +37,7 @@ class DatasetRow:
         return hashlib.sha256(json.dumps(read, ensure_ascii=False).encode()).hexdigest()
 
 
-def checked(place: str, raw: Mapping[str, Any], spec: RowsSpec) -> DatasetRow:
+def checked(source: str, raw: Mapping[str, Any], spec: RowsSpec) -> DatasetRow:
     """Return a raw row, checked. Raises DataError that names its place and column."""
     columns = dict(raw)
     for meaning in ROW_COLUMNS:
@@ -46,16 +46,17 @@ def checked(place: str, raw: Mapping[str, Any], spec: RowsSpec) -> DatasetRow:
             columns[meaning] = raw[name]
         elif meaning == "prompt" or meaning in spec.columns:
             raise DataError(
-                f"{place}: there is no column {name!r} (data.rows.columns.{meaning}); the row has "
+                f"{source}: there is no column {name!r} (data.rows.columns.{meaning}); the row has "
                 f"{', '.join(raw) or 'no column'}"
             )
     document = columns.get("document")
     if document is not None and not (isinstance(document, str) and document.strip()):
-        raise _wrong(place, spec, "document", "text", document)
-    known = columns.get("id")
+        raise _wrong(source, spec, "document", "text", document)
+    row_id = columns.get("id")
     return DatasetRow(
-        place, _messages(place, spec, columns["prompt"]), document, columns.get("answer"),
-        _tools(place, spec, columns.get("tools")), columns, place if known is None else str(known),
+        source, _messages(source, spec, columns["prompt"]), document, columns.get("answer"),
+        _tools(source, spec, columns.get("tools")), columns,
+        source if row_id is None else str(row_id),
     )  # fmt: skip
 
 
@@ -90,51 +91,51 @@ def fingerprint(rows: Sequence[DatasetRow], texts: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def _messages(place: str, spec: RowsSpec, prompt: Any) -> tuple[AgentMessage, ...]:
+def _messages(source: str, spec: RowsSpec, prompt: Any) -> tuple[AgentMessage, ...]:
     if isinstance(prompt, str) and prompt.strip():
         return (AgentMessage("user", prompt),)
     form = "text, or chat messages [{role, content}] that end with a user's or a tool's"
     if not isinstance(prompt, list) or not prompt:
-        raise _wrong(place, spec, "prompt", form, prompt)
-    found = []
+        raise _wrong(source, spec, "prompt", form, prompt)
+    messages = []
     for message in prompt:
         match message:
             case {"role": str(role), "content": str(content)} if role in get_args(Role):
-                found.append(AgentMessage(role, content))  # type: ignore[arg-type]  # as the guard says
+                messages.append(AgentMessage(role, content))  # type: ignore[arg-type]  # as the guard says
             case _:
-                raise _wrong(place, spec, "prompt", form, message)
-    if found[-1].role not in ("user", "tool"):
-        raise _wrong(place, spec, "prompt", form, prompt)
-    return tuple(found)
+                raise _wrong(source, spec, "prompt", form, message)
+    if messages[-1].role not in ("user", "tool"):
+        raise _wrong(source, spec, "prompt", form, prompt)
+    return tuple(messages)
 
 
-def _tools(place: str, spec: RowsSpec, given: Any) -> tuple[AgentTool, ...]:
+def _tools(source: str, spec: RowsSpec, value: Any) -> tuple[AgentTool, ...]:
     """Return tools as OpenAI's API and chat templates have them, or as {name, description,
     parameters}; a JSON text of such a list is read too."""
     form = "a list of {name, description, parameters}, or of OpenAI's {type, function}"
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            given = json.loads(given) if given.strip() else None
+            value = json.loads(value) if value.strip() else None
         except ValueError:
-            raise _wrong(place, spec, "tools", form, given) from None
-    if given is None:
+            raise _wrong(source, spec, "tools", form, value) from None
+    if value is None:
         return ()
-    if not isinstance(given, list):
-        raise _wrong(place, spec, "tools", form, given)
-    found = []
-    for tool in given:
+    if not isinstance(value, list):
+        raise _wrong(source, spec, "tools", form, value)
+    tools = []
+    for tool in value:
         inner = tool.get("function", tool) if isinstance(tool, Mapping) else tool
         match inner:
             case {"name": str(name), **more}:
                 parameters = more.get("parameters") or {"type": "object", "properties": {}}
                 if not isinstance(parameters, Mapping):
-                    raise _wrong(place, spec, "tools", form, tool)
-                found.append(AgentTool(name, str(more.get("description") or ""), parameters))
+                    raise _wrong(source, spec, "tools", form, tool)
+                tools.append(AgentTool(name, str(more.get("description") or ""), parameters))
             case _:
-                raise _wrong(place, spec, "tools", form, tool)
-    return tuple(found)
+                raise _wrong(source, spec, "tools", form, tool)
+    return tuple(tools)
 
 
-def _wrong(place: str, spec: RowsSpec, meaning: RowColumn, form: str, got: Any) -> DataError:
-    shown = "nothing" if got is None else f"{type(got).__name__} {repr(got)[:60]}"
-    return DataError(f"{place}: column {spec.column(meaning)!r} must be {form}: got {shown}")
+def _wrong(source: str, spec: RowsSpec, meaning: RowColumn, form: str, got: Any) -> DataError:
+    got_text = "nothing" if got is None else f"{type(got).__name__} {repr(got)[:60]}"
+    return DataError(f"{source}: column {spec.column(meaning)!r} must be {form}: got {got_text}")

@@ -116,8 +116,8 @@ class LongHealthRecipe(Recipe):
         if (least := self._tasks.repair) is None:
             completions = await generate(requests, score_callback(prompts, ended))
         else:
-            written = await generate(requests)
-            completions = await repaired(prompts, written, least, self.end_ids, generate)
+            drafts = await generate(requests)
+            completions = await repaired(prompts, drafts, least, self.end_ids, generate)
         return as_rollout(step, prompts, completions, False)
 
     async def offline(self, first: int, generate: GenerateCall) -> list[Rollout]:
@@ -126,11 +126,11 @@ class LongHealthRecipe(Recipe):
         prompts = [self._tasks.offline(s) for s in steps]
         flat = [p for step in prompts for p in step]
         completions = await generate([p.request for p in flat])
-        found = []
+        rollouts = []
         for i, step in enumerate(steps):
             share = slice(i * len(prompts[i]), (i + 1) * len(prompts[i]))
-            found.append(as_rollout(step, prompts[i], completions[share], True))
-        return found
+            rollouts.append(as_rollout(step, prompts[i], completions[share], True))
+        return rollouts
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
@@ -139,7 +139,7 @@ class LongHealthRecipe(Recipe):
         exams = self._exams[:most]
         requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled, route)
         completions = await generate(requests)
-        said = [self._tasks.decode(c.token_ids) for c in completions]
+        texts = [self._tasks.decode(c.token_ids) for c in completions]
         if keep is not None:
             nll: list[float | None] = [None] * len(exams)
             if not sampled:  # it does not depend on what was sampled
@@ -147,8 +147,8 @@ class LongHealthRecipe(Recipe):
                 read = await generate(readings)
                 nll = [mean_nll(c, n) for c, n in zip(read, tokens, strict=True)]
             spent = [len(c.token_ids) for c in completions]
-            keep(answered_over(self._tasks.answers(exams, said, spent, nll), requests))
-        return measure(exams, said)
+            keep(answered_over(self._tasks.answers(exams, texts, spent, nll), requests))
+        return measure(exams, texts)
 
     async def train_batch(self, rollout: Rollout, version: int) -> TrainBatch:
         return TrainBatch(doc=tuple(rollout.samples))

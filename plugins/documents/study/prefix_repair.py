@@ -37,65 +37,72 @@ async def repaired(
 ) -> list[Completion]:
     """Return the completions, each repaired at its first token with a teacher's probability below
     `least`."""
-    asked = [
+    requests_read = [
         reading(replace(p.request, prefix=context_ref(p.contexts)), c.token_ids)
         for p, c in zip(prompts, completions, strict=True)
     ]
-    read = await generate(asked)
+    read = await generate(requests_read)
     repairs = [
-        Repair(i, place, teacher.prompt_likeliest[place - len(own.token_ids)])
-        for i, (own, teacher) in enumerate(zip(completions, read, strict=True))
-        if (place := first_refused(teacher, len(own.token_ids), least)) is not None
+        Repair(i, index, teacher.prompt_likeliest[index - len(completion.token_ids)])
+        for i, (completion, teacher) in enumerate(zip(completions, read, strict=True))
+        if (index := first_refused(teacher, len(completion.token_ids), least)) is not None
     ]
     if not repairs:
         return list(completions)
     rests = await generate(
         [_continuation(prompts[r.index].request, completions[r.index], r) for r in repairs]
     )
-    found = list(completions)
-    for repair, rest in zip(repairs, rests, strict=True):
+    joined = list(completions)
+    for repair, continuation in zip(repairs, rests, strict=True):
         most = prompts[repair.index].request.sampling.max_tokens
-        found[repair.index] = _joined(found[repair.index], repair, rest, most, end_ids)
-    return found
+        joined[repair.index] = _joined(joined[repair.index], repair, continuation, most, end_ids)
+    return joined
 
 
 def first_refused(teacher: Completion, tokens: int, least: float) -> int | None:
     """Return the index of the first of a response's `tokens` tokens, the last of the prompt that
     the teacher read, whose probability there is below `least`; None if all are likelier."""
-    own = teacher.prompt_logprobs[len(teacher.prompt_logprobs) - tokens :]
+    logprobs = teacher.prompt_logprobs[len(teacher.prompt_logprobs) - tokens :]
     bound = math.log(least)
-    return next((t for t, logprob in enumerate(own) if logprob < bound), None)
+    return next((t for t, logprob in enumerate(logprobs) if logprob < bound), None)
 
 
-def _continuation(request: GenerateRequest, own: Completion, repair: Repair) -> GenerateRequest:
+def _continuation(
+    request: GenerateRequest, completion: Completion, repair: Repair
+) -> GenerateRequest:
     """Return the request to go on after the repair; it reads the student's log-probability of the
     new token too."""
-    begun = (*own.token_ids[: repair.place], repair.token)
-    left = max(1, request.sampling.max_tokens - len(begun))
+    token_ids = (*completion.token_ids[: repair.place], repair.token)
+    room = max(1, request.sampling.max_tokens - len(token_ids))
     return replace(
-        request, id=f"{request.id}/repaired", prompt_ids=(*request.prompt_ids, *begun),
-        sampling=replace(request.sampling, max_tokens=left), first_draw=len(begun),
+        request, id=f"{request.id}/repaired", prompt_ids=(*request.prompt_ids, *token_ids),
+        sampling=replace(request.sampling, max_tokens=room), first_draw=len(token_ids),
         prompt_logprobs=True,
     )  # fmt: skip
 
 
 def _joined(
-    own: Completion, repair: Repair, rest: Completion, most: int, end_ids: frozenset[int]
+    completion: Completion,
+    repair: Repair,
+    continuation: Completion,
+    most: int,
+    end_ids: frozenset[int],
 ) -> Completion:
     """Return the beginning, the teacher's token and what the student wrote after it, of at most
     `most` tokens."""
-    place = repair.place
+    index = repair.place
     ended = repair.token in end_ids
-    whole = ended or place + 1 == most  # nothing may follow the new token
+    complete = ended or index + 1 == most  # nothing may follow the new token
     # The weights may have changed in between; the continuation read the new token.
-    version = rest.versions[0] if rest.versions else own.versions[place]
+    version = continuation.versions[0] if continuation.versions else completion.versions[index]
+    token_ids = () if complete else continuation.token_ids
+    logprobs = () if complete else continuation.logprobs
+    versions = () if complete else continuation.versions
     return replace(
-        own,
-        token_ids=(*own.token_ids[:place], repair.token, *(() if whole else rest.token_ids)),
-        logprobs=(
-            *own.logprobs[:place], rest.prompt_logprobs[-1], *(() if whole else rest.logprobs),
-        ),
-        versions=(*own.versions[:place], version, *(() if whole else rest.versions)),
-        finish_reason=("stop" if ended else "length") if whole else rest.finish_reason,
+        completion,
+        token_ids=(*completion.token_ids[:index], repair.token, *token_ids),
+        logprobs=(*completion.logprobs[:index], continuation.prompt_logprobs[-1], *logprobs),
+        versions=(*completion.versions[:index], version, *versions),
+        finish_reason=("stop" if ended else "length") if complete else continuation.finish_reason,
         top_logprobs=(),
-    )  # fmt: skip
+    )

@@ -107,12 +107,12 @@ class UserQuestion:
             letter = parse_answer(response, self.choice)
             right = float(letter is not None and self.choice.is_correct(letter))
             return right, right, letter is not None
-        said = said_answer(response) or response
+        answer = said_answer(response) or response
         if not self.answers:
-            declined = float(declines(said, self.text))
+            declined = float(declines(answer, self.text))
             return declined, declined, True
-        right, score = squad_scores(said, self.answers)
-        return right, score, bool(right or normalised(said) or any(map(str.isalnum, said)))
+        right, score = squad_scores(answer, self.answers)
+        return right, score, bool(right or normalised(answer) or any(map(str.isalnum, answer)))
 
     def words(self, response: str) -> tuple[float, float]:
         """Return (exact match, F1) of a response against the words of the right answer. Of a
@@ -120,12 +120,12 @@ class UserQuestion:
         if self.choice is None:
             exact, score, _ = self.scores(response)
             return exact, score
-        said, letter = said_answer(response) or "", parse_answer(response, self.choice)
+        answer, letter = said_answer(response) or "", parse_answer(response, self.choice)
         if letter is not None:
             option = self.choice.options[LETTERS.index(letter)]
-            says = f" {normalised(option)} " in f" {normalised(said)} "
-            said = _LABEL.sub("", said) if normalised(option) and says else option
-        return exact_match(said, self.choice.correct), f1(said, self.choice.correct)
+            contained = f" {normalised(option)} " in f" {normalised(answer)} "
+            answer = _LABEL.sub("", answer) if normalised(option) and contained else option
+        return exact_match(answer, self.choice.correct), f1(answer, self.choice.correct)
 
 
 @dataclass(frozen=True)
@@ -171,19 +171,19 @@ def read_question_file(
         ) from error
     documents = _Documents(texts, owners or {name: name for name in texts})
     if isinstance(content, Mapping) and isinstance(content.get("data"), list):
-        found = _squad(path, content["data"], documents, unanswerable)
+        read = _squad(path, content["data"], documents, unanswerable)
     else:
-        found = _longhealth(path, content, documents, instruction)
-    if not found:
+        read = _longhealth(path, content, documents, instruction)
+    if not read:
         if not documents.first:
             raise DataError(
                 f"{path} has no question that can be answered; check data.questions; {SQUAD_SHAPE}"
             )
         raise DataError(f"{path}: no question is about a document of the run; {documents.first}")
-    twice = [i for i, n in Counter(q.id for q in found).items() if n > 1]
+    twice = [i for i, n in Counter(q.id for q in read).items() if n > 1]
     if twice:
         raise DataError(f"{path}: two questions have the id {twice[0]}; give each its own")
-    return QuestionFile(tuple(found), documents.notes)
+    return QuestionFile(tuple(read), documents.notes)
 
 
 class _Documents:
@@ -203,15 +203,15 @@ class _Documents:
         """Return the chunks of the document that a title names, else of the only one that holds the
         words of a passage. [] where it is none of them; `count` questions are then left out."""
         self._all += count
-        known = [p for p in map(_spaced, passages) if p]
-        named, holding = self._named(title), self._holding(known)
+        spaced = [p for p in map(_spaced, passages) if p]
+        named, holding = self._named(title), self._holding(spaced)
         if named:
             if holding and not set(named) & set(holding):
                 self._note(f"follow their title, and their context is that of {_listed(holding)}",
                            title, count)  # fmt: skip
             either = [d for d in named if d in holding]
             return [c for d in either or named for c in self._chunks[d]]
-        if len(holding) == 1 or (not known and not title and len(self._chunks) == 1):
+        if len(holding) == 1 or (not spaced and not title and len(self._chunks) == 1):
             return self._chunks[(holding or list(self._chunks))[0]]
         stands = f"in {_listed(holding)}" if holding else "in no document"
         self._note(f"are left out: their context stands {stands}, and their title names none",
@@ -233,21 +233,21 @@ class _Documents:
         bare = re.sub(r"\.\w{1,5}$", "", title)
         wanted = {_name(title), _name(bare), _name(_file(title))} - {""}
         for name in (_name, lambda d: _name(_file(d))):
-            found = [d for d in self._chunks if name(d) in wanted]
-            if len(found) == 1:
-                return found
+            documents = [d for d in self._chunks if name(d) in wanted]
+            if len(documents) == 1:
+                return documents
         return [d for d in self._chunks if (w := _PART.sub("", d)) != d and _name(w) in wanted]
 
     def _holding(self, passages: Sequence[str]) -> list[str]:
         """Return the documents with the words of a passage in a chunk of theirs; if there is none,
         the one with most of its groups of words."""
-        found = [
+        matching = [
             d
             for d, chunks in self._chunks.items()
             if any(contains_words(self._texts[c], p) for c in chunks for p in passages)
         ]
-        if found or not passages:
-            return found
+        if matching or not passages:
+            return matching
         groups = set[str]().union(*map(_groups, passages))
         shares = {d: len(set[str]().union(*(groups & self._groups[c] for c in chunks)))
                   for d, chunks in self._chunks.items()}  # fmt: skip
@@ -260,14 +260,14 @@ class _Documents:
         if len(chunks) == 1:
             return chunks[0]
         groups = _groups(passage)
-        near = [c for c in chunks if groups & self._groups[c]]
-        found = self.holding(chunks, [passage]) or self.holding(near, answers)
-        return found or max(chunks, key=lambda c: len(groups & self._groups[c]))
+        neighbours = [c for c in chunks if groups & self._groups[c]]
+        holding = self.holding(chunks, [passage]) or self.holding(neighbours, answers)
+        return holding or max(chunks, key=lambda c: len(groups & self._groups[c]))
 
     def holding(self, chunks: Sequence[str], answers: Sequence[str]) -> str | None:
         """Return the first of the chunks that holds the words of an answer, None if none does."""
-        given = [a for a in map(_spaced, answers) if a]
-        pairs = ((c, a, fold) for fold in (False, True) for c in chunks for a in given)
+        spaced = [a for a in map(_spaced, answers) if a]
+        pairs = ((c, a, fold) for fold in (False, True) for c in chunks for a in spaced)
         return next((c for c, a, fold in pairs if contains_words(self._texts[c], a, fold)), None)
 
     @property
@@ -288,29 +288,29 @@ class _Documents:
 def _squad(
     path: str, articles: Sequence[Any], documents: _Documents, unanswerable: bool
 ) -> list[UserQuestion]:
-    found = []
+    questions = []
     for a, article in enumerate(articles):
         try:
             for p, paragraph in enumerate(article["paragraphs"]):
                 title, context = str(article.get("title") or ""), str(paragraph["context"])
-                asked = []
+                entries = []
                 for q, qa in enumerate(paragraph["qas"]):
                     answers = tuple(dict.fromkeys(str(x["text"]) for x in qa["answers"]))
                     answers = tuple(filter(str.strip, () if qa.get("is_impossible") else answers))
                     if answers or unanswerable:
                         key = str(qa.get("id", f"{a}/{p}/{q}"))
-                        asked.append((key, str(qa["question"]), answers))
+                        entries.append((key, str(qa["question"]), answers))
                 where = f"data[{a}].paragraphs[{p}]"
-                chunks = documents.chunks(where, title, [context], len(asked))
-                for key, text, answers in asked if chunks else ():
+                chunks = documents.chunks(where, title, [context], len(entries))
+                for key, text, answers in entries if chunks else ():
                     name = documents.context(chunks, context, answers)
-                    found.append(UserQuestion(key, name, text, answers))
+                    questions.append(UserQuestion(key, name, text, answers))
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path}: data[{a}] is no article of SQuAD ({error}): it has paragraphs, each with "
                 f"a context and qas; {SQUAD_SHAPE}"
             ) from error
-    return found
+    return questions
 
 
 def _longhealth(
@@ -320,7 +320,7 @@ def _longhealth(
         patients = parse_patients(content, path)
     except DataError as error:
         raise DataError(f"{error}. Or give SQuAD's: {SQUAD_SHAPE}") from error
-    found = []
+    questions = []
     for patient in patients:
         # A shorter note stands anywhere.
         notes = [text for text in patient.texts if len(text.split()) >= GROUP]
@@ -330,8 +330,8 @@ def _longhealth(
             passages = [_whole_words(patient.texts[n][i:j]) for n, i, j in q.places]
             name = documents.holding(chunks, passages) or documents.holding(chunks, [q.correct])
             text = option_prompt(q.text, q.options, instruction)
-            found.append(UserQuestion(q.id, name or chunks[0], text, choice=q))
-    return found
+            questions.append(UserQuestion(q.id, name or chunks[0], text, choice=q))
+    return questions
 
 
 def _spaced(text: str) -> str:

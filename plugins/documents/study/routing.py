@@ -35,14 +35,14 @@ class RoutedQuestions:
 
     def own(self, cartridge: str, question: str) -> str:
         """Return the question's own cartridge, and count whether the router finds it."""
-        found = self._router.top(question, 1)
-        self._right[cartridge, question] = bool(found) and found[0][0] == cartridge
+        ranked = self._router.top(question, 1)
+        self._right[cartridge, question] = bool(ranked) and ranked[0][0] == cartridge
         return cartridge
 
     def chosen(self, cartridge: str, question: str) -> str:
         """Return the router's choice, the first cartridge by name where it has none."""
-        found = self._router.top(question, 1)
-        return found[0][0] if found else self._router.names[0]
+        ranked = self._router.top(question, 1)
+        return ranked[0][0] if ranked else self._router.names[0]
 
     def write(self, file: Path) -> None:
         """Write the terms of the texts, for those who use the cartridges."""
@@ -76,9 +76,9 @@ class RememberedAnswers:
     ) -> list[Completion]:
         """Return completions in order. Nobody is told of replies."""
         keys = [replace(request, id="") for request in requests]
-        both = zip(keys, requests, strict=True)
-        fresh = {key: request for key, request in both if key not in self._held}
-        made = await self._generate(list(fresh.values()), None, whole=whole) if fresh else []
-        self._held.update(zip(fresh, made, strict=True))
-        both = zip(keys, requests, strict=True)
-        return [replace(self._held[key], request_id=r.id) for key, r in both]
+        pairs = zip(keys, requests, strict=True)
+        fresh = {key: request for key, request in pairs if key not in self._held}
+        answers = await self._generate(list(fresh.values()), None, whole=whole) if fresh else []
+        self._held.update(zip(fresh, answers, strict=True))
+        pairs = zip(keys, requests, strict=True)
+        return [replace(self._held[key], request_id=r.id) for key, r in pairs]

@@ -54,15 +54,16 @@ def studied_of(
         return None
     room = spec.train.row_tokens - len(ids)
     # Ids of another model's tokenizer mean nothing here: its answer text is tokenized again.
-    own = row.answer_ids and row.model == model
-    answer = row.answer_ids if own else ()
-    if row.answer and not own:
+    is_tokenized = row.answer_ids and row.model == model
+    answer = row.answer_ids if is_tokenized else ()
+    if row.answer and not is_tokenized:
         answer = conversation.saying(row.answer)
-    kept = min(len(answer), room) if own and len(row.teacher_ids) == len(answer) else 0
-    known = all(id >= 0 for at in row.teacher_ids[:kept] for id in at)
+    length = min(len(answer), room) if is_tokenized and len(row.teacher_ids) == len(answer) else 0
+    identified = all(id >= 0 for at in row.teacher_ids[:length] for id in at)
     return StudyQuestion(
         row.key, row.document, row.kind, row.messages, ids, answer[:room],
-        row.teacher_ids[:kept] if known else (), row.teacher_logprobs[:kept] if known else (),
+        row.teacher_ids[:length] if identified else (),
+        row.teacher_logprobs[:length] if identified else (),
     )  # fmt: skip
 
 
@@ -75,17 +76,18 @@ def row_question(
 ) -> StudyQuestion | None:
     """Return a dataset's row as a question with its answer; None when a trainer row cannot hold it.
     A row about a document of several parts is about the first that holds its answer's words."""
-    own = [name for name, part in parts.parts.items() if part.document.name == row.document]
+    names = [name for name, part in parts.parts.items() if part.document.name == row.document]
     answer = "" if row.answer is None else str(row.answer)
     about = next(
-        (name for name in own if contains_words(spaced(parts.texts[name]), spaced(answer))), own[0]
+        (name for name in names if contains_words(spaced(parts.texts[name]), spaced(answer))),
+        names[0],
     )
     ids = conversation.opening(about, titled_messages(titles, about, row.messages))
     if len(ids) + spec.rollout.max_tokens > spec.train.row_tokens:
         return None
-    said = conversation.saying(answer) if answer else ()
+    answer_ids = conversation.saying(answer) if answer else ()
     room = spec.train.row_tokens - len(ids)
-    return StudyQuestion(row.id, about, "row", row.messages, ids, said[:room])
+    return StudyQuestion(row.id, about, "row", row.messages, ids, answer_ids[:room])
 
 
 def user_question(studied: StudyQuestion, row: DatasetRow) -> UserQuestion:
@@ -115,16 +117,16 @@ def require_scores(studied: Sequence[StudyQuestion], where: str | None) -> None:
 
 def note_documents(parts: Corpus, directory: RunDirectory) -> None:
     """Write the run's list of documents. Raises CheckpointError when it differs on resume."""
-    told = parts.as_dict()
+    facts = parts.as_dict()
     if directory.documents.exists():
-        before = json.loads(directory.documents.read_bytes())
-        if before["documents"] != told["documents"]:
+        recorded = json.loads(directory.documents.read_bytes())
+        if recorded["documents"] != facts["documents"]:
             raise CheckpointError(
                 f"the documents changed since the run began ({directory.documents}); bring them "
                 "back, or start anew without --resume"
             )
         return
-    write_atomically(directory.documents, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(directory.documents, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
 
 
 def of_parts(rows: Sequence[StudyRow], parts: Corpus, where: str) -> list[StudyRow]:
@@ -150,7 +152,7 @@ def require_study(rows: Sequence[StudyRow], where: str, tokenizer: Any) -> None:
     require_text(tokenizer, texts, f"rows of {where}")
 
 
-def said(studied: StudyQuestion, prompt: StudyPrompt) -> Completion:
+def completion_of_row(studied: StudyQuestion, prompt: StudyPrompt) -> Completion:
     """Return B's written answer as a Completion, with zeros for its unknown log-probabilities."""
     ids = studied.answer_ids
     return Completion(prompt.request.id, ids, (0.0,) * len(ids), (0,) * len(ids), "stop")
@@ -163,10 +165,10 @@ async def gains(
 ) -> dict[str, float]:
     """Return the gain of each question with an answer, nats a token, by its key. `bare` has the
     prompt without a document by key."""
-    asked = [s for s in studied if s.answer_ids]
+    answered = [s for s in studied if s.answer_ids]
     once = Sampling(temperature=0.0, max_tokens=1)
     requests = []
-    for s in asked:
+    for s in answered:
         for name, ids, prefix in (
             ("document", s.prompt_ids, context_ref((s.document,))),
             ("none", bare[s.key], BARE),
@@ -178,19 +180,19 @@ async def gains(
                 )
             )  # fmt: skip
     read = await generate(requests) if requests else []
-    found = {}
-    for i, s in enumerate(asked):
-        whole, none = (mean_nll(c, len(s.answer_ids)) for c in read[2 * i : 2 * i + 2])
-        if whole is not None and none is not None:
-            found[s.key] = none - whole
-    return found
+    gain_of = {}
+    for i, s in enumerate(answered):
+        with_document, none = (mean_nll(c, len(s.answer_ids)) for c in read[2 * i : 2 * i + 2])
+        if with_document is not None and none is not None:
+            gain_of[s.key] = none - with_document
+    return gain_of
 
 
-def weighed(rows: Sequence[StudyRow], found: Mapping[str, float], least: float) -> list[StudyRow]:
+def weighed(rows: Sequence[StudyRow], gain_of: Mapping[str, float], least: float) -> list[StudyRow]:
     """Return the rows with their gains; those of less than `least` are refused."""
     return [
-        replace(row, gain=found[row.key], refused=NO_GAIN if found[row.key] < least else "")
-        if row.key in found
+        replace(row, gain=gain_of[row.key], refused=NO_GAIN if gain_of[row.key] < least else "")
+        if row.key in gain_of
         else row
         for row in rows
     ]

@@ -38,8 +38,8 @@ def _say_at_desk(action: Action) -> str:
 def _parse_json(text: str) -> Action:
     """Return the first call after the thinking block, or the text itself when it has no call. Chat
     templates of others name the tool "name"."""
-    for found in objects_in(text):
-        match found:
+    for value in objects_in(text):
+        match value:
             case {"tool": str(tool), "arguments": dict(arguments)}:
                 return ToolAction(tool, arguments)
             case {"name": str(tool), "arguments": dict(arguments)}:
@@ -49,16 +49,16 @@ def _parse_json(text: str) -> Action:
 
 def objects_in(text: str) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects after the thinking block, also those inside others."""
-    said = _said(text)
-    at = said.find("{")
+    cleaned = _said(text)
+    at = cleaned.find("{")
     while at >= 0:
         try:
-            found, _ = _DECODER.raw_decode(said, at)
+            value, _ = _DECODER.raw_decode(cleaned, at)
         except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict):
-            yield found
-        at = said.find("{", at + 1)
+            value = None
+        if isinstance(value, dict):
+            yield value
+        at = cleaned.find("{", at + 1)
 
 
 def _said(text: str) -> str:

@@ -91,8 +91,8 @@ class CheckPlan:
 
 async def check_environment(spec: EnvironmentSpec, plan: CheckPlan) -> EnvironmentCheck:
     """Return what the episodes of an environment show. Never raises for the environment."""
-    shown = spec.model_copy(update={"show_tools": "template"})
-    first, second = (environment_of(shown, plan.turns) for _ in range(2))
+    template_spec = spec.model_copy(update={"show_tools": "template"})
+    first, second = (environment_of(template_spec, plan.turns) for _ in range(2))
     try:
         try:
             await first.start()
@@ -100,7 +100,7 @@ async def check_environment(spec: EnvironmentSpec, plan: CheckPlan) -> Environme
         except (DataError, RunError) as error:
             return EnvironmentCheck((), (CheckFinding(True, str(error), "correct it"),))
         schema = action_schema(spec.url) if spec.url is not None else None
-        crowded = await _sessions(shown, plan)
+        crowded = await _sessions(template_spec, plan)
         episodes = []
         for number in range(plan.tasks):
             task = a_task(spec, number, plan.seed)
@@ -149,12 +149,12 @@ def findings_of(
     spec: EnvironmentSpec, plan: CheckPlan, episodes: Sequence[PlayedEpisode]
 ) -> list[CheckFinding]:
     """Return what the episodes say against training, the faults first."""
-    found = [
+    findings = [
         *_errors(episodes), *_rewards(spec, plan, episodes), *_replays(episodes),
         *_tasks(episodes), *_actions(spec, episodes), *_context(plan, episodes),
         *_speed(spec, episodes),
     ]  # fmt: skip
-    return sorted(found, key=lambda f: not f.fault)
+    return sorted(findings, key=lambda f: not f.fault)
 
 
 def _errors(episodes: Sequence[PlayedEpisode]) -> list[CheckFinding]:
@@ -164,48 +164,48 @@ def _errors(episodes: Sequence[PlayedEpisode]) -> list[CheckFinding]:
             kinds.setdefault(e.error.partition(":")[0], []).append(e.error)
     return [
         CheckFinding(
-            True, f"{len(each)} of {len(episodes)} episodes ended as {each[0]}",
+            True, f"{len(errors)} of {len(episodes)} episodes ended as {errors[0]}",
             "correct the environment; such an episode has no reward and trains nothing",
         )
-        for each in kinds.values()
+        for errors in kinds.values()
     ]  # fmt: skip
 
 
 def _rewards(
     spec: EnvironmentSpec, plan: CheckPlan, episodes: Sequence[PlayedEpisode]
 ) -> list[CheckFinding]:
-    whole = [e for e in episodes if not e.error]
-    rewards = [e.reward for e in whole if e.reward is not None]
-    if whole and not rewards:
+    complete = [e for e in episodes if not e.error]
+    rewards = [e.reward for e in complete if e.reward is not None]
+    if complete and not rewards:
         return [CheckFinding(
-            True, f"no reward arrived in {len(whole)} episodes of at most {plan.turns} turns",
+            True, f"no reward arrived in {len(complete)} episodes of at most {plan.turns} turns",
             "end episodes with done and a reward; or set returns: sum or last, which count the "
             "rewards of steps; or play more turns",
         )]  # fmt: skip
-    found = []
-    still_open = [e for e in whole if e.reward is None]
+    findings = []
+    still_open = [e for e in complete if e.reward is None]
     if still_open:
-        found.append(CheckFinding(
-            False, f"{len(still_open)} of {len(whole)} episodes have no reward after {plan.turns} "
-            "turns",
+        findings.append(CheckFinding(
+            False, f"{len(still_open)} of {len(complete)} episodes have no reward after "
+            f"{plan.turns} turns",
             "such an episode trains nothing: end it with a reward before episodes.max_turns, or "
             "set returns: sum or last",
         ))  # fmt: skip
     if len(rewards) > 1 and len(set(rewards)) == 1:
-        found.append(CheckFinding(
+        findings.append(CheckFinding(
             bool(plan.script), f"all {len(rewards)} rewards are {rewards[0]:g}",
             "a group of equal rewards trains nothing: give a --script that solves a task, to see "
             "whether another reward exists, and make tasks that an untrained student solves "
             "sometimes",
         ))  # fmt: skip
-    return found
+    return findings
 
 
 def _replays(episodes: Sequence[PlayedEpisode]) -> list[CheckFinding]:
-    def said(seen: Sequence[Observation]) -> list[tuple[list[str], bool, float | None]]:
-        return [([m.content for m in o.messages], o.done, o.reward) for o in seen]
+    def contents(observations: Sequence[Observation]) -> list[tuple[list[str], bool, float | None]]:
+        return [([m.content for m in o.messages], o.done, o.reward) for o in observations]
 
-    other = [e for e in episodes if not e.error and said(e.seen) != said(e.again)]
+    other = [e for e in episodes if not e.error and contents(e.seen) != contents(e.again)]
     if not other:
         return []
     turn = next(
@@ -223,17 +223,17 @@ def _replays(episodes: Sequence[PlayedEpisode]) -> list[CheckFinding]:
 def _tasks(episodes: Sequence[PlayedEpisode]) -> list[CheckFinding]:
     openings = {e.task.id: [m.content for m in e.seen[0].messages] for e in episodes if not e.error}
     texts = Counter(tuple(text) for text in openings.values())
-    found = []
+    findings = []
     if len(openings) > 1 and len(texts) == 1:
-        found.append(CheckFinding(
+        findings.append(CheckFinding(
             False, f"the {len(openings)} tasks open alike",
             "let the seed decide the task, or it is the same one in every step",
         ))  # fmt: skip
     if any(not any(t.strip() for t in text) for text in texts):
-        found.append(CheckFinding(
+        findings.append(CheckFinding(
             True, "an opening is empty", "return what the student reads first from reset",
         ))  # fmt: skip
-    return found
+    return findings
 
 
 def _actions(spec: EnvironmentSpec, episodes: Sequence[PlayedEpisode]) -> list[CheckFinding]:
@@ -262,9 +262,9 @@ def _context(plan: CheckPlan, episodes: Sequence[PlayedEpisode]) -> list[CheckFi
     longest = max(sizes, default=0)
     if longest <= plan.max_context:
         return []
-    over = sum(size > plan.max_context for size in sizes)
+    too_long = sum(size > plan.max_context for size in sizes)
     return [CheckFinding(
-        True, f"{over} of {len(sizes)} episodes are longer than {plan.max_context} tokens, the "
+        True, f"{too_long} of {len(sizes)} episodes are longer than {plan.max_context} tokens, the "
         f"longest about {longest}",
         "raise episodes.max_context and train.row_tokens, or show less in an observation",
     )]  # fmt: skip
@@ -291,27 +291,27 @@ def _speed(spec: EnvironmentSpec, episodes: Sequence[PlayedEpisode]) -> list[Che
 def _agents(
     spec: EnvironmentSpec, plan: CheckPlan, schema: Mapping[str, Any] | None, number: int
 ) -> list[tuple[str, Agent]]:
-    def scripted(seen: Sequence[Observation]) -> str:
-        turn = len(seen) - 1
+    def scripted(observations: Sequence[Observation]) -> str:
+        turn = len(observations) - 1
         if plan.script:
             return plan.script[min(turn, len(plan.script) - 1)]
-        return _drawn(spec, seen, schema, random.Random(f"rote/{turn}"))
+        return _drawn(spec, observations, schema, random.Random(f"rote/{turn}"))
 
     rng = random.Random(f"check/{plan.seed}/{number}")
     return [
         ("scripted", scripted),
-        ("random", lambda seen: _drawn(spec, seen, schema, rng)),
+        ("random", lambda observations: _drawn(spec, observations, schema, rng)),
     ]
 
 
 def _drawn(
     spec: EnvironmentSpec,
-    seen: Sequence[Observation],
+    observations: Sequence[Observation],
     schema: Mapping[str, Any] | None,
     rng: random.Random,
 ) -> str:
-    words = [w for m in seen[-1].messages for w in m.content.split()] or ["yes"]
-    tools: Sequence[AgentTool] = seen[0].tools
+    words = [w for m in observations[-1].messages for w in m.content.split()] or ["yes"]
+    tools: Sequence[AgentTool] = observations[0].tools
     if tools and spec.action in ("tool", "text"):
         tool = rng.choice(list(tools))
         arguments = drawn_value(tool.parameters, words, rng)
@@ -363,16 +363,16 @@ def _value(
 async def _play(
     environment: EpisodeEnvironment, name: str, task: Task, agent: Agent, turns: int
 ) -> PlayedEpisode:
-    own = replace(task, id=f"{task.id}/{name}")
-    seen, actions, seconds = [], list[str](), []
+    own_task = replace(task, id=f"{task.id}/{name}")
+    observations, actions, seconds = [], list[str](), []
     while True:
-        begun = time.perf_counter()
-        observation = await environment.move(EnvironmentRequest(own, tuple(actions)))
-        seconds.append(time.perf_counter() - begun)
-        seen.append(observation)
+        start = time.perf_counter()
+        observation = await environment.move(EnvironmentRequest(own_task, tuple(actions)))
+        seconds.append(time.perf_counter() - start)
+        observations.append(observation)
         if observation.done or len(actions) == turns:
-            return PlayedEpisode(name, task, tuple(actions), tuple(seen), tuple(seconds))
-        actions.append(agent(seen))
+            return PlayedEpisode(name, task, tuple(actions), tuple(observations), tuple(seconds))
+        actions.append(agent(observations))
 
 
 async def _replay(

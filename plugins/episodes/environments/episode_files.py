@@ -33,14 +33,16 @@ def to_row(episode: Episode, arm: str, step: int, hints: Sequence[TurnHint] = ()
     row = _EPISODE.dump_python(episode, mode="json")
     for turn in row.pop("turns"):
         context, response, branch = (turn.pop(k) for k in ("context_ids", "response_ids", "branch"))
-        whole = [*context, *response]
+        token_ids = [*context, *response]
         if branch == len(branches):
-            branches.append(whole)
+            branches.append(token_ids)
         else:
-            before = branches[branch]
-            assert whole[: len(before)] == before, f"{episode.task.id}: a branch was rewritten"
-            branches[branch] = whole
-        spans.append({"branch": branch, "start": len(context), "stop": len(whole), **turn})
+            previous = branches[branch]
+            assert token_ids[: len(previous)] == previous, (
+                f"{episode.task.id}: a branch was rewritten"
+            )
+            branches[branch] = token_ids
+        spans.append({"branch": branch, "start": len(context), "stop": len(token_ids), **turn})
     for hint in hints:
         spans[hint.turn] |= {"hint": hint.text, "no_hint": hint.why}
     head = {"schema": SCHEMA, "record": RECORD, "arm": arm, "step": step}

@@ -16,15 +16,15 @@ MEANINGS = {
 def reason(episode: Episode) -> str:
     """Return why an episode has no reward, with the place where a user's code names one:
     "environment_refused: ValueError: too late (guess.py:12)"."""
-    seen = episode.turns[-1].observation if episode.turns else episode.opening
-    if seen.error:
-        return seen.error
+    observation = episode.turns[-1].observation if episode.turns else episode.opening
+    if observation.error:
+        return observation.error
     for name, outcome in episode.rewards.items():
         if outcome.value is None and outcome.why:
             return f"{episode.error_kind}: {name}: {outcome.why}"
-    if seen.error_kind:  # what the student wrote was not understood
-        said = " ".join(m.content for m in seen.messages)
-        return f"{episode.error_kind} after {seen.error_kind}: {said}"[:500]
+    if observation.error_kind:  # what the student wrote was not understood
+        messages = " ".join(m.content for m in observation.messages)
+        return f"{episode.error_kind} after {observation.error_kind}: {messages}"[:500]
     return MEANINGS.get(episode.error_kind, episode.error_kind)
 
 

@@ -56,8 +56,8 @@ def failed_turns(episodes: Sequence[Episode]) -> list[FailedTurn]:
 def template_hint(failed: FailedTurn, templates: Mapping[str, str]) -> TurnHint:
     """Return the template of the failure's hint key with its facts: `{"where": "the handbook says
     {field} {department}."}`."""
-    seen = failed.seen
-    text = _filled(templates.get(seen.hint_key, ""), seen.hint_facts)
+    observation = failed.seen
+    text = _filled(templates.get(observation.hint_key, ""), observation.hint_facts)
     return checked_hint(failed, text, expected_of(failed.episode))
 
 
@@ -71,25 +71,25 @@ def sibling_hint(failed: FailedTurn, episodes: Sequence[Episode], reward: float)
     """Return the shortest other episode of the group with at least this `reward`, as a transcript
     of its turns and what they met; the first of equally short ones. It is not checked for the
     answer, which it holds."""
-    own = failed.episode
+    episode = failed.episode
     siblings = [
         e
         for e in episodes
-        if e.group == own.group
-        and e.task.id != own.task.id
+        if e.group == episode.group
+        and e.task.id != episode.task.id
         and e.reward is not None
         and e.reward >= reward
     ]
     if not siblings:
-        return TurnHint(own.task.id, failed.turn, "", "no_sibling")
+        return TurnHint(episode.task.id, failed.turn, "", "no_sibling")
     best = min(siblings, key=lambda e: len(e.turns))
-    said = [
+    messages = [
         message
         for turn in best.turns
         for message in (AgentMessage("assistant", turn.text), *turn.observation.messages)
     ]
     return TurnHint(
-        own.task.id, failed.turn, "\n".join(f"{m.role}: {m.content.strip()}" for m in said)
+        episode.task.id, failed.turn, "\n".join(f"{m.role}: {m.content.strip()}" for m in messages)
     )
 
 
@@ -106,8 +106,8 @@ def checked_hint(
 
 def expected_of(episode: Episode) -> str | None:
     """Return the right answer, or None; many environments reveal it only at the end."""
-    seen = (episode.opening, *(turn.observation for turn in episode.turns))
-    return next((o.expected for o in reversed(seen) if o.expected is not None), None)
+    observations = (episode.opening, *(turn.observation for turn in episode.turns))
+    return next((o.expected for o in reversed(observations) if o.expected is not None), None)
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -31,16 +31,16 @@ COPIED_WORDS = 2  # a message of one word may be the value itself
 def flagged(episode: Episode, dialect: ActionFormat) -> Episode:
     """Return the episode with `flags` set to those of FLAGS that apply. Of a single answer to a
     prompt without tools, only its form is looked at: there was nothing to look up."""
-    found = {"degenerate": _degenerate(episode)}
+    marks = {"degenerate": _degenerate(episode)}
     looked_up = ROW not in episode.task.arguments or bool(episode.opening.tools)
     if episode.reward is not None and episode.turns and looked_up:
         value = claimed(dialect.parse(episode.turns[-1].text))
-        found |= {
+        marks |= {
             "answer_not_through_tools": _not_through_tools(episode, value, dialect),
             "copied": _copied(episode, value),
             "verifier_disagrees": _disagrees(episode, value),
         }
-    return replace(episode, flags=tuple(name for name in FLAGS if found.get(name)))
+    return replace(episode, flags=tuple(name for name in FLAGS if marks.get(name)))
 
 
 def count_flags(episodes: Sequence[Episode]) -> Counter[str]:
@@ -52,10 +52,10 @@ def environment_counts(episodes: Sequence[Episode]) -> dict[str, float]:
     """Return count, errors and mean reward of each environment's episodes."""
     counts: dict[str, float] = {}
     for name in sorted({e.task.environment for e in episodes}):
-        own = [e for e in episodes if e.task.environment == name]
-        rewards = [e.reward for e in own if e.reward is not None]
-        counts[f"environment/{name}/count"] = len(own)
-        counts[f"environment/{name}/errored"] = len(own) - len(rewards)
+        of_environment = [e for e in episodes if e.task.environment == name]
+        rewards = [e.reward for e in of_environment if e.reward is not None]
+        counts[f"environment/{name}/count"] = len(of_environment)
+        counts[f"environment/{name}/errored"] = len(of_environment) - len(rewards)
         if rewards:
             counts[f"environment/{name}/reward"] = math.fsum(rewards) / len(rewards)
     return counts
@@ -91,9 +91,11 @@ def _not_through_tools(episode: Episode, value: str, dialect: ActionFormat) -> b
     def showed(turn: Turn) -> bool:
         action = dialect.parse(turn.text)
         allowed = isinstance(action, ToolAction) and (not offered or action.tool in offered)
-        said = turn.observation
+        observation = turn.observation
         return (
-            allowed and not said.error_kind and any(holds(m.content, value) for m in said.messages)
+            allowed
+            and not observation.error_kind
+            and any(holds(m.content, value) for m in observation.messages)
         )
 
     return _rewarded(episode) and not any(showed(turn) for turn in episode.turns[:-1])
@@ -103,11 +105,11 @@ def _copied(episode: Episode, value: str) -> bool:
     expected = expected_of(episode)
     if expected is not None and words(value) == words(expected):
         return False
-    before = (episode.opening, *(turn.observation for turn in episode.turns[:-1]))
+    earlier = (episode.opening, *(turn.observation for turn in episode.turns[:-1]))
     return any(
         len(words(m.content)) >= COPIED_WORDS and holds(value, m.content)
-        for seen in before
-        for m in seen.messages
+        for observation in earlier
+        for m in observation.messages
     )
 
 

@@ -76,12 +76,12 @@ class SeveralEnvironments:
 
     async def move(self, move: EnvironmentRequest) -> Observation:
         name = move.task.environment
-        found = self._of.get(name) or (next(iter(self._of.values())) if not name else None)
-        if found is None:
-            known = ", ".join(self._of)
-            return failed("environment_refused", f"no environment {name} is played, but {known}")
+        environment = self._of.get(name) or (next(iter(self._of.values())) if not name else None)
+        if environment is None:
+            names = ", ".join(self._of)
+            return failed("environment_refused", f"no environment {name} is played, but {names}")
         async with self._room:
-            return await found.move(move)
+            return await environment.move(move)
 
     async def close(self) -> None:
         for environment in self._of.values():

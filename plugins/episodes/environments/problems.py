@@ -84,12 +84,12 @@ class ClinicProblems:
         question = PatientQuestion(
             problem.id, problem.document, facts["text"], tuple(facts["options"]), facts["correct"]
         )
-        found = []
+        judged = []
         for text in texts:
             letter = parse_answer(text, question)
             answer = None if letter is None else question.options[LETTERS.index(letter)]
-            found.append(JudgedCandidate(answer, float(answer == question.correct)))
-        return found
+            judged.append(JudgedCandidate(answer, float(answer == question.correct)))
+        return judged
 
     async def close(self) -> None:
         pass
@@ -112,31 +112,31 @@ class GymProblems:
     async def draw(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
         """Return the problems of these numbers. Raises DataError where reasoning_gym lacks the task
         or rejects its arguments."""
-        found = []
+        problems = []
         for number in numbers:
-            said = await self._ask(number)
-            if said is None or "error" in said:
-                why = "it took too long" if said is None else said["error"]
+            reply = await self._ask(number)
+            if reply is None or "error" in reply:
+                why = "it took too long" if reply is None else reply["error"]
                 raise DataError(
                     f"rsa.problems: reasoning_gym cannot draw {self._spec.name} {number}: {why}; "
                     "name one of its tasks, and arguments of its config"
                 )
             name = f"{self._spec.name}/{number}"
-            found.append(RSAProblem(name, document, said["question"], {"number": number}))
-        return found
+            problems.append(RSAProblem(name, document, reply["question"], {"number": number}))
+        return problems
 
     async def judge(self, problem: RSAProblem, texts: Sequence[str]) -> list[JudgedCandidate]:
-        found = []
+        judged = []
         for text in texts:
             answer = self._extract(text)
             if answer is None:
-                found.append(JudgedCandidate(None, 0.0))
+                judged.append(JudgedCandidate(None, 0.0))
                 continue
-            said = await self._ask(problem.facts["number"], answer=answer)
+            reply = await self._ask(problem.facts["number"], answer=answer)
             # An answer whose score cannot be computed is wrong.
-            score = said["score"] if said and "score" in said else 0.0
-            found.append(JudgedCandidate(answer, score if math.isfinite(score) else 0.0))
-        return found
+            score = reply["score"] if reply and "score" in reply else 0.0
+            judged.append(JudgedCandidate(answer, score if math.isfinite(score) else 0.0))
+        return judged
 
     async def close(self) -> None:
         self._process.kill()  # a request that a cancelled task waited for, too
@@ -179,7 +179,7 @@ class Taskset:
         student's turn. Raises DataError for a taskset that cannot be loaded or sends nothing,
         RunError without verifiers."""
         worker = await self._open()
-        found = []
+        problems = []
         for number in numbers:
             if number >= len(self._tasks):
                 raise DataError(
@@ -187,18 +187,18 @@ class Taskset:
                     f"{number}; lower rsa.problems.most"
                 )
             task = self._tasks[number]
-            asked: list[str] = []
+            prompts: list[str] = []
 
-            async def listen(request: HarnessRequest, asked: list[str] = asked) -> ChatReply:
-                asked.append("\n\n".join(m.text for m in request.messages))
+            async def listen(request: HarnessRequest, listened: list[str] = prompts) -> ChatReply:
+                listened.append("\n\n".join(m.text for m in request.messages))
                 raise BadChatRequest("only the question was wanted")
 
             with worker.endpoint.serving(listen) as url:
                 outcome = await worker.play(task, url)
-            if not asked:
+            if not prompts:
                 raise DataError(f"rsa.problems: {task.id} asks nothing: {outcome.error}")
-            found.append(RSAProblem(task.id, document, asked[0], {"number": number}))
-        return found
+            problems.append(RSAProblem(task.id, document, prompts[0], {"number": number}))
+        return problems
 
     async def judge(self, problem: RSAProblem, texts: Sequence[str]) -> list[JudgedCandidate]:
         worker = await self._open()
@@ -211,15 +211,15 @@ class Taskset:
     async def _play(self, worker: VerifiersWorker, task: Task, text: str) -> JudgedCandidate:
         several = self._spec.turns > 1
         plan = [line.strip() for line in text.splitlines() if line.strip()] if several else [text]
-        left = plan[: self._spec.turns]
+        planned = plan[: self._spec.turns]
         short = False
 
         async def say(request: HarnessRequest) -> ChatReply:
             nonlocal short
-            if not left:
+            if not planned:
                 short = True
                 raise BadChatRequest("a candidate has no more turns")
-            return ChatReply(left.pop(0), False, False, TeacherUsage(0, 0))
+            return ChatReply(planned.pop(0), False, False, TeacherUsage(0, 0))
 
         async with self._places:
             with worker.endpoint.serving(say) as url:

@@ -75,9 +75,9 @@ async def run_episodes(
         _judged(Episode(request.task, group, opening, (), sampling, None), opening)
         for request, group, opening in zip(asked_first, groups, openings, strict=True)
     ]
-    told = set[int]()
+    reported = set[int]()
     for t in range(max_turns):
-        asked: dict[int, tuple[GenerateRequest, int]] = {}
+        requests: dict[int, tuple[GenerateRequest, int]] = {}
         for i, e in enumerate(episodes):
             if not _is_on(e):
                 continue
@@ -88,31 +88,35 @@ async def run_episodes(
                 episodes[i] = replace(e, error_kind="context_full")
                 continue
             name = f"{e.task.id}/{t}"
-            asked[i] = (GenerateRequest(name, ids, ref, sampling, seed_of(name)), branch)
-        if not asked:
+            requests[i] = (GenerateRequest(name, ids, ref, sampling, seed_of(name)), branch)
+        if not requests:
             break
-        completions = await generate([request for request, _ in asked.values()])
+        completions = await generate([request for request, _ in requests.values()])
         turns = [
             _turn(request, branch, completion, conversation)
-            for (request, branch), completion in zip(asked.values(), completions, strict=True)
+            for (request, branch), completion in zip(requests.values(), completions, strict=True)
         ]
         moves = [
             EnvironmentRequest(
-                episodes[i].task, (*(said.text for said in episodes[i].turns), turn.text)
+                episodes[i].task, (*(earlier.text for earlier in episodes[i].turns), turn.text)
             )
-            for i, turn in zip(asked, turns, strict=True)
+            for i, turn in zip(requests, turns, strict=True)
         ]
         observations = await move(moves)
-        for i, turn, seen in zip(asked, turns, observations, strict=True):
-            turn = replace(turn, observation=seen)
-            episodes[i] = _judged(replace(episodes[i], turns=(*episodes[i].turns, turn)), seen)
-        over = [i for i in asked if not _is_on(episodes[i])]
-        told.update(over)
+        for i, turn, observation in zip(requests, turns, observations, strict=True):
+            turn = replace(turn, observation=observation)
+            episodes[i] = _judged(
+                replace(episodes[i], turns=(*episodes[i].turns, turn)), observation
+            )
+        ended_indices = [i for i in requests if not _is_on(episodes[i])]
+        reported.update(ended_indices)
         if ended is not None:
-            await ended([episodes[i] for i in over])
+            await ended([episodes[i] for i in ended_indices])
     episodes = [replace(e, error_kind="no_verdict") if _is_on(e) else e for e in episodes]
-    if ended is not None and (rest := [e for i, e in enumerate(episodes) if i not in told]):
-        await ended(rest)
+    if ended is not None and (
+        unreported := [e for i, e in enumerate(episodes) if i not in reported]
+    ):
+        await ended(unreported)
     return episodes
 
 
@@ -120,15 +124,15 @@ def _is_on(episode: Episode) -> bool:
     return episode.reward is None and not episode.error_kind
 
 
-def _judged(episode: Episode, seen: Observation) -> Episode:
+def _judged(episode: Episode, observation: Observation) -> Episode:
     """Return the episode with the outcome of its newest observation."""
-    if seen.error:
-        return replace(episode, error_kind=seen.error.partition(":")[0])
-    if not seen.done:
+    if observation.error:
+        return replace(episode, error_kind=observation.error.partition(":")[0])
+    if not observation.done:
         return episode
-    if seen.reward is None or not math.isfinite(seen.reward):
+    if observation.reward is None or not math.isfinite(observation.reward):
         return replace(episode, error_kind="no_verdict")
-    return replace(episode, reward=seen.reward)
+    return replace(episode, reward=observation.reward)
 
 
 def _turn(

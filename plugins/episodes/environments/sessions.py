@@ -196,12 +196,12 @@ class ReplayedSessions(ABC, Generic[S]):
                 return replace(observation, reward=reward if observation.done else None)
             case "sum" | "last" as which:
                 worth = session.total if which == "sum" else session.last
-                done = observation.done or played >= self._most_turns
-                return replace(observation, done=done, reward=worth if done else None)
+                is_done = observation.done or played >= self._most_turns
+                return replace(observation, done=is_done, reward=worth if is_done else None)
 
     def _compare(self, key: str, observation: Observation, played: int) -> None:
-        said = _digest([(m.role, m.content) for m in observation.messages], observation.done)
-        if self._seen.setdefault(key, said) != said:
+        digest = _digest([(m.role, m.content) for m in observation.messages], observation.done)
+        if self._seen.setdefault(key, digest) != digest:
             raise ReplayDiverged(
                 f"after {played} actions it said something else than before; "
                 "the same arguments and actions must give the same observations"

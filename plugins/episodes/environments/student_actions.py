@@ -33,10 +33,10 @@ def action_in(text: str, form: ActionForm) -> Any:
     if form == "text":
         return text.rpartition(END_OF_THINKING)[2].strip()
     if form == "json":
-        found = next(objects_in(text), None)
-        if found is None:
+        value = next(objects_in(text), None)
+        if value is None:
             raise NoAction('no JSON object in this text. write one, such as {"field": "value"}')
-        return found
+        return value
     call = JSON.parse(text)
     if not isinstance(call, ToolAction):
         raise NoAction('no tool call in this text. write one as {"tool": NAME, "arguments": {..}}')
@@ -53,13 +53,13 @@ def with_tools_shown(opening: Observation, where: Literal["template", "message"]
         for t in opening.tools
     ]
     text = "\n".join(["tools:", *lines])
-    first, *rest = opening.messages or (AgentMessage("user", ""),)
-    shown = replace(first, content=f"{first.content}\n{text}".strip())
-    return replace(opening, messages=(shown, *rest), tools=())
+    first, *later = opening.messages or (AgentMessage("user", ""),)
+    message = replace(first, content=f"{first.content}\n{text}".strip())
+    return replace(opening, messages=(message, *later), tools=())
 
 
 def _types(tool: AgentTool) -> dict[str, Any]:
-    found = tool.parameters.get("properties")
-    if not isinstance(found, dict):
+    properties = tool.parameters.get("properties")
+    if not isinstance(properties, dict):
         return {}
-    return {name: about.get("type", "any") for name, about in found.items()}
+    return {name: about.get("type", "any") for name, about in properties.items()}

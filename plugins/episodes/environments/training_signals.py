@@ -88,11 +88,11 @@ def hinted_turns(
     row of `row_tokens` with the turn ("too_long"). A hinted turn refers to the sample that
     `rl_samples` makes of its branch.
     """
-    known = {e.task.id: e for e in episodes}
+    by_id = {e.task.id: e for e in episodes}
     items: list[HintedTurn] = []
     used: list[TurnHint] = []
     for hint in hints:
-        e = known[hint.episode]
+        e = by_id[hint.episode]
         turn = e.turns[hint.turn]
         if not (hint.why or turn.response_ids):
             hint = replace(hint, why="empty_turn")

@@ -33,7 +33,7 @@ def group_advantages(
         return _normalised(group_advantages(rewards, [""] * len(rewards), "dr_grpo"))
     if baseline == "reinforce_pp_baseline":
         return _normalised(group_advantages(rewards, groups, "dr_grpo"))
-    found: list[float | None] = [None] * len(rewards)
+    advantages: list[float | None] = [None] * len(rewards)
     members: dict[str, list[int]] = {}
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         if reward is not None:
@@ -41,8 +41,8 @@ def group_advantages(
     for indices in members.values():
         values = [float(r) for i in indices if (r := rewards[i]) is not None]
         for i, advantage in zip(indices, _within(values, baseline), strict=True):
-            found[i] = advantage
-    return found
+            advantages[i] = advantage
+    return advantages
 
 
 def compared(rl: Sequence[PolicySample], spec: GrpoSpec) -> list[int]:
@@ -80,7 +80,7 @@ def varying_groups(rewards: Sequence[float], groups: Sequence[str]) -> set[str]:
     of_group: dict[str, set[float]] = {}
     for reward, group in zip(rewards, groups, strict=True):
         of_group.setdefault(group, set()).add(reward)
-    return {group for group, found in of_group.items() if len(found) > 1}
+    return {group for group, values in of_group.items() if len(values) > 1}
 
 
 def _normalised(centred: list[float | None]) -> list[float | None]:

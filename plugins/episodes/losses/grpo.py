@@ -91,7 +91,7 @@ class GRPO(LossChannel):
 
     def items(self, batch: TrainBatch) -> list[Item]:
         return [
-            (i, [t for t, own in enumerate(batch.rl[i].trained) if own])
+            (i, [t for t, is_trained in enumerate(batch.rl[i].trained) if is_trained])
             for i in self._advantages(batch)
         ]
 
@@ -107,8 +107,8 @@ class GRPO(LossChannel):
         return frozenset(old | ({"ref"} if self._reference == "ref" else set()))
 
     def of_rollout(self, batch: TrainBatch) -> dict[str, Any]:
-        own = self._advantages(batch).items()
-        return {"advantages": {batch.rl[i].sample.id: value for i, value in own}}
+        advantages = self._advantages(batch).items()
+        return {"advantages": {batch.rl[i].sample.id: value for i, value in advantages}}
 
     def denominators(self, batch: TrainBatch) -> dict[str, int]:
         episodes = [batch.rl[i] for i in self._advantages(batch)]
@@ -119,27 +119,33 @@ class GRPO(LossChannel):
     def facts(self, batch: TrainBatch) -> dict[str, float]:
         rl, spec = batch.rl, self.spec
         judged = compared(rl, spec)
-        found: dict[str, float] = {"excluded": len(rl) - len(judged)}
+        facts: dict[str, float] = {"excluded": len(rl) - len(judged)}
         if spec.overlong == "filter":
-            found["overlong"] = sum(r.truncated and r.reward is not None for r in rl)
+            facts["overlong"] = sum(r.truncated and r.reward is not None for r in rl)
         elif spec.overlong == "shape":
-            found["overlong"] = sum(shaped(rl[i], spec) != rl[i].reward for i in judged)
+            facts["overlong"] = sum(shaped(rl[i], spec) != rl[i].reward for i in judged)
         if spec.zero_variance == "drop":
-            found["dropped_groups"] = sum(
-                len({rl[i].group for i in own if i in set(judged)} - varying(rl, spec))
-                for own in by_cartridge(rl)
+            facts["dropped_groups"] = sum(
+                len({rl[i].group for i in indices if i in set(judged)} - varying(rl, spec))
+                for indices in by_cartridge(rl)
             )
-        return found
+        return facts
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         batch, tokens = micro.batch, micro.tokens[self.name]
         pi = logits.logprobs(tokens.at, tokens.first)
         sampler = pi.new_tensor(
-            [batch.rl[i].sample.sampler_logprobs[t] for i, own in tokens.items for t in own]
+            [
+                batch.rl[i].sample.sampler_logprobs[t]
+                for i, positions in tokens.items
+                for t in positions
+            ]
         )
         old = sampler if self.spec.old == "sampler" else old_logprobs(pi, batch, tokens)
         value_of = self._advantages(batch)
-        advantages = pi.new_tensor([value_of[i] for i, own in tokens.items for _ in own])
+        advantages = pi.new_tensor(
+            [value_of[i] for i, positions in tokens.items for _ in positions]
+        )
         facts = {}
         if self.spec.distill:
             document = batch.scores["document"][tokens.inside].to(pi)
@@ -150,7 +156,7 @@ class GRPO(LossChannel):
             pi,
             old,
             advantages,
-            [len(own) for _, own in tokens.items],
+            [len(positions) for _, positions in tokens.items],
             self.spec,
             sampler=sampler,
             ref=None if ref is None else ref[tokens.inside].to(pi),
@@ -172,10 +178,10 @@ class GRPO(LossChannel):
     def _advantages(self, batch: TrainBatch) -> dict[int, float]:
         """Return the advantages of the whole batch by index, for episodes that bear the loss. Those
         of a part of a rollout are the whole rollout's."""
-        if (known := batch.scores.get("advantages")) is not None:
+        if (stored := batch.scores.get("advantages")) is not None:
             ids = [r.sample.id for r in batch.rl]
-            return {i: known[name] for i, name in enumerate(ids) if name in known}
-        found: dict[int, float] = {}
+            return {i: stored[name] for i, name in enumerate(ids) if name in stored}
+        advantages: dict[int, float] = {}
         for indices in by_cartridge(batch.rl):
             rl = [batch.rl[i] for i in indices]
             judged = compared(rl, self.spec)
@@ -187,17 +193,19 @@ class GRPO(LossChannel):
                 [rl[n].group for n in judged],
                 self.spec.baseline,
             )
-            found |= {indices[n]: a for n, a in zip(judged, values, strict=True) if a is not None}
-        return dict(sorted(found.items()))
+            advantages |= {
+                indices[n]: a for n, a in zip(judged, values, strict=True) if a is not None
+            }
+        return dict(sorted(advantages.items()))
 
 
 def by_cartridge(rl: Sequence[PolicySample]) -> list[list[int]]:
     """Return the indices of the episodes that train each cartridge: rewards are compared within a
     cartridge only."""
-    found: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for i, r in enumerate(rl):
-        found.setdefault(r.sample.cartridge, []).append(i)
-    return list(found.values())
+        groups.setdefault(r.sample.cartridge, []).append(i)
+    return list(groups.values())
 
 
 def episodes_of(batch: TrainBatch) -> list[tuple[Sample, ...]]:

@@ -103,8 +103,8 @@ class SDPO(LossChannel):
         turns = logits.targets[tokens.at]
         sampled = old_logprobs(logits.logprobs(tokens.at, tokens.first), micro.batch, tokens)
 
-        def hints(chunk: Tensor, of: slice) -> tuple[Tensor, ...]:
-            return sdpo_tokens(chunk, teacher.rows(of), turns[of], sampled[of], self.spec)
+        def hints(chunk: Tensor, rows: slice) -> tuple[Tensor, ...]:
+            return sdpo_tokens(chunk, teacher.rows(rows), turns[rows], sampled[rows], self.spec)
 
         term = sdpo_term(logits.read(tokens.at, hints), self.spec)
         return replace(term, owners=tokens.owners)
@@ -136,8 +136,8 @@ def sdpo_term(tokens: tuple[Tensor, ...], spec: SdpoSpec) -> LossTerm:
         return LossTerm(loss, len(loss), len(loss), facts=facts)
     shares = {}
     if sums:
-        removed, whole = sums
-        shares["gradient_removed"] = (removed, whole)
+        removed, full = sums
+        shares["gradient_removed"] = (removed, full)
     return LossTerm(loss, len(loss), len(loss), shares=shares)
 
 
@@ -154,14 +154,14 @@ def _jsd(student: Tensor, teacher: TeacherDistribution, spec: SdpoSpec) -> tuple
         loss = entries.sum(-1)
         weight = spec.token_bound / loss.detach().clamp(min=spec.token_bound)
         slopes = jensen_shannon_slopes(log_s, log_t, spec.beta)
-        whole = _logit_gradient(log_s, slopes, spec.temperature)
-        return weight * loss, (1 - weight) * whole, whole
+        full = _logit_gradient(log_s, slopes, spec.temperature)
+        return weight * loss, (1 - weight) * full, full
     if spec.token_clip is not None:
         clamped = entries.detach() > spec.token_clip
         slopes = jensen_shannon_slopes(log_s, log_t, spec.beta)
-        whole = _logit_gradient(log_s, slopes, spec.temperature)
+        full = _logit_gradient(log_s, slopes, spec.temperature)
         removed = _logit_gradient(log_s, slopes * clamped, spec.temperature)
-        return entries.clamp(max=spec.token_clip).sum(-1), removed, whole
+        return entries.clamp(max=spec.token_clip).sum(-1), removed, full
     return (entries.sum(-1),)
 
 

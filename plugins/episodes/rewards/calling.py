@@ -96,18 +96,18 @@ class _Reward:
         stop = time.monotonic() + budget
         if inspect.iscoroutinefunction(self._call):
             return asyncio.run(self._together(episodes, seconds))
-        found = []
+        outcomes = []
         for episode in episodes:
             if time.monotonic() > stop:
-                found.append(_error(f"not called: the rewards of a step took over {budget:g} s"))
+                outcomes.append(_error(f"not called: the rewards of a step took over {budget:g} s"))
                 continue
             try:
                 with _at_most(seconds):
-                    said = self._call(**self._arguments(episode))
-                    found.append(self._value(said))
+                    value = self._call(**self._arguments(episode))
+                    outcomes.append(self._value(value))
             except BaseException as error:  # sys.exit too
-                found.append(self._fault(error, seconds))
-        return found
+                outcomes.append(self._fault(error, seconds))
+        return outcomes
 
     async def _together(
         self, episodes: Sequence[Mapping[str, Any]], seconds: float
@@ -119,8 +119,8 @@ class _Reward:
                     return self._value(await self._call(**self._arguments(episode)))
             except BaseException as error:
                 if limit.expired():  # the cause is the cancellation, where the call stood
-                    stood = (error.__cause__ or error).__traceback__
-                    return self._fault(TookTooLong().with_traceback(stood), seconds)
+                    traceback = (error.__cause__ or error).__traceback__
+                    return self._fault(TookTooLong().with_traceback(traceback), seconds)
                 return self._fault(error, seconds)
 
         faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True, file=_nowhere())
@@ -131,51 +131,59 @@ class _Reward:
 
     def _arguments(self, episode: Mapping[str, Any]) -> dict[str, Any]:
         columns = episode["columns"]
-        said = episode["completion"]
-        given: dict[str, Any] = {**columns, **{k: episode[k] for k in ITS_OWN if k in episode}}
-        given["episode"] = dict(episode)
+        completion = episode["completion"]
+        arguments: dict[str, Any] = {**columns, **{k: episode[k] for k in ITS_OWN if k in episode}}
+        arguments["episode"] = dict(episode)
         if self._batched:
             chat = not episode["plain"]
             prompt = episode["opening"] if chat else episode["prompt"]
-            given = {k: [v] for k, v in columns.items()} | {
+            arguments = {k: [v] for k, v in columns.items()} | {
                 "prompts": [prompt],
-                "completions": [[{"role": "assistant", "content": said}]] if chat else [said],
+                "completions": [[{"role": "assistant", "content": completion}]]
+                if chat
+                else [completion],
                 "completion_ids": [episode["completion_ids"]],
             }
         missing = [
             name
             for name, p in self._asked.items()
-            if name not in given and p.default is p.empty and p.kind is not p.VAR_KEYWORD
+            if name not in arguments and p.default is p.empty and p.kind is not p.VAR_KEYWORD
         ]
         if missing:
             raise TypeError(
-                f"this episode has no {missing[0]!r}; it has {', '.join(sorted(given))}"
+                f"this episode has no {missing[0]!r}; it has {', '.join(sorted(arguments))}"
             )
         if not self._all:
-            given = {name: value for name, value in given.items() if name in self._asked}
+            arguments = {name: value for name, value in arguments.items() if name in self._asked}
         elif not self._batched:
-            given = {k: v for k, v in given.items() if k in self._asked or k in columns}
-        return given
+            arguments = {k: v for k, v in arguments.items() if k in self._asked or k in columns}
+        return arguments
 
-    def _value(self, said: Any) -> Outcome:
+    def _value(self, value: Any) -> Outcome:
         if self._batched:
-            if not isinstance(said, Sequence) or isinstance(said, str) or len(said) != 1:
-                return {"none": f"gave {_shown(said)} for a list of one completion"}
-            said = said[0]
-        if said is None:
+            if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 1:
+                return {"none": f"gave {_shown(value)} for a list of one completion"}
+            value = value[0]
+        if value is None:
             return {"none": "gave None"}
-        if hasattr(said, "item") and not isinstance(said, int | float):  # numpy's, torch's
-            said = said.item()
-        if not isinstance(said, int | float):
-            return {"none": f"gave {_shown(said)}, which is no number"}
-        return {"value": float(said)} if math.isfinite(said) else {"none": f"gave {said}"}
+        if hasattr(value, "item") and not isinstance(value, int | float):  # numpy's, torch's
+            value = value.item()
+        if not isinstance(value, int | float):
+            return {"none": f"gave {_shown(value)}, which is no number"}
+        return {"value": float(value)} if math.isfinite(value) else {"none": f"gave {value}"}
 
     def _fault(self, error: BaseException, seconds: float) -> Outcome:
         """Return the error with the file and line in the user's own code that it came from."""
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
         folder = os.path.realpath(self._spec["folder"])
-        own = [f for f in frames if os.path.realpath(f.filename).startswith(folder)] or frames
-        where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}: " if own else ""
+        own_frames = [
+            f for f in frames if os.path.realpath(f.filename).startswith(folder)
+        ] or frames
+        where = (
+            f"{os.path.basename(own_frames[-1].filename)}:{own_frames[-1].lineno}: "
+            if own_frames
+            else ""
+        )
         if isinstance(error, TookTooLong):
             return {"error": f"{where}took longer than {seconds:g} s"}
         if isinstance(error, MemoryError):
@@ -212,13 +220,17 @@ def _nowhere() -> Any:
 def _imported(name: str, folder: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function, None)
+        function_object = getattr(importlib.import_module(module), function, None)
     except ModuleNotFoundError as error:
-        own = error.name is not None and module.split(".")[0] == error.name.split(".")[0]
-        what = f"there is no module {error.name}" if own else f"it needs the module {error.name}"
+        is_missing = error.name is not None and module.split(".")[0] == error.name.split(".")[0]
+        what = (
+            f"there is no module {error.name}"
+            if is_missing
+            else f"it needs the module {error.name}"
+        )
         raise DataError(
             f"{name} cannot be imported: {what}, in {folder} or installed; "
-            + ("correct the name, or set folder" if own else "install it")
+            + ("correct the name, or set folder" if is_missing else "install it")
         ) from None
     except BaseException as error:  # whatever the module's own code raises
         frames = traceback.extract_tb(error.__traceback__)
@@ -230,11 +242,11 @@ def _imported(name: str, folder: str) -> Callable[..., Any]:
         raise DataError(
             f"{name} cannot be imported: {where}{type(error).__name__}: {str(error)[:LONGEST]}"
         ) from None
-    if found is None:
+    if function_object is None:
         raise DataError(f"{name}: its module has no {function}; correct the name")
-    if not callable(found):
-        raise DataError(f"{name} is {_shown(found)}, no function; name a function")
-    return found
+    if not callable(function_object):
+        raise DataError(f"{name} is {_shown(function_object)}, no function; name a function")
+    return function_object
 
 
 def _error(text: str) -> Outcome:

@@ -24,11 +24,11 @@ def can_be_judged(episode: Episode) -> bool:
 def view_of(episode: Episode) -> dict[str, Any]:
     """Return what a reward is told of an episode, as plain JSON."""
     opening = [asdict(m) for m in episode.opening.messages]
-    asked = [m["content"] for m in opening if m["role"] == "user"]
+    prompts = [m["content"] for m in opening if m["role"] == "user"]
     last = episode.turns[-1]
     return {
         "id": episode.task.id,
-        "prompt": asked[-1] if asked else "",
+        "prompt": prompts[-1] if prompts else "",
         "plain": len(opening) == 1,
         "opening": opening,
         "messages": [asdict(m) for m in messages_so_far(episode.opening, episode.turns)],
@@ -48,14 +48,14 @@ def environments_own(episode: Episode) -> RewardOutcome:
 
 
 def judged(
-    episode: Episode, rewards: Sequence[RewardSpec], given: Mapping[str, RewardOutcome]
+    episode: Episode, rewards: Sequence[RewardSpec], outcomes: Mapping[str, RewardOutcome]
 ) -> Episode:
     """Return the episode with the sum of weight times value as its reward. It has none, and is not
     trained on, where a reward with a weight gave no value: a sum without it compares with no
     other."""
-    lacking = [given[r.title] for r in rewards if r.weight and given[r.title].value is None]
+    lacking = [outcomes[r.title] for r in rewards if r.weight and outcomes[r.title].value is None]
     if lacking:
         kind = FAILED if any(o.failed for o in lacking) else LEFT_OUT
-        return replace(episode, reward=None, error_kind=kind, rewards=dict(given))
-    total = math.fsum(r.weight * (given[r.title].value or 0.0) for r in rewards)
-    return replace(episode, reward=total, error_kind="", rewards=dict(given))
+        return replace(episode, reward=None, error_kind=kind, rewards=dict(outcomes))
+    total = math.fsum(r.weight * (outcomes[r.title].value or 0.0) for r in rewards)
+    return replace(episode, reward=total, error_kind="", rewards=dict(outcomes))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from cartridge_forge.plugins.strategies.answers.extract import Form, extract, same
+from cartridge_forge.plugins.strategies.answers.extract import Form, extract, same_answer
 from cartridge_forge.protocols.errors import DataError
 
 SCHEMA_REMEDY = "run `pip install -e '.[rewards]'`"
@@ -33,8 +33,10 @@ def verifier_of(name: str, options: Mapping[str, Any]) -> Verify:
 def _equal(form: Form, compared: Form, text: str, answer: Any) -> float | None:
     if answer is None:
         return None
-    said = extract(text, form)
-    return float(said is not None and same(said, str(answer).strip(), compared))
+    answer_given = extract(text, form)
+    return float(
+        answer_given is not None and same_answer(answer_given, str(answer).strip(), compared)
+    )
 
 
 def _found(pattern: re.Pattern[str], text: str, answer: Any) -> float:
@@ -56,7 +58,7 @@ def _validator(schema: Mapping[str, Any]) -> Any:
 
 def _fits(validator: Any, text: str, answer: Any) -> float:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return 0.0
-    return float(validator.is_valid(found))
+    return float(validator.is_valid(value))

@@ -63,9 +63,9 @@ class RewardWorker:
         stop = time.monotonic() + budget
         if budget <= 0:
             return [self._alone(view, stop) for view in views]
-        found = self._judged(views, budget)
-        if found is not None:
-            return found
+        outcomes = self._judged(views, budget)
+        if outcomes is not None:
+            return outcomes
         return [self._alone(view, stop) for view in views]
 
     def end(self) -> None:
@@ -77,34 +77,34 @@ class RewardWorker:
         request = {
             "reward": self._plain, "episodes": views, "seconds": seconds, "budget": budget,
         }  # fmt: skip
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             if not self._open:
                 self.require()
-            begun = time.monotonic()
+            start = time.monotonic()
             patience = min(len(views) * (seconds + GRACE_S), budget + seconds + GRACE_S) + LATE_S
-            said = self._process.call(request, wall_s=patience)
+            outcomes = self._process.call(request, wall_s=patience)
         except BrokenLimitError as broken:
             self._open = False
             if len(views) > 1:
                 return None
-            late = broken.late or time.monotonic() - begun > seconds
+            late = broken.late or time.monotonic() - start > seconds
             why = f"its process ended with {broken.status}"
             return [_failed(f"took longer than {seconds:g} s" if late else why)]
         except (DataError, RunError) as error:
             return [_failed(str(error))] * len(views)
-        if any(outcome.get("worn") for outcome in said):  # what it holds may stay held
+        if any(outcome.get("worn") for outcome in outcomes):  # what it holds may stay held
             self.end()
             self._open = False
-        return [_outcome(outcome) for outcome in said]
+        return [_outcome(outcome) for outcome in outcomes]
 
     def _alone(self, view: EpisodeView, stop: float) -> RewardOutcome:
-        left = stop - time.monotonic()
-        if left <= 0:
+        remaining = stop - time.monotonic()
+        if remaining <= 0:
             return _failed("not called: the rewards before it took all of the step's time")
-        found = self._judged([view], left)
-        assert found is not None
-        return found[0]
+        outcomes = self._judged([view], remaining)
+        assert outcomes is not None
+        return outcomes[0]
 
 
 class RewardWorkers:
@@ -127,8 +127,8 @@ class RewardWorkers:
 
         async def column(name: str, worker: RewardWorker) -> list[RewardOutcome]:
             async with self._turns[name]:
-                left = stop - time.monotonic()
-                return await asyncio.to_thread(worker.outcomes, views, left)
+                remaining = stop - time.monotonic()
+                return await asyncio.to_thread(worker.outcomes, views, remaining)
 
         columns = await asyncio.gather(*(column(*named) for named in self._workers.items()))
         return [
@@ -145,8 +145,8 @@ def _failed(why: str) -> RewardOutcome:
     return RewardOutcome(None, why, failed=True)
 
 
-def _outcome(said: Mapping[str, Any]) -> RewardOutcome:
-    if "value" in said:
-        return RewardOutcome(said["value"])
-    failed = "error" in said
-    return RewardOutcome(None, said["error" if failed else "none"], failed)
+def _outcome(reply: Mapping[str, Any]) -> RewardOutcome:
+    if "value" in reply:
+        return RewardOutcome(reply["value"])
+    failed = "error" in reply
+    return RewardOutcome(None, reply["error" if failed else "none"], failed)

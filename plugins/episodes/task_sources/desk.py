@@ -42,7 +42,7 @@ class DeskTasks:
 
     def answer(self, text: str) -> str | None:
         call = DESK.parse(text)
-        said = None
+        value = None
         if isinstance(call, ToolAction) and call.tool == "answer":
-            said = call.arguments.get("value")
-        return None if said is None else str(said)
+            value = call.arguments.get("value")
+        return None if value is None else str(value)

@@ -34,8 +34,8 @@ class EnvironmentTasks:
         self.order: Sequence[str] = turns_by_weight(weights)
 
     def task(self, name: str, turn: int, stream: str, held_out: bool) -> Task:
-        of = self.order[turn % len(self.order)]
-        environment = self._environments[of]
+        environment_name = self.order[turn % len(self.order)]
+        environment = self._environments[environment_name]
         if environment.tasks is None:
             number = 2 * (stream_seed(stream) % SEEDS) + held_out
         elif held_out:
@@ -44,8 +44,8 @@ class EnvironmentTasks:
             trained = environment.tasks - self._held_out
             number = self._held_out + stream_seed(stream) % trained
         if environment.kind == "verifiers":
-            return Task(name, of, {"index": number}, of)
-        return Task(name, of, {**environment.reset, "seed": number}, of)
+            return Task(name, environment_name, {"index": number}, environment_name)
+        return Task(name, environment_name, {**environment.reset, "seed": number}, environment_name)
 
     def answer(self, text: str) -> str | None:
         return text
@@ -76,11 +76,11 @@ def turns_by_weight(weights: Mapping[str, float]) -> list[str]:
     exact = all(abs(w / least - n) < 1e-9 for w, n in zip(weights.values(), counts, strict=True))
     length = sum(counts) if exact and sum(counts) <= MOST_TURNS else MOST_TURNS
     credit = dict.fromkeys(weights, 0.0)
-    found = []
+    order = []
     for _ in range(length):
         for name, weight in weights.items():
             credit[name] += weight / total
         best = max(credit, key=credit.__getitem__)  # the first of equal ones
         credit[best] -= 1.0
-        found.append(best)
-    return found + [name for name in weights if name not in found]
+        order.append(best)
+    return order + [name for name in weights if name not in order]

@@ -55,19 +55,19 @@ class EpisodeRewards:
             self._by_workers(chosen),
             *(self._by_judge(r, chosen) for r in self._rewards if r.verifier == "judge"),
         )
-        found = list(episodes)
+        judged_episodes = list(episodes)
         for at, (i, episode) in enumerate(zip(where, chosen, strict=True)):
-            given = dict(by_worker[at])
-            died = given.pop("", NOT_ASKED)
+            outcomes = dict(by_worker[at])
+            died = outcomes.pop("", NOT_ASKED)
             for column in by_judge:
-                given |= column[at]
+                outcomes |= column[at]
             for r in self._rewards:
                 if r.verifier == "environment":
-                    given[r.title] = environments_own(episode)
-                elif r.title not in given:
-                    given[r.title] = died
-            found[i] = judged(episode, self._rewards, given)
-        return found
+                    outcomes[r.title] = environments_own(episode)
+                elif r.title not in outcomes:
+                    outcomes[r.title] = died
+            judged_episodes[i] = judged(episode, self._rewards, outcomes)
+        return judged_episodes
 
     async def _by_workers(self, episodes: Sequence[Episode]) -> list[dict[str, RewardOutcome]]:
         if not self._of_workers or not episodes:
@@ -107,24 +107,24 @@ class EpisodeRewards:
 
     def means(self, episodes: Sequence[Episode]) -> EpisodeMeans:
         """Return the mean reward with its interval, by Student's t; {} without rewards."""
-        known = [e.reward for e in episodes if e.reward is not None]
-        if not self._rewards or not known:
+        values = [e.reward for e in episodes if e.reward is not None]
+        if not self._rewards or not values:
             return {}
-        low, high = mean_interval(known) or (known[0], known[0])
-        return {"reward": fmean(known), "reward_ci95": [low, high]}
+        low, high = mean_interval(values) or (values[0], values[0])
+        return {"reward": fmean(values), "reward_ci95": [low, high]}
 
     def counted(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """Return each reward's mean over the episodes that it judged, and how often it failed or
         had no opinion, for metrics."""
         counts: Counter[str] = Counter()
-        found: dict[str, Any] = {}
+        means: dict[str, Any] = {}
         for reward in self._rewards:
-            given = [e.rewards[reward.title] for e in episodes if reward.title in e.rewards]
-            values = [o.value for o in given if o.value is not None]
+            outcomes = [e.rewards[reward.title] for e in episodes if reward.title in e.rewards]
+            values = [o.value for o in outcomes if o.value is not None]
             if values:
-                found[f"reward/{reward.title}"] = math.fsum(values) / len(values)
-            for outcome in given:
+                means[f"reward/{reward.title}"] = math.fsum(values) / len(values)
+            for outcome in outcomes:
                 if outcome.value is None:
                     what = "failed" if outcome.failed else "left_out"
                     counts[f"reward/{reward.title}/{what}"] += 1
-        return {**found, **counts}
+        return {**means, **counts}

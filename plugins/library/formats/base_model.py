@@ -61,13 +61,13 @@ def read_base(model: Path) -> BaseModelInfo:
 
 def model_name(path: str) -> str:
     """Return a model's usual name: the name of a directory, or a hub id as it is."""
-    here = Path(path)
-    return here.absolute().name if here.is_absolute() or here.is_dir() else path
+    local = Path(path)
+    return local.absolute().name if local.is_absolute() or local.is_dir() else path
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    kept = {k: v for k, v in config.items() if k not in VOLATILE}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    stable = {k: v for k, v in config.items() if k not in VOLATILE}
+    return hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,43 +93,43 @@ def misfits(cartridge: CartridgeFile, base: BaseModelInfo) -> list[str]:
 
 def misfits_of(shape: Sequence[int], facts: Provenance, base: BaseModelInfo) -> list[str]:
     """Return the same for a cartridge of `shape` [L, 2, H_kv, P, D], whose numbers are not read."""
-    found = []
+    reasons = []
     if facts.keys != POST_ROPE:
-        found.append(f"its keys are {facts.keys}, and they are read as post-rope: rotate them")
+        reasons.append(f"its keys are {facts.keys}, and they are read as post-rope: rotate them")
     if facts.first_position != 0:
-        found.append(
+        reasons.append(
             f"it begins at position {facts.first_position}, and prompts are read as if it began at "
             "0: train it there"
         )
     if facts.rope and base.rope and dict(facts.rope) != dict(base.rope):
-        found.append(
+        reasons.append(
             f"its keys are rotated by {_shown(facts.rope)}, and the model's by "
             f"{_shown(base.rope)}: train it on this model"
         )
     tokens = shape[3]
     if tuple(shape) != (base.layers, 2, base.kv_heads, tokens, base.head_dim):
-        found.append(
+        reasons.append(
             f"a cartridge for this model has the shape [{base.layers}, 2, {base.kv_heads}, P, "
             f"{base.head_dim}]: got {list(shape)}; was it trained for another base?"
         )
     elif tokens + 2 > base.context:
-        found.append(
+        reasons.append(
             f"a cartridge of {tokens} tokens leaves none of the model's {base.context} "
             "positions for a prompt; train a shorter one"
         )
     elif facts.config_sha256 not in ("", base.config_sha256):
-        found.append(
+        reasons.append(
             f"the cartridge was trained for another base model (config {facts.config_sha256[:12]}, "
             f"this one is {base.config_sha256[:12]}); use that one, or train it on this one"
         )
-    return found
+    return reasons
 
 
 def require_fit(cartridge: CartridgeFile, base: BaseModelInfo) -> None:
     """Raise DataError with every reason of `misfits`."""
-    found = misfits(cartridge, base)
-    if found:
-        raise DataError("; ".join(found))
+    reasons = misfits(cartridge, base)
+    if reasons:
+        raise DataError("; ".join(reasons))
 
 
 def made_for(cartridge: CartridgeFile, base: BaseModelInfo) -> CartridgeFile:
@@ -147,21 +147,23 @@ def made_for(cartridge: CartridgeFile, base: BaseModelInfo) -> CartridgeFile:
 
 
 def other_weights(
-    cartridge: CartridgeFile, model: Path, known: Mapping[str, str] | None = None
+    cartridge: CartridgeFile, model: Path, known_hashes: Mapping[str, str] | None = None
 ) -> list[str]:
     """Return why the model's weights are not those that the cartridge was trained with; empty where
     they are, or where the cartridge has no hash of them. Only its weights tell two models of one
-    config apart: it is loaded unless `known` has its hash by dtype. Raises DataError where there is
-    no model."""
+    config apart: it is loaded unless `known_hashes` has its hash by dtype. Raises DataError where
+    there is no model."""
     facts = cartridge.facts
     if not facts.weights_sha256 or not facts.weights_dtype:
         return []
-    found = (known or {}).get(facts.weights_dtype) or _loaded_hash(model, facts.weights_dtype)
-    if found == facts.weights_sha256:
+    weights_hash = (known_hashes or {}).get(facts.weights_dtype) or _loaded_hash(
+        model, facts.weights_dtype
+    )
+    if weights_hash == facts.weights_sha256:
         return []
     return [
         f"the cartridge was trained with other weights ({facts.weights_sha256[:12]}, these are "
-        f"{found[:12]}); use those, or train it on these"
+        f"{weights_hash[:12]}); use those, or train it on these"
     ]
 
 

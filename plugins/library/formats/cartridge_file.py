@@ -50,11 +50,11 @@ class Provenance:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Provenance:
         """Build from plain values. Raises TypeError for other fields, or fields of other types."""
-        made = cls(**plain)
+        provenance = cls(**plain)
         for name, kind in _KINDS.items():
-            if not isinstance(getattr(made, name), kind):
-                raise TypeError(f"{name} is {getattr(made, name)!r}")
-        return made
+            if not isinstance(getattr(provenance, name), kind):
+                raise TypeError(f"{name} is {getattr(provenance, name)!r}")
+        return provenance
 
 
 _KINDS: dict[str, type] = {
@@ -151,15 +151,15 @@ def labelled(kv: Tensor, label: str, frozen: int | None = None) -> CartridgeFile
     """
     try:
         described = json.loads(label)
-        stated, held = described.pop("sha256"), int(described["frozen"])
-        facts, found = Provenance.from_plain(described["facts"]), _sha256(described, kv)
+        stated, stated_frozen = described.pop("sha256"), int(described["frozen"])
+        facts, computed = Provenance.from_plain(described["facts"]), _sha256(described, kv)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
             f"what the cartridge says of itself cannot be read ({error!r}); fetch it again"
         ) from error
-    if stated != found or frozen not in (None, held):
+    if stated != computed or frozen not in (None, stated_frozen):
         raise DataError("the cartridge does not match its checksum: it is damaged; fetch it again")
-    return CartridgeFile(kv, held, facts)
+    return CartridgeFile(kv, stated_frozen, facts)
 
 
 def _sha256(described: Mapping[str, Any], kv: Tensor) -> str:

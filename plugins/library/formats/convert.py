@@ -72,17 +72,19 @@ def detect(path: Path) -> str:
 
 def read(path: Path, name: str | None = None) -> CartridgeFile:
     """Read any format; `name` chooses a cartridge of a run. Raises DataError or CheckpointError."""
-    found = detect(path)
-    return run_checkpoint.read(path, name) if found == RUN else FORMATS[found].read(path)
+    format_name = detect(path)
+    return (
+        run_checkpoint.read(path, name) if format_name == RUN else FORMATS[format_name].read(path)
+    )
 
 
 def losses(cartridge: CartridgeFile, to: str, dtype: str | None) -> list[str]:
     """Return what a conversion would change, and why its reader would refuse the result."""
-    found = []
+    notes = []
     if dtype is not None and cartridge.to(dtype).to(cartridge.dtype).kv.ne(cartridge.kv).any():
-        found.append(f"numbers are rounded from {cartridge.dtype} to {dtype}")
+        notes.append(f"numbers are rounded from {cartridge.dtype} to {dtype}")
     unservable = tokasaurus.unservable(cartridge) if to == "tokasaurus" else None
-    return [*found, *([unservable] if unservable else [])]
+    return [*notes, *([unservable] if unservable else [])]
 
 
 def convert(

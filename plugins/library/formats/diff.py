@@ -49,13 +49,13 @@ def changes(a: CartridgeFile, b: CartridgeFile) -> list[LayerChange]:
         raise DataError(
             f"{list(a.kv.shape)} and {list(b.kv.shape)} cannot be compared number by number"
         )
-    found = []
+    differences = []
     for mine, other in zip(map(Tensor.double, a.kv), map(Tensor.double, b.kv), strict=True):
         parts = list(zip(mine, other, strict=True))
-        found.append(
+        differences.append(
             LayerChange(*(_relative(*pair) for pair in parts), *(_cosine(*pair) for pair in parts))
         )
-    return found
+    return differences
 
 
 def differences(a: CartridgeFile, b: CartridgeFile) -> list[tuple[str, str, str]]:

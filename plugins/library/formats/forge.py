@@ -103,9 +103,9 @@ def read_file(file: Path) -> CartridgeFile:
         with safe_open(file, framework="pt") as opened:
             names = list(opened.keys())
             if names != ["kv"]:
-                shown = ", ".join(names[:5]) or "none"
+                listing = ", ".join(names[:5]) or "none"
                 raise DataError(
-                    f'a cartridge file holds one tensor "kv" [L, 2, H_kv, P, D]: got {shown}; '
+                    f'a cartridge file holds one tensor "kv" [L, 2, H_kv, P, D]: got {listing}; '
                     "save_file({'kv': kv}, path) writes one"
                 )
             metadata = {str(k): str(v) for k, v in (opened.metadata() or {}).items()}
@@ -149,8 +149,8 @@ def read_manifest(folder: Path) -> CartridgeManifest:
         if stated != _sha256(plain):
             raise ValueError("it does not match its own checksum")
         facts = {key: plain.pop(_OURS.get(key, key)) for key in Provenance.__dataclass_fields__}
-        made = {**plain, "shape": tuple(plain["shape"]), "facts": Provenance.from_plain(facts)}
-        return CartridgeManifest(**made)
+        fields = {**plain, "shape": tuple(plain["shape"]), "facts": Provenance.from_plain(facts)}
+        return CartridgeManifest(**fields)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{folder} has no readable {MANIFEST} ({error}); drop it and add or fetch it again"

@@ -48,13 +48,13 @@ SPELLINGS = ("frozen", "fixed")
 
 def save(cartridge: CartridgeFile, file: Path) -> None:
     """Write a `.pt` at a path that is free."""
-    kept, learned = cartridge.kv.tensor_split([cartridge.frozen], dim=3)
+    frozen, learned = cartridge.kv.tensor_split([cartridge.frozen], dim=3)
     state: dict[str, Any] = {
         "trainable_keys": _parameters(learned[:, 0], True),
         "trainable_values": _parameters(learned[:, 1], True),
         LABEL: cartridge.label(),
     }
-    keys, values = _parameters(kept[:, 0], False), _parameters(kept[:, 1], False)
+    keys, values = _parameters(frozen[:, 0], False), _parameters(frozen[:, 1], False)
     for spelling in SPELLINGS:
         state |= {f"{spelling}_keys": keys, f"{spelling}_values": values}
     # torch.save stores the name of a path in the file. It is as confidential as its document.
@@ -65,11 +65,11 @@ def save(cartridge: CartridgeFile, file: Path) -> None:
 def read(path: Path) -> CartridgeFile:
     """Read a `.pt` of either spelling in a process with limits: a pickle of some hundred bytes can
     ask for years of hashing. Raises DataError; nothing in the file is ever executed."""
-    with TemporaryDirectory(prefix="forge-pt-") as made:
-        file = Path(made) / forge.FILE
-        asked = {"path": str(path.absolute()), "into": str(file)}
+    with TemporaryDirectory(prefix="forge-pt-") as folder:
+        file = Path(folder) / forge.FILE
+        request = {"path": str(path.absolute()), "into": str(file)}
         try:
-            PROCESS.call(asked, size=path.stat().st_size)
+            PROCESS.call(request, size=path.stat().st_size)
         except BrokenLimitError as error:
             raise _refused(path, f"it {error}") from None
         return forge.read_file(file)
@@ -79,17 +79,17 @@ def parse(path: Path) -> CartridgeFile:
     """Read a `.pt` in this process. Raises DataError."""
     state, size = _load(path), path.stat().st_size
     learned = {kind: _layers(state, f"trainable_{kind}", size) for kind in ("keys", "values")}
-    kept = _kept(state, size)
-    for kind, layers in kept.items():
+    frozen_parts = _kept(state, size)
+    for kind, layers in frozen_parts.items():
         # HazyResearch's `save` writes an empty list where no token is frozen.
-        kept[kind] = layers or [tensor[:, :, :0] for tensor in learned[kind]]
-    _require_alike(learned, kept)
+        frozen_parts[kind] = layers or [tensor[:, :, :0] for tensor in learned[kind]]
+    _require_alike(learned, frozen_parts)
     kv = [
-        torch.cat([torch.stack(kept[kind]), torch.stack(learned[kind])], dim=3)
+        torch.cat([torch.stack(frozen_parts[kind]), torch.stack(learned[kind])], dim=3)
         for kind in ("keys", "values")
     ]
     whole_kv = torch.stack(kv, dim=1)[:, :, 0].contiguous()  # [L, 2, 1, H_kv, P, D] without the 1
-    frozen = kept["keys"][0].shape[2]
+    frozen = frozen_parts["keys"][0].shape[2]
     if LABEL in state:
         return labelled(whole_kv, state[LABEL], frozen)
     return CartridgeFile(whole_kv, frozen)
@@ -130,10 +130,10 @@ def _load(path: Path) -> dict[str, Any]:
 def _layers(state: dict[str, Any], key: str, size: int) -> list[Tensor]:
     """Return one list of a file of `size` bytes; only that of frozen tokens may be empty."""
     try:
-        found = state[key]
-        if not isinstance(found, ParameterList | list | tuple):
-            raise TypeError(f"it is a {type(found).__name__}")
-        layers = [tensor.detach() for tensor in found]
+        value = state[key]
+        if not isinstance(value, ParameterList | list | tuple):
+            raise TypeError(f"it is a {type(value).__name__}")
+        layers = [tensor.detach() for tensor in value]
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         have = ", ".join(map(str, state)) or "nothing"
         raise DataError(
@@ -153,27 +153,27 @@ def _layers(state: dict[str, Any], key: str, size: int) -> list[Tensor]:
                 f"{key}[{number}] is {tensor.layout} of {tensor.dtype}; a cartridge is float32, "
                 "bfloat16 or float16"
             )
-    held = sum(tensor.nbytes for tensor in layers)
-    if held > size:  # a stride of 0 makes a small file a large tensor
-        raise DataError(f"{key} claims {held} bytes of numbers, and the file has {size}")
+    nbytes = sum(tensor.nbytes for tensor in layers)
+    if nbytes > size:  # a stride of 0 makes a small file a large tensor
+        raise DataError(f"{key} claims {nbytes} bytes of numbers, and the file has {size}")
     return layers
 
 
 def _kept(state: dict[str, Any], size: int) -> dict[str, list[Tensor]]:
     """Return the frozen lists; where both spellings are present, they must be equal."""
-    found = [s for s in SPELLINGS if f"{s}_keys" in state]
-    if not found:
+    spellings = [s for s in SPELLINGS if f"{s}_keys" in state]
+    if not spellings:
         have = ", ".join(map(str, state)) or "nothing"
         raise DataError(
             f"a HazyResearch cartridge has frozen_keys (older: fixed_keys); this file has {have}"
         )
-    kept = {}
+    layers_of = {}
     for kind in ("keys", "values"):
-        lists = [_layers(state, f"{spelling}_{kind}", size) for spelling in found]
+        lists = [_layers(state, f"{spelling}_{kind}", size) for spelling in spellings]
         if not all(_same(lists[0], other) for other in lists[1:]):
             raise DataError(f"frozen_{kind} and fixed_{kind} are both there and differ")
-        kept[kind] = lists[0]
-    return kept
+        layers_of[kind] = lists[0]
+    return layers_of
 
 
 def _same(mine: list[Tensor], other: list[Tensor]) -> bool:
@@ -182,10 +182,10 @@ def _same(mine: list[Tensor], other: list[Tensor]) -> bool:
     )
 
 
-def _require_alike(learned: dict[str, list[Tensor]], kept: dict[str, list[Tensor]]) -> None:
+def _require_alike(learned: dict[str, list[Tensor]], frozen: dict[str, list[Tensor]]) -> None:
     """Require one shape and dtype of all layers; frozen layers may differ in tokens alone."""
     dtype = learned["keys"][0].dtype
-    for part, lists in (("trainable", learned), ("frozen", kept)):
+    for part, lists in (("trainable", learned), ("frozen", frozen)):
         first = lists["keys"][0]
         for kind, tensors in lists.items():
             if len(tensors) != len(learned["keys"]):
@@ -204,7 +204,7 @@ def _require_alike(learned: dict[str, list[Tensor]], kept: dict[str, list[Tensor
                         f"{part}_{kind}[{number}] is {tensor.dtype}, trainable_keys[0] {dtype}; "
                         "all layers of a cartridge are alike: convert them before they are saved"
                     )
-    mine, other = kept["keys"][0].shape, learned["keys"][0].shape
+    mine, other = frozen["keys"][0].shape, learned["keys"][0].shape
     if (mine[1], mine[3]) != (other[1], other[3]):
         turned = mine[2:] == other[2:]
         raise DataError(

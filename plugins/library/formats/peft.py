@@ -77,8 +77,8 @@ def read(path: Path) -> CartridgeFile:
         with safe_open(path / WEIGHTS, framework="pt") as opened:
             names = list(opened.keys())
             if names != [TENSOR]:
-                shown = ", ".join(names[:5]) or "none"
-                raise DataError(f"such an adapter holds one tensor {TENSOR}: got {shown}")
+                listing = ", ".join(names[:5]) or "none"
+                raise DataError(f"such an adapter holds one tensor {TENSOR}: got {listing}")
             metadata = opened.metadata() or {}
             rows = opened.get_tensor(TENSOR)
     except (SafetensorError, OSError) as error:

@@ -38,15 +38,15 @@ def chosen_checkpoint(path: Path, arm: str | None = None) -> Path:
     later. Raises DataError."""
     if is_checkpoint(path) and arm is None:
         return path
-    found = _checkpoints(path)
-    if not found:
+    checkpoints = _checkpoints(path)
+    if not checkpoints:
         raise DataError(
             f"there is no checkpoint in {path}; give a run directory such as runs/longhealth/latest"
         )
-    lasts = last_of_arms(found[-1].parent)
+    lasts = last_of_arms(checkpoints[-1].parent)
     if arm is not None and arm not in lasts:
         raise DataError(f"{path} has no checkpoint of arm {arm}; it has {', '.join(lasts)}")
-    return lasts.get(arm or "on_policy", found[-1])
+    return lasts.get(arm or "on_policy", checkpoints[-1])
 
 
 def run_of(path: Path) -> Path:
@@ -97,10 +97,10 @@ def read_start_record(path: Path) -> dict[str, Any]:
     """Return how a run's cartridges started, by name; {} where none started from a trained one.
     Raises DataError for a damaged record."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}); restore it from a copy") from error
-    return found
+    return record
 
 
 def read(path: Path, name: str | None) -> CartridgeFile:
@@ -121,8 +121,8 @@ def _whole(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Tensor], int]:
     read = read_checkpoint(checkpoint)
     try:
         parts = {name: read.cartridge(name) for name in read.facts["names"]}
-        kv = {n: torch.cat([of["frozen"], of["trainable"]], dim=3) for n, of in parts.items()}
-        (frozen,) = {of["frozen"].shape[3] for of in parts.values()}
+        kv = {n: torch.cat([part["frozen"], part["trainable"]], dim=3) for n, part in parts.items()}
+        (frozen,) = {part["frozen"].shape[3] for part in parts.values()}
         int(read.facts["version"])
         return read.facts, kv, frozen
     except (KeyError, RuntimeError, ValueError, IndexError) as error:
@@ -139,8 +139,8 @@ def _of_spec(run: Path, weights: str) -> tuple[Provenance, dict[str, str]]:
     learn = load_resolved(spec).learn
     data = json.dumps(learn.data.model_dump(mode="json"), sort_keys=True)
     name, dtype = model_name(learn.model.path), learn.model.dtype
-    found = Provenance(base=name, weights_sha256=weights, weights_dtype=dtype)
+    provenance = Provenance(base=name, weights_sha256=weights, weights_dtype=dtype)
     if (Path(learn.model.path) / "config.json").is_file():
         base = read_base(Path(learn.model.path))
-        found = replace(found, config_sha256=base.config_sha256, rope=base.rope)
-    return found, {"data_spec_sha256": hashlib.sha256(data.encode()).hexdigest()}
+        provenance = replace(provenance, config_sha256=base.config_sha256, rope=base.rope)
+    return provenance, {"data_spec_sha256": hashlib.sha256(data.encode()).hexdigest()}

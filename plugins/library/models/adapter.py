@@ -85,10 +85,10 @@ def layer_mask(
     kinds = [AttentionOptions(1.0)]
     if local_size:
         kinds = [AttentionOptions(1.0, local_size), AttentionOptions(1.0, None, local_size)]
-    near = local_size or 1
-    at = torch.tensor(sorted({0, 1, near - 1, near, near + 1, 2 * near}), device=device)
+    window = local_size or 1
+    at = torch.tensor(sorted({0, 1, window - 1, window, window + 1, 2 * window}), device=device)
     queries, keys = (x.flatten() for x in torch.meshgrid(at, at, indexing="ij"))
-    seen = torch.as_tensor(mask_function(0, 0, queries, keys))
+    allowed = torch.as_tensor(mask_function(0, 0, queries, keys))
     mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device).as_subclass(LayerMask)
     mask.flat, mask.positions, mask.kv_shape = _PASS.get()
     mask.options = None
@@ -96,7 +96,7 @@ def layer_mask(
         expected = keys <= queries
         if options.limit:
             expected &= ~options.unseen(queries - keys, queries)
-        if torch.equal(seen, expected):
+        if torch.equal(allowed, expected):
             mask.options = options
             break
     return mask
@@ -112,18 +112,18 @@ def flat_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    **others: Any,
+    **extra: Any,
 ) -> tuple[Tensor, None]:
     """Return attention [1, N, H_q, D_v] of query [1, H_q, N, D], key [1, H_kv, N, D] and value
     [1, H_kv, N, D_v]. Raises DataError for an argument that is not computed."""
-    unknown = sorted(n for n, x in others.items() if x is not None and n not in NO_EFFECT)
+    unknown = sorted(n for n, x in extra.items() if x is not None and n not in NO_EFFECT)
     if unknown or is_causal is False:
         names = ", ".join(unknown or ["is_causal=False"])
         raise DataError(f"its attention takes {names}, which is not computed here")
     if not isinstance(attention_mask, LayerMask) or not hasattr(attention_mask, "flat"):
         raise DataError("its layers change the attention mask, or take none")
-    asked = attention_mask.options
-    if asked is None:
+    mask_options = attention_mask.options
+    if mask_options is None:
         raise DataError("an attention mask is neither causal, nor a sliding window, nor in chunks")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     count_work(len(k))
@@ -138,7 +138,7 @@ def flat_attention(
         q, k, v = _widened(q, shared * most, size), _widened(k, most, size), _widened(v, most, size)
         if s_aux is not None:
             s_aux = F.pad(s_aux, (0, shared * most - heads))
-    options = AttentionOptions(scale, asked.window, asked.chunk, softcap, s_aux)
+    options = AttentionOptions(scale, mask_options.window, mask_options.chunk, softcap, s_aux)
     out = attention_mask.flat.attend(layer, q, k, v, options)
     return out[None, :, :heads, : value.shape[-1]], None
 
@@ -282,7 +282,7 @@ class TransformersModel(LanguageModel):
                 "rotary embedding of this model changes for the whole text, which is not computed "
                 "here; keep documents, cartridges and conversations within it"
             )
-        before = _PASS.set((attention, positions, self._kv_shape))
+        token = _PASS.set((attention, positions, self._kv_shape))
         try:
             out = self.base_model(
                 input_ids=ids[None],
@@ -292,7 +292,7 @@ class TransformersModel(LanguageModel):
                 use_cache=False,
             )
         finally:
-            _PASS.reset(before)
+            _PASS.reset(token)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden if read is None else hidden[read]
 
@@ -316,12 +316,12 @@ class TransformersModel(LanguageModel):
         declared = getattr(self._model.config.get_text_config(), "num_hidden_layers", layers)
         if survey.calls != list(range(declared)):
             twice = sorted({i for i in survey.calls if survey.calls.count(i) > 1})
-            gone = sorted(set(range(declared)) - set(survey.calls))
+            missing = sorted(set(range(declared)) - set(survey.calls))
             if twice:
                 raise DataError(f"layers attend more than once: {twice}; a cartridge does so once")
             raise DataError(
-                f"layers call no attention that can read a cartridge: {gone}; they keep a state, "
-                "or attend by code of their own"
+                f"layers call no attention that can read a cartridge: {missing}; they keep a "
+                "state, or attend by code of their own"
             )
         if (hidden[3] - hidden[7]).abs().amax() > 1e-3 * hidden.abs().amax():
             raise DataError(
@@ -427,11 +427,14 @@ def measured_frequencies(config: PreTrainedConfig) -> KeyFrequencies:
             keys.append(survey.keys)
     except Exception as error:  # whatever the code of some family raises
         raise _refusal("this model", repr(config.model_type), error) from error
-    known = [
+    candidates = [
         tensor.detach().double() for name, tensor in shell.named_buffers()
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
     ]  # fmt: skip
-    layers = [fitted(before, after, known) for before, after in zip(*keys, strict=True)]
+    layers = [
+        fitted(key_before, key_after, candidates)
+        for key_before, key_after in zip(*keys, strict=True)
+    ]
     if unfit := [i for i, layer in enumerate(layers) if layer is None]:
         raise DataError(
             f"keys of this model ({config.model_type!r}) cannot be moved to other positions: those "
@@ -442,10 +445,10 @@ def measured_frequencies(config: PreTrainedConfig) -> KeyFrequencies:
 
 def _small(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a config with the same layers and the same size of a head, and little else."""
-    small, told = copy.deepcopy(config), config.to_dict()
-    numbers = {name: x for name, x in told.items() if type(x) is int}
+    small, fields = copy.deepcopy(config), config.to_dict()
+    numbers = {name: x for name, x in fields.items() if type(x) is int}
     if {n for n in numbers if n.endswith("_heads")} <= {"num_attention_heads", KV_HEADS}:
-        size = told.get("head_dim") or config.hidden_size // config.num_attention_heads
+        size = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
         small.hidden_size, small.num_attention_heads = 2 * size, 2
         if KV_HEADS in numbers:
             setattr(small, KV_HEADS, 2)
@@ -461,18 +464,18 @@ def _small(config: PreTrainedConfig) -> PreTrainedConfig:
 def _dequantize(path: str, config: PreTrainedConfig) -> bool:
     """Return whether a model's weights are quantised, and let transformers make them whole at load.
     Raises DataError where it cannot."""
-    of = getattr(config, "quantization_config", None)
-    if of is None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
         return False
-    told = of if isinstance(of, dict) else of.to_dict()
-    method = str(told.get("quant_method", "unknown"))
+    fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = str(fields.get("quant_method", "unknown"))
     if method not in DEQUANTIZED:
         raise DataError(
             f"the weights of the model {path!r} are quantised ({method}), which is not computed "
             f"with here, but for {' and '.join(DEQUANTIZED)}; set model.path to the model's whole "
             "weights, or make them: transformers' model.dequantize(), then save_pretrained"
         )
-    config.quantization_config = {**told, "dequantize": True}
+    config.quantization_config = {**fields, "dequantize": True}
     return True
 
 
@@ -511,20 +514,22 @@ def stacked(layers: Sequence[KeyFrequencies]) -> KeyFrequencies:
     )
 
 
-def fitted(before: Tensor, after: Tensor, known: Sequence[Tensor]) -> KeyFrequencies | None:
-    """Return which of the `known` frequencies, [n] each, turn keys [T, H_kv, D] of tokens into
-    those one position `after`, and which pairs; None where none does."""
-    keys, moved = (x.transpose(0, 1)[None].double() for x in (before, after))
-    for found in _candidates(known, keys.shape[-1]):
-        if (found.turned(keys, 1) - moved).abs().amax() <= FIT * keys.abs().amax():
-            return found
+def fitted(
+    keys_before: Tensor, keys_after: Tensor, candidates: Sequence[Tensor]
+) -> KeyFrequencies | None:
+    """Return which `candidates`, frequencies [n] each, turn keys [T, H_kv, D] of tokens into
+    those of the next position, `keys_after`, and which pairs; None where none does."""
+    keys, moved = (x.transpose(0, 1)[None].double() for x in (keys_before, keys_after))
+    for candidate in _candidates(candidates, keys.shape[-1]):
+        if (candidate.turned(keys, 1) - moved).abs().amax() <= FIT * keys.abs().amax():
+            return candidate
     return None
 
 
-def _candidates(known: Sequence[Tensor], size: int) -> Iterator[KeyFrequencies]:
+def _candidates(candidates: Sequence[Tensor], size: int) -> Iterator[KeyFrequencies]:
     yield half_split(torch.zeros(0), size)  # a layer without positions
-    for frequencies in known:
-        rest = size - 2 * len(frequencies)
-        if rest >= 0:
-            for begin, interleaved, way in product({0, rest}, (False, True), (1, -1)):
-                yield pair_frequencies(way * frequencies, size, begin, interleaved)
+    for frequencies in candidates:
+        unrotated = size - 2 * len(frequencies)
+        if unrotated >= 0:
+            for begin, interleaved, sign in product({0, unrotated}, (False, True), (1, -1)):
+                yield pair_frequencies(sign * frequencies, size, begin, interleaved)

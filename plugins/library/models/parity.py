@@ -66,10 +66,10 @@ BY_NAME = (*AT_THE_END, "cap", "scal", "multiplier", "sink", "alibi", "clip", "d
 def check_model(path: str) -> ModelVerdict:
     """Compute a short text in all ways by the model at `path`, a directory or hub id, and by the
     model's own forward pass. Raises DataError where there is no whole model at `path`."""
-    begun = time.monotonic()
+    start = time.monotonic()
     with _quiet():
         verdict = _checked(path)
-    return replace(verdict, seconds=time.monotonic() - begun)
+    return replace(verdict, seconds=time.monotonic() - start)
 
 
 def _checked(path: str) -> ModelVerdict:
@@ -110,7 +110,7 @@ def _compared(path: str, config: PreTrainedConfig, short: ShortConfig) -> ModelV
     ours = _ours(path, short)
     with torch.no_grad():
         want, hidden = _own_pass(_theirs(ours, short, torch.float32), ids)
-        nats, same = _ways(ours, ids, want, hidden)
+        nats, equal = _ways(ours, ids, want, hidden)
         moved, bound = _moved(ours, ids), BOUND
         if BOUND < max(map(_rank, nats.values())) < DOUBT:
             exact, _ = _own_pass(_theirs(ours, short, torch.float64), ids)
@@ -118,14 +118,15 @@ def _compared(path: str, config: PreTrainedConfig, short: ShortConfig) -> ModelV
     verdict = ModelVerdict(
         path, config.model_type, nats, bound, layers=short.layers, of_layers=short.of_layers
     )
-    wrong = {way: d for way, d in nats.items() if not d <= bound}
+    wrong = {name: d for name, d in nats.items() if not d <= bound}
     if not wrong:
         return replace(verdict, unmoved=moved and _unmoved(path, moved))
-    shown = ", ".join(f"{d:.2g} nats {WAYS[way]}" for way, d in wrong.items())
-    why = f"its log-probabilities are off its own forward pass by {shown} ({bound:.1g} is rounding)"
-    if "plain" in wrong and same:
+    deviations = ", ".join(f"{d:.2g} nats {WAYS[name]}" for name, d in wrong.items())
+    why = f"its log-probabilities are off its own forward pass by {deviations}"
+    why += f" ({bound:.1g} is rounding)"
+    if "plain" in wrong and equal:
         why += "; its last hidden states agree, so what follows them is not computed"
-    if suspects := _suspects(config, set(wrong), same):
+    if suspects := _suspects(config, set(wrong), equal):
         why += f"; suspected: {', '.join(suspects)}"
     return replace(verdict, refusal=_refusal(path, config.model_type, why))
 
@@ -150,9 +151,9 @@ def _ours(path: str, short: ShortConfig) -> LanguageModel:
     folder = model_folder(path)
     if folder is not None and any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
         raw = json.loads((folder / "config.json").read_bytes())
-        known = decoder_config(edited(raw, short.edits)) if Path(path).is_dir() else None
-        if known is not None:
-            return load_decoder(folder, known, torch.float32)
+        decoder = decoder_config(edited(raw, short.edits)) if Path(path).is_dir() else None
+        if decoder is not None:
+            return load_decoder(folder, decoder, torch.float32)
     return load_by_transformers(path, torch.float32, deepcopy(short.config))
 
 
@@ -172,8 +173,8 @@ def _theirs(ours: LanguageModel, short: ShortConfig, dtype: torch.dtype) -> PreT
     )  # fmt: skip
     if facts["missing_keys"]:
         raise ValueError(f"we do not read {', '.join(sorted(facts['missing_keys'])[:3])}")
-    own: PreTrainedModel = model
-    return own
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def _own_pass(theirs: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -193,25 +194,26 @@ def _ways(
     layers, heads, size = ours.kv_shape
     none = torch.zeros(layers, 2, heads, 0, size, dtype=ours.dtype)
     at = torch.arange(BEFORE)
-    rest = at[PREFIX:TEXT]
+    tail = at[PREFIX:TEXT]
 
     # From short to long: a module may keep what the longest text before made of it.
     logits = ours.projection()
     kv = document_kv(ours, text[:PREFIX].tolist())
-    behind = _hidden(ours, text[PREFIX:], rest, [TEXT - PREFIX], kv)
+    after_prefix = _hidden(ours, text[PREFIX:], tail, [TEXT - PREFIX], kv)
     plain = _hidden(ours, text, at[:TEXT], [TEXT], none)
     packed = _hidden(
         ours, ids, torch.cat([at, at[:TEXT]]), [BEFORE, TEXT], none,
         read=torch.arange(BEFORE, BEFORE + TEXT),
     )  # fmt: skip
     nats = {
-        way: float((logits(states).log_softmax(-1) - own).abs().max())
-        for way, states, own in (
-            ("plain", plain, want), ("prefix", behind, want[PREFIX:]), ("packed", packed, want)
+        name: float((logits(states).log_softmax(-1) - reference).abs().max())
+        for name, states, reference in (
+            ("plain", plain, want), ("prefix", after_prefix, want[PREFIX:]),
+            ("packed", packed, want)
         )
     }  # fmt: skip
-    same = hidden is not None and torch.allclose(plain, hidden, rtol=1e-3, atol=1e-3)
-    return nats, same
+    equal = hidden is not None and torch.allclose(plain, hidden, rtol=1e-3, atol=1e-3)
+    return nats, equal
 
 
 def _hidden(
@@ -229,20 +231,20 @@ def _moved(ours: LanguageModel, ids: Tensor) -> str:
     text = ids[BEFORE : BEFORE + PREFIX]
     layers, heads, size = ours.kv_shape
     none = torch.zeros(layers, 2, heads, 0, size, dtype=ours.dtype)
-    there = torch.empty(layers, heads, PREFIX, size, dtype=ours.dtype)
+    theirs = torch.empty(layers, heads, PREFIX, size, dtype=ours.dtype)
 
     def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        there[layer] = k.transpose(0, 1)
+        theirs[layer] = k.transpose(0, 1)
 
     _hidden(ours, text, torch.arange(PREFIX) + BEFORE, [PREFIX], none, observer=keep)
     try:
-        here = document_kv(ours, text.tolist())[:, 0]
-        keys = ours.frequencies().turned(here.double(), BEFORE)
+        document = document_kv(ours, text.tolist())[:, 0]
+        keys = ours.frequencies().turned(document.double(), BEFORE)
     except DataError as error:
         return str(error)
     except Exception as error:
         return f"its rotary embedding is not known ({type(error).__name__}: {error})"
-    off = float((keys - there).abs().max() / there.abs().max())
+    off = float((keys - theirs).abs().max() / theirs.abs().max())
     return (
         "" if off <= BOUND else f"keys moved to other positions are off by {off:.2g} of the largest"
     )
@@ -255,33 +257,33 @@ def _unmoved(path: str, why: str) -> str:
     )
 
 
-def _suspects(config: PreTrainedConfig, wrong: set[str], same: bool) -> list[str]:
+def _suspects(config: PreTrainedConfig, wrong: set[str], equal: bool) -> list[str]:
     """Return what of a config probably makes the difference: a hint."""
     tree = config.get_text_config().to_dict()
     kind = (tree.get("rope_parameters") or {}).get("rope_type", "default")
-    found = [f"rope_type {kind}"] * (kind not in FIXED_ROPES)
+    suspects = [f"rope_type {kind}"] * (kind not in FIXED_ROPES)
     if "plain" in wrong:
         for key, value in tree.items():
             neutral = value in (None, False, 1.0) or isinstance(value, dict | list | str)
-            named = any(word in key for word in (AT_THE_END if same else BY_NAME))
-            found += [f"{key} {value}"] * (named and not neutral)
+            named = any(word in key for word in (AT_THE_END if equal else BY_NAME))
+            suspects += [f"{key} {value}"] * (named and not neutral)
     elif kinds := set(tree.get("layer_types") or ()) - set(ATTENTION):
-        found.append(f"layers of the kind {', '.join(sorted(kinds))}")
-    return found
+        suspects.append(f"layers of the kind {', '.join(sorted(kinds))}")
+    return suspects
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Let transformers say nothing inside."""
-    told: Any = logging
-    level, bars = told.get_verbosity(), told.is_progress_bar_enabled()
-    told.set_verbosity(told.CRITICAL)
-    told.disable_progress_bar()
+    hf_logging: Any = logging
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(hf_logging.CRITICAL)
+    hf_logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        told.set_verbosity(level)
+        hf_logging.set_verbosity(level)
         if bars:
-            told.enable_progress_bar()
+            hf_logging.enable_progress_bar()

@@ -53,9 +53,9 @@ def short_configs(config: PreTrainedConfig) -> Iterator[ShortConfig]:
     if sum(p.numel() for p in shell.parameters()) > LARGE:
         fewer, layers = _fewer_layers(config, shell)
     borders = _borders(edited_config(config, fewer))
-    near = {one: to for one, to in borders.items() if "position" not in one[0]}
+    without_positions = {one: to for one, to in borders.items() if "position" not in one[0]}
     tried: list[Edits] = []
-    for edits in (borders, near, {}):
+    for edits in (borders, without_positions, {}):
         if edits not in tried:
             tried.append(edits)
             short = edited_config(config, fewer | edits)
@@ -105,12 +105,13 @@ def _numbers(tree: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 def _borders(config: PreTrainedConfig) -> dict[tuple[str, Any], Any]:
     """Return the edits that bring every border of a config within LONG."""
     shapes = _shapes(shell_of(config))
-    found = [
+    candidates = [
         one for one in sorted(set(_numbers(config.to_dict()))) if _is_border(config, one, shapes)
     ]
-    order = sorted({value for _, value in found})
+    order = sorted({value for _, value in candidates})
     return {
-        (key, value): BORDERS[min(order.index(value), len(BORDERS) - 1)] for key, value in found
+        (key, value): BORDERS[min(order.index(value), len(BORDERS) - 1)]
+        for key, value in candidates
     }
 
 
@@ -143,19 +144,19 @@ def _fewer_layers(
     """Return the edits that leave a model its first layers, so many that each kind is there, and
     their number: all of them where fewer would be of other kinds than in the whole model."""
     kinds = _kinds(_layers(shell, config))
-    count, kept = len(kinds), 1 + max((kinds.index(kind) for kind in kinds), default=-1)
-    if kept >= count:
+    count, layers_kept = len(kinds), 1 + max((kinds.index(kind) for kind in kinds), default=-1)
+    if layers_kept >= count:
         return {}, count
     named = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     tree = config.to_dict()
-    edits: dict[tuple[str, Any], Any] = {(named, count): kept}
+    edits: dict[tuple[str, Any], Any] = {(named, count): layers_kept}
     for key, value in tree.items():
         if isinstance(value, list) and len(value) == count:
-            edits[key, repr(value)] = value[:kept]
+            edits[key, repr(value)] = value[:layers_kept]
     try:
         short = edited_config(config, edits)
-        if _kinds(_layers(shell_of(short), short)) == kinds[:kept]:
-            return edits, kept
+        if _kinds(_layers(shell_of(short), short)) == kinds[:layers_kept]:
+            return edits, layers_kept
     except Exception:  # a rule of the config that fewer layers break
         pass
     return {}, count
@@ -164,7 +165,7 @@ def _fewer_layers(
 def _kinds(layers: list[nn.Module]) -> list[Any]:
     """Return what each layer is: its modules' classes, the shapes of their weights and the plain
     values that they hold, but for the layer's own number."""
-    held = [
+    lists = [
         {
             (where, name): value
             for where, module in layer.named_modules()
@@ -177,8 +178,8 @@ def _kinds(layers: list[nn.Module]) -> list[Any]:
         for layer in layers
     ]
     numbers = (
-        [key for key in held[0] if all(one.get(key) == i for i, one in enumerate(held))]
-        if held
+        [key for key in lists[0] if all(one.get(key) == i for i, one in enumerate(lists))]
+        if lists
         else []
     )
-    return [{k: v for k, v in one.items() if k not in numbers} for one in held]
+    return [{k: v for k, v in one.items() if k not in numbers} for one in lists]

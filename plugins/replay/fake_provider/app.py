@@ -80,10 +80,10 @@ class FaultRates:
 
     def drawn(self, what: str) -> str:
         """Return the fault of this call, "" for none."""
-        left = uniform(self.seed, what)
+        remaining = uniform(self.seed, what)
         for name in _RATES:
-            left -= getattr(self, name)
-            if left < 0:
+            remaining -= getattr(self, name)
+            if remaining < 0:
                 return name
         return ""
 
@@ -202,8 +202,8 @@ class FakeProvider(LoopbackServer):
         return self._reply(request, max_tokens, fault)
 
     def _reply(self, request: ProviderRequest, max_tokens: int, fault: str) -> ChatReply:
-        said = {"garbage": "As I was saying: {", "refuse": "I cannot help with that."}
-        words = (said.get(fault) or self.rule(request)).encode()
+        texts = {"garbage": "As I was saying: {", "refuse": "I cannot help with that."}
+        words = (texts.get(fault) or self.rule(request)).encode()
         cut = _tokens(words) > max_tokens
         if cut:
             words = words[: max_tokens * 4]

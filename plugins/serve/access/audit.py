@@ -60,10 +60,10 @@ class AuditLog:
         row = {"time": utc_text(), "event": event, "key": key, "peer": peer, **facts}
         data = json.dumps(row).encode() + b"\n"
         try:
-            whole = os.write(self._file, data) == len(data)
+            complete = os.write(self._file, data) == len(data)
         except OSError:
-            whole = False
-        if not whole:
+            complete = False
+        if not complete:
             raise ApiError(
                 503, "the audit log cannot be written, and nothing is served without it; make "
                 "room for it where the server runs", code="audit_unavailable",
@@ -83,9 +83,9 @@ class AuditLog:
         self.write("refused", key, peer, **facts, **self._left_out())
 
     def _left_out(self) -> dict[str, int]:
-        told = {"unwritten": self._unwritten} if self._unwritten else {}
+        facts = {"unwritten": self._unwritten} if self._unwritten else {}
         self._unwritten = 0
-        return told
+        return facts
 
     def close(self) -> None:
         if self._file >= 0:

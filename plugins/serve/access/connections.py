@@ -52,13 +52,15 @@ class OpenConnections:
     def begin_handshake(self, accepted: socket.socket, peer: str) -> None:
         """Count a connection that shakes hands, and end the oldest of its peer, or of all, where
         too many do."""
-        held = {at: (one, of) for at, (one, of) in self._shaking.items() if one.fileno() == at}
-        same = [at for at, (_, of) in held.items() if of == peer]
-        ended = same[0] if len(same) >= SHAKING_PER_PEER else next(iter(held), -1)
-        if len(same) >= SHAKING_PER_PEER or len(held) >= MOST_SHAKING:
+        shaking = {
+            at: (one, address) for at, (one, address) in self._shaking.items() if one.fileno() == at
+        }
+        same_peer = [at for at, (_, address) in shaking.items() if address == peer]
+        ended = same_peer[0] if len(same_peer) >= SHAKING_PER_PEER else next(iter(shaking), -1)
+        if len(same_peer) >= SHAKING_PER_PEER or len(shaking) >= MOST_SHAKING:
             with contextlib.suppress(OSError):  # it has just ended
-                held.pop(ended)[0].shutdown(socket.SHUT_RDWR)
-        self._shaking = {**held, accepted.fileno(): (accepted, peer)}
+                shaking.pop(ended)[0].shutdown(socket.SHUT_RDWR)
+        self._shaking = {**shaking, accepted.fileno(): (accepted, peer)}
 
     def end_handshake(self, descriptor: int) -> None:
         self._shaking.pop(descriptor, None)

@@ -109,10 +109,14 @@ class ApiKeyMiddleware:
             return self._anyone
         headers = dict(scope["headers"])
         # Anthropic's clients send the key in a header of its own.
-        given = headers.get(b"authorization") or b"bearer " + headers.get(b"x-api-key", b"")
-        scheme, _, key = given.partition(b" ")
+        credential = headers.get(b"authorization") or b"bearer " + headers.get(b"x-api-key", b"")
+        scheme, _, key = credential.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
-        right = [caller for own, caller in self._callers if hmac.compare_digest(digest, own)]
+        right = [
+            caller
+            for key_digest, caller in self._callers
+            if hmac.compare_digest(digest, key_digest)
+        ]
         return right[0] if right and scheme.lower() == b"bearer" else None
 
 
@@ -129,8 +133,8 @@ class HostMiddleware:
 
     def __init__(self, app: ASGIApp, http: HttpSpec, audit: AuditLog) -> None:
         self._app, self._audit = app, audit
-        own = http.listen.rpartition(":")[0]
-        self._hosts = {"localhost", own.lower(), *(host.lower() for host in http.hosts)}
+        host = http.listen.rpartition(":")[0]
+        self._hosts = {"localhost", host.lower(), *(host.lower() for host in http.hosts)}
         self._origins = frozenset(http.origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -74,8 +74,8 @@ class HubCartridges:
                 continue
             name = library_name(source, self._spec)
             caller.check(name)
-            held = await asyncio.to_thread(self._library.versions, name)
-            if held and not source.force_redownload:
+            versions = await asyncio.to_thread(self._library.versions, name)
+            if versions and not source.force_redownload:
                 continue
             assert self._spec is not None
             if source.id not in self._pulling:
@@ -98,10 +98,10 @@ class HubCartridges:
         loop = asyncio.get_running_loop()
         pulling = loop.run_in_executor(self._thread, self._pull, repository, name)
 
-        def ended(done: asyncio.Future[None]) -> None:
+        def ended(future: asyncio.Future[None]) -> None:
             self._pulling.pop(repository, None)
-            if not done.cancelled():
-                done.exception()  # seen, also where nobody waits any more
+            if not future.cancelled():
+                future.exception()  # seen, also where nobody waits any more
 
         pulling.add_done_callback(ended)
         return pulling

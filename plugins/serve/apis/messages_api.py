@@ -92,16 +92,16 @@ def _format(body: MessagesRequest) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _add(chat: ChatFields, message: SentMessage, place: str) -> None:
+def _add(chat: ChatFields, message: SentMessage, path: str) -> None:
     """Add a message: its text, its calls, and one message for each result of a call."""
     if isinstance(message.content, str):
-        chat.add(message.role, message.content, place)
+        chat.add(message.role, message.content, path)
         return
-    said = [block.text for block in message.content if isinstance(block, TextBlock)]
+    texts = [block.text for block in message.content if isinstance(block, TextBlock)]
     if message.role == "assistant":
-        chat.add("assistant", "".join(said) or None, place)
+        chat.add("assistant", "".join(texts) or None, path)
     for i, block in enumerate(message.content):
-        at = f"{place}.content[{i}]"
+        at = f"{path}.content[{i}]"
         if isinstance(block, TextBlock):
             continue
         calls = isinstance(block, ToolUseBlock)
@@ -113,20 +113,20 @@ def _add(chat: ChatFields, message: SentMessage, place: str) -> None:
             chat.call(block.id, block.name, arguments, at)
         else:
             result = _text(block.content or "")
-            told = f"error: {result}" if block.is_error else result
-            chat.add("tool", told, at, tool_call_id=block.tool_use_id)
-    if message.role == "user" and (said or not message.content):
-        chat.add("user", "".join(said), place)
+            content = f"error: {result}" if block.is_error else result
+            chat.add("tool", content, at, tool_call_id=block.tool_use_id)
+    if message.role == "user" and (texts or not message.content):
+        chat.add("user", "".join(texts), path)
 
 
-def _input(said: str) -> dict[str, Any]:
+def _input(text: str) -> dict[str, Any]:
     """Return a call's arguments; {} for text that is no JSON object, as where a call was cut."""
     try:
-        found = json.loads(said)
-        plain_json(found)  # numbers that JSON has no text for: NaN, 1e999
+        value = json.loads(text)
+        plain_json(value)  # numbers that JSON has no text for: NaN, 1e999
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _text(content: str | Sequence[TextBlock]) -> str:
@@ -179,10 +179,10 @@ class MessagesWire:
         return {"type": kind, "index": len(self._blocks) - 1, **fields}
 
     def _add_text(self, text: str) -> list[Event]:
-        begun = [] if self._open else self._begin({"type": "text", "text": ""})
+        events = [] if self._open else self._begin({"type": "text", "text": ""})
         self._blocks[-1]["text"] += text
         delta = {"type": "text_delta", "text": text}
-        return [*begun, self._event("content_block_delta", delta=delta)]
+        return [*events, self._event("content_block_delta", delta=delta)]
 
     def _add_call(self, call: CallPiece) -> list[Event]:
         events: list[Event] = []

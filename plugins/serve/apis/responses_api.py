@@ -62,13 +62,13 @@ def chat_of(body: ResponsesRequest) -> ChatFields:
         chat.add("user", body.input, "input")
         return chat
     for i, item in enumerate(body.input):
-        place = f"input[{i}]"
+        path = f"input[{i}]"
         if isinstance(item, InputMessage):
-            chat.add(item.role, _text(item.content), place)
+            chat.add(item.role, _text(item.content), path)
         elif isinstance(item, InputCall):
-            chat.call(item.call_id, item.name, item.arguments, place)
+            chat.call(item.call_id, item.name, item.arguments, path)
         else:
-            chat.add("tool", _text(item.output), place, tool_call_id=item.call_id)
+            chat.add("tool", _text(item.output), path, tool_call_id=item.call_id)
     return chat
 
 
@@ -112,10 +112,10 @@ class ResponsesWire:
         return self._reply(usage, forge)
 
     def opening(self, choices: int, usage: TokenUsage) -> list[Event]:
-        begun = self._reply(None, None)
+        reply = self._reply(None, None)
         return [
-            self._event("response.created", response=begun),
-            self._event("response.in_progress", response=begun),
+            self._event("response.created", response=reply),
+            self._event("response.in_progress", response=reply),
         ]
 
     def chunks(self, choice: int, piece: TextPiece, forge: ForgeExtension) -> list[Event]:
@@ -139,8 +139,8 @@ class ResponsesWire:
 
     def _of_item(self, kind: str, **fields: Any) -> Event:
         assert self._open is not None
-        place = {"item_id": self._open["id"], "output_index": len(self._output) - 1}
-        return self._event(f"response.{kind}", **place, **fields)
+        position = {"item_id": self._open["id"], "output_index": len(self._output) - 1}
+        return self._event(f"response.{kind}", **position, **fields)
 
     def _begin(self, item: dict[str, Any]) -> list[Event]:
         ended = self._end()
@@ -162,11 +162,11 @@ class ResponsesWire:
         return [*events, self._of_item("content_part.added", **part)]
 
     def _add_text(self, text: str) -> list[Event]:
-        begun = [] if self._open else self._begin_message()
+        events = [] if self._open else self._begin_message()
         assert self._open is not None
         self._open["content"][0]["text"] += text
         delta = {"content_index": 0, "delta": text, "logprobs": []}
-        return [*begun, self._of_item("output_text.delta", **delta)]
+        return [*events, self._of_item("output_text.delta", **delta)]
 
     def _add_call(self, call: CallPiece) -> list[Event]:
         events: list[Event] = []
@@ -198,17 +198,17 @@ class ResponsesWire:
                 self._of_item("content_part.done", **at, part=_part(text)),
             ]
         else:
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            events = [self._of_item("function_call_arguments.done", **told)]
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            events = [self._of_item("function_call_arguments.done", **call)]
         self._open = None
-        done = {"output_index": len(self._output) - 1, "item": item}
-        return [*events, self._event("response.output_item.done", **done)]
+        output = {"output_index": len(self._output) - 1, "item": item}
+        return [*events, self._event("response.output_item.done", **output)]
 
     def _reply(self, usage: TokenUsage | None, forge: ForgeExtension | None) -> dict[str, Any]:
         """Return the response as it is now; without usage it is in progress."""
         body = self._body
         cut = self._cut and usage is not None
-        asked = body.model_dump(exclude_unset=True, by_alias=True)
+        fields = body.model_dump(exclude_unset=True, by_alias=True)
         reply = ResponsesReply(
             id=self._head["id"],
             object="response",
@@ -225,9 +225,9 @@ class ResponsesWire:
             previous_response_id=None,
             store=False,
             temperature=1.0 if body.temperature is None else body.temperature,
-            text=asked.get("text") or {"format": {"type": "text"}},
-            tool_choice=asked.get("tool_choice") or "auto",
-            tools=asked.get("tools") or [],
+            text=fields.get("text") or {"format": {"type": "text"}},
+            tool_choice=fields.get("tool_choice") or "auto",
+            tools=fields.get("tools") or [],
             top_p=1.0 if body.top_p is None else body.top_p,
             truncation="disabled",
             usage=None if usage is None else _usage(usage),

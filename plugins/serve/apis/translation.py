@@ -24,22 +24,22 @@ class ChatFields:
         self.messages: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
 
-    def add(self, role: str, content: str | None, place: str, **more: Any) -> None:
-        self.places[f"messages[{len(self.messages)}]"] = place
-        if "[" not in place:  # a field of text
-            self.places[f"messages[{len(self.messages)}].content"] = place
+    def add(self, role: str, content: str | None, path: str, **more: Any) -> None:
+        self.places[f"messages[{len(self.messages)}]"] = path
+        if "[" not in path:  # a field of text
+            self.places[f"messages[{len(self.messages)}].content"] = path
         if "tool_call_id" in more:
-            named = "tool_use_id" if "content[" in place else "call_id"
-            self.places[f"messages[{len(self.messages)}].tool_call_id"] = f"{place}.{named}"
+            named = "tool_use_id" if "content[" in path else "call_id"
+            self.places[f"messages[{len(self.messages)}].tool_call_id"] = f"{path}.{named}"
         self.messages.append({"role": role, "content": content, **more})
 
-    def call(self, call_id: str, name: str, arguments: str, place: str) -> None:
+    def call(self, call_id: str, name: str, arguments: str, path: str) -> None:
         """Add a call to the assistant's message at the end, or to a new one."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.add("assistant", None, place)
+            self.add("assistant", None, path)
         calls = self.messages[-1].setdefault("tool_calls", [])
         at = f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"
-        self.places[f"{at}.function"] = place
+        self.places[f"{at}.function"] = path
         calls.append({"id": call_id, "function": {"name": name, "arguments": arguments}})
 
     def chat(self, stream: bool | None) -> ChatRequest:
@@ -61,13 +61,13 @@ def renaming(places: Mapping[str, str]) -> Iterator[None]:
         yield
     except ApiError as error:
         longest = sorted(places, key=len, reverse=True)
-        known = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?!\w)" for name in longest))
+        pattern = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?!\w)" for name in longest))
 
-        def own(text: str) -> str:
-            return known.sub(lambda found: places[found[0]], text)
+        def renamed(text: str) -> str:
+            return pattern.sub(lambda match: places[match[0]], text)
 
         raise ApiError(
-            error.status_code, own(str(error.detail)),
-            param=error.param and own(error.param), code=error.code,
+            error.status_code, renamed(str(error.detail)),
+            param=error.param and renamed(error.param), code=error.code,
             retry_after=error.retry_after,
         ) from error  # fmt: skip

@@ -160,8 +160,8 @@ class TorchEngine:
         try:
             yield
         except Exception as error:
-            over = {id(row) for row in rows}
-            keys = frozenset(key for key, row in self._rows.items() if id(row) in over)
+            row_ids = {id(row) for row in rows}
+            keys = frozenset(key for key, row in self._rows.items() if id(row) in row_ids)
             raise PassError(keys) from error
 
     def _prefix(self, ref: PrefixRef) -> Tensor:
@@ -175,10 +175,10 @@ class TorchEngine:
 
     def _news(self) -> Iterator[tuple[str, TokenChunk | Completion]]:
         for key in [*self._told]:
-            row, told = self._rows[key], self._told[key]
-            if len(row.tokens) > told:
+            row, sent = self._rows[key], self._told[key]
+            if len(row.tokens) > sent:
                 self._told[key] = len(row.tokens)
-                yield key, row.chunk(told)
+                yield key, row.chunk(sent)
         for key in [key for key, row in self._rows.items() if row.reason]:
             row = self._rows.pop(key)
             self._told.pop(key, None)

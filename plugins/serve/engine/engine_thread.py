@@ -113,15 +113,17 @@ class EngineThread:
 
     # -- from any thread ------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest, told: Told | None = None) -> Future[Completion]:
+    def submit(self, request: GenerateRequest, on_tokens: Told | None = None) -> Future[Completion]:
         """Return a future of the completion, with `finish_reason` "error" when its prefix is not
-        held. `told` is called after each step with the tokens that it added to requests of the
+        held. `on_tokens` is called after each step with the tokens that it added to requests of the
         same callback, but for a request's last ones, which its completion has. It runs in the
         engine's thread: it must not block.
 
         Like every future here it raises EngineDied when the engine dies first.
         """
-        return self._post(EngineCall(lambda future: self._begin(request, future, told), _promise()))
+        return self._post(
+            EngineCall(lambda future: self._begin(request, future, on_tokens), _promise())
+        )
 
     def cancel(self, ids: Collection[str]) -> Future[None]:
         """End the requests of these ids that are here; their `finish_reason` is "cancelled"."""
@@ -191,14 +193,14 @@ class EngineThread:
     # -- in the engine's thread -----------------------------------------------------------------
 
     def _live(self, build: Callable[[], Engine]) -> None:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             self._engine = build()
         except BaseException as error:
             self._fail_all(EngineDied.of(error))
             self.started.set_exception(error)
             return
-        self._start_seconds = time.perf_counter() - begun
+        self._start_seconds = time.perf_counter() - start
         self.started.set_result(None)
         try:
             while self._closing is None:
@@ -223,7 +225,7 @@ class EngineThread:
         log.error("the engine died", exc_info=error)
 
     def _step(self) -> None:
-        came: dict[str, TokenChunk] = {}
+        news_of: dict[str, TokenChunk] = {}
         ended: dict[str, Completion] = {}
         try:
             stepped = [*self._engine.step()]
@@ -237,13 +239,13 @@ class EngineThread:
             if isinstance(news, Completion):
                 ended[key] = news
             else:
-                came[key] = news
+                news_of[key] = news
         added: dict[Told, list[TokenChunk]] = {}
-        for key, chunk in came.items():
-            if key not in ended and (told := self._running[key].told):
-                added.setdefault(told, []).append(chunk)
-        for told, chunks in added.items():
-            told(chunks)
+        for key, chunk in news_of.items():
+            if key not in ended and (on_tokens := self._running[key].told):
+                added.setdefault(on_tokens, []).append(chunk)
+        for on_tokens, chunks in added.items():
+            on_tokens(chunks)
         for key, completion in ended.items():
             self._end(key, completion)
 
@@ -268,7 +270,7 @@ class EngineThread:
         self,
         request: GenerateRequest,
         future: Future[Completion],
-        told: Told | None,
+        on_tokens: Told | None,
     ) -> None:
         try:
             prefix = self._ledger.resolved(request.prefix)
@@ -276,8 +278,8 @@ class EngineThread:
             future.set_result(refused(request, str(error)))
             return
         key = next(self._keys)
-        self._engine.add(key, request, prefix, stream=told is not None)
-        self._running[key] = RequestInFlight(future, prefix, request.id, told)
+        self._engine.add(key, request, prefix, stream=on_tokens is not None)
+        self._running[key] = RequestInFlight(future, prefix, request.id, on_tokens)
         self._ledger.begin(prefix)
 
     def _end(self, key: str, completion: Completion) -> None:
@@ -296,9 +298,9 @@ class EngineThread:
     def _stop(self, closing: Future[EngineReport]) -> None:
         try:
             report = self._report()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             self._engine.close()
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
         except BaseException as error:
             self._fail_all(EngineDied.of(error))
             closing.set_exception(error)
@@ -309,14 +311,14 @@ class EngineThread:
     def _fail_all(self, error: EngineDied) -> None:
         """Fail all pending and later calls with this error; those that are not `_suspects` are told
         so."""
-        others = EngineDied(str(error), suspect=False)
+        failure = EngineDied(str(error), suspect=False)
         with self._changed:
-            self._dead = others
+            self._dead = failure
             jobs, self._inbox = self._inbox, deque()
         for job in jobs:
-            job.future.set_exception(others)
+            job.future.set_exception(failure)
         for key, running in self._running.items():
-            running.future.set_exception(error if key in self._suspects else others)
+            running.future.set_exception(error if key in self._suspects else failure)
         self._running = {}
 
 

@@ -92,16 +92,16 @@ def local_samplers(
         async def generate(requests: Sequence[GenerateRequest]) -> list[Completion]:
             return await asyncio.gather(*(asyncio.wrap_future(engine.submit(r)) for r in requests))
 
-        def over(told: str | None, prefix: str) -> TokenSampler:
-            return TokenSampler(generate, conversation, told, PrefixRef(prefix, 0))
+        def sampler_of(document: str | None, prefix: str) -> TokenSampler:
+            return TokenSampler(generate, conversation, document, PrefixRef(prefix, 0))
 
-        arms = {NO_DOCUMENT: over(None, f"document/{NO_DOCUMENT}")}
+        arms = {NO_DOCUMENT: sampler_of(None, f"document/{NO_DOCUMENT}")}
         if cartridge is not None:
             kv = read_cartridge(str(cartridge))
             engine.hold(0, {DOCUMENT: 0}, {DOCUMENT: kv}).result(START_SECONDS)
-            arms["cartridge"] = over(DOCUMENT, f"cartridge/{DOCUMENT}")
+            arms["cartridge"] = sampler_of(DOCUMENT, f"cartridge/{DOCUMENT}")
         if document is not None:
-            arms["document"] = over(DOCUMENT, f"document/{DOCUMENT}")
+            arms["document"] = sampler_of(DOCUMENT, f"document/{DOCUMENT}")
         yield arms
     finally:
         engine.close().result(STOP_SECONDS)

@@ -40,8 +40,8 @@ class PoolBackend:
         """Split the requests over the replicas; one request's tokens arrive while others still
         wait."""
 
-        async def share(some: Sequence[GenerateRequest]) -> list[Completion]:
-            return await self._generator.stream(some, on_tokens, self._deadline_s)
+        async def share(requests_share: Sequence[GenerateRequest]) -> list[Completion]:
+            return await self._generator.stream(requests_share, on_tokens, self._deadline_s)
 
         return await self._pool.split(requests, share)
 
@@ -95,9 +95,9 @@ async def cartridge_pool(
     try:
         await service.ready()
         backend = PoolBackend(pool, mesh.call_timeout_s)
-        with tempfile.TemporaryDirectory(prefix="forge-cartridges-") as made:
+        with tempfile.TemporaryDirectory(prefix="forge-cartridges-") as folder:
             for version, (name, kv) in cartridges.items():
-                file = Path(made) / f"{version}.safetensors"
+                file = Path(folder) / f"{version}.safetensors"
                 save_file({"kv": kv.contiguous()}, file)
                 await backend.load(version, name, file)
             yield backend

@@ -70,8 +70,8 @@ async def answer(
     """Return the whole reply or its stream; decoding ends when the client disconnects."""
     metrics, http = handler.metrics, handler.config.http
     if not body.stream:
-        whole = _whole(handler, request.scope, body, parse, wire)
-        return await while_connected(request, metrics, whole)
+        work = _whole(handler, request.scope, body, parse, wire)
+        return await while_connected(request, metrics, work)
     answering = await while_connected(request, metrics, handler.begin(request.scope, body, parse))
     events = _events(handler, answering, body, wire)
     longest_s = http.deadline_s + GRACE_SECONDS
@@ -103,18 +103,18 @@ async def _whole(
         used = usage(used.prompt_tokens * request.n, used.completion_tokens)
     replies = wire(_head(answering), handler.config.texts.token, top)
 
-    def written() -> Response:
-        found = [joined(p) for p in pieces]
+    def response() -> Response:
+        joined_pieces = [joined(p) for p in pieces]
         if request.echo:
             prompts = [p.echoed for p in request.prompts for _ in range(request.n) if p.echoed]
-            found = [*map(echoed, prompts, answering.completions, found)]
-        whole = replies.whole(found, used, answering.forge, **more)
-        return AsciiJSON(whole, headers=answering.headers)
+            joined_pieces = [*map(echoed, prompts, answering.completions, joined_pieces)]
+        content = replies.whole(joined_pieces, used, answering.forge, **more)
+        return AsciiJSON(content, headers=answering.headers)
 
     if not request.echo:
-        return written()
+        return response()
     # Prompts may be long: they are written beside the event loop.
-    return await asyncio.get_running_loop().run_in_executor(handler.parsing, written)
+    return await asyncio.get_running_loop().run_in_executor(handler.parsing, response)
 
 
 async def _events(

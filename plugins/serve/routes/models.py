@@ -70,8 +70,8 @@ def model_routes(handler: RequestHandler) -> APIRouter:
     @router.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> ModelEntry:
         parser = handler.parser(request.scope[CALLER])
-        found = await run_in_threadpool(parser.name_of, name)
-        return ModelEntry(id=str(found), created=started)
+        model_id = await run_in_threadpool(parser.name_of, name)
+        return ModelEntry(id=str(model_id), created=started)
 
     @router.get("/health", summary="The process answers")
     async def health() -> ServerStatus:

@@ -107,19 +107,19 @@ def _tell_json(key: str, example: str, tools: Sequence[AgentTool]) -> str:
 
 
 def _desk_fault(tool: AgentTool) -> str:
-    own = _DESK.get(tool.name)
-    if own is None:
+    commands = _DESK.get(tool.name)
+    if commands is None:
         return f"this model calls {', '.join(_DESK)} alone (tool_calls: desk)"
     named = sorted(_properties(tool))
-    if named != sorted(own.parameters["properties"]):
-        wanted = ", ".join(sorted(own.parameters["properties"]))
+    if named != sorted(commands.parameters["properties"]):
+        wanted = ", ".join(sorted(commands.parameters["properties"]))
         return f"this model's {tool.name} has the arguments {wanted}"
     return ""
 
 
 def _properties(tool: AgentTool) -> Mapping[str, Any]:
-    found = tool.parameters.get("properties")
-    return found if isinstance(found, dict) else {}
+    properties = tool.parameters.get("properties")
+    return properties if isinstance(properties, dict) else {}
 
 
 def _write_desk(name: str, arguments: str) -> str:
@@ -140,21 +140,21 @@ def _desk_sentence(tool: AgentTool) -> str:
     marks = {name: f"\0{name}\0" for name in _DESK[tool.name].parameters["properties"]}
     parts = call_text(ToolAction(tool.name, marks)).split("\0")
     # The clerk's first word follows a blank, as its tokenizer writes one before every text.
-    said = [
+    sentences = [
         _value(properties.get(part), _DESK[tool.name].parameters["properties"][part])
         if part in marks
         else json.dumps(part)
         for part in parts
         if part
     ]
-    return " ".join(['" "?', *said])
+    return " ".join(['" "?', *sentences])
 
 
-def _value(schema: Any, own: Mapping[str, Any]) -> str:
+def _value(schema: Any, value_schema: Mapping[str, Any]) -> str:
     listed = schema.get("enum") if isinstance(schema, dict) else None
     if listed and all(isinstance(value, str | int) for value in listed):
         return "(" + " | ".join(json.dumps(str(value)) for value in listed) + ")"
-    return "NUMBER" if own["type"] == "integer" else "WORD"
+    return "NUMBER" if value_schema["type"] == "integer" else "WORD"
 
 
 HERMES_MARKS = ("<tool_call>\n", "\n</tool_call>")
@@ -202,8 +202,8 @@ def format_of(tokenizer: Any) -> CallFormat | None:
     return next((f for f in (HERMES, LLAMA3_JSON) if f.write("f", '{"a": 1}') in text), None)
 
 
-def written(form: CallFormat, content: str, calls: Sequence[tuple[str, str]]) -> str:
+def text_with_calls(form: CallFormat, content: str, calls: Sequence[tuple[str, str]]) -> str:
     """Return an assistant's message with its calls, names and arguments, as the model would write
     it. Raises DataError for a call that the form has no text for."""
-    said = form.between.join(form.write(name, arguments) for name, arguments in calls)
-    return f"{content}{form.between}{said}" if content else said
+    calls_text = form.between.join(form.write(name, arguments) for name, arguments in calls)
+    return f"{content}{form.between}{calls_text}" if content else calls_text

@@ -149,12 +149,12 @@ class MarkedCalls:
         return False
 
     def _look_for_call(self) -> bool:
-        before, found, after = self._held.partition(self.opening)
-        if found:
-            self._say(before.rstrip(BLANK))
+        text, mark, tail = self._held.partition(self.opening)
+        if mark:
+            self._say(text.rstrip(BLANK))
             # Said again where what follows is no call.
-            self._lead = before[len(before.rstrip(BLANK)) :]
-            self._held, self._state = after, "head"
+            self._lead = text[len(text.rstrip(BLANK)) :]
+            self._held, self._state = tail, "head"
             return True
         sure = self._held[: len(self._held) - longest_beginning(self._held, self.opening)]
         sure = sure.rstrip(BLANK)
@@ -163,12 +163,12 @@ class MarkedCalls:
         return False
 
     def _look_for_object(self) -> bool:
-        rest = self._held.lstrip(BETWEEN if self._begun else BLANK)
-        if not rest:
+        stripped = self._held.lstrip(BETWEEN if self._begun else BLANK)
+        if not stripped:
             return False
-        self._state = "head" if rest[0] == "{" else "rest"
+        self._state = "head" if stripped[0] == "{" else "rest"
         if self._state == "head":
-            self._lead, self._held = self._held[: len(self._held) - len(rest)], rest
+            self._lead, self._held = self._held[: len(self._held) - len(stripped)], stripped
             self._seen, self._end = 0, JsonEnd()
         return True
 
@@ -183,17 +183,17 @@ class MarkedCalls:
             self._held, self._state, self._end = self._held[head.end() :], "arguments", JsonEnd()
             return True
         if self.closing:
-            body, found, after = self._held.partition(self.closing)
+            body, mark, tail = self._held.partition(self.closing)
         else:
-            seen, self._seen = self._seen, len(self._held)
-            end = self._end.find(self._held[seen:])
-            found = "" if end is None else "}"
-            body, after = self._held[: seen + (end or 0)], self._held[seen + (end or 0) :]
-        if not found:
+            length, self._seen = self._seen, len(self._held)
+            end = self._end.find(self._held[length:])
+            mark = "" if end is None else "}"
+            body, tail = self._held[: length + (end or 0)], self._held[length + (end or 0) :]
+        if not mark:
             return False
         if not self._told_whole(body):
             self._say(self._lead + self.opening + body + self.closing)
-        self._held, self._state = after, "text"
+        self._held, self._state = tail, "text"
         return True
 
     def _read_arguments(self) -> bool:
@@ -209,12 +209,12 @@ class MarkedCalls:
 
     def _read_tail(self) -> bool:
         mark = self.closing or "}"
-        _, found, after = self._held.partition(mark)
-        if not found:
+        _, separator, tail = self._held.partition(mark)
+        if not separator:
             keep = longest_beginning(self._held, mark)
             self._held = self._held[len(self._held) - keep :]
             return False
-        self._held, self._state = after, "text"
+        self._held, self._state = tail, "text"
         return True
 
     @property
@@ -259,8 +259,8 @@ class SentenceCalls:
         return TextPiece("", ())
 
     def finish(self) -> TextPiece:
-        said = self._held.strip()
-        call = parse_call(said)
+        sentence = self._held.strip()
+        call = parse_call(sentence)
         if call.tool not in self.tools.names or "words" in call.arguments:
             return TextPiece(self._held, ())
         self.whole = 1

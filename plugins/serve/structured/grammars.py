@@ -23,15 +23,16 @@ SINGLE = ("items", "additionalProperties")
 def grammar_of(body: SamplingFields, grammars: Grammars) -> ResponseGrammar | None:
     """Return what every response to `body` must match, None for any text. Raises ApiError 400 with
     the field, and within a schema the part, that is at fault."""
-    found = [*_structured(body), *(_formatted(body) if isinstance(body, ChatRequest) else ())]
-    if not found:
+    requested = [*_structured(body), *(_formatted(body) if isinstance(body, ChatRequest) else ())]
+    if not requested:
         return None
-    if len(found) > 1:
+    if len(requested) > 1:
         raise bad_request(
-            f"{found[0][0]} and {found[1][0]} both say what a response must match; give one",
-            found[1][0],
+            f"{requested[0][0]} and {requested[1][0]} both say what a response must match; "
+            "give one",
+            requested[1][0],
         )
-    (param, grammar) = found[0]
+    (param, grammar) = requested[0]
     check(grammars, grammar, param)
     return grammar
 
@@ -45,37 +46,40 @@ def check(grammars: Grammars, grammar: ResponseGrammar, param: str) -> None:
     try:
         grammars.matcher(grammar)
     except DataError as error:
-        place = param
+        path = param
         if grammar.kind == "json_schema":
-            place += _faulty_part(grammars, json.loads(grammar.text), str(error))
-        raise bad_request(f"{place}: {error}", place, "invalid_grammar") from error
+            path += _faulty_part(grammars, json.loads(grammar.text), str(error))
+        raise bad_request(f"{path}: {error}", path, "invalid_grammar") from error
 
 
 def _structured(body: SamplingFields) -> Iterator[tuple[str, ResponseGrammar]]:
-    given = body.structured_outputs
-    if given is None:
+    options = body.structured_outputs
+    if options is None:
         return
-    if given.json_ is not None:
-        yield "structured_outputs.json", schema_grammar(given.json_)
-    if given.regex is not None:
-        yield "structured_outputs.regex", ResponseGrammar("regex", given.regex)
-    if given.choice is not None:
-        either = " | ".join(map(json.dumps, given.choice))
+    if options.json_ is not None:
+        yield "structured_outputs.json", schema_grammar(options.json_)
+    if options.regex is not None:
+        yield "structured_outputs.regex", ResponseGrammar("regex", options.regex)
+    if options.choice is not None:
+        either = " | ".join(map(json.dumps, options.choice))
         yield "structured_outputs.choice", ResponseGrammar("lark", f"start: {either}")
 
 
 def _formatted(body: ChatRequest) -> Iterator[tuple[str, ResponseGrammar]]:
-    given = body.response_format
-    if given is None:
+    response_format = body.response_format
+    if response_format is None:
         return
-    if (given.type == "json_schema") != (given.json_schema is not None):
+    if (response_format.type == "json_schema") != (response_format.json_schema is not None):
         raise bad_request(
             "response_format.json_schema belongs to the type json_schema, which needs it",
             "response_format.json_schema",
         )
-    if given.json_schema is not None:
-        yield "response_format.json_schema.schema", schema_grammar(given.json_schema.schema_)
-    elif given.type == "json_object":
+    if response_format.json_schema is not None:
+        yield (
+            "response_format.json_schema.schema",
+            schema_grammar(response_format.json_schema.schema_),
+        )
+    elif response_format.type == "json_object":
         yield "response_format", schema_grammar(ANY_OBJECT)
 
 

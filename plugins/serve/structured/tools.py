@@ -13,7 +13,11 @@ from dataclasses import dataclass
 
 from cartridge_forge.plugins.grammar.grammar import Grammars, json_depth
 from cartridge_forge.plugins.serve.errors import ApiError, bad_request
-from cartridge_forge.plugins.serve.structured.call_formats import CallFormat, schema_of, written
+from cartridge_forge.plugins.serve.structured.call_formats import (
+    CallFormat,
+    schema_of,
+    text_with_calls,
+)
 from cartridge_forge.plugins.serve.structured.grammars import check, schema_grammar
 from cartridge_forge.plugins.wire.openai_chat import ChatMessage, ChatRequest
 from cartridge_forge.plugins.wire.openai_tools import NamedTool, SentCall, agent_tools
@@ -83,30 +87,32 @@ def messages_of(messages: Sequence[ChatMessage], form: CallFormat) -> tuple[Agen
     read: list[AgentMessage] = []
     called: set[str] = set()
     for i, message in enumerate(messages):
-        place, calls = f"messages[{i}]", message.tool_calls or ()
+        path, calls = f"messages[{i}]", message.tool_calls or ()
         if calls and message.role != "assistant":
             raise bad_request(
-                f"{place}.tool_calls belong to the role assistant", f"{place}.tool_calls"
+                f"{path}.tool_calls belong to the role assistant", f"{path}.tool_calls"
             )
         if message.role == "tool" and called and message.tool_call_id not in called:
             raise bad_request(
-                f"{place}.tool_call_id is {json.dumps(message.tool_call_id)}, which is the id of "
+                f"{path}.tool_call_id is {json.dumps(message.tool_call_id)}, which is the id of "
                 "no call before it; send the assistant's message with its tool_calls first",
-                f"{place}.tool_call_id",
+                f"{path}.tool_call_id",
             )
-        told = [_told(call, f"{place}.tool_calls[{n}].function") for n, call in enumerate(calls)]
+        converted = [
+            _told(call, f"{path}.tool_calls[{n}].function") for n, call in enumerate(calls)
+        ]
         called |= {call.id for call in calls}
         text = message.text
-        if told:
+        if converted:
             try:
-                text = written(form, text, told)
+                text = text_with_calls(form, text, converted)
             except DataError as error:
-                raise bad_request(f"{place}.tool_calls: {error}", f"{place}.tool_calls") from error
+                raise bad_request(f"{path}.tool_calls: {error}", f"{path}.tool_calls") from error
         read.append(AgentMessage(message.speaker, text))
     return tuple(read)
 
 
-def _told(call: SentCall, place: str) -> tuple[str, str]:
+def _told(call: SentCall, path: str) -> tuple[str, str]:
     """Return the name and the arguments of an earlier call, checked."""
     arguments = call.function.arguments.strip() or "{}"
     try:
@@ -115,30 +121,30 @@ def _told(call: SentCall, place: str) -> tuple[str, str]:
         plain = None
     if not isinstance(plain, dict):
         raise bad_request(
-            f"{place}.arguments is no JSON object, written as a string; send what the call had",
-            f"{place}.arguments",
+            f"{path}.arguments is no JSON object, written as a string; send what the call had",
+            f"{path}.arguments",
         )
     return call.function.name, arguments
 
 
-def _check_tool(tool: AgentTool, before: Sequence[str], form: CallFormat, place: str) -> None:
-    if tool.name in before:
+def _check_tool(tool: AgentTool, names: Sequence[str], form: CallFormat, path: str) -> None:
+    if tool.name in names:
         raise bad_request(
-            f"{place}.name is there twice; give each tool a name of its own", f"{place}.name"
+            f"{path}.name is there twice; give each tool a name of its own", f"{path}.name"
         )
     if tool.parameters.get("type", "object") != "object":
         raise bad_request(
-            f"{place}.parameters describes arguments, which are an object: its type is object",
-            f"{place}.parameters.type",
+            f"{path}.parameters describes arguments, which are an object: its type is object",
+            f"{path}.parameters.type",
         )
     if json_depth(dict(tool.parameters)) > MAX_GRAMMAR_DEPTH:
         raise bad_request(
-            f"{place}.parameters has parts that are more than {MAX_GRAMMAR_DEPTH} deep inside each "
+            f"{path}.parameters has parts that are more than {MAX_GRAMMAR_DEPTH} deep inside each "
             "other; flatten it, or name parts in $defs",
-            f"{place}.parameters",
+            f"{path}.parameters",
         )
     if why := form.fault(tool):
-        raise bad_request(f"{place}: {why}; leave it out", place, "unsupported")
+        raise bad_request(f"{path}: {why}; leave it out", path, "unsupported")
 
 
 def _check_grammar(

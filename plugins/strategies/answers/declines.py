@@ -219,10 +219,10 @@ def declines(response: str, question: str = "") -> bool:
     symbol does."""
     if not any(unicodedata.category(c)[0] in "LNS" for c in response):
         return True
-    known = {_stem(word) for word in _WORD.findall(_plain(question))}
-    if _TITLE.fullmatch(response) and not _TOLD.fullmatch(_letters(_plain(response), known)):
+    stems = {_stem(word) for word in _WORD.findall(_plain(question))}
+    if _TITLE.fullmatch(response) and not _TOLD.fullmatch(_letters(_plain(response), stems)):
         return False
-    kinds = {_kind(clause, known) for clause in _BORDER.split(_plain(response))}
+    kinds = {_kind(clause, stems) for clause in _BORDER.split(_plain(response))}
     return "declining" in kinds and "other" not in kinds
 
 
@@ -234,9 +234,9 @@ def _plain(text: str) -> str:
     return re.sub(r"[^\S\n]+", " ", plain)
 
 
-def _kind(clause: str, known: set[str]) -> Kind:
+def _kind(clause: str, stems: set[str]) -> Kind:
     words = clause.strip(" ,.'_~-")
-    letters = _letters(words, known)
+    letters = _letters(words, stems)
     if len(letters) > MOST_WORDS:
         return "other"
     if "D" in letters or _RESERVATION.search(words):
@@ -244,32 +244,32 @@ def _kind(clause: str, known: set[str]) -> Kind:
     if "X" not in letters and _WITHOUT_NEWS.search(letters):
         return "declining"
     first, *more = words.split(",")
-    kinds = [_kind(part, known) for part in more]
+    kinds = [_kind(part, stems) for part in more]
     listed = bool(more) and re.match(r" (?:or|nor|and) ", more[-1])
     if _WITH_NEWS.search(letters) and (listed or "other" not in kinds):
         return "declining"
-    if "declining" in (kinds := [_kind(first, known), *kinds] if more else []):
+    if "declining" in (kinds := [_kind(first, stems), *kinds] if more else []):
         return "other" if "other" in kinds else "declining"
-    bare = not re.search("[XNnRMZUHL]", letters) or (words == "no" and not known.isdisjoint(_OPEN))
+    bare = not re.search("[XNnRMZUHL]", letters) or (words == "no" and not stems.isdisjoint(_OPEN))
     if bare or _BESIDE.fullmatch(words) or re.fullmatch(f"[pf].*{_TEXT}[aSC]*", letters):
         return "beside it"
     return "beside it" if kinds and "other" not in kinds else "other"
 
 
-def _letters(words: str, known: set[str]) -> str:
-    letters = "".join(_letter(word, known) for word in _WORD.findall(words))
-    if not known or not known.isdisjoint(_OPEN) or re.search("[SCBP]", letters):
+def _letters(words: str, stems: set[str]) -> str:
+    letters = "".join(_letter(word, stems) for word in _WORD.findall(words))
+    if not stems or not stems.isdisjoint(_OPEN) or re.search("[SCBP]", letters):
         return letters
     return re.sub("[FGTWA]", "X", letters)  # "it is not included" answers a question of yes or no
 
 
-def _letter(word: str, known: set[str]) -> str:
+def _letter(word: str, stems: set[str]) -> str:
     unlike = "NnMRZBCIS" if word.endswith(("ed", "ing")) else "NnMRZ"  # nouns have no past
     forms = [word, *(form for form in _bases(word) if _LETTERS.get(form, "N") not in unlike)]
     letter = next((_LETTERS[form] for form in forms if form in _LETTERS), "y")
     if letter != "y":
         return letter
-    if _stem(word) in known:
+    if _stem(word) in stems:
         return "q"
     if any(form in _LETTERS for form in forms):
         return "y"
@@ -282,14 +282,14 @@ def _letter(word: str, known: set[str]) -> str:
 
 def _bases(word: str) -> list[str]:
     """Return the words of which a word may be a form."""
-    found = [word.removesuffix("'s")]
-    for ending, others in (("ies", ("y",)), ("ied", ("y",)), ("s", ("",)), ("es", ("",)),
+    bases = [word.removesuffix("'s")]
+    for ending, replacements in (("ies", ("y",)), ("ied", ("y",)), ("s", ("",)), ("es", ("",)),
                            ("ed", ("", "e")), ("ing", ("", "e"))):  # fmt: skip
         if word.endswith(ending) and len(word) > len(ending) + 2:
-            found += [word[: -len(ending)] + other for other in others]
+            bases += [word[: -len(ending)] + other for other in replacements]
     if re.search(r"([^aeiou])\1(?:ed|ing)$", word):
-        found.append(re.sub(r".(?:ed|ing)$", "", word))
-    return found
+        bases.append(re.sub(r".(?:ed|ing)$", "", word))
+    return bases
 
 
 def _stem(word: str) -> str:

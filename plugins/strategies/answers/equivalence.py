@@ -67,11 +67,11 @@ def same_math(a: str, b: str) -> bool:
         return True
     if max(len(a), len(b)) > LONGEST or not a or not b:
         return False
-    left, right = _value(a), _value(b)
-    if left is not None and right is not None:
-        return left == right
+    first, right = _value(a), _value(b)
+    if first is not None and right is not None:
+        return first == right
     # Equal numbers are one text to the judge, and so equal the same others.
-    a, b = (str(v) if isinstance(v, Fraction) else t for v, t in ((left, a), (right, b)))
+    a, b = (str(v) if isinstance(v, Fraction) else t for v, t in ((first, a), (right, b)))
     return _evaluated(a) is not None and _evaluated(b) is not None and _judged(*sorted((a, b)))
 
 
@@ -106,51 +106,53 @@ def _value(text: str) -> Value | None:
         values = [_value(part) for part in _parts(listed[2])]
         if listed[1].endswith("{"):
             return _set(values)
-        known = [v for v in values if v is not None]
-        return (listed[1], *known, listed[3]) if len(known) == len(values) else None
-    found = _evaluated(text)
-    return _rounded(Fraction(found)) if found else None
+        present = [v for v in values if v is not None]
+        return (listed[1], *present, listed[3]) if len(present) == len(values) else None
+    evaluated = _evaluated(text)
+    return _rounded(Fraction(evaluated)) if evaluated else None
 
 
 def _set(values: list[Value | None], kind: str = "set") -> Value | None:
     """Return what a set is equal by: its kind and its values in order, None where one has none."""
-    known = {v for v in values if v is not None}
-    return (kind, *sorted(known, key=repr)) if None not in values else None
+    present = {v for v in values if v is not None}
+    return (kind, *sorted(present, key=repr)) if None not in values else None
 
 
 def _parts(text: str) -> list[str]:
     """Return the items of a list, whose commas inside of brackets part none."""
-    found, depth = [""], 0
+    parts, depth = [""], 0
     for sign in text:
         depth += (sign in "([{") - (sign in ")]}")
         if sign == "," and depth == 0:
-            found.append("")
+            parts.append("")
         else:
-            found[-1] += sign
-    return found
+            parts[-1] += sign
+    return parts
 
 
 def _number(text: str) -> Fraction | None:
     """Return the exact number, or None. An exponent has at most three digits: 1e999999999 has too
     many to write."""
-    if found := _FRACTION.fullmatch(text):
-        sign, *parts = found.groups()
+    if match := _FRACTION.fullmatch(text):
+        sign, *parts = match.groups()
         top, bottom = (int(p) for p in parts if p is not None)
         return (-1 if sign == "-" else 1) * Fraction(top, bottom) if bottom else None
-    if found := _MIXED.fullmatch(text):  # 2 1/3
-        sign, whole, *parts = found.groups()
+    if match := _MIXED.fullmatch(text):  # 2 1/3
+        sign, digits, *parts = match.groups()
         top, bottom = (int(p) for p in parts if p is not None)
-        return (-1 if sign == "-" else 1) * (int(whole) + Fraction(top, bottom)) if bottom else None
-    if found := _POWER.fullmatch(text):
-        return (-1 if found[1] == "-" else 1) * Fraction(10) ** int(found[2])
-    found = _NUMBER.fullmatch(text)
-    if not found or not (found[2] or found[3]):
+        return (
+            (-1 if sign == "-" else 1) * (int(digits) + Fraction(top, bottom)) if bottom else None
+        )
+    if match := _POWER.fullmatch(text):
+        return (-1 if match[1] == "-" else 1) * Fraction(10) ** int(match[2])
+    match = _NUMBER.fullmatch(text)
+    if not match or not (match[2] or match[3]):
         return None
-    whole, rest = (found[2] or "0").replace(",", ""), found[3] or ""
-    number = Fraction(int(whole + rest), 10 ** len(rest)) * Fraction(10) ** int(
-        found[4] or found[5] or 0
+    digits, decimals = (match[2] or "0").replace(",", ""), match[3] or ""
+    number = Fraction(int(digits + decimals), 10 ** len(decimals)) * Fraction(10) ** int(
+        match[4] or match[5] or 0
     )
-    return (-1 if found[1] == "-" else 1) * number / (100 if found[6] else 1)
+    return (-1 if match[1] == "-" else 1) * number / (100 if match[6] else 1)
 
 
 def _rounded(number: Fraction) -> Fraction:

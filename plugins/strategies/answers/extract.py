@@ -37,20 +37,20 @@ def extract(text: str, form: Form) -> str | None:
     """Return the answer in a response, as it is written; None if it has none. Raises DataError for
     an unknown form."""
     if form in ("math", "supergpqa"):
-        found = _boxed(text)
-        return _lettered(found) if form == "supergpqa" and found else found
+        boxed = _boxed(text)
+        return _lettered(boxed) if form == "supergpqa" and boxed else boxed
     if form == "rg":
         tagged = _TAGGED.findall(text)
         return tagged[-1].strip() or None if tagged else None
     if form == "clinic":
         return _of_clinic(text)
     if form == "general":
-        said = _GENERAL.findall(text)
-        return (said[-1] if said else text).strip() or None
+        answers = _GENERAL.findall(text)
+        return (answers[-1] if answers else text).strip() or None
     raise DataError(f"answer form: got {form!r}; expected one of {', '.join(FORMS)}")
 
 
-def same(a: str, b: str, form: Form) -> bool:
+def same_answer(a: str, b: str, form: Form) -> bool:
     """Return whether two extracted answers are equal. Of `math` the call may block for seconds
     (`same_math`), and expressions that are no numbers may be equal to a third and not to each
     other; `clusters` joins them."""
@@ -67,14 +67,14 @@ def clusters(answers: Sequence[str | None], form: Form) -> list[list[int]]:
     `clusters(["1/2", None, "3", "0.5"], "math")` is [[0, 3], [2]]. An answer joins all clusters
     with a member that it equals into one, so that the order of the answers decides nothing.
     """
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for i, answer in enumerate(answers):
         if answer is None:
             continue
-        joined = [c for c in found if any(same(str(answers[j]), answer, form) for j in c)]
+        joined = [c for c in groups if any(same_answer(str(answers[j]), answer, form) for j in c)]
         merged = [*sorted(j for c in joined for j in c), i]
-        found = sorted([*(c for c in found if c not in joined), merged])
-    return found
+        groups = sorted([*(c for c in groups if c not in joined), merged])
+    return groups
 
 
 async def clustered(answers: Sequence[str | None], form: Form) -> list[list[int]]:
@@ -103,15 +103,15 @@ def _boxed(text: str) -> str | None:
 
 
 def _lettered(box: str) -> str | None:
-    found = _LETTER.fullmatch(_WORDS.sub(r"\1", box).strip(" $."))
-    return found[1].upper() if found else None
+    match = _LETTER.fullmatch(_WORDS.sub(r"\1", box).strip(" $."))
+    return match[1].upper() if match else None
 
 
 def _of_clinic(text: str) -> str | None:
-    said = said_answer(text)
-    if said is None:
+    answer = said_answer(text)
+    if answer is None:
         return None
-    first = _folded(re.split(r"\n|\.\s", said, maxsplit=1)[0])
+    first = _folded(re.split(r"\n|\.\s", answer, maxsplit=1)[0])
     letter = re.fullmatch(r"\(?([a-e])(?:[).:,].*)?", first)
     return (letter[1] if letter else first) or None
 

@@ -22,22 +22,22 @@ def _read(answer: str) -> tuple[Any, ...]:
 
 def _same(a: str, b: str) -> bool:
     """Compare both ways: math-verify accepts "x = 3" for a gold 3, but not 3 for a gold "x = 3"."""
-    left, right = list(_read(a)), list(_read(b))
+    first, right = list(_read(a)), list(_read(b))
     return any(
-        verify(gold, said, float_rounding=DECIMALS, timeout_seconds=None)
-        for gold, said in ((left, right), (right, left))
+        verify(gold, answer, float_rounding=DECIMALS, timeout_seconds=None)
+        for gold, answer in ((first, right), (right, first))
     )
 
 
 def _number(answer: str) -> str:
     """Return the real number that an answer is, or an equation "x = ..." has; "" where it is
     none."""
-    found = next(iter(_read(answer)), None)
-    if isinstance(found, Eq) and isinstance(found.lhs, Symbol):
-        found = found.rhs
-    if not isinstance(found, Expr):
+    expression = next(iter(_read(answer)), None)
+    if isinstance(expression, Eq) and isinstance(expression.lhs, Symbol):
+        expression = expression.rhs
+    if not isinstance(expression, Expr):
         return ""
-    value = found.doit()
+    value = expression.doit()
     if not value.is_number or not value.is_real or not value.is_finite:
         return ""
     exact = nsimplify(value, rational=True) if value.is_Float else value

@@ -27,8 +27,8 @@ def normalised(text: str) -> str:
     spaces."""
     folded = _folded(text)
     # U+02BC is a letter to Unicode, and an apostrophe to those who write it.
-    kept = (c for c in folded if unicodedata.category(c)[0] not in "PS" and c != "\u02bc")
-    plain = "".join(c for c in kept if unicodedata.category(c) != "Cf")
+    characters = (c for c in folded if unicodedata.category(c)[0] not in "PS" and c != "\u02bc")
+    plain = "".join(c for c in characters if unicodedata.category(c) != "Cf")
     return " ".join(_ARTICLES.sub(" ", plain).split())
 
 

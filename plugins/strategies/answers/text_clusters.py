@@ -25,8 +25,8 @@ def text_clusters(texts: Sequence[str], k: int, rng: random.Random) -> list[int]
     if not texts:
         return []
     rows = tf_idf(texts)
-    found: dict[int, int] = {}
-    return [found.setdefault(c, len(found)) for c in _k_means(rows, k, rng)]
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(c, len(numbers)) for c in _k_means(rows, k, rng)]
 
 
 def tf_idf(texts: Sequence[str]) -> Rows:

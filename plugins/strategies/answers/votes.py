@@ -29,12 +29,12 @@ async def tally(
 ) -> list[AnswerVote]:
     """Return the votes of equal answers, heaviest first, then earliest. Without `weights` each
     trace weighs 1."""
-    given = [1.0] * len(answers) if weights is None else weights
+    weight_list = [1.0] * len(answers) if weights is None else weights
     votes = []
     for members in await clustered(answers, form):
         answer = answers[members[0]]
         assert answer is not None
-        votes.append(AnswerVote(answer, math.fsum(given[i] for i in members), tuple(members)))
+        votes.append(AnswerVote(answer, math.fsum(weight_list[i] for i in members), tuple(members)))
     return sorted(votes, key=lambda v: (-v.weight, v.traces[0]))
 
 

@@ -63,14 +63,14 @@ async def _reward_model(spec: RewardModelSpec) -> AsyncIterator[Judge]:
             data = json.dumps(list(texts)).encode()
             calling = thread.submit(process.call, request, data)
             try:
-                found: list[float] = await asyncio.wrap_future(calling)
+                scores: list[float] = await asyncio.wrap_future(calling)
             except BrokenLimitError as error:
                 raise RunError(
                     f"the reward model {spec.path} scored no {len(texts)} steps within "
                     f"{spec.timeout_s:g} s and its memory; raise process_reward.model.timeout_s, "
                     "or lower candidates"
                 ) from error
-            return found
+            return scores
 
         try:
             await scored(())
@@ -88,20 +88,20 @@ def _limits(spec: RewardModelSpec) -> ProcessLimits:
 @asynccontextmanager
 async def _api_judge(spec: RewardJudgeSpec, run: str) -> AsyncIterator[Judge]:
     teacher = spec.teacher
-    asked = ReplaySpec(teachers=(teacher,), quorum=1, cap=spec.cap, deadline_s=spec.deadline_s)
+    replay = ReplaySpec(teachers=(teacher,), quorum=1, cap=spec.cap, deadline_s=spec.deadline_s)
     path = Path(spec.ledger)
     path.parent.mkdir(parents=True, exist_ok=True)
     client = connect(teacher)
-    ledger = await asyncio.to_thread(SpendLedger, path, limits_of(asked))
-    panel = TeacherPanel(asked, ledger, run, {teacher.name: client})
+    ledger = await asyncio.to_thread(SpendLedger, path, limits_of(replay))
+    panel = TeacherPanel(replay, ledger, run, {teacher.name: client})
 
     async def judged(texts: Sequence[str]) -> Sequence[float]:
         deadline = time.monotonic() + spec.deadline_s
         asking = [probability_of_teacher(panel, teacher, text, deadline) for text in texts]
         # All have ended before an error is raised: no call is left unsettled.
-        found = await asyncio.gather(*asking, return_exceptions=True)
+        results = await asyncio.gather(*asking, return_exceptions=True)
         scores = []
-        for one in found:
+        for one in results:
             if isinstance(one, BaseException):
                 raise one
             probability, why = one

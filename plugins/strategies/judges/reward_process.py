@@ -50,8 +50,8 @@ def score(request: Mapping[str, Any], data: bytes) -> list[float]:
     for places in by_length.values():
         for start in range(0, len(places), AT_ONCE):
             chosen = places[start : start + AT_ONCE]
-            found = _positive(model, [rows[i] for i in chosen], request["positive"])
-            for i, one in zip(chosen, found.tolist(), strict=True):
+            values = _positive(model, [rows[i] for i in chosen], request["positive"])
+            for i, one in zip(chosen, values.tolist(), strict=True):
                 scores[i] = one
     return scores
 
@@ -71,15 +71,15 @@ def _ids(tokenizer: Any, text: str, request: Mapping[str, Any]) -> list[int]:
     def ids(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False).input_ids)
 
-    behind = ids(request["separator"])
-    if not behind:
+    separator_ids = ids(request["separator"])
+    if not separator_ids:
         raise DataError(
             f"the reward model's tokenizer has no token for separator {request['separator']!r}; "
             "give the one that the model was trained with"
         )
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     parts = text.removesuffix(request["steps"]).split(request["steps"])
-    return [*begin, *(token for part in parts for token in (*ids(part), *behind))]
+    return [*begin, *(token for part in parts for token in (*ids(part), *separator_ids))]
 
 
 @cache
@@ -104,9 +104,9 @@ def _opened(path: str, positive: int) -> tuple[Any, Any, int | None]:
     except (OSError, ValueError, ImportError, KeyError) as error:
         if isinstance(error, DataError):
             raise
-        said = (str(error).splitlines() or [""])[0]
+        message = (str(error).splitlines() or [""])[0]
         raise DataError(
-            f"{Path(path)} cannot be read as a reward model: {said}; it is a directory with "
+            f"{Path(path)} cannot be read as a reward model: {message}; it is a directory with "
             "config.json, *.safetensors and a tokenizer, and needs no code of its own"
         ) from error
     if config.num_labels > 1 and positive >= config.num_labels:

@@ -115,12 +115,12 @@ class RSAEngine:
         if isinstance(questions, str):
             raise DataError("rsa: questions must be a list of them: got one text; put it in [...]")
         sampling = Sampling(temperature=temperature, max_tokens=self._max_tokens)
-        asked = [
+        problems = [
             StrategyProblem((AgentMessage("user", text),), self._task, self._seed, sampling, str(i))
             for i, text in enumerate(questions)
         ]
         meter = TokenBudget(self._generate, self._budget)
-        runs = await evolve(meter, asked, self._shape, self._scorer)
+        runs = await evolve(meter, problems, self._shape, self._scorer)
         scored = [run.metrics for run in runs if run.metrics]
         means = {name: fmean(m[name] for m in scored) for name in METRICS} if scored else {}
         return RSAResult(tuple(runs), means, meter.spent)
@@ -139,15 +139,21 @@ async def evolve(
     populations: list[list[RSAPopulation]] = [[] for _ in questions]
     ended = ""
     for step in range(shape.T):
-        told = [_ask(*of_one, shape, step) for of_one in zip(questions, populations, strict=True)]
+        planned = [
+            _ask(*of_one, shape, step) for of_one in zip(questions, populations, strict=True)
+        ]
         try:
-            answers = iter(await meter([one for asks, _ in told for one in asks]))
+            answers = iter(await meter([one for requests, _ in planned for one in requests]))
         except BudgetSpent:
             ended = "budget"
             break
-        for question, so_far, (asks, parents) in zip(questions, populations, told, strict=True):
-            own = [next(answers) for _ in asks]
-            so_far.append(_population(question, shape, step, asks, parents, own, scorer))
+        for question, so_far, (step_requests, parents) in zip(
+            questions, populations, planned, strict=True
+        ):
+            responses = [next(answers) for _ in step_requests]
+            so_far.append(
+                _population(question, shape, step, step_requests, parents, responses, scorer)
+            )
     return [
         await _ended(question, so_far, ended)
         for question, so_far in zip(questions, populations, strict=True)
@@ -155,28 +161,28 @@ async def evolve(
 
 
 def _ask(
-    question: StrategyProblem, before: Sequence[RSAPopulation], shape: RSAShape, step: int
+    question: StrategyProblem, populations: Sequence[RSAPopulation], shape: RSAShape, step: int
 ) -> tuple[list[SampleRequest], Parents]:
     """Return the requests of population `step`, and the parents of each."""
-    previous = before[-1].texts if before else ()
+    previous = populations[-1].texts if populations else ()
     *earlier, last = question.messages
     stream = f"rsa/{question.seed}/{question.name}"
     prompts, parents = ask(last.content, previous, shape, step, question.form, stream)
-    asks = [
+    requests = [
         replace(
             question.ask(f"{step}/{slot}"),
             messages=(*earlier, replace(last, content=prompt)),
         )
         for slot, prompt in enumerate(prompts)
     ]
-    return asks, parents
+    return requests, parents
 
 
 def _population(
     question: StrategyProblem,
     shape: RSAShape,
     step: int,
-    asks: Sequence[SampleRequest],
+    requests: Sequence[SampleRequest],
     parents: Parents,
     answers: Sequence[SampleResult],
     scorer: Score | None,
@@ -185,8 +191,8 @@ def _population(
     return RSAPopulation(
         step=step,
         islands=shape.islands(step),
-        ids=tuple(a.id for a in asks),
-        prompts=tuple(a.messages[-1].content for a in asks),
+        ids=tuple(a.id for a in requests),
+        prompts=tuple(a.messages[-1].content for a in requests),
         parents=parents,
         texts=tuple(a.text for a in answers),
         token_ids=tuple(a.token_ids for a in answers),

@@ -59,7 +59,9 @@ def ask(
     parents = draw_parents(shape, step, stream)
     if step == 0:
         return (opening_prompt(question, task),) * shape.slots, parents
-    prompts = (aggregation_prompt(question, [previous[p] for p in own], task) for own in parents)
+    prompts = (
+        aggregation_prompt(question, [previous[p] for p in indices], task) for indices in parents
+    )
     return tuple(prompts), parents
 
 

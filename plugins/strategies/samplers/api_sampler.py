@@ -95,10 +95,10 @@ class ApiSampler:
     def abilities(self) -> frozenset[Ability]:
         return frozenset({"logprobs", "top_logprobs"} if self._endpoint.logprobs else ())
 
-    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
-        for ask in asks:
+    async def __call__(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        for ask in requests:
             self._check(ask)
-        calls = [asyncio.create_task(self._answer(ask)) for ask in asks]
+        calls = [asyncio.create_task(self._answer(ask)) for ask in requests]
         try:
             return await asyncio.gather(*calls)
         finally:  # one failure fails all: cancel the others, so that they cost nothing
@@ -122,8 +122,8 @@ class ApiSampler:
                 sampling.temperature > 1 and endpoint.provider == "anthropic"
             ),
         }
-        for fault, there in faults.items():
-            if there:
+        for fault, is_present in faults.items():
+            if is_present:
                 raise DataError(f"ask {ask.id} to {endpoint.model} {fault}; use another backend")
 
     async def _answer(self, ask: SampleRequest) -> SampleResult:
@@ -167,8 +167,8 @@ def _checked(endpoint: ApiEndpoint) -> tuple[str, SecretStr]:
     """Return the URL and the key that is sent to it."""
     who = f"endpoint {endpoint.model}"
     if endpoint.provider not in OFFICIAL_URLS:
-        known = ", ".join(OFFICIAL_URLS)
-        raise DataError(f"{who}: provider must be one of {known}: got {endpoint.provider!r}")
+        providers = ", ".join(OFFICIAL_URLS)
+        raise DataError(f"{who}: provider must be one of {providers}: got {endpoint.provider!r}")
     if min(endpoint.concurrency, endpoint.attempts) < 1 or endpoint.timeout_s <= 0:
         raise DataError(f"{who}: concurrency and attempts must be >= 1, and timeout_s > 0")
     official = OFFICIAL_URLS[endpoint.provider]
@@ -176,13 +176,13 @@ def _checked(endpoint: ApiEndpoint) -> tuple[str, SecretStr]:
         url = open_url(endpoint.base_url or official, official, "give the key by key_env")
     except ValueError as error:
         raise DataError(f"{who}: base_url {error}") from None
-    place = urlsplit(url)
+    parts = urlsplit(url)
     key_env = endpoint.key_env or KEY_NAMES[endpoint.provider]
-    owner = KEY_HOSTS.get(key_env, (place.scheme, place.hostname))
-    if owner != (place.scheme, place.hostname):
+    owner = KEY_HOSTS.get(key_env, (parts.scheme, parts.hostname))
+    if owner != (parts.scheme, parts.hostname):
         raise DataError(
-            f"{who}: {key_env} is for {owner[0]}://{owner[1]}, and base_url is {place.scheme}://"
-            f"{place.hostname}; name the variable of its own key by key_env"
+            f"{who}: {key_env} is for {owner[0]}://{owner[1]}, and base_url is {parts.scheme}://"
+            f"{parts.hostname}; name the variable of its own key by key_env"
         )
     return url, read_key(who, key_env)
 
@@ -190,8 +190,8 @@ def _checked(endpoint: ApiEndpoint) -> tuple[str, SecretStr]:
 def _body(ask: SampleRequest, endpoint: ApiEndpoint) -> dict[str, Any]:
     """Return the provider's own fields. The default 1 is not sent: some models refuse even that."""
     sampling = ask.sampling
-    given = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    body: dict[str, Any] = {name: value for name, value in given.items() if value != 1.0}
+    settings = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    body: dict[str, Any] = {name: value for name, value in settings.items() if value != 1.0}
     if endpoint.provider == "anthropic":
         return body | ({"top_k": sampling.top_k} if sampling.top_k else {})
     body["seed"] = ask.seed % 2**31

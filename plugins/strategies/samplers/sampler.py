@@ -79,7 +79,7 @@ class Sampler(Protocol):
     @property
     def abilities(self) -> frozenset[Ability]: ...
 
-    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]: ...
+    async def __call__(self, requests: Sequence[SampleRequest]) -> list[SampleResult]: ...
 
 
 def require(sampler: Sampler, strategy: str, *needed: Ability) -> None:
@@ -102,11 +102,11 @@ class AlternatingSampler:
             *(sampler.abilities for sampler in self._samplers)
         )
 
-    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
+    async def __call__(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         """Return the results in the requests' order. Raises what the samplers raise."""
         turns = len(self._samplers)
-        shares = [list(asks[turn::turns]) for turn in range(turns)]
+        shares = [list(requests[turn::turns]) for turn in range(turns)]
         answered = await asyncio.gather(
             *(sampler(share) for sampler, share in zip(self._samplers, shares, strict=True))
         )
-        return [answered[i % turns][i // turns] for i in range(len(asks))]
+        return [answered[i % turns][i // turns] for i in range(len(requests))]

@@ -69,41 +69,43 @@ class TokenBudget:
         account = self._account
         return None if account.budget is None else account.budget - account.spent.tokens
 
-    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
-        if not asks:
+    async def __call__(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        if not requests:
             return []
-        allowed = self._within(asks)
+        allowed = self._within(requests)
         answers = await self._sampler(allowed)
         spent = self._account.spent
         self._account.spent = TokenSpend(
             spent.tokens + sum(a.tokens for a in answers),
             spent.prompt_tokens + sum(a.prompt_tokens for a in answers),
             spent.calls + 1,
-            spent.asks + len(asks),
+            spent.asks + len(requests),
         )
         return [
             replace(answer, finish_reason="budget")
-            if answer.finish_reason == "length" and given.sampling != asked.sampling
+            if answer.finish_reason == "length" and limited.sampling != request.sampling
             else answer
-            for asked, given, answer in zip(asks, allowed, answers, strict=True)
+            for request, limited, answer in zip(requests, allowed, answers, strict=True)
         ]
 
-    def _within(self, asks: Sequence[SampleRequest]) -> list[SampleRequest]:
-        left = self.left
-        if left is None:
-            return list(asks)
-        if left < len(asks):
+    def _within(self, requests: Sequence[SampleRequest]) -> list[SampleRequest]:
+        available = self.left
+        if available is None:
+            return list(requests)
+        if available < len(requests):
             budget = self._account.budget
-            raise BudgetSpent(f"{left} of {budget} tokens are left for {len(asks)} responses")
+            raise BudgetSpent(
+                f"{available} of {budget} tokens are left for {len(requests)} responses"
+            )
         # Water-filling: small limits stay, the others share the rest.
-        remaining, most = left, 0
-        for i, allowance in enumerate(sorted(a.sampling.max_tokens for a in asks)):
-            most = remaining // (len(asks) - i)
+        remaining, most = available, 0
+        for i, allowance in enumerate(sorted(a.sampling.max_tokens for a in requests)):
+            most = remaining // (len(requests) - i)
             if allowance > most:
                 break
             remaining -= allowance
             most = allowance
         return [
             replace(a, sampling=replace(a.sampling, max_tokens=min(a.sampling.max_tokens, most)))
-            for a in asks
+            for a in requests
         ]

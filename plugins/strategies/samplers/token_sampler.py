@@ -39,11 +39,11 @@ class TokenSampler:
         self._generate, self._conversation = generate, conversation
         self._document, self._prefix = document, prefix
 
-    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
+    async def __call__(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         """Return the results in order. Raises DataError for a request that cannot be served,
         PublishError for a prefix that no generator holds."""
-        begun = [self._begun(ask.begun) for ask in asks]
-        requests = [
+        partial_ids = [self._begun(ask.begun) for ask in requests]
+        prompts = [
             GenerateRequest(
                 id=ask.id,
                 prompt_ids=(*self._conversation.opening(self._document, ask.messages), *ids),
@@ -54,32 +54,33 @@ class TokenSampler:
                 until=ask.until,
                 first_draw=len(ids),
             )
-            for ask, ids in zip(asks, begun, strict=True)
+            for ask, ids in zip(requests, partial_ids, strict=True)
         ]
-        completions = await self._generate(requests)
+        completions = await self._generate(prompts)
         return [
-            self._answer(r, ids, c) for r, ids, c in zip(requests, begun, completions, strict=True)
+            self._answer(r, ids, c)
+            for r, ids, c in zip(prompts, partial_ids, completions, strict=True)
         ]
 
-    def _begun(self, begun: PartialResponse) -> tuple[int, ...]:
+    def _begun(self, partial: PartialResponse) -> tuple[int, ...]:
         """Return the ids, and those of any text after them."""
-        said = self._conversation.decode(begun.token_ids) if begun.token_ids else ""
-        if not begun.text.startswith(said):
+        text = self._conversation.decode(partial.token_ids) if partial.token_ids else ""
+        if not partial.text.startswith(text):
             raise DataError(
-                f"a response is gone on with from {begun.text[:40]!r}, and its ids say "
-                f"{said[:40]!r}: give the text of the ids, and what may follow it"
+                f"a response is gone on with from {partial.text[:40]!r}, and its ids say "
+                f"{text[:40]!r}: give the text of the ids, and what may follow it"
             )
-        return (*begun.token_ids, *self._conversation.ids_of(begun.text[len(said) :]))
+        return (*partial.token_ids, *self._conversation.ids_of(partial.text[len(text) :]))
 
     def _answer(
-        self, request: GenerateRequest, begun: tuple[int, ...], completion: Completion
+        self, request: GenerateRequest, partial_ids: tuple[int, ...], completion: Completion
     ) -> SampleResult:
         if completion.error:
             raise PublishError(f"{completion.request_id}: {completion.error}")
         decode = self._conversation.decode
-        before = decode(begun)
+        prefix_text = decode(partial_ids)
         return SampleResult(
-            text=decode((*begun, *completion.token_ids))[len(before) :],
+            text=decode((*partial_ids, *completion.token_ids))[len(prefix_text) :],
             tokens=len(completion.token_ids) + completion.dropped,
             prompt_tokens=len(request.prompt_ids),
             finish_reason=completion.finish_reason,

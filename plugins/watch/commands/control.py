@@ -76,18 +76,18 @@ def _print_ended(
 
 
 def _watch(client: ControlClient, target: ControlTarget, console: Console, as_json: bool) -> int:
-    seen, panel = False, console.is_terminal and not as_json
+    started, panel = False, console.is_terminal and not as_json
     with Live(console=console, auto_refresh=False) if panel else nullcontext() as live:
         while True:
             try:
                 run, status = client.status()
             except ControlError as error:
                 # The run may end between two polls: that is no error.
-                if seen and target.run is not None and (target.run / "results.json").exists():
+                if started and target.run is not None and (target.run / "results.json").exists():
                     print(error, file=sys.stderr)
                     return 0
                 raise
-            seen = True
+            started = True
             if live:
                 live.update(status_view(run, status), refresh=True)
             else:
@@ -112,13 +112,13 @@ def scale(*, role: str, replicas: int, **where: Any) -> int:
     return 0
 
 
-def _steering(call: Callable[[ControlClient], None], done: str) -> Callable[..., int]:
-    """Return the command that makes a call without arguments, and prints `done`."""
+def _steering(call: Callable[[ControlClient], None], message: str) -> Callable[..., int]:
+    """Return the command that makes a call without arguments, and prints `message`."""
 
     def command(**where: Any) -> int:
         with ControlClient(control_target(**where)) as client:
             call(client)
-        print(done)
+        print(message)
         return 0
 
     return command

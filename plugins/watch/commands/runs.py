@@ -44,14 +44,14 @@ class RunSummary:
 
 def command(*, run_dir: Path, as_json: bool) -> int | tuple[TableSection, ...]:
     """Return a table of the runs under a directory, the last started first, or print it as JSON."""
-    found = [summary_of(path) for path in runs_under(run_dir) if (path / "spec.yaml").is_file()]
+    summaries = [summary_of(path) for path in runs_under(run_dir) if (path / "spec.yaml").is_file()]
     if as_json:
-        sys.stdout.write(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+        sys.stdout.write(json.dumps([asdict(one) for one in summaries], indent=1) + "\n")
         return 0
-    if not found:
+    if not summaries:
         print(f"no runs under {run_dir}; forge-run longhealth makes one", file=sys.stderr)
         return 0
-    return (TableSection(f"{len(found)} runs", HEADS, tuple(map(_row, found))),)
+    return (TableSection(f"{len(summaries)} runs", HEADS, tuple(map(_row, summaries))),)
 
 
 def pull(*, url: str, run_dir: Path) -> int:
@@ -76,8 +76,8 @@ def summary_of(path: Path) -> RunSummary:
     run = RunDirectory(path)
     try:
         results = run.read_results() or {}
-        told = "running" if is_running(path) else outcome(iter_rows(run.events))
-        state = str(results.get("status") or told)
+        derived = "running" if is_running(path) else outcome(iter_rows(run.events))
+        state = str(results.get("status") or derived)
         rows = deque((r for r in iter_rows(run.metrics) if r["arm"] == "on_policy"), maxlen=1)
     except (ForgeError, ValueError):
         return RunSummary(path.parent.name, run.id, str(path), "damaged")

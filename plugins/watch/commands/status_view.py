@@ -32,7 +32,7 @@ def _facts(run: str, status: RunStatus) -> Table:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
-    left = status.seconds_left
+    seconds = status.seconds_left
     rows = [
         ("run", run),
         ("stage", f"{status.stage}, paused" if status.paused else status.stage),
@@ -44,7 +44,7 @@ def _facts(run: str, status: RunStatus) -> Table:
         *([] if status.reward is None else [("reward", number(status.reward, ".3f"))]),
         ("accuracy", percent(status.accuracy)),
         ("tokens/s", number(status.tokens_per_second, ",.0f")),
-        ("left", UNKNOWN if left is None else duration(left)),
+        ("left", UNKNOWN if seconds is None else duration(seconds)),
     ]
     rows += [("message", status.message)] if status.message else []
     rows += [("error", status.error)] if status.error else []

@@ -59,9 +59,9 @@ class RunCommands:
                 f"{limits.max}): got {replicas}; its load decides within them"
             )
         if replicas != pool.target:
-            before = pool.target
+            previous = pool.target
             await self._scale(role, replicas)
-            self._recorder.event("scaled", role=role, replicas=replicas, before=before, by="hand")
+            self._recorder.event("scaled", role=role, replicas=replicas, before=previous, by="hand")
         return pool.status()
 
     async def pause(self) -> None:
@@ -79,11 +79,11 @@ class RunCommands:
 
     async def checkpoint(self) -> str:
         self._refuse_when_over("checkpoint")
-        written: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._checkpoints.append(written)
+        saved: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._checkpoints.append(saved)
         self._wake.set()
         try:
-            return await asyncio.wait_for(written, CHECKPOINT_SECONDS)
+            return await asyncio.wait_for(saved, CHECKPOINT_SECONDS)
         except TimeoutError as error:
             raise RunError(
                 f"no checkpoint within {CHECKPOINT_SECONDS:g} s; is it stalled?"

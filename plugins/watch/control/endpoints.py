@@ -48,8 +48,8 @@ def remove_endpoints(run: Path) -> None:
 def read_endpoints(run: Path) -> Endpoints:
     """Return the run's endpoints. Raises ControlError for a run that has ended or was killed."""
     try:
-        found = json.loads((run / FILE).read_bytes())
-        endpoints = Endpoints(str(found["control"]), found["metrics"], int(found["pid"]))
+        content = json.loads((run / FILE).read_bytes())
+        endpoints = Endpoints(str(content["control"]), content["metrics"], int(content["pid"]))
     except FileNotFoundError:
         raise not_running(run, "it has ended, or has not come up yet") from None
     except OSError as error:

@@ -225,11 +225,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def _check_run(self, context: Context) -> None:
         """Refuse a call that is meant for another run: a dead run's endpoints.json may name the
         port of this one."""
-        meant = dict(context.invocation_metadata() or ()).get(RUN_KEY, self._run)
-        if meant != self._run:
+        run = dict(context.invocation_metadata() or ()).get(RUN_KEY, self._run)
+        if run != self._run:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"this is run {self._run}, not {str(meant)[:200]!r}, which is not running here; "
+                f"this is run {self._run}, not {str(run)[:200]!r}, which is not running here; "
                 "name the run that you mean",
             )
 
@@ -248,9 +248,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if self._expected is None or handler is None:
             return handler
-        given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
-        given = given if isinstance(given, bytes) else given.encode()
-        if hmac.compare_digest(given, self._expected):
+        token = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
+        token = token if isinstance(token, bytes) else token.encode()
+        if hmac.compare_digest(token, self._expected):
             return handler
         # A stream is refused before its first request, which a client need not send.
         return grpc.stream_stream_rpc_method_handler(_no_token)

@@ -22,13 +22,13 @@ def cartridges(view: RunView, checkpoint: str) -> dict[str, Any]:
     from cartridge_forge.plugins.library.formats.run_checkpoint import chosen_checkpoint
 
     names = [path.name for path in list_checkpoints(view.run.checkpoints)]
-    found: dict[str, Any] = {"checkpoints": names, "cartridges": [], "document_tokens": None}
+    page: dict[str, Any] = {"checkpoints": names, "cartridges": [], "document_tokens": None}
     if not names:
-        return found
+        return page
     chosen = _path(view, checkpoint) if checkpoint else chosen_checkpoint(view.run.path)
     results = view.run.read_results() or {}
     trained = view.spec.learn.model.dtype if view.spec is not None else "float32"
-    return found | {
+    return page | {
         "shown": chosen.name,
         "document_tokens": (results.get("compression") or {}).get("document_tokens"),
         "cartridges": _described(chosen, _mark(chosen), trained),

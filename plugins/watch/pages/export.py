@@ -55,11 +55,11 @@ if (shown in modules) need(shown);
 def write_report(run_path: Path) -> Path:
     """Write `report.html` into the run directory and return its path."""
     view = RunView(run_path.resolve().name, run_path)
-    shown = sections_of(run_path)
-    kept = json.dumps(_kept(view), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    report = sections_of(run_path)
+    data = json.dumps(_kept(view), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     html = render(
-        shown.name, shown.header, shown.sections, run=view.key, script=script(),
-        kept=kept.replace("<", "\\u003c"),
+        report.name, report.header, report.sections, run=view.key, script=script(),
+        kept=data.replace("<", "\\u003c"),
     )  # fmt: skip
     write_atomically(view.run.report, html)
     return view.run.report
@@ -72,8 +72,10 @@ def script() -> str:
     plot = (STATIC / "vendor/uPlot.iife.min.js").read_text(encoding="utf-8")
     modules = ",\n".join(f"{name}() {{\n{_module(name)}}}" for name in MODULES)
     pages = json.dumps(EXPORTED_PAGES)
-    own = f"(() => {{\nconst pages = {pages};\nconst modules = {{\n{modules}\n}};{START}}})();\n"
-    return f"/*\n{licence}*/\n{plot}\n{own}"
+    program = (
+        f"(() => {{\nconst pages = {pages};\nconst modules = {{\n{modules}\n}};{START}}})();\n"
+    )
+    return f"/*\n{licence}*/\n{plot}\n{program}"
 
 
 def _module(name: str) -> str:
@@ -88,7 +90,7 @@ def _module(name: str) -> str:
 
 
 def _kept(view: RunView) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "answers": {
             "overview": run_page.overview(view, None), "curves": run_page.curves(view, 0, 0),
             "steps": run_page.steps(view, 0, 0), "events": run_page.happenings(view, MOST_EVENTS),
@@ -98,31 +100,35 @@ def _kept(view: RunView) -> dict[str, Any]:
         "rollouts": {}, "rollout": {}, "page": PAGE_ROWS,
     }  # fmt: skip
     for source in SOURCES:
-        found["rollouts"][source], found["rollout"][source] = _sample(view, source)
-    return found
+        content["rollouts"][source], content["rollout"][source] = _sample(view, source)
+    return content
 
 
 def _cartridges(view: RunView) -> dict[str, Any]:
     try:
-        found = cartridges_page.cartridges(view, "")
+        page = cartridges_page.cartridges(view, "")
     except ForgeError:  # damaged; the other pages stand
         return {"checkpoints": [], "cartridges": []}
-    return {**found, "checkpoints": [found["shown"]] if found["checkpoints"] else []}
+    return {**page, "checkpoints": [page["shown"]] if page["checkpoints"] else []}
 
 
 def _sample(view: RunView, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return rows spread over a source as a list has them, and each of them whole."""
     index = view.index(source)
-    each = index.tokens / len(index) if len(index) else 0.0
-    count = SAMPLE_ROWS if not each else max(1, min(SAMPLE_ROWS, int(SAMPLE_TOKENS / each)))
+    row_tokens = index.tokens / len(index) if len(index) else 0.0
+    count = (
+        SAMPLE_ROWS if not row_tokens else max(1, min(SAMPLE_ROWS, int(SAMPLE_TOKENS / row_tokens)))
+    )
     rows = [rollouts_page.listed(view, source, number) for number in index.spread_over(count)]
     listed = {
         "tokens": index.tokens, "choices": index.choices(), "rows": rows, "all": len(index),
     }  # fmt: skip
-    kept = {row["number"] for row in rows}
-    return listed, {str(number): _whole(view, source, number, kept) for number in sorted(kept)}
+    numbers = {row["number"] for row in rows}
+    return listed, {
+        str(number): _whole(view, source, number, numbers) for number in sorted(numbers)
+    }
 
 
-def _whole(view: RunView, source: str, number: int, kept: set[int]) -> dict[str, Any]:
-    found = rollouts_page.details(view, source, number)
-    return {**found, "same": [row for row in found["same"] if row["number"] in kept]}
+def _whole(view: RunView, source: str, number: int, numbers: set[int]) -> dict[str, Any]:
+    page = rollouts_page.details(view, source, number)
+    return {**page, "same": [row for row in page["same"] if row["number"] in numbers]}

@@ -28,15 +28,17 @@ def mesh(view: RunView, status: Mapping[str, Any] | None) -> dict[str, Any]:
     lost = Counter(event["role"] for event in changes if event["event"] == "replica_lost")
     started = {event["role"]: event for event in changes if event["event"] == "role_ready"}
     roles = []
-    asked = {} if spec is None else dict(spec.roles)
-    for name in dict.fromkeys([*asked, *started]):
-        of, ready = asked.get(name), started.get(name, {})
+    role_specs = {} if spec is None else dict(spec.roles)
+    for name in dict.fromkeys([*role_specs, *started]):
+        role_spec, ready = role_specs.get(name), started.get(name, {})
         roles.append(
             {
-                "role": name, "replicas": ready.get("replicas", of.replicas if of else None),
+                "role": name,
+                "replicas": ready.get("replicas", role_spec.replicas if role_spec else None),
                 "pids": ready.get("pids", []), "seconds": ready.get("seconds"),
-                "procs": of.procs if of else 1, "threads": of.threads if of else None,
-                "gpus": of.gpus if of else 0, "lost": lost.get(name, 0),
+                "procs": role_spec.procs if role_spec else 1,
+                "threads": role_spec.threads if role_spec else None,
+                "gpus": role_spec.gpus if role_spec else 0, "lost": lost.get(name, 0),
             }
         )  # fmt: skip
     stacks = (view.run.path / "stacks").glob("*")

@@ -38,10 +38,10 @@ def recalled(view: RunView, cartridge: str) -> dict[str, Any]:
         why_not = "its questions have no right answers to compare with"
     return {
         "passages": [
-            {"text": passage, "line": line, "asked": asked, "right": right}
-            for (line, passage), (asked, right) in zip(passages, tally, strict=True)
+            {"text": passage, "line": line, "asked": questions, "right": right}
+            for (line, passage), (questions, right) in zip(passages, tally, strict=True)
         ],
-        "why_not": None if any(asked for asked, _ in tally) else why_not,
+        "why_not": None if any(questions for questions, _ in tally) else why_not,
         "cut": len(text) > MOST_CHARACTERS,
         "tokens": view.token_count(text),
     }  # fmt: skip
@@ -67,25 +67,25 @@ def tallied(
 ) -> list[tuple[int, float]]:
     """Return for each passage the answers to questions about it, and the sum of their verdicts."""
     words = [terms_of(passage) for _, passage in passages]
-    held = [Counter(each) for each in words]
-    asked, right = [0] * len(passages), [0.0] * len(passages)
+    counts = [Counter(passage_words) for passage_words in words]
+    questions, right = [0] * len(passages), [0.0] * len(passages)
     for row in answers:
         gold = terms_of(row["expected"] or "")
         about = Counter(terms_of(f"{row['fact']} {row['expected'] or ''}"))
 
         def fit(i: int, gold: list[str] = gold, about: Counter[str] = about) -> tuple[bool, int]:
-            return _stands_in(gold, words[i]), (about & held[i]).total()
+            return _stands_in(gold, words[i]), (about & counts[i]).total()
 
         best = max(range(len(passages)), key=fit, default=None)
         if best is not None and fit(best)[1]:
-            asked[best] += 1
+            questions[best] += 1
             right[best] += row["right"]
-    return list(zip(asked, right, strict=True))
+    return list(zip(questions, right, strict=True))
 
 
-def _stands_in(part: Sequence[str], whole: Sequence[str]) -> bool:
-    """Return whether the words of `part` stand one after another in `whole`; no words do not."""
+def _stands_in(part: Sequence[str], passage: Sequence[str]) -> bool:
+    """Return whether the words of `part` stand one after another in `passage`; no words do not."""
     size = len(part)
     return bool(size) and any(
-        list(whole[i : i + size]) == list(part) for i in range(len(whole) - size + 1)
+        list(passage[i : i + size]) == list(part) for i in range(len(passage) - size + 1)
     )

@@ -29,8 +29,8 @@ def listing(view: RunView, source: str, wanted: RowFilter, skip: int, count: int
 def listed(view: RunView, source: str, number: int) -> dict[str, Any]:
     """Return one row as a list shows it, with its verdict. Raises DataError."""
     index = view.index(_known(source))
-    shown = _short(view, source, number, index.row(number))
-    return {**shown, "reward": shown.get("reward"), "verdict": index.verdict(number)}
+    short = _short(view, source, number, index.row(number))
+    return {**short, "reward": short.get("reward"), "verdict": index.verdict(number)}
 
 
 def details(view: RunView, source: str, number: int) -> dict[str, Any]:
@@ -38,13 +38,13 @@ def details(view: RunView, source: str, number: int) -> dict[str, Any]:
     cartridge, or of answers by every arm. Raises DataError for a row that is not there."""
     index = view.index(_known(source))
     row = index.row(number)
-    same = index.spread(number, SAME)
-    others = [_short(view, source, n, other) for n, other in same.rows]
+    alike = index.spread(number, SAME)
+    alike_rows = [_short(view, source, n, other) for n, other in alike.rows]
     if source == "answers":
         row = {**row, "teacher": _teachers_answer(index, number)}
-    whole = {"rollouts": _rollout, "episodes": _episode}
-    shown = whole[source](view, row) if source in whole else row
-    return {"number": number, "row": shown, "same": others, "same_total": same.total}
+    readers = {"rollouts": _rollout, "episodes": _episode}
+    detail = readers[source](view, row) if source in readers else row
+    return {"number": number, "row": detail, "same": alike_rows, "same_total": alike.total}
 
 
 def _teachers_answer(index: RowIndex, number: int) -> dict[str, Any] | None:
@@ -137,30 +137,30 @@ def _tokens(
 ) -> dict[str, Any]:
     """Return the texts of tokens, their scores, and what the teacher held likeliest at each: texts
     with probabilities. They are the tokens from `begin` on of a sample."""
-    found: dict[str, Any] = {
+    tokens: dict[str, Any] = {
         "pieces": view.pieces(ids) or [f"[{token}]" for token in ids], "kl": None, "teacher": None,
     }  # fmt: skip
     if scores is not None:
-        of = slice(begin, begin + len(ids))
-        found["kl"] = scores.kl[of]
-        if any(scores.top[of]):
-            found["teacher"] = [
+        span = slice(begin, begin + len(ids))
+        tokens["kl"] = scores.kl[span]
+        if any(scores.top[span]):
+            tokens["teacher"] = [
                 None if likely is None
                 else [(view.text([token]) or f"[{token}]", math.exp(p)) for token, p in likely]
-                for likely in scores.top[of]
+                for likely in scores.top[span]
             ]  # fmt: skip
-    return found
+    return tokens
 
 
 def _verdict(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if row is None:
         return None
-    kept = ("reason", "chosen", "rejected", "asked_because")
+    keys = ("reason", "chosen", "rejected", "asked_because")
     votes = [
         {"teacher": vote["teacher"], "said": vote["canonical"], "error": vote["error"]}
         for vote in row["votes"]
     ]
-    return {**{key: row.get(key) for key in kept}, "votes": votes}
+    return {**{key: row.get(key) for key in keys}, "votes": votes}
 
 
 def _span(versions: list[int]) -> list[int]:
@@ -168,8 +168,8 @@ def _span(versions: list[int]) -> list[int]:
 
 
 def _mean(scores: ScoredTokens | None) -> float | None:
-    known = [kl for kl in (scores.kl if scores else ()) if kl is not None]
-    return fmean(known) if known else None
+    values = [kl for kl in (scores.kl if scores else ()) if kl is not None]
+    return fmean(values) if values else None
 
 
 def _cut(text: str | None) -> str | None:

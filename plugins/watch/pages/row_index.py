@@ -101,38 +101,38 @@ class RowIndex:
         """Return what can be filtered by: every name of each column of names, the first and last
         step, and whether rows have verdicts and rewards."""
         with self._lock:
-            found: dict[str, Any] = {name: list(self._names[name]) for name in NAMES}
+            choices: dict[str, Any] = {name: list(self._names[name]) for name in NAMES}
             steps = [min(self._step, default=0), max(self._step, default=0)]
-            known = {
+            ranges = {
                 "verdict": not all(map(math.isnan, self._verdict)),
                 "reward": not all(map(math.isnan, self._reward)),
             }
-            return {**found, "steps": steps, **known}
+            return {**choices, "steps": steps, **ranges}
 
     def page(self, wanted: RowFilter, skip: int, count: int) -> RowPage:
         """Return `count` rows after the first `skip` of those that match, the newest first. Raises
         DataError for a number of a row that is not there."""
         with self._lock:
             numbers = self._matching(wanted)
-            shown = numbers[skip : skip + min(count, PAGE_ROWS)]
-            return RowPage(len(numbers), [(n, self._read(n)) for n in map(int, shown)])
+            page_numbers = numbers[skip : skip + min(count, PAGE_ROWS)]
+            return RowPage(len(numbers), [(n, self._read(n)) for n in map(int, page_numbers)])
 
     def spread(self, number: int, count: int) -> RowPage:
         """Return at most `count` rows of the question of row `number`, spread evenly from the
         newest to the oldest. Raises DataError."""
         with self._lock:
             numbers = self._matching(RowFilter(like=number))
-            shown = numbers[_spread(len(numbers), count)]
-            return RowPage(len(numbers), [(n, self._read(n)) for n in map(int, shown)])
+            chosen = numbers[_spread(len(numbers), count)]
+            return RowPage(len(numbers), [(n, self._read(n)) for n in map(int, chosen)])
 
     def spread_over(self, count: int) -> list[int]:
         """Return the numbers of at most `count` rows, spread evenly, the newest first."""
-        return [len(self) - 1 - int(place) for place in _spread(len(self), count)]
+        return [len(self) - 1 - int(position) for position in _spread(len(self), count)]
 
     def verdict(self, number: int) -> float | None:
         """Return the verdict of a row, None where it is not known."""
-        found = self._verdict[number]
-        return None if math.isnan(found) else found
+        verdict = self._verdict[number]
+        return None if math.isnan(verdict) else verdict
 
     def by_document(self, kind: str) -> dict[str, dict[str, tuple[int, float]]]:
         """Return by document and arm how many rows of a kind have a verdict, and their mean."""
@@ -141,14 +141,14 @@ class RowIndex:
             if wanted is None:
                 return {}
             verdict = np.frombuffer(self._verdict, dtype=np.float64)
-            kept = np.frombuffer(self._columns["kind"], dtype=np.int32) == wanted
-            kept &= ~np.isnan(verdict)
+            mask = np.frombuffer(self._columns["kind"], dtype=np.int32) == wanted
+            mask &= ~np.isnan(verdict)
             arms = list(self._names["arm"])
             pair = np.frombuffer(self._columns["document"], dtype=np.int32) * len(arms)
             pair = pair + np.frombuffer(self._columns["arm"], dtype=np.int32)
             size = len(arms) * len(self._names["document"])
-            n = np.bincount(pair[kept], minlength=size).reshape(-1, len(arms))
-            sums = np.bincount(pair[kept], verdict[kept], minlength=size).reshape(-1, len(arms))
+            n = np.bincount(pair[mask], minlength=size).reshape(-1, len(arms))
+            sums = np.bincount(pair[mask], verdict[mask], minlength=size).reshape(-1, len(arms))
             return {
                 document: {
                     arm: (int(n[i, j]), float(sums[i, j] / n[i, j]))
@@ -173,17 +173,17 @@ class RowIndex:
 
     def _add(self, at: int, row: Mapping[str, Any]) -> None:
         try:
-            of = self._facts(row)
+            facts = self._facts(row)
         except (LookupError, TypeError, ValueError):  # of another version
             return
         for name in NAMES:
-            known = self._names[name]
-            self._columns[name].append(known.setdefault(getattr(of, name), len(known)))
-        self._step.append(of.step)
-        self._tokens.append(of.tokens)
-        self._verdict.append(of.verdict)
-        self._reward.append(of.reward)
-        self._question.append(number_of(of.question))
+            codes = self._names[name]
+            self._columns[name].append(codes.setdefault(getattr(facts, name), len(codes)))
+        self._step.append(facts.step)
+        self._tokens.append(facts.tokens)
+        self._verdict.append(facts.verdict)
+        self._reward.append(facts.reward)
+        self._question.append(number_of(facts.question))
         self._at.append(at)
 
     def _matching(self, wanted: RowFilter) -> Any:
@@ -240,19 +240,17 @@ def number_of(text: str) -> int:
 def filter_of(query: Mapping[str, str]) -> RowFilter:
     """Return the filter of a URL's query; names that are no filter are left out. Raises DataError
     for a value that is no number where one is due."""
-    found: dict[str, Any] = {}
+    bounds: dict[str, Any] = {}
     for one in fields(RowFilter):
-        given = query.get(one.name, "")
-        if not given:
+        text = query.get(one.name, "")
+        if not text:
             continue
         read = _READ.get(one.name, str)
         try:
-            found[one.name] = read(given)
+            bounds[one.name] = read(text)
         except ValueError:
-            raise DataError(
-                f"{one.name} must be a number: got {given[:40]!r}; correct it"
-            ) from None
-    return RowFilter(**found)
+            raise DataError(f"{one.name} must be a number: got {text[:40]!r}; correct it") from None
+    return RowFilter(**bounds)
 
 
 class KeyedRows:

@@ -25,14 +25,14 @@ def overview(view: RunView, status: Mapping[str, Any] | None) -> dict[str, Any]:
     view.refresh()
     events, metrics = view.events.rows, view.metrics.rows
     results = view.run.read_results() or {}
-    told = "running" if status is not None else str(results.get("status") or outcome(events))
+    state = "running" if status is not None else str(results.get("status") or outcome(events))
     arms: dict[str, Any] = {
         e["arm"]: {k: v for k, v in e.items() if k not in ("event", "time", "arm")}
         for e in events
         if e["event"] == "evaluated"
     }
-    found: dict[str, Any] = {
-        "run": view.key, "id": view.run.id, "mesh": view.run.path.parent.name, "outcome": told,
+    page: dict[str, Any] = {
+        "run": view.key, "id": view.run.id, "mesh": view.run.path.parent.name, "outcome": state,
         "status": status, "arms": {**arms, **results.get("arms", {})},
         "compression": results.get("compression"), "policy": results.get("policy"),
         "gold": results.get("gold"), "wall_seconds": results.get("wall_seconds"),
@@ -40,76 +40,79 @@ def overview(view: RunView, status: Mapping[str, Any] | None) -> dict[str, Any]:
         "settings": {},
     }  # fmt: skip
     failed = [e for e in events if e["event"] == "failed"]
-    if told == "failed" and failed:
-        found["error"] = {k: v for k, v in failed[-1].items() if k not in ("event", "time")}
+    if state == "failed" and failed:
+        page["error"] = {k: v for k, v in failed[-1].items() if k not in ("event", "time")}
     spec = view.spec
     if spec is None:
-        return found
+        return page
     learn = spec.learn
-    done: dict[str, int] = {}
+    steps_of_arm: dict[str, int] = {}
     for row in metrics:
-        done[row["arm"]] = max(row["step"], done.get(row["arm"], 0))
+        steps_of_arm[row["arm"]] = max(row["step"], steps_of_arm.get(row["arm"], 0))
     offline = status["steps"] if status and status["arm"] == "offline" else 0
-    plan = stages(learn, events, done, running=status is not None, offline_steps=offline)
-    found["stages"] = [asdict(stage) for stage in plan]
+    plan = stages(learn, events, steps_of_arm, running=status is not None, offline_steps=offline)
+    page["stages"] = [asdict(stage) for stage in plan]
     if status is not None:
         trained = next(i for i, stage in enumerate(plan) if stage.name == "train on policy")
-        found["usable_in"] = _sum([stage.left for stage in plan[: trained + 1]])
+        page["usable_in"] = _sum([stage.left for stage in plan[: trained + 1]])
         # The controller also knows the number of questions.
-        left = status["seconds_left"]
-        found["seconds_left"] = _sum([s.left for s in plan]) if left is None else left
-    found["compression"] = found["compression"] or {"cartridge_tokens": learn.cartridge.tokens}
-    found["settings"] = {
+        remaining = status["seconds_left"]
+        page["seconds_left"] = _sum([s.left for s in plan]) if remaining is None else remaining
+    page["compression"] = page["compression"] or {"cartridge_tokens": learn.cartridge.tokens}
+    page["settings"] = {
         "steps": learn.train.steps, "model": learn.model.path, "seed": learn.train.seed,
         "probe_questions": learn.evaluate.probe_questions, "staleness": learn.train.staleness,
         "roles": [name for name, _ in spec.roles],
     }  # fmt: skip
-    return found
+    return page
 
 
 def _by_document(view: RunView) -> list[dict[str, Any]]:
     """Return each document's greedy answers by arm, as (number, share of right ones)."""
-    found = view.index("answers").by_document("greedy")
-    return [{"document": name, "arms": found[name]} for name in sorted(found)[:MOST_DOCUMENTS]]
+    by_document = view.index("answers").by_document("greedy")
+    return [
+        {"document": name, "arms": by_document[name]}
+        for name in sorted(by_document)[:MOST_DOCUMENTS]
+    ]
 
 
-def curves(view: RunView, generation: int, after: int) -> dict[str, Any]:
-    """Return the rows of metrics.jsonl after the first `after`, each validation with its interval.
+def curves(view: RunView, generation: int, since: int) -> dict[str, Any]:
+    """Return the rows of metrics.jsonl after the first `since`, each validation with its interval.
 
-    Rows that the asker holds of another `generation` are to be dropped: `after` is then 0. Of more
+    Rows that the asker holds of another `generation` are to be dropped: `since` is then 0. Of more
     than FIRST_ROWS every `stride`-th is sent, and each with a validation.
     """
     view.refresh()
     spec = view.spec
     questions = spec.learn.evaluate.probe_questions if spec is not None else 0
 
-    def shown(row: Mapping[str, Any]) -> dict[str, Any]:
-        kept = ("arm", "step", "kl", "grad_norm", "lr", "tokens", "stale_tokens", "accuracy")
-        found: dict[str, Any] = {key: row.get(key) for key in kept}
-        found["channels"] = {
-            name: {key: of.get(key) for key in ("value", "share", "grad_norm", "weight")}
-            for name, of in row.get("channels", {}).items()
+    def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
+        keys = ("arm", "step", "kl", "grad_norm", "lr", "tokens", "stale_tokens", "accuracy")
+        curve_row: dict[str, Any] = {key: row.get(key) for key in keys}
+        curve_row["channels"] = {
+            name: {key: facts.get(key) for key in ("value", "share", "grad_norm", "weight")}
+            for name, facts in row.get("channels", {}).items()
         }
-        found["reward"] = row.get("episodes", {}).get("reward")
+        curve_row["reward"] = row.get("episodes", {}).get("reward")
         if row.get("accuracy") is not None:
-            found["ci95"] = probe_interval(row["accuracy"], questions)
-        return found
+            curve_row["ci95"] = probe_interval(row["accuracy"], questions)
+        return curve_row
 
     return _since(
-        view.metrics, generation, after, shown, lambda row: row.get("accuracy") is not None
+        view.metrics, generation, since, shown_row, lambda row: row.get("accuracy") is not None
     )
 
 
-def steps(view: RunView, generation: int, after: int) -> dict[str, Any]:
+def steps(view: RunView, generation: int, since: int) -> dict[str, Any]:
     """Return the steps' seconds by phase and their tokens a second, as `curves` does its rows."""
     view.refresh()
 
-    def shown(event: Mapping[str, Any]) -> dict[str, Any] | None:
+    def shown_event(event: Mapping[str, Any]) -> dict[str, Any] | None:
         if event["event"] != "step":
             return None
         return {key: event.get(key) for key in ("arm", "step", "seconds", "tokens_per_second")}
 
-    return _since(view.events, generation, after, shown)
+    return _since(view.events, generation, since, shown_event)
 
 
 def happenings(view: RunView, last: int) -> list[dict[str, Any]]:
@@ -131,22 +134,23 @@ def probe_interval(accuracy: float, questions: int) -> list[float] | None:
 def _since(
     followed: FollowedRows,
     generation: int,
-    after: int,
-    shown: Callable[[Mapping[str, Any]], dict[str, Any] | None],
+    since: int,
+    view_of: Callable[[Mapping[str, Any]], dict[str, Any] | None],
     always: Callable[[Mapping[str, Any]], bool] = lambda row: False,
 ) -> dict[str, Any]:
-    if after < 0:
-        raise DataError(f"after must be 0 or more: got {after}; correct it")
-    held, count = followed.mark
-    begin = after if generation == held and after <= count else 0
-    rows = [(row, found) for row in followed.rows[begin:] if (found := shown(row)) is not None]
+    if since < 0:
+        raise DataError(f"after must be 0 or more: got {since}; correct it")
+    held_generation, count = followed.mark
+    begin = since if generation == held_generation and since <= count else 0
+    rows = [(row, viewed) for row in followed.rows[begin:] if (viewed := view_of(row)) is not None]
     stride = max(1, math.ceil(len(rows) / FIRST_ROWS))
-    thin = [found for i, (row, found) in enumerate(rows) if not i % stride or always(row)]
+    thin = [row_view for i, (row, row_view) in enumerate(rows) if not i % stride or always(row)]
     return {
-        "generation": held, "next": count, "fresh": begin == 0, "stride": stride, "rows": thin,
+        "generation": held_generation, "next": count, "fresh": begin == 0, "stride": stride,
+        "rows": thin,
     }  # fmt: skip
 
 
 def _sum(parts: Sequence[float | None]) -> float | None:
-    known = [part for part in parts if part is not None]
-    return sum(known) if len(known) == len(parts) else None
+    values = [part for part in parts if part is not None]
+    return sum(values) if len(values) == len(parts) else None

@@ -63,11 +63,11 @@ class RunView:
 
     def scores(self, arm: str, step: int, id: str) -> ScoredTokens | None:
         """Return the scores of a sample's response, None where nothing was recorded of it."""
-        found = self._scores.find(f"{arm}/{step}/{id}")
-        if found is None:
+        scores = self._scores.find(f"{arm}/{step}/{id}")
+        if scores is None:
             return None
-        kl = decoded(found["kl"])
-        return ScoredTokens(kl, decoded_top(found.get("top", ""), kl))
+        kl = decoded(scores["kl"])
+        return ScoredTokens(kl, decoded_top(scores.get("top", ""), kl))
 
     def verdict(self, episode: str, turn: int) -> dict[str, Any] | None:
         """Return what the teachers' votes came to at a turn, None where they were not asked."""
@@ -82,10 +82,10 @@ class RunView:
                 sizes[source] = getattr(self.run, source).stat().st_size
             except FileNotFoundError:
                 sizes[source] = 0
-        kept = sorted(path.name for path in self.run.checkpoints.glob("version-*"))
+        names = sorted(path.name for path in self.run.checkpoints.glob("version-*"))
         return {
             "metrics": self.metrics.mark, "events": self.events.mark, **sizes,
-            "checkpoints": kept, "ended": self.run.results.exists(),
+            "checkpoints": names, "ended": self.run.results.exists(),
         }  # fmt: skip
 
     def outcome(self) -> str:
@@ -124,7 +124,7 @@ class RunView:
         the tokenizer."""
         if self._tokenizer is None:
             return None
-        text = TokenText(lambda some: self._tokenizer.decode(some, skip_special_tokens=False))
+        text = TokenText(lambda ids: self._tokenizer.decode(ids, skip_special_tokens=False))
         pieces = [text.add(token) for token in ids]
         if pieces:
             pieces[-1] += text.rest()

@@ -27,12 +27,12 @@ class GrowingFile:
         """Look at the file. Returns whether rows that were read before are gone: it was replaced,
         cut or removed."""
         try:
-            found = self.path.stat()
-            now = (found.st_ino, found.st_size)
+            status = self.path.stat()
+            now = (status.st_ino, status.st_size)
         except FileNotFoundError:
             now = (0, 0)
-        before, self._looked = self._looked, now
-        if before is None or (now[0] == before[0] and now[1] >= self.size):
+        previous, self._looked = self._looked, now
+        if previous is None or (now[0] == previous[0] and now[1] >= self.size):
             return False
         lost = self.size > 0
         self.size = 0
@@ -48,12 +48,12 @@ class GrowingFile:
         """Yield the offset and the bytes of each whole line that was added since."""
         if not self.grew:
             return
-        rest = b""
+        tail = b""
         with self.path.open("rb") as file:
             file.seek(self.size)
             while block := file.read(BLOCK_BYTES):
-                *whole, rest = (rest + block).split(b"\n")
-                for line in whole:
+                *complete, tail = (tail + block).split(b"\n")
+                for line in complete:
                     at, self.size = self.size, self.size + len(line) + 1
                     yield at, line
 
@@ -82,7 +82,7 @@ class FollowedRows:
 def parsed(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object of a line, None where it is damaged."""
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

@@ -32,14 +32,14 @@ class RunStage:
 def stages(
     learn: LearnSpec,
     events: Sequence[Mapping[str, Any]],
-    done: Mapping[str, int],
+    done_steps: Mapping[str, int],
     *,
     running: bool,
     offline_steps: int = 0,
 ) -> list[RunStage]:
-    """Return the stages of a run by its events, those of the last start for the times. `done` are
-    the steps of each arm. `offline_steps` are all of the offline arm's, 0 where not known."""
-    return list(_Timeline(learn, events, done, running, offline_steps).stages())
+    """Return the stages of a run by its events, those of the last start for the times. `done_steps`
+    are the steps of each arm. `offline_steps` are all of the offline arm's, 0 where not known."""
+    return list(_Timeline(learn, events, done_steps, running, offline_steps).stages())
 
 
 class _Timeline:
@@ -47,7 +47,7 @@ class _Timeline:
         self,
         learn: LearnSpec,
         events: Sequence[Mapping[str, Any]],
-        done: Mapping[str, int],
+        done_steps: Mapping[str, int],
         running: bool,
         offline: int,
     ) -> None:
@@ -60,7 +60,7 @@ class _Timeline:
         for event in events:
             if event["event"] == "step":
                 self._steps[event["arm"]].append(event)
-        self._done = {arm: done.get(arm, 0) for arm in self._steps}
+        self._done = {arm: done_steps.get(arm, 0) for arm in self._steps}
         usable = [seconds_of(e) for e in recent if e["event"] == "usable"]
         self._usable = usable[-1] if usable else None
         self._trained = any(e["event"] == "usable" for e in events)
@@ -74,21 +74,21 @@ class _Timeline:
 
     def stages(self) -> Iterator[RunStage]:
         arms, current = self._learn.evaluate.arms, self._running
-        each = self._seconds_of_an_evaluation()
+        evaluation_seconds = self._seconds_of_an_evaluation()
         for name, arm, kind in _plan(arms):
-            begun = self._time
-            over, end = self._over(arm, kind)
-            if over:
-                took = None if end is None or end < begun else end - begun
-                self._time = max(begun, end or begun)
-                done = self._done[arm] if kind == "train" else 0
-                yield RunStage(name, "done", took, 0.0, done, done)
+            begin = self._time
+            ended, end = self._over(arm, kind)
+            if ended:
+                took = None if end is None or end < begin else end - begin
+                self._time = max(begin, end or begin)
+                steps_done = self._done[arm] if kind == "train" else 0
+                yield RunStage(name, "done", took, 0.0, steps_done, steps_done)
                 continue
             state: StageState = "now" if current else "later" if self._running else "left out"
-            spent = max(0.0, self._last - begun) if current else 0.0
-            left, done, steps = self._left(arm, kind, each, spent)
-            whole = None if left is None else left + spent
-            yield RunStage(name, state, whole, left, done, steps)
+            spent = max(0.0, self._last - begin) if current else 0.0
+            remaining, steps_done, steps = self._left(arm, kind, evaluation_seconds, spent)
+            total = None if remaining is None else remaining + spent
+            yield RunStage(name, state, total, remaining, steps_done, steps)
             current = False
 
     def _over(self, arm: str, kind: str) -> tuple[bool, float | None]:
@@ -103,29 +103,29 @@ class _Timeline:
         end = None if last is None else seconds_of(last)
         if arm == "on_policy":
             return self._trained, self._usable or end
-        whole = self._offline and self._done[arm] >= self._offline
-        return bool(whole) or arm in self._measured, end
+        complete = self._offline and self._done[arm] >= self._offline
+        return bool(complete) or arm in self._measured, end
 
     def _left(
-        self, arm: str, kind: str, each: float | None, spent: float
+        self, arm: str, kind: str, evaluation_seconds: float | None, spent: float
     ) -> tuple[float | None, int, int | None]:
         """Return the seconds left of a stage that is not over, the steps done, and all steps."""
         if kind == "train":
-            known = self._steps[arm] or self._steps["on_policy"]
+            known_steps = self._steps[arm] or self._steps["on_policy"]
             steps = self._learn.train.steps if arm == "on_policy" else self._offline or None
-            done = self._done[arm]
-            if not known:
-                return None, done, steps
-            of = [e["seconds"] for e in known[-RECENT_STEPS:]]
+            steps_done = self._done[arm]
+            if not known_steps:
+                return None, steps_done, steps
+            recent = [e["seconds"] for e in known_steps[-RECENT_STEPS:]]
             # A rollout of the offline arm was written before its steps.
-            one = fmean(s["step"] - (s["rollout"] if arm == "offline" else 0.0) for s in of)
-            return max(0, (steps or self._learn.train.steps) - done) * one, done, steps
+            one = fmean(s["step"] - (s["rollout"] if arm == "offline" else 0.0) for s in recent)
+            return max(0, (steps or self._learn.train.steps) - steps_done) * one, steps_done, steps
         if kind == "write":
             rollouts = [e["seconds"]["rollout"] for e in self._steps["on_policy"]]
-            left = sum(rollouts) - spent if rollouts else None
-            return None if left is None else max(0.0, left), 0, 0
-        left = each if kind == "evaluate" else None
-        return None if left is None else max(0.0, left - spent), 0, 0
+            remaining = sum(rollouts) - spent if rollouts else None
+            return None if remaining is None else max(0.0, remaining), 0, 0
+        remaining = evaluation_seconds if kind == "evaluate" else None
+        return None if remaining is None else max(0.0, remaining - spent), 0, 0
 
     def _seconds_of_an_evaluation(self) -> float | None:
         """Return the mean seconds of the arms' evaluations so far, None before the second event
@@ -135,13 +135,13 @@ class _Timeline:
             "untrained": self._written or self._ready,
             "offline": seconds_of(trained[-1]) if trained else None,
         }
-        took, before = [], self._usable
-        for arm, end in sorted(self._ends.items(), key=lambda of: of[1]):
-            begun = begins.get(arm, before)
-            if begun is not None and end > begun:
-                took.append(end - begun)
+        took, last_end = [], self._usable
+        for arm, end in sorted(self._ends.items(), key=lambda item: item[1]):
+            begin = begins.get(arm, last_end)
+            if begin is not None and end > begin:
+                took.append(end - begin)
             if arm not in begins:
-                before = end
+                last_end = end
         return fmean(took) if took else None
 
 

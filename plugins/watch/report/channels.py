@@ -107,10 +107,10 @@ def _cells(name: str, facts: Row | None) -> tuple[str, ...]:
     if facts is None:
         return (name, *["-"] * 4)
     value = facts["value"] if facts["count"] else None
-    others = [f"{key} {fact:.3g}" for key, fact in facts.items() if key not in OWN_COLUMNS]
+    fact_texts = [f"{key} {fact:.3g}" for key, fact in facts.items() if key not in OWN_COLUMNS]
     return (
         name, f"{facts['weight']:g}", number(value, ".4f"), number(facts["count"], ","),
-        ", ".join(others) or "-",
+        ", ".join(fact_texts) or "-",
     )  # fmt: skip
 
 
@@ -122,9 +122,9 @@ def _gradients(arm: str, row: Row) -> TableSection:
     lines = []
     for one in norms:
         of_one = [cosines.get(f"{one}/{other}", cosines.get(f"{other}/{one}")) for other in norms]
-        shown = [number(cosine, "+.2f") for cosine in of_one]
+        cells = [number(cosine, "+.2f") for cosine in of_one]
         facts = [number(row["channels"][one].get(key), ".3g") for key in balanced]
-        lines.append((one, number(norms[one], ".3g"), *facts, *shown))
+        lines.append((one, number(norms[one], ".3g"), *facts, *cells))
     heads = ("channel", "norm", *balanced, *(f"cosine to {name}" for name in norms))
     return TableSection(f"Gradients of {arm}, step {row['step']}", heads, tuple(lines))
 

@@ -30,11 +30,11 @@ def documents(file: Path, arms: Row, rows: Iterable[Row]) -> list[Block]:
     """Return tables of documents.json and the `rows` of selfstudy.jsonl; nothing for other data."""
     if not file.is_file():
         return []
-    found = json.loads(file.read_bytes())
+    content = json.loads(file.read_bytes())
     heads = ("document", "from", "tokens", "characters", "SHA-256")
-    read = TableSection("Documents", heads, tuple(map(_read, found["documents"])))
+    read = TableSection("Documents", heads, tuple(map(_read, content["documents"])))
     blocks: list[Block] = [("table", read)]
-    remarks = [*(f"left out: {x}" for x in found["left_out"]), *found["notes"]]
+    remarks = [*(f"left out: {x}" for x in content["left_out"]), *content["notes"]]
     doubles = RunDirectory(file.parent).contamination
     if doubles.is_file():
         count = sum(1 for _ in iter_rows(doubles))
@@ -43,12 +43,12 @@ def documents(file: Path, arms: Row, rows: Iterable[Row]) -> list[Block]:
         blocks.append(("list", remarks))
     if agreed := _agreement(arms):
         blocks += [("soft", AGREED), ("table", TableSection("Agreement", HEADS, agreed))]
-    written = list(rows)
-    if asked := _questions(written):
-        blocks.append(("table", TableSection("Questions", ASKED_HEADS, asked)))
-        if few := few_turns((row["document"], row["kind"], row["refused"]) for row in written):
+    row_list = list(rows)
+    if questions := _questions(row_list):
+        blocks.append(("table", TableSection("Questions", ASKED_HEADS, questions)))
+        if few := few_turns((row["document"], row["kind"], row["refused"]) for row in row_list):
             blocks.append(("list", few))
-        blocks.append(("folded", ("Examples of every kind", _examples(written))))
+        blocks.append(("folded", ("Examples of every kind", _examples(row_list))))
     return blocks
 
 
@@ -74,15 +74,15 @@ def _agreement(arms: Row) -> Rows:
 def _examples(rows: Iterable[Row]) -> list[Block]:
     """Return the first EXAMPLES used turns of each kind, with their answers where they are
     given."""
-    shown: dict[str, list[Block]] = {}
+    by_kind: dict[str, list[Block]] = {}
     for row in rows:
-        of_kind = shown.setdefault(row["kind"], [])
+        of_kind = by_kind.setdefault(row["kind"], [])
         if not row["refused"] and len(of_kind) < EXAMPLES:
-            said = [("asked", shortened(row["question"]))]
+            texts = [("asked", shortened(row["question"]))]
             if row["answer"]:
-                said.append(("answer", shortened(row["answer"])))
-            of_kind.append(("talk", (f"{row['kind']}: {row['document']}", said)))
-    return [block for _, of_kind in sorted(shown.items()) for block in of_kind]
+                texts.append(("answer", shortened(row["answer"])))
+            of_kind.append(("talk", (f"{row['kind']}: {row['document']}", texts)))
+    return [block for _, of_kind in sorted(by_kind.items()) for block in of_kind]
 
 
 def _questions(rows: Iterable[Row]) -> Rows:

@@ -32,29 +32,29 @@ class MonitorCounts:
             self.episodes += 1
             for flag in row["flags"]:
                 self.flags[flag] += 1
-                shown = self.examples.setdefault(flag, [])
-                if len(shown) < EXAMPLES:
-                    shown.append(row)
+                examples = self.examples.setdefault(flag, [])
+                if len(examples) < EXAMPLES:
+                    examples.append(row)
             yield row
 
 
-def monitors(seen: MonitorCounts) -> list[Block]:
+def monitors(counts: MonitorCounts) -> list[Block]:
     """Return each flag with its count and examples; nothing without episodes."""
-    if not seen.episodes:
+    if not counts.episodes:
         return []
-    names = [*FLAGS, *sorted(seen.flags.keys() - FLAGS.keys())]
-    ranked = sorted(names, key=lambda flag: -seen.flags[flag])
+    names = [*FLAGS, *sorted(counts.flags.keys() - FLAGS.keys())]
+    ranked = sorted(names, key=lambda flag: -counts.flags[flag])
     lines = tuple(
-        (flag, f"{seen.flags[flag]:,}", percent(seen.flags[flag] / seen.episodes),
+        (flag, f"{counts.flags[flag]:,}", percent(counts.flags[flag] / counts.episodes),
          FLAGS.get(flag, "-"))
         for flag in ranked
     )  # fmt: skip
-    name = f"Flags of {seen.episodes:,} episodes"
+    name = f"Flags of {counts.episodes:,} episodes"
     note = f"{name}. They are for people to look at: nothing is trained differently for one."
     heads = ("flag", "episodes", "share", "meaning")
     blocks: list[Block] = [("soft", note), ("table", TableSection(name, heads, lines))]
-    for flag in filter(seen.flags.get, ranked):
-        blocks.append(("folded", (flag, [*map(episode, seen.examples[flag])])))
+    for flag in filter(counts.flags.get, ranked):
+        blocks.append(("folded", (flag, [*map(episode, counts.examples[flag])])))
     return blocks
 
 
@@ -64,7 +64,7 @@ def episode(row: Row) -> Block:
     head = f"{row['arm']}, step {row['step']}: {row['task']['id']}, {row['task']['document']} "
     head += f"({len(row['turns'])} turns, {', '.join(ends)})"
     texts = _messages(row["opening"])
-    given = row.get("rewards", {})  # files of older versions have none
+    rewards = row.get("rewards", {})  # files of older versions have none
     left_out = range(TURNS // 2, len(row["turns"]) - TURNS // 2)
     for index, turn in enumerate(row["turns"]):
         if index in left_out:
@@ -74,9 +74,9 @@ def episode(row: Row) -> Block:
         texts += [("student", turn["text"]), *_messages(turn["observation"])]
         if turn["observation"]["expected"] is not None:
             texts.append(("right answer", turn["observation"]["expected"]))
-    for name, outcome in given.items():
-        shown = outcome["why"] if outcome["value"] is None else number(outcome["value"], "g")
-        texts.append((f"reward {name}", shown))
+    for name, outcome in rewards.items():
+        value_text = outcome["why"] if outcome["value"] is None else number(outcome["value"], "g")
+        texts.append((f"reward {name}", value_text))
     return "talk", (head, [(speaker, shortened(text)) for speaker, text in texts])
 
 

@@ -66,15 +66,16 @@ def score_of(row: EvalRow) -> float:
     return row["teacher"]["top1"] if row["accuracy"] is None else row["accuracy"]
 
 
-def section(found: Evaluation) -> TableSection:
+def section(evaluation: Evaluation) -> TableSection:
     """Return the table of the arms."""
-    title = f"{found['rows'][0]['n']} questions ({found['source']}) over {found['model']}"
-    return TableSection(title, HEADS, tuple(map(cells, found["rows"])))
+    count, source = evaluation["rows"][0]["n"], evaluation["source"]
+    title = f"{count} questions ({source}) over {evaluation['model']}"
+    return TableSection(title, HEADS, tuple(map(cells, evaluation["rows"])))
 
 
 def cells(row: EvalRow) -> tuple[str, ...]:
     """Return a row of the table, as texts."""
-    forgot, passages, own = row["forgetting"], row["passages"], row.get("after_own")
+    forgot, passages, after_own = row["forgetting"], row["passages"], row.get("after_own")
     return (
         row["arm"], number(row["prefix_tokens"], ",.0f"),
         UNKNOWN if row["compression"] is None else f"{row['compression']:.1f}x",
@@ -83,7 +84,7 @@ def cells(row: EvalRow) -> tuple[str, ...]:
         percent(row["exact"]), percent(row["f1"]), str(row["parse_failures"]),
         f"{row['answers']['value']:.3g}",
         UNKNOWN if passages is None else f"{passages['value']:.3g}",
-        UNKNOWN if own is None else f"{own['value']:.3g}",
+        UNKNOWN if after_own is None else f"{after_own['value']:.3g}",
         f"{row['teacher']['kl']:.3f}", percent(row["teacher"]["top1"]),
         UNKNOWN if forgot is None else f"{forgot['kl']:.3f}",
         UNKNOWN if forgot is None else
@@ -91,18 +92,18 @@ def cells(row: EvalRow) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def pair_section(found: Evaluation) -> TableSection:
+def pair_section(evaluation: Evaluation) -> TableSection:
     """Return the differences between every trained arm and each arm before it."""
     title = (
-        f"differences in {found['metric']}, paired bootstrap over {found['clusters']} "
-        f"{found['resampled']}"
+        f"differences in {evaluation['metric']}, paired bootstrap over {evaluation['clusters']} "
+        f"{evaluation['resampled']}"
     )
-    return TableSection(title, PAIR_HEADS, tuple(_pair_rows(found)))
+    return TableSection(title, PAIR_HEADS, tuple(_pair_rows(evaluation)))
 
 
-def _pair_rows(found: Evaluation) -> Iterator[tuple[str, ...]]:
-    kinds = {row["arm"]: row["kind"] for row in found["rows"]}
-    for pair in found["pairs"]:
+def _pair_rows(evaluation: Evaluation) -> Iterator[tuple[str, ...]]:
+    kinds = {row["arm"]: row["kind"] for row in evaluation["rows"]}
+    for pair in evaluation["pairs"]:
         if kinds[pair["b"]] in TRAINED:
             low, high = (100 * x for x in pair["ci95"])
             yield (
@@ -111,26 +112,26 @@ def _pair_rows(found: Evaluation) -> Iterator[tuple[str, ...]]:
             )  # fmt: skip
 
 
-def remarks(found: Evaluation) -> list[str]:
+def remarks(evaluation: Evaluation) -> list[str]:
     """Return remarks beside the tables: contamination, and the evaluation's notes."""
-    c = found["contamination"]
+    c = evaluation["contamination"]
     doubles = f"{c['exact']} exact and {c['near']} near doubles"
     where = f"; see {c['file']}" if c["file"] else ""
     return [
         f"contamination ({c['rule']}): {doubles} among {c['prompts']:,} training prompts and "
         f"{c['questions']} questions{where}",
-        *found["notes"],
+        *evaluation["notes"],
     ]
 
 
-def markdown(found: Evaluation) -> str:
+def markdown(evaluation: Evaluation) -> str:
     """Return eval.md."""
-    lines = ["# Evaluation", "", f"Runs: {', '.join(found['runs'])}", ""]
-    for one in (section(found), pair_section(found)):
+    lines = ["# Evaluation", "", f"Runs: {', '.join(evaluation['runs'])}", ""]
+    for one in (section(evaluation), pair_section(evaluation)):
         lines += [f"## {markdown_text(one.title)}", "", markdown_table(one), ""]
-    for plot in plots(found):
+    for plot in plots(evaluation):
         lines += [f"![{plot.title}]({plot.file})", ""]
-    lines += [f"- {markdown_text(line)}" for line in (*remarks(found), *NOTES)]
+    lines += [f"- {markdown_text(line)}" for line in (*remarks(evaluation), *NOTES)]
     return "\n".join(lines) + "\n"
 
 
@@ -140,24 +141,24 @@ def evaluation(run: Path) -> list[Block]:
     return blocks(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
 
 
-def blocks(found: Evaluation) -> list[Block]:
+def blocks(evaluation: Evaluation) -> list[Block]:
     """Return the tables, the plots and their notes."""
-    tables = (section(found), pair_section(found))
+    tables = (section(evaluation), pair_section(evaluation))
     titled = [block for one in tables for block in (("heading", one.title), ("table", one))]
-    return [*titled, ("plots", plots(found)), ("list", [*remarks(found), *NOTES])]
+    return [*titled, ("plots", plots(evaluation)), ("list", [*remarks(evaluation), *NOTES])]
 
 
-def write_page(home: Path, found: Evaluation) -> Path:
+def write_page(home: Path, evaluation: Evaluation) -> Path:
     """Write eval.html, one page that needs no network, and return its path."""
     path = home / "eval.html"
-    name = f"evaluation of {', '.join(found['runs'])}"
-    write_atomically(path, render(name, [], {"Evaluation": blocks(found)}))
+    name = f"evaluation of {', '.join(evaluation['runs'])}"
+    write_atomically(path, render(name, [], {"Evaluation": blocks(evaluation)}))
     return path
 
 
-def plots(found: Evaluation) -> list[Plot]:
+def plots(evaluation: Evaluation) -> list[Plot]:
     """Return the plots, which are also files."""
-    metric, rows = found["metric"], found["rows"]
+    metric, rows = evaluation["metric"], evaluation["rows"]
     note = f"{rows[0]['n']} questions; bars are 95% intervals."
     draw = partial(_draw_compression, rows=rows, metric=metric)
     drawn = [Plot(f"{metric} against compression", note, draw, HEIGHT, "eval-compression.svg")]
@@ -197,12 +198,12 @@ def _draw_rows(axes: Axes, rows: Sequence[EvalRow], places: Sequence[float | Non
     """Draw each row at its place on the x axis, or as a level where it has none."""
     placed = list(zip(places, rows, strict=True))
     for kind in KINDS:
-        own = [(x, row) for x, row in placed if row["kind"] == kind and x is not None]
-        if own:
-            y = [score_of(row) for _, row in own]
-            bars = [row["ci95"] or [v, v] for v, (_, row) in zip(y, own, strict=True)]
+        points = [(x, row) for x, row in placed if row["kind"] == kind and x is not None]
+        if points:
+            y = [score_of(row) for _, row in points]
+            bars = [row["ci95"] or [v, v] for v, (_, row) in zip(y, points, strict=True)]
             error_bars(
-                axes, [x for x, _ in own], y, bars, label=kind, color=_paint(kind),
+                axes, [x for x, _ in points], y, bars, label=kind, color=_paint(kind),
                 marker=KINDS[kind], markersize=5, linestyle="", elinewidth=0.7,
             )  # fmt: skip
     for x, row in placed:

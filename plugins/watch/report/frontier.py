@@ -43,9 +43,9 @@ def frontier(run: Path) -> list[Block]:
         return []
     from cartridge_forge.plugins.evaluate.strategies import ArmRow  # which imports torch
 
-    found = json.loads(file.read_text(encoding="utf-8"))
-    rows = [ArmRow(**arm) for arm in found["arms"]]
-    name = f"{rows[0].n} questions over version {found['version']}"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    rows = [ArmRow(**arm) for arm in content["arms"]]
+    name = f"{rows[0].n} questions over version {content['version']}"
     note = f"{name}; bars are 95% intervals, lines join the budgets of one strategy."
     drawn = Plot("Accuracy against tokens", note, partial(_draw, rows=rows), height=4.2)
     return [("soft", NOTE), ("table", arms_table(name, rows)), ("plots", [drawn])]
@@ -70,11 +70,11 @@ def cells(row: ArmRow) -> tuple[str, ...]:
 
 def best(rows: list[ArmRow]) -> list[ArmRow]:
     """Return the frontier by tokens: arms that no other beats with as many tokens or fewer."""
-    found: list[ArmRow] = []
+    front: list[ArmRow] = []
     for row in sorted(rows, key=lambda r: (r.tokens, -r.accuracy)):
-        if not found or row.accuracy > found[-1].accuracy:
-            found.append(row)
-    return found
+        if not front or row.accuracy > front[-1].accuracy:
+            front.append(row)
+    return front
 
 
 def _draw(figure: Figure, rows: list[ArmRow]) -> None:
@@ -85,10 +85,10 @@ def _draw(figure: Figure, rows: list[ArmRow]) -> None:
         color=PAINT["soft"], linestyle=":", linewidth=1, label="frontier",
     )  # fmt: skip
     for i, name in enumerate(dict.fromkeys(row.strategy for row in rows)):
-        own = sorted((r for r in rows if r.strategy == name), key=lambda r: r.tokens)
-        x, y = [r.tokens for r in own], [r.accuracy for r in own]
+        chosen = sorted((r for r in rows if r.strategy == name), key=lambda r: r.tokens)
+        x, y = [r.tokens for r in chosen], [r.accuracy for r in chosen]
         error_bars(
-            axes, x, y, [r.ci95 for r in own], label=name, color=hue(i),
+            axes, x, y, [r.ci95 for r in chosen], label=name, color=hue(i),
             marker=MARKERS[i % len(MARKERS)], markersize=4, linewidth=0.9, elinewidth=0.5,
         )  # fmt: skip
     legend(axes, ncols=3)

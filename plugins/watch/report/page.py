@@ -91,10 +91,10 @@ def sections_of(run_path: Path) -> RunSections:
     metrics, events = list(iter_rows(run.metrics)), list(iter_rows(run.events))
     results = run.read_results() or {}
     arms = results.get("arms") or {}
-    seen = MonitorCounts()
-    samples = _samples(seen.watch(iter_rows(run.episodes)))
+    counts = MonitorCounts()
+    samples = _samples(counts.watch(iter_rows(run.episodes)))
     sections: dict[str, list[Block]] = {
-        "Arms": _arms(arms, _note(arms, seen)),
+        "Arms": _arms(arms, _note(arms, counts)),
         "Start": start(run.start),
         "Right answers": gold(results.get("gold"), iter_rows(run.answers)),
         "Training": _training(metrics, phase_means(events), arms),
@@ -102,7 +102,7 @@ def sections_of(run_path: Path) -> RunSections:
         "Aggregation": aggregation(metrics, results),
         "Channels": channels(metrics),
         "Teachers' votes": teachers(iter_rows(run.votes), iter_rows(run.ledger), metrics),
-        "Monitors": monitors(seen),
+        "Monitors": monitors(counts),
         "Documents": documents(run.documents, arms, iter_rows(run.selfstudy)),
         "Test-time compute": frontier(run.path),
         "Evaluation": evaluation(run.path),
@@ -112,10 +112,10 @@ def sections_of(run_path: Path) -> RunSections:
         ] or [("text", "No rollout was recorded.")],
         "Spec": _spec(run.spec),
     }  # fmt: skip
-    whole = run.path.resolve()
-    name = f"{whole.parent.name} / {whole.name}"
-    shown = {title: blocks for title, blocks in sections.items() if blocks}
-    return RunSections(name, _header(results, events), shown)
+    resolved = run.path.resolve()
+    name = f"{resolved.parent.name} / {resolved.name}"
+    present = {title: blocks for title, blocks in sections.items() if blocks}
+    return RunSections(name, _header(results, events), present)
 
 
 def phase_means(events: Iterable[Mapping[str, Any]]) -> Means:
@@ -127,10 +127,10 @@ def phase_means(events: Iterable[Mapping[str, Any]]) -> Means:
             steps.setdefault(event["arm"], {})[event["step"]] = event["seconds"]
     return {
         arm: {
-            name: math.fsum(seconds.get(name, 0.0) for seconds in done.values()) / len(done)
+            name: math.fsum(seconds.get(name, 0.0) for seconds in phases.values()) / len(phases)
             for name in (*PHASES, *WITHIN, "step")
         }
-        for arm, done in steps.items()
+        for arm, phases in steps.items()
     }
 
 
@@ -151,12 +151,12 @@ def _header(results: Row, events: list[Row]) -> list[Block]:
     return blocks
 
 
-def _note(arms: Row, seen: MonitorCounts) -> str:
+def _note(arms: Row, counts: MonitorCounts) -> str:
     if any("populations" in arm for arm in arms.values()):
         return RUNS
     if any("agreement" in arm and "f1" not in arm for arm in arms.values()):
         return AGREEMENT
-    return CASES if seen.episodes else QUESTIONS
+    return CASES if counts.episodes else QUESTIONS
 
 
 def _arms(arms: Row, note: str) -> list[Block]:
@@ -210,23 +210,23 @@ def _draw_accuracy(figure: Figure, probes: Curves, arms: Row) -> None:
         axes.plot(x, y, color=PAINT[arm], marker=marker, markersize=3, label=arm)
     if not arms:  # otherwise the levels name the colours
         axes.legend()
-    place = 0.0
+    height = 0.0
     for level, arm in sorted((arms[arm]["accuracy"], arm) for arm in ARMS if arm in arms):
         axes.axhline(level, color=PAINT[arm], linestyle=DASHES[arm], linewidth=1)
-        place = max(level, place)  # labels that would touch are moved up
-        beside, label = axes.get_yaxis_transform(), f"{arm} {level:.0%}"
-        axes.text(1.02, place, label, transform=beside, va="center", color=PAINT[arm])
-        place += 0.065
+        height = max(level, height)  # labels that would touch are moved up
+        right_edge, label = axes.get_yaxis_transform(), f"{arm} {level:.0%}"
+        axes.text(1.02, height, label, transform=right_edge, va="center", color=PAINT[arm])
+        height += 0.065
 
 
 def _draw_phases(figure: Figure, means: Means) -> None:
     bars, share = figure.subplots(2, 1, height_ratios=(3, 2))
     arms = [arm for arm in TRAINED_ARMS if arm in means][::-1]  # the first arm on top
-    left = [0.0] * len(arms)
+    offsets = [0.0] * len(arms)
     for phase in PHASES:
         widths = [means[arm][phase] for arm in arms]
-        bars.barh(arms, widths, left=left, color=PAINT[phase], label=phase, height=0.55)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
+        bars.barh(arms, widths, left=offsets, color=PAINT[phase], label=phase, height=0.55)
+        offsets = [a + b for a, b in zip(offsets, widths, strict=True)]
     bars.set_xlabel("seconds")
     bars.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1), fontsize=8, handlelength=1)
     shares = [_share(means[arm]) for arm in arms]
@@ -307,15 +307,18 @@ def gold(results: Row | None, rows: Iterable[Any]) -> list[Block]:
         ("soft", GOLD_MEANING),
         ("table", TableSection("Right answers", GOLD_HEADS, gold_rows(results))),
     ]
-    arms, shown = side_by_side(rows)
+    arms, shown_rows = side_by_side(rows)
     talks: list[Block] = [
         (
             "talk",
-            (asked, [("right", right), *((arm, shortened(said.get(arm, ""))) for arm in arms)]),
+            (
+                question,
+                [("right", right), *((arm, shortened(answers.get(arm, ""))) for arm in arms)],
+            ),
         )
-        for asked, right, said in shown
+        for question, right, answers in shown_rows
     ]
-    return [*blocks, ("folded", (f"The arms' answers to {len(shown)} questions", talks))]
+    return [*blocks, ("folded", (f"The arms' answers to {len(shown_rows)} questions", talks))]
 
 
 def start(file: Path) -> list[Block]:
@@ -326,7 +329,7 @@ def start(file: Path) -> list[Block]:
         return []
     # These import torch.
     from cartridge_forge.plugins.library.formats.run_checkpoint import read_start_record
-    from cartridge_forge.plugins.library.starting import lineage, told
+    from cartridge_forge.plugins.library.starting import lineage, start_lines
 
     record = read_start_record(file)
     chains: dict[str, list[str]] = {}
@@ -334,4 +337,4 @@ def start(file: Path) -> list[Block]:
         if "source" in one:
             chains.setdefault(" after ".join(lineage({"start": one})), []).append(name)
     lines = [f"{', '.join(names)} came from {chain}" for chain, names in chains.items()]
-    return [("list", [*told(record), *lines])] if record else []
+    return [("list", [*start_lines(record), *lines])] if record else []

@@ -22,7 +22,7 @@ COLOURS = {
     for name, colour in _colours(_light).items()
     if name in _colours(_dark)
 }
-LIGHT, DARK = (";".join(f"--{name}:{both[i]}" for name, both in COLOURS.items()) for i in (0, 1))
+LIGHT, DARK = (";".join(f"--{name}:{pair[i]}" for name, pair in COLOURS.items()) for i in (0, 1))
 # Of a plot that stands alone.
 PLOT_STYLE = (
     f":root{{color-scheme:light dark;{LIGHT}}}\n"

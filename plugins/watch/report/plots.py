@@ -78,9 +78,9 @@ class Plot:
             self.draw(figure)
             out = io.StringIO()
             figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-        whole = re.search(r'<svg[^>]*(viewBox="[^"]*")[^>]*>(.*)', out.getvalue().strip(), re.S)
-        assert whole
-        box, inside = whole.groups()
+        match = re.search(r'<svg[^>]*(viewBox="[^"]*")[^>]*>(.*)', out.getvalue().strip(), re.S)
+        assert match
+        box, inside = match.groups()
         inside = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", inside, flags=re.S)
         inside = re.sub(r'<g id="[^"]*"', "<g", inside)  # ids like axes_1 would repeat
         # A page's policy allows no style on an element; SVG has an attribute for each property.
@@ -123,12 +123,12 @@ def legend(axes: Axes, ncols: int) -> None:
 
 def by_arm(rows: Iterable[Mapping[str, Any]], value: Callable[[Any], float | None]) -> Curves:
     """Return the (step, value) of each trained arm that has any; rows of value None are skipped."""
-    found: Curves = {}
+    curves: Curves = {}
     for arm in TRAINED_ARMS:
         for row in rows:
             if row["arm"] == arm and (y := value(row)) is not None:
-                found.setdefault(arm, []).append((row["step"], y))
-    return found
+                curves.setdefault(arm, []).append((row["step"], y))
+    return curves
 
 
 def curve(axes: Axes, label: str | None, points: Points, window: int, **style: Any) -> None:

@@ -50,11 +50,13 @@ def aggregation(metrics: Sequence[Row], results: Row) -> list[Block]:
 
 def _gain_text(gain: Row) -> str:
     """Return the gain of training, in points of accuracy."""
-    last, first, own = (f"{100 * gain[key]:+.1f}" for key in ("last", "first", "aggregation"))
+    last, first, aggregation = (
+        f"{100 * gain[key]:+.1f}" for key in ("last", "first", "aggregation")
+    )
     share = "" if gain["share"] is None else f", {percent(gain['share'])} of it"
     return (
         f"Training moved the last population by {last} points of accuracy, and the first by "
-        f"{first}: aggregation's part is {own} points{share}."
+        f"{first}: aggregation's part is {aggregation} points{share}."
     )
 
 

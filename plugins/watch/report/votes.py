@@ -87,9 +87,9 @@ def _count(verdict: Row, tallies: dict[str, TeacherTally]) -> None:
 
 def _majority(counts: Sequence[Sequence[object]]) -> object:
     """Return the action with two votes or more, and more than any other; None without one."""
-    (action, most), *others = counts or [(None, 0)]
-    alone = all(n != most for _, n in others)
-    return action if int(str(most)) > 1 and alone else None
+    (action, most), *lower = counts or [(None, 0)]
+    unique = all(n != most for _, n in lower)
+    return action if int(str(most)) > 1 and unique else None
 
 
 def _spent(ledger: Iterable[Row]) -> dict[str, int]:
@@ -132,12 +132,12 @@ def _by_teacher(tallies: dict[str, TeacherTally], spent: dict[str, int]) -> list
 
 
 def _by_reason(reasons: Counter[str], because: Counter[str]) -> list[Block]:
-    whole = reasons.total()
-    lines = tuple((name, f"{n:,}", percent(n / whole)) for name, n in reasons.most_common())
-    asked = ", ".join(f"{why or 'not at all'} {n:,}" for why, n in because.most_common())
+    total = reasons.total()
+    lines = tuple((name, f"{n:,}", percent(n / total)) for name, n in reasons.most_common())
+    causes = ", ".join(f"{why or 'not at all'} {n:,}" for why, n in because.most_common())
     return [
         ("heading", "Verdicts"),
-        ("soft", f"Asked because: {asked}."),
+        ("soft", f"Asked because: {causes}."),
         ("table", TableSection("Verdicts by reason", ("verdict", "states", "share"), lines)),
     ]
 

@@ -61,9 +61,9 @@ class Telemetry:
         """Close all sinks concurrently, within CLOSE_SECONDS. A sink that takes longer is reported
         and left to its daemon thread."""
         sinks, self._sinks = self._sinks, {}
-        done = _close_all(sinks)
+        results = _close_all(sinks)
         for name in sinks:
-            error = done.get(name, TimeoutError(f"not closed within {CLOSE_SECONDS:g} s"))
+            error = results.get(name, TimeoutError(f"not closed within {CLOSE_SECONDS:g} s"))
             if error is not None:
                 self._report(name, _message(error))
 
@@ -119,9 +119,9 @@ def _missing(module: str) -> bool:
 
 def _close_all(sinks: Mapping[str, TelemetrySink]) -> dict[str, Exception | None]:
     """Return name -> the error of its `close`, or None; without sinks not done in CLOSE_SECONDS."""
-    done: dict[str, Exception | None] = {}
+    results: dict[str, Exception | None] = {}
     threads = [
-        threading.Thread(target=partial(_close, sink, done, name), daemon=True)
+        threading.Thread(target=partial(_close, sink, results, name), daemon=True)
         for name, sink in sinks.items()
     ]
     for thread in threads:
@@ -129,15 +129,15 @@ def _close_all(sinks: Mapping[str, TelemetrySink]) -> dict[str, Exception | None
     deadline = time.monotonic() + CLOSE_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return dict(done)
+    return dict(results)
 
 
-def _close(sink: TelemetrySink, done: dict[str, Exception | None], name: str) -> None:
+def _close(sink: TelemetrySink, results: dict[str, Exception | None], name: str) -> None:
     try:
         sink.close()
-        done[name] = None
+        results[name] = None
     except Exception as error:
-        done[name] = error
+        results[name] = error
 
 
 def _message(error: Exception) -> str:

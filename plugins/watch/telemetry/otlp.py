@@ -137,8 +137,8 @@ class OtlpSink:
             exported.set_status(Status(StatusCode.ERROR, outcome))
         exported.end(_nanoseconds(max(span.begin, span.end)))
         if "request" in facts:
-            of = {"role": role_of(span.lane), "method": span.name, "outcome": outcome}
-            self._request.record(max(0.0, span.end - span.begin), of)
+            attributes = {"role": role_of(span.lane), "method": span.name, "outcome": outcome}
+            self._request.record(max(0.0, span.end - span.begin), attributes)
 
     def status(self, status: RunStatus) -> None:
         """Ignore the status: Prometheus exports it."""

@@ -250,8 +250,8 @@ def _status_samples(status: RunStatus) -> Iterator[MetricSample]:
     for pool in status.pools:
         role = pool.role
         for state in ReplicaState:
-            here = sum(replica.state == state for replica in pool.replicas)
-            yield "forge_replicas", [role, state.value], here
+            count = sum(replica.state == state for replica in pool.replicas)
+            yield "forge_replicas", [role, state.value], count
         yield "forge_pool_target_replicas", [role], pool.target
         yield "forge_requests_waiting", [role], pool.waiting
         yield "forge_requests", [role, "ok"], pool.requests

@@ -52,14 +52,14 @@ async def watch(
     a replica starts it may be silent for `start_s`: an engine that compiles answers nothing."""
     now = time.monotonic()
     progress, stalled = ProgressClock(now), False
-    seen = work_seen(recorder, pools), ("", "")
+    last_work = work_seen(recorder, pools), ("", "")
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         status = status_now()
         recorder.status(status)
         now = time.monotonic()
-        if (found := (work_seen(recorder, pools), (status.stage, status.phase))) != seen:
-            seen = found
+        if (work := (work_seen(recorder, pools), (status.stage, status.phase))) != last_work:
+            last_work = work
             progress.made(now)
             if stalled:
                 stalled = False
@@ -76,7 +76,7 @@ async def watch(
         )  # fmt: skip
         stacks = await write_stacks(local_processes(pools), directory, STACK_SECONDS)
         recorder.event("stalled", message=message, stacks=[str(stacks)] if stacks else [])
-        seen = work_seen(recorder, pools), seen[1]  # the event itself is no progress
+        last_work = work_seen(recorder, pools), last_work[1]  # the event itself is no progress
         stalled = True
         show(message=message)
 
@@ -90,23 +90,23 @@ def work_seen(recorder: RunLog, pools: Mapping[str, Pool]) -> tuple[int, int]:
 
 def unanswered(pools: Mapping[str, Pool]) -> list[RequestStatus]:
     """Return the requests in flight, and the starts of replicas that have died."""
-    found: list[RequestStatus] = []
+    requests: list[RequestStatus] = []
     for pool in pools.values():
-        found += pool.in_flight.values()
+        requests += pool.in_flight.values()
         for replica in pool.replicas:
             if replica.state is ReplicaState.DEAD:
-                found.append(RequestStatus("its start", "ready", replica.begun, replica.name, 1))
-    return found
+                requests.append(RequestStatus("its start", "ready", replica.begun, replica.name, 1))
+    return requests
 
 
 def local_processes(pools: Mapping[str, Pool]) -> dict[str, int]:
     """Return name -> process id of this process and of the replicas on this host, for py-spy."""
-    here = socket.gethostname()
+    host = socket.gethostname()
     return {"controller": os.getpid()} | {
         f"{r.name}.{rank}" if rank else r.name: pid
         for pool in pools.values()
         for r in pool.replicas
-        if r.process and r.process.host == here
+        if r.process and r.process.host == host
         for rank, pid in enumerate(r.process.pids)
     }
 
@@ -182,8 +182,8 @@ def who_waits(
         clauses.append(f"{wait} for a replica of {role}, which has {have} in service")
     if not clauses:
         clauses.append("no request is in flight, so the controller itself is held up")
-    place = ", ".join(filter(None, [stage, f"phase {phase}" if phase else ""]))
-    return f"no progress for {silent_s:.0f} s in {place or 'the run'}: " + "; ".join(clauses)
+    position = ", ".join(filter(None, [stage, f"phase {phase}" if phase else ""]))
+    return f"no progress for {silent_s:.0f} s in {position or 'the run'}: " + "; ".join(clauses)
 
 
 async def write_stacks(pids: Mapping[str, int], directory: Path, timeout_s: float) -> Path | None:
@@ -206,8 +206,8 @@ async def write_stacks(pids: Mapping[str, int], directory: Path, timeout_s: floa
             return True
         return False
 
-    written = await asyncio.gather(*(write(name, pid) for name, pid in pids.items()))
-    return folder if any(written) else None
+    paths = await asyncio.gather(*(write(name, pid) for name, pid in pids.items()))
+    return folder if any(paths) else None
 
 
 def own_stacks() -> str:
@@ -230,8 +230,8 @@ def own_stacks() -> str:
 
 def find_py_spy() -> str | None:
     """Return the path of py-spy beside this interpreter, else on PATH; None where there is none."""
-    beside = os.path.dirname(sys.executable)
-    return shutil.which("py-spy", path=beside) or shutil.which("py-spy")
+    scripts = os.path.dirname(sys.executable)
+    return shutil.which("py-spy", path=scripts) or shutil.which("py-spy")
 
 
 async def _dump(spy: str | None, pid: int, timeout_s: float) -> str:
@@ -276,9 +276,9 @@ async def _run_py_spy(spy: str, pid: int) -> tuple[int | None, str, str]:
 def _reason(pid: int, complaint: str) -> str:
     """Return py-spy's error in one line, with the remedy."""
     lines = complaint.partition("Stack backtrace:")[0].split("\n")
-    said = " ".join(line.strip() for line in lines if line.strip())
+    output = " ".join(line.strip() for line in lines if line.strip())
     if not os.path.exists(f"/proc/{pid}") and os.path.isdir("/proc/self"):
         return f"there is no process {pid}"
-    if "permission denied" in said.lower() or "not permitted" in said.lower():
-        return f"{PERMISSION}. py-spy said: {said}"
-    return f"py-spy could not read process {pid}: {said or 'it said nothing'}"
+    if "permission denied" in output.lower() or "not permitted" in output.lower():
+        return f"{PERMISSION}. py-spy said: {output}"
+    return f"py-spy could not read process {pid}: {output or 'it said nothing'}"

@@ -69,25 +69,27 @@ class PageAccess:
             if origin.lower() != f"{scheme}://{host}":
                 return PlainTextResponse("another site's page may not send this\n", 403)
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        given = dict(query).get("token")
-        if given is not None and scope["method"] == "GET":
-            return self._enter(scope["path"], given, query, host)
+        token = dict(query).get("token")
+        if token is not None and scope["method"] == "GET":
+            return self._enter(scope["path"], token, query, host)
         bearer = headers.get("authorization", "").removeprefix("Bearer ").strip()
         if self._is_right(bearer) or self._is_right(_cookie(headers, _name_for(host))):
             return None
         return PlainTextResponse(NO_TOKEN, 401)
 
-    def _enter(self, path: str, given: str, query: list[tuple[str, str]], host: str) -> Response:
-        if not self._is_right(given):
+    def _enter(self, path: str, token: str, query: list[tuple[str, str]], host: str) -> Response:
+        if not self._is_right(token):
             return PlainTextResponse(NO_TOKEN, 401)
-        rest = urlencode([(key, value) for key, value in query if key != "token"])
+        query_text = urlencode([(key, value) for key, value in query if key != "token"])
         # One leading slash: two would name another host.
-        reply = RedirectResponse("/" + path.lstrip("/") + (f"?{rest}" if rest else ""), 303)
-        reply.set_cookie(_name_for(host), given, httponly=True, samesite="lax", secure=self._secure)
+        reply = RedirectResponse(
+            "/" + path.lstrip("/") + (f"?{query_text}" if query_text else ""), 303
+        )
+        reply.set_cookie(_name_for(host), token, httponly=True, samesite="lax", secure=self._secure)
         return reply
 
-    def _is_right(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode("latin-1", "replace"), self._token)
+    def _is_right(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode("latin-1", "replace"), self._token)
 
 
 def _name_for(host: str) -> str:
@@ -97,7 +99,7 @@ def _name_for(host: str) -> str:
 
 def _cookie(headers: Mapping[str, str], name: str) -> str:
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(name)
+        cookie = SimpleCookie(headers.get("cookie", "")).get(name)
     except CookieError:
         return ""
-    return "" if found is None else found.value
+    return "" if cookie is None else cookie.value

@@ -66,7 +66,7 @@ class RunPages:
             routes=[
                 Route("/", self._home),
                 *(Route(f"/{name}", self._page) for name in PAGES),
-                *(Route(f"/api/{name}", self._answered(of)) for name, of in data.items()),
+                *(Route(f"/api/{name}", self._answered(handler)) for name, handler in data.items()),
                 Route("/api/changes", self._changes),
                 Route("/api/steer", self._steer, methods=["POST"]),
                 Route("/api/ask", self._ask, methods=["POST"]),
@@ -102,11 +102,11 @@ class RunPages:
 
     # -- data -------------------------------------------------------------------------------------
 
-    def _answered(self, of: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    def _answered(self, handler: Callable[[Request], Any]) -> Callable[[Request], Any]:
         """Return the endpoint that answers in a thread: the files are read there."""
 
         async def endpoint(request: Request) -> Response:
-            return JSONResponse(await run_in_threadpool(of, request))
+            return JSONResponse(await run_in_threadpool(handler, request))
 
         return endpoint
 
@@ -181,12 +181,12 @@ class RunPages:
         async def marks() -> AsyncIterator[ServerSentEvent]:
             self._streams += 1
             try:
-                told = None
+                last = None
                 while True:
-                    found = await run_in_threadpool(self.marks, key)
-                    if found != told:
-                        yield ServerSentEvent(json.dumps(found), event="changed")
-                        told = found
+                    marks = await run_in_threadpool(self.marks, key)
+                    if marks != last:
+                        yield ServerSentEvent(json.dumps(marks), event="changed")
+                        last = marks
                     await asyncio.sleep(self._look_seconds)
             finally:
                 self._streams -= 1
@@ -202,16 +202,16 @@ class RunPages:
         return {**marks, "running": running, "outcome": "running" if running else view.outcome()}
 
     async def _steer(self, request: Request) -> Response:
-        asked = await _body(request, run=str, action=str)
-        view = await run_in_threadpool(self._runs.view, asked["run"])
-        told = await run_in_threadpool(self._of(view).steer, asked["action"], asked)
-        return JSONResponse({"told": told})
+        body = await _body(request, run=str, action=str)
+        view = await run_in_threadpool(self._runs.view, body["run"])
+        result = await run_in_threadpool(self._of(view).steer, body["action"], body)
+        return JSONResponse({"told": result})
 
     async def _ask(self, request: Request) -> Response:
-        asked = await _body(request, run=str, cartridge=str, question=str, max_tokens=int)
-        view = await run_in_threadpool(self._runs.view, asked["run"])
-        given = asked["cartridge"], asked["question"], asked["max_tokens"]
-        return JSONResponse(await run_in_threadpool(asking.ask, view.run.path, *given))
+        body = await _body(request, run=str, cartridge=str, question=str, max_tokens=int)
+        view = await run_in_threadpool(self._runs.view, body["run"])
+        question = body["cartridge"], body["question"], body["max_tokens"]
+        return JSONResponse(await run_in_threadpool(asking.ask, view.run.path, *question))
 
 
 async def _body(request: Request, **kinds: type) -> dict[str, Any]:
@@ -219,9 +219,9 @@ async def _body(request: Request, **kinds: type) -> dict[str, Any]:
     try:
         if int(request.headers.get("content-length", "")) > BODY_BYTES:
             raise ValueError
-        found: dict[str, Any] = json.loads(await request.body())
-        if all(type(found[key]) is kind for key, kind in kinds.items()):
-            return found
+        body: dict[str, Any] = json.loads(await request.body())
+        if all(type(body[key]) is kind for key, kind in kinds.items()):
+            return body
     except (ValueError, LookupError, TypeError, RecursionError):
         pass
     wanted = ", ".join(f"{key} ({kind.__name__})" for key, kind in kinds.items())
@@ -233,12 +233,12 @@ def _since(request: Request) -> tuple[int, int]:
 
 
 def _number(request: Request, key: str, default: int) -> int:
-    given = request.query_params.get(key, "")
-    if not given:
+    value = request.query_params.get(key, "")
+    if not value:
         return default
-    if not given.isdecimal() or len(given) > 15:
-        raise DataError(f"{key} must be a whole number from 0: got {given[:40]!r}; correct it")
-    return int(given)
+    if not value.isdecimal() or len(value) > 15:
+        raise DataError(f"{key} must be a whole number from 0: got {value[:40]!r}; correct it")
+    return int(value)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

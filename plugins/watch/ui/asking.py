@@ -44,11 +44,11 @@ def ask(run: Path, cartridge: str, question: str, most_tokens: int) -> dict[str,
         words += ["--max-tokens", str(most_tokens)]
         answers, why = _child([*words, "--beside"])
         if answers is None:  # the document is not there any more; the cartridge is
-            found, error = _child(words)
-            if found is None:
+            reply, error = _child(words)
+            if reply is None:
                 raise DataError(error)
-            one = {"arm": "cartridge", "answer": found["answer"].strip()}
-            answers = [{**one, "tokens": found["tokens"], "prefix_tokens": None, "seconds": None}]
+            one = {"arm": "cartridge", "answer": reply["answer"].strip()}
+            answers = [{**one, "tokens": reply["tokens"], "prefix_tokens": None, "seconds": None}]
         return {"question": question, "answers": answers, "note": why}
     finally:
         _asking.release()
@@ -57,7 +57,7 @@ def ask(run: Path, cartridge: str, question: str, most_tokens: int) -> dict[str,
 def _child(words: list[str]) -> tuple[Any, str]:
     """Return what the command printed, and ""; or None and its error."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", CODE, *words], capture_output=True, text=True, timeout=SECONDS,
             stdin=subprocess.DEVNULL, check=False, env=confined(os.environ),
         )  # fmt: skip
@@ -65,7 +65,7 @@ def _child(words: list[str]) -> tuple[Any, str]:
         raise RunError(
             f"no answer within {SECONDS:g} s; ask with forge ask, which has no limit"
         ) from None
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:]
+    if completed.returncode:
+        last = completed.stderr.strip().splitlines()[-1:]
         return None, (last or ["forge ask failed"])[0].removeprefix("error: ")
-    return json.loads(done.stdout), ""
+    return json.loads(completed.stdout), ""

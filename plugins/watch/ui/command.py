@@ -58,8 +58,8 @@ def command(
     )  # fmt: skip
     listening.listen()  # who reads the next line may connect at once
     scheme = "http" if tls_cert is None else "https"
-    shown = "" if token_env is not None else f"?token={token}"
-    print(f"open {scheme}://{host}:{port}/{shown}", flush=True)
+    query = "" if token_env is not None else f"?token={token}"
+    print(f"open {scheme}://{host}:{port}/{query}", flush=True)
     print(f"it shows {runs.root}; Ctrl-C ends it", flush=True)
     try:
         server.run(sockets=[listening])

@@ -33,7 +33,9 @@ def _differing(views: Sequence[RunView]) -> list[dict[str, Any]]:
     specs = [view.spec for view in views]
     flat = [{} if spec is None else dict(flat_settings(spec.as_dict())) for spec in specs]
     keys = sorted(set().union(*flat))
-    rows = [{"key": key, "values": [of.get(key, ABSENT) for of in flat]} for key in keys]
+    rows = [
+        {"key": key, "values": [settings.get(key, ABSENT) for settings in flat]} for key in keys
+    ]
     return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
 
 
@@ -50,10 +52,10 @@ def paired(views: Sequence[RunView]) -> dict[str, Any]:
     _check(views)
     try:
         groups = grouped([read_source(view.run.path) for view in views], sampled=False)
-        found = compare_groups(groups)
+        comparisons = compare_groups(groups)
     except ForgeError as error:
         return {"comparisons": [], "notes": [], "why_not": str(error)}
     return {
-        "comparisons": [one.as_dict() for one in found], "notes": remarks(found),
+        "comparisons": [one.as_dict() for one in comparisons], "notes": remarks(comparisons),
         "why_not": None, "resamples": RESAMPLES,
     }  # fmt: skip

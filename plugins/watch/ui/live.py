@@ -53,9 +53,9 @@ class LiveRun:
         ControlError where the run refuses or cannot be reached."""
         with self._client() as client:
             if action in _WITHOUT_ARGUMENTS:
-                call, told = _WITHOUT_ARGUMENTS[action]
+                call, message = _WITHOUT_ARGUMENTS[action]
                 call(client)
-                return told
+                return message
             if action == "checkpoint":
                 return f"wrote checkpoint {client.checkpoint()}"
             if action != "scale":

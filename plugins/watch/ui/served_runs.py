@@ -40,13 +40,13 @@ class ServedRuns:
         """Return the runs by key, the last started first."""
         if self.single:
             return {self.root.name: self.root}
-        found = {
+        paths = {
             spec.parent.relative_to(self.root).as_posix(): spec.parent
             for depth in range(1, DEPTH + 1)
             for spec in self.root.glob("/".join(["*"] * depth) + "/spec.yaml")
             if LATEST not in spec.relative_to(self.root).parts
         }
-        return dict(sorted(found.items(), key=lambda item: item[1].name, reverse=True))
+        return dict(sorted(paths.items(), key=lambda item: item[1].name, reverse=True))
 
     def summaries(self) -> list[tuple[str, RunSummary]]:
         """Return how each run stands, with its key."""

@@ -22,17 +22,17 @@ class ClinicDeskEnv(EnvClient[DeskAction, DeskObservation, DeskState]):
         return {"text": action.text}
 
     def _parse_result(self, payload: dict[str, Any]) -> StepResult[DeskObservation]:
-        seen = dict(payload.get("observation") or {})
-        done, reward = bool(payload.get("done")), payload.get("reward")
-        metadata = payload.get("metadata") or seen.pop("metadata", None) or {}
+        fields = dict(payload.get("observation") or {})
+        is_done, reward = bool(payload.get("done")), payload.get("reward")
+        metadata = payload.get("metadata") or fields.pop("metadata", None) or {}
         observation = DeskObservation(
-            messages=seen.get("messages", []),
-            tools=seen.get("tools", []),
-            done=done,
+            messages=fields.get("messages", []),
+            tools=fields.get("tools", []),
+            done=is_done,
             reward=reward,
             metadata=metadata,
         )
-        return StepResult(observation=observation, reward=reward, done=done, metadata=metadata)
+        return StepResult(observation=observation, reward=reward, done=is_done, metadata=metadata)
 
     def _parse_state(self, payload: dict[str, Any]) -> DeskState:
         return DeskState(**payload)

@@ -112,14 +112,14 @@ class DeskPlayEnv(vf.Env[DeskPlayEnvConfig]):
         assert isinstance(task, DeskCaseTask)
         case, state = task.data.drawn, CaseState()
         async with agents.agent.interaction(task) as talk:
-            said = await talk.turn()
-            while not said.terminated:
-                call = bounded(said.last_reply)
+            turn = await talk.turn()
+            while not turn.terminated:
+                call = bounded(turn.last_reply)
                 state = reply_to(case, state, call, task.data.max_turns)
                 assert state.reply is not None
                 if state.reply.done:
                     break
-                said = await talk.turn(state.reply.text)
+                turn = await talk.turn(state.reply.text)
 
 
 def load_environment(agent: Mapping[str, Any] | None = None, **arguments: Any) -> vf.Env:

@@ -67,8 +67,8 @@ class DocumentQuestionTask(vf.Task[DocumentQuestionData, vf.State]):
 
     def chosen(self, trace: vf.Trace) -> str | None:
         """Return the letter that the last message chose."""
-        said = [message.content for message in trace.assistant_messages if message.content]
-        return parse_answer(said[-1], self.data.question) if said else None
+        texts = [message.content for message in trace.assistant_messages if message.content]
+        return parse_answer(texts[-1], self.data.question) if texts else None
 
 
 class DocumentQuestions(vf.Taskset[DocumentQuestionTask, DocumentQuestionsConfig]):

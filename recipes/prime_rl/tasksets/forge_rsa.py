@@ -72,11 +72,13 @@ class AggregationEnv(vf.Env[AggregationEnvConfig]):
         stream = f"rsa/{config.rsa_seed}/{task.data.name}"
         texts: list[str] = []
         for step in range(shape.T):
-            asked = [task] * shape.slots
+            tasks = [task] * shape.slots
             if step:
                 parents = draw_parents(shape, step, stream)
-                asked = [self._again(task, [texts[p] for p in own], form) for own in parents]
-            traces = await asyncio.gather(*(agents.agent.run(one) for one in asked))
+                tasks = [
+                    self._again(task, [texts[p] for p in indices], form) for indices in parents
+                ]
+            traces = await asyncio.gather(*(agents.agent.run(one) for one in tasks))
             for trace in traces:
                 trace.record_metric("population", step)
             texts = [_said(trace) for trace in traces]
@@ -100,8 +102,8 @@ class AggregationEnv(vf.Env[AggregationEnvConfig]):
 
 
 def _said(trace: vf.Trace) -> str:
-    said = [message.content for message in trace.assistant_messages if message.content]
-    return said[-1] if said else ""
+    texts = [message.content for message in trace.assistant_messages if message.content]
+    return texts[-1] if texts else ""
 
 
 def load_environment(agent: Mapping[str, Any] | None = None, **arguments: Any) -> vf.Env:

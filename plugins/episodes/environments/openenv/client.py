@@ -87,11 +87,11 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
     async def _say(
         self, handle: ClientConnection, move: EnvironmentRequest, played: int
     ) -> tuple[Observation, float | None]:
-        shown = self._spec.observation
+        observation_key = self._spec.observation
         if played == 0:
             arguments = {**move.task.arguments, "episode_id": move.task.id}
             data = await self._ask(handle, "reset", arguments)
-            opening = _observed(data, opening=True, shown=shown)
+            opening = _observed(data, opening=True, observation_key=observation_key)
             if self._spec.action == "tool":
                 tools = await self._tools(handle)
                 opening = replace(opening, tools=tools or opening.tools)
@@ -104,8 +104,10 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
             return Observation((message,), error_kind=BAD_ACTION), None
         data = called(data)
         is_call = isinstance(data.get("observation"), dict) and action.get("type") == "call_tool"
-        seen = _observed(data, opening=False, shown=None if is_call else shown)
-        return seen, reward_of(data)
+        observation = _observed(
+            data, opening=False, observation_key=None if is_call else observation_key
+        )
+        return observation, reward_of(data)
 
     async def _tools(self, handle: ClientConnection) -> tuple[AgentTool, ...]:
         """Return the tools that a server lists."""
@@ -136,20 +138,20 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
             reply = json.loads(await connection.recv())
         except (OSError, WebSocketException, ValueError) as error:
             raise SessionLost(f"{type(error).__name__}: {error}") from error
-        found = reply.get("data") if isinstance(reply, dict) else None
-        if not isinstance(found, dict):
+        content = reply.get("data") if isinstance(reply, dict) else None
+        if not isinstance(content, dict):
             raise SessionLost(f"not an OpenEnv reply: {str(reply)[:200]}")
         if reply.get("type") != "error":
-            return found
-        code = found.get("code", "no code")
-        why = found.get("message", "no reason")
+            return content
+        code = content.get("code", "no code")
+        why = content.get("message", "no reason")
         if code == CAPACITY_REACHED:
-            most = found.get("max_sessions")
+            most = content.get("max_sessions")
             raise SessionsFull(most if isinstance(most, int) and most > 0 else 1, FULL_REMEDY)
         if code == VALIDATION_ERROR and kind == "step" and data is not LIST_TOOLS:
             if self._known:  # the keys fit, so the text does not: "left" for a number
-                raise UnfitAction(_misfit(found))
-            why = f"{why}: {_misfit(found)}"
+                raise UnfitAction(_misfit(content))
+            why = f"{why}: {_misfit(content)}"
         raise EnvironmentRefusal(f"{why} ({code})")
 
     async def _end(self, handle: ClientConnection) -> None:
@@ -167,16 +169,18 @@ class UnfitAction(Exception):
     """Signal an action of the student that does not fit the server's schema."""
 
 
-def _observed(data: Mapping[str, Any], opening: bool, shown: str | None = None) -> Observation:
+def _observed(
+    data: Mapping[str, Any], opening: bool, observation_key: str | None = None
+) -> Observation:
     try:
-        return observed(data, opening, shown)
+        return observed(data, opening, observation_key)
     except ValueError as error:
         raise EnvironmentRefusal(f"{error}; correct the environment's key observation") from error
 
 
-def _misfit(found: Mapping[str, Any]) -> str:
+def _misfit(data: Mapping[str, Any]) -> str:
     """Return what is wrong with an action, by the server's first complaint."""
-    errors = found.get("errors")
+    errors = data.get("errors")
     first = errors[0] if isinstance(errors, list) and errors else {}
     where = ".".join(map(str, first.get("loc", ()))) if isinstance(first, dict) else ""
     why = first.get("msg", "it does not fit") if isinstance(first, dict) else "it does not fit"
@@ -191,16 +195,20 @@ def action_schema(url: str) -> Mapping[str, Any] | None:
         with urllib.request.build_opener(*handlers).open(
             f"{url}/schema", timeout=SCHEMA_TIMEOUT_S
         ) as reply:
-            found = json.loads(reply.read(MAX_MESSAGE_BYTES)).get("action")
+            schema = json.loads(reply.read(MAX_MESSAGE_BYTES)).get("action")
     except (OSError, ValueError, AttributeError):
         return None
-    return found if isinstance(found, dict) else None
+    return schema if isinstance(schema, dict) else None
 
 
 def check_action(spec: EnvironmentSpec, schema: Mapping[str, Any]) -> None:
     """Raise DataError where no text of a student can be an action of this schema."""
-    given = schema.get("properties")
-    fields = {n: f for n, f in given.items() if n != "metadata"} if isinstance(given, dict) else {}
+    properties = schema.get("properties")
+    fields = (
+        {n: f for n, f in properties.items() if n != "metadata"}
+        if isinstance(properties, dict)
+        else {}
+    )
     if spec.action != "text" or not fields:
         return
     missing = [n for n in schema.get("required", ()) if n not in (spec.action_key, "metadata")]

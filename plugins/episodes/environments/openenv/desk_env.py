@@ -93,37 +93,39 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
         question = {"role": "user", "content": self._cases[0].question}
         self._state = DeskState(episode_id=episode_id, history=[question])
         tools = [asdict(tool) for tool in TOOLS]
-        seen = DeskObservation(messages=[question], tools=tools, metadata=_metadata(DeskReply("")))
+        observation = DeskObservation(
+            messages=[question], tools=tools, metadata=_metadata(DeskReply(""))
+        )
         for text in replay_actions:
-            seen = self.step(DeskAction(text=text))
-        return seen
+            observation = self.step(DeskAction(text=text))
+        return observation
 
     def step(self, action: DeskAction, timeout_s: float | None = None, **_: Any) -> DeskObservation:
         """Return the desk's reply to one call. Raises RunError without an open case."""
-        before = self._shift
-        if not self._cases or before.ended == len(self._cases):
+        shift = self._shift
+        if not self._cases or shift.ended == len(self._cases):
             raise RunError("there is no open case; reset first")
         text = bounded(action.text)
-        self._shift = reply_in_shift(self._cases, before, text, self._case_turns)
+        self._shift = reply_in_shift(self._cases, shift, text, self._case_turns)
         reply = self._shift.reply
         assert reply is not None
         # After a wrong case the last answer does not decide the reward.
-        decides = reply.done and before.right == before.ended
-        said = {"role": "assistant", "content": action.text}
+        decides = reply.done and shift.right == shift.ended
+        message = {"role": "assistant", "content": action.text}
         answer = [{"role": "tool", "content": reply.text}]
         if reply.question:
             answer.append({"role": "user", "content": reply.question})
         self._state = DeskState(
             episode_id=self._state.episode_id,
             step_count=len(self._state.actions) + 1,
-            history=[*self._state.history, said, *answer],
+            history=[*self._state.history, message, *answer],
             actions=[*self._state.actions, action.text],
         )
         return DeskObservation(
             messages=answer,
             done=reply.done,
             reward=reply.reward,
-            metadata=_metadata(reply, self._cases[before.ended].value if decides else None),
+            metadata=_metadata(reply, self._cases[shift.ended].value if decides else None),
         )
 
     @property

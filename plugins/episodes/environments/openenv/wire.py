@@ -15,40 +15,41 @@ SCHEMA_KEYS = ("parameters", "input_schema", "inputSchema")
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
-def observed(data: Mapping[str, Any], opening: bool, shown: str | None = None) -> Observation:
+def observed(data: Mapping[str, Any], opening: bool, text_key: str | None = None) -> Observation:
     """Return a reply's `data`, {"observation", "reward", "done", "metadata"}, as an Observation.
 
-    The text is that of `shown`, a field's name or a template of fields. Without it the messages are
-    under "messages"; else one text is under "text" or "content" or is the only text field; else all
-    of the observation, as JSON, is the message. A text without a role is a user message at the
-    opening and a tool message after it. All of "messages" count as new. A reward before `done` is
-    dropped (`reward_of` returns it). Raises ValueError for a field of `shown` that is not there.
+    The text is that of `text_key`, a field's name or a template of fields. Without it the messages
+    are under "messages"; else one text is under "text" or "content" or is the only text field;
+    else all of the observation, as JSON, is the message. A text without a role is a user message at
+    the opening and a tool message after it. All of "messages" count as new. A reward before `done`
+    is dropped (`reward_of` returns it). Raises ValueError for a field of `text_key` that is not
+    there.
     """
     payload = data.get("observation")
     fields: Mapping[str, Any] = payload if isinstance(payload, dict) else {"text": _text(payload)}
     metadata = data.get("metadata") or fields.get("metadata")
     marks: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
     facts = marks.get("hint_facts")
-    done = bool(data.get("done"))
+    is_done = bool(data.get("done"))
     return Observation(
-        messages=_messages(fields, "user" if opening else "tool", shown),
+        messages=_messages(fields, "user" if opening else "tool", text_key),
         tools=_tools(fields.get("tools")),
-        done=done,
-        reward=reward_of(data) if done else None,
+        done=is_done,
+        reward=reward_of(data) if is_done else None,
         error_kind=_text(marks.get("error_kind")) or _failure_of(fields),
         hint_key=_text(marks.get("hint_template_key")),
         hint_facts={k: _text(v) for k, v in facts.items()} if isinstance(facts, dict) else {},
-        expected=_text(marks["expected"]) if done and "expected" in marks else None,
+        expected=_text(marks["expected"]) if is_done and "expected" in marks else None,
         new_conversation=marks.get("new_conversation") is True,
     )
 
 
 def reward_of(data: Mapping[str, Any]) -> float | None:
     """Return a reply's reward; None where it has none, or no finite number."""
-    given = data.get("reward")
-    if not isinstance(given, bool | int | float) or not math.isfinite(given):
+    reward = data.get("reward")
+    if not isinstance(reward, bool | int | float) or not math.isfinite(reward):
         return None
-    return float(given)
+    return float(reward)
 
 
 def called(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -59,8 +60,8 @@ def called(data: Mapping[str, Any]) -> Mapping[str, Any]:
         return data
     error, result = fields.get("error"), fields.get("result")
     text = _text(error.get("message")) if isinstance(error, dict) else _result_text(result)
-    rest = {k: v for k, v in fields.items() if k not in ("tool_name", "result")}
-    return {**data, "observation": {**rest, "text": text}}
+    remaining = {k: v for k, v in fields.items() if k not in ("tool_name", "result")}
+    return {**data, "observation": {**remaining, "text": text}}
 
 
 def _result_text(result: Any) -> str:
@@ -80,46 +81,48 @@ def _failure_of(fields: Mapping[str, Any]) -> str:
     return _text(error.get("error_type")) if isinstance(error, dict) else ""
 
 
-def _shown(fields: Mapping[str, Any], shown: str) -> str:
-    if "{" not in shown:
-        if shown not in fields:
-            raise ValueError(f"its observation has no field {shown}, but {', '.join(fields)}")
-        return _text(fields[shown])
+def _shown(fields: Mapping[str, Any], text_key: str) -> str:
+    if "{" not in text_key:
+        if text_key not in fields:
+            raise ValueError(f"its observation has no field {text_key}, but {', '.join(fields)}")
+        return _text(fields[text_key])
     try:
-        return shown.format_map({name: _text(value) for name, value in fields.items()})
+        return text_key.format_map({name: _text(value) for name, value in fields.items()})
     except (LookupError, ValueError, AttributeError) as error:
         raise ValueError(
             f"its observation has no {error} of the template, but {', '.join(fields)}"
         ) from error
 
 
-def _messages(fields: Mapping[str, Any], role: Role, shown: str | None) -> tuple[AgentMessage, ...]:
-    if shown is not None:
-        return (AgentMessage(role, _shown(fields, shown)),)
-    given = fields.get("messages")
-    if isinstance(given, list):
-        return tuple(_message(message, role) for message in given)
+def _messages(
+    fields: Mapping[str, Any], role: Role, text_key: str | None
+) -> tuple[AgentMessage, ...]:
+    if text_key is not None:
+        return (AgentMessage(role, _shown(fields, text_key)),)
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        return tuple(_message(message, role) for message in messages)
     for key in TEXT_KEYS:
         if isinstance(fields.get(key), str):
             return (AgentMessage(role, fields[key]),)
-    rest = {k: v for k, v in fields.items() if k not in ("metadata", "tools")}
-    texts = [v for v in rest.values() if isinstance(v, str)]
-    return (AgentMessage(role, texts[0] if len(texts) == 1 else _text(rest)),)
+    remaining = {k: v for k, v in fields.items() if k not in ("metadata", "tools")}
+    texts = [v for v in remaining.values() if isinstance(v, str)]
+    return (AgentMessage(role, texts[0] if len(texts) == 1 else _text(remaining)),)
 
 
-def _message(given: Any, role: Role) -> AgentMessage:
-    if not isinstance(given, dict):
-        return AgentMessage(role, _text(given))
-    named = given.get("role")
-    content = given.get("content")
+def _message(value: Any, role: Role) -> AgentMessage:
+    if not isinstance(value, dict):
+        return AgentMessage(role, _text(value))
+    named = value.get("role")
+    content = value.get("content")
     if isinstance(content, list):  # a list of parts; only texts are read
         parts = [part.get("text") for part in content if isinstance(part, dict)]
         content = "".join(part for part in parts if isinstance(part, str))
     return AgentMessage(named if named in ROLES else role, _text(content))
 
 
-def _tools(given: Any) -> tuple[AgentTool, ...]:
-    listed = [tool for tool in given if isinstance(tool, dict)] if isinstance(given, list) else []
+def _tools(value: Any) -> tuple[AgentTool, ...]:
+    listed = [tool for tool in value if isinstance(tool, dict)] if isinstance(value, list) else []
     bare = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in listed]
     return tuple(
         AgentTool(_text(tool["name"]), _text(tool.get("description")), _schema(tool))
@@ -129,11 +132,11 @@ def _tools(given: Any) -> tuple[AgentTool, ...]:
 
 
 def _schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = (tool[key] for key in SCHEMA_KEYS if isinstance(tool.get(key), dict))
-    return next(found, {"type": "object"})
+    schemas = (tool[key] for key in SCHEMA_KEYS if isinstance(tool.get(key), dict))
+    return next(schemas, {"type": "object"})
 
 
-def _text(given: Any) -> str:
-    if given is None:
+def _text(value: Any) -> str:
+    if value is None:
         return ""
-    return given if isinstance(given, str) else json.dumps(given, sort_keys=True)
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

@@ -101,10 +101,10 @@ class PythonEnvironment(ReplayedSessions[Handle]):
             request = {"ask": "step", "session": session, "action": action}
         data = (await self._ask(handle, request))["reply"]
         try:
-            seen = observed(data, opening=played == 0, shown=self._spec.observation)
+            observation = observed(data, opening=played == 0, text_key=self._spec.observation)
         except ValueError as error:
             raise EnvironmentRefusal(f"{error}; correct its key observation") from error
-        return with_tools_shown(seen, self._spec.show_tools), reward_of(data)
+        return with_tools_shown(observation, self._spec.show_tools), reward_of(data)
 
     async def _end(self, handle: Handle) -> None:
         try:

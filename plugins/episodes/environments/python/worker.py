@@ -48,20 +48,28 @@ def answer(request: Mapping[str, Any], data: bytes) -> dict[str, Any]:
             return {"lost": True}
         return {"reply": _step(request["session"], environment, request["action"])}
     except (Exception, SystemExit) as error:
-        return {"error": told(error)}
+        return {"error": error_text(error)}
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error with the file and line of the user's code that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename != __file__ and not f.filename.startswith(INSTALLED)]
-    own = [f for f in own if not f.filename.startswith("<")]
-    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    user_frames = [
+        f for f in frames if f.filename != __file__ and not f.filename.startswith(INSTALLED)
+    ]
+    user_frames = [f for f in user_frames if not f.filename.startswith("<")]
+    location = (
+        f" ({Path(user_frames[-1].filename).name}:{user_frames[-1].lineno})" if user_frames else ""
+    )
     if isinstance(error, SyntaxError) and error.filename:
-        place = f" ({Path(error.filename).name}:{error.lineno})"
-        return f"SyntaxError: {error.msg}{place}"
+        location = f" ({Path(error.filename).name}:{error.lineno})"
+        return f"SyntaxError: {error.msg}{location}"
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:400]}{place}" if text else type(error).__name__ + place
+    return (
+        f"{type(error).__name__}: {text[:400]}{location}"
+        if text
+        else type(error).__name__ + location
+    )
 
 
 def _load(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,8 +87,8 @@ def _load(request: Mapping[str, Any]) -> dict[str, Any]:
                 f"{request['factory']} makes a {type(environment).__name__}, which has "
                 f"no method {method}"
             )
-    taken = inspect.signature(environment.reset).parameters
-    if "seed" not in taken and all(p.kind != p.VAR_KEYWORD for p in taken.values()):
+    parameters = inspect.signature(environment.reset).parameters
+    if "seed" not in parameters and all(p.kind != p.VAR_KEYWORD for p in parameters.values()):
         raise TypeError("reset must take the keyword seed, which decides the task")
     _finish(environment)
     return {}
@@ -88,14 +96,14 @@ def _load(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _reset(session: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     environment = _make[0]()
-    seen = _awaited(environment.reset(**arguments))
+    observation = _awaited(environment.reset(**arguments))
     info: Any = None
-    if isinstance(seen, tuple) and len(seen) == 2:  # as Gymnasium has it
-        seen, info = seen
+    if isinstance(observation, tuple) and len(observation) == 2:  # as Gymnasium has it
+        observation, info = observation
     _sessions[session] = environment
     if len(_sessions) > MOST_SESSIONS:
         _close(next(iter(_sessions)))
-    reply = _reply(seen, info)
+    reply = _reply(observation, info)
     tools = getattr(environment, "tools", None)
     if tools and isinstance(reply["observation"], dict):
         reply["observation"].setdefault("tools", plain(tools))
@@ -103,11 +111,11 @@ def _reset(session: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step(session: str, environment: Any, action: Any) -> dict[str, Any]:
-    said = _awaited(environment.step(action))
+    result = _awaited(environment.step(action))
     _sessions.move_to_end(session)
-    if not isinstance(said, tuple):
-        return _reply(said, None)
-    match said:
+    if not isinstance(result, tuple):
+        return _reply(result, None)
+    match result:
         case (seen, reward, done):
             info: Any = None
         case (seen, reward, done, info):
@@ -116,33 +124,33 @@ def _step(session: str, environment: Any, action: Any) -> dict[str, Any]:
             done = bool(terminated) or bool(truncated)
         case _:
             raise TypeError(
-                f"step returned {len(said)} values: return (text, reward, done), the five of "
+                f"step returned {len(result)} values: return (text, reward, done), the five of "
                 "Gymnasium, or a mapping with observation, reward and done"
             )
     return _reply({"observation": seen, "reward": reward, "done": bool(done)}, info)
 
 
-def _reply(seen: Any, info: Any) -> dict[str, Any]:
+def _reply(value: Any, info: Any) -> dict[str, Any]:
     """Return what an environment returned in the form of OpenEnv: a text, a mapping with or without
     "observation", or an object with `reward` and `done`."""
-    whole = plain(seen)
-    if isinstance(whole, dict) and "observation" in whole:
-        found = dict(whole)
-    elif isinstance(whole, dict) and {"reward", "done"} & set(whole):
-        inside = {k: v for k, v in whole.items() if k not in ("reward", "done", "metadata")}
-        found = {"observation": inside, **{k: v for k, v in whole.items() if k not in inside}}
+    reply = plain(value)
+    if isinstance(reply, dict) and "observation" in reply:
+        fields = dict(reply)
+    elif isinstance(reply, dict) and {"reward", "done"} & set(reply):
+        inside = {k: v for k, v in reply.items() if k not in ("reward", "done", "metadata")}
+        fields = {"observation": inside, **{k: v for k, v in reply.items() if k not in inside}}
     else:
-        found = {"observation": whole}
-    observation = found["observation"]
+        fields = {"observation": reply}
+    observation = fields["observation"]
     if isinstance(observation, list) and all(isinstance(m, dict) for m in observation):
         observation = {"messages": observation}
     elif not isinstance(observation, dict):
         observation = {"text": observation if isinstance(observation, str) else str(observation)}
-    metadata = found.get("metadata") or plain(info)
+    metadata = fields.get("metadata") or plain(info)
     return {
         "observation": observation,
-        "reward": found.get("reward"),
-        "done": bool(found.get("done")),
+        "reward": fields.get("reward"),
+        "done": bool(fields.get("done")),
         "metadata": metadata if isinstance(metadata, dict) else {},
     }
 
@@ -180,8 +188,8 @@ def _awaited(value: Any) -> Any:
     if not inspect.isawaitable(value):
         return value
 
-    async def result(of: Awaitable[Any]) -> Any:
-        return await of
+    async def result(awaitable: Awaitable[Any]) -> Any:
+        return await awaitable
 
     if not _loop:
         _loop.append(asyncio.new_event_loop())

@@ -72,11 +72,11 @@ class ChatEndpoint(LoopbackServer):
                 work.cancel()
 
     async def _respond(self, http: Request) -> Response:
-        given = http.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self.key.encode()):
+        key = http.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(key.encode(), self.key.encode()):
             return _error(401, "incorrect API key")
-        found = PATH.fullmatch(http.url.path)
-        name = found.group(1) if found else ""
+        match = PATH.fullmatch(http.url.path)
+        name = match.group(1) if match else ""
         episode = self._episodes.get(name)
         if episode is None or http.method != "POST":
             return _error(404, "no such path, or an episode that is over")

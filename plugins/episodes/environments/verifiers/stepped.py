@@ -94,10 +94,13 @@ class TasksetEnvironment(ReplayedSessions[HarnessSession]):
         await self._stack.aclose()
 
     async def move(self, move: EnvironmentRequest) -> Observation:
-        seen = await super().move(move)
-        if seen.error.startswith("environment_died: no answer within") and self._worker is not None:
+        observation = await super().move(move)
+        if (
+            observation.error.startswith("environment_died: no answer within")
+            and self._worker is not None
+        ):
             await self._worker.check()  # replaces a worker that a taskset's code has blocked
-        return seen
+        return observation
 
     async def _open(self, move: EnvironmentRequest) -> HarnessSession:
         worker, session = self._worker, HarnessSession()
@@ -105,9 +108,9 @@ class TasksetEnvironment(ReplayedSessions[HarnessSession]):
         task = self._tasks[move.task.arguments["index"]]
 
         async def answer(request: HarnessRequest) -> ChatReply:
-            asked = AskedTurn(request, asyncio.get_running_loop().create_future())
-            session.events.put_nowait(asked)
-            return await asked.answer
+            turn = AskedTurn(request, asyncio.get_running_loop().create_future())
+            session.events.put_nowait(turn)
+            return await turn.answer
 
         async def play() -> None:
             with worker.endpoint.serving(answer) as url:
@@ -135,20 +138,20 @@ class TasksetEnvironment(ReplayedSessions[HarnessSession]):
                 raise EnvironmentRefusal(event.error.partition(": ")[2])
             return Observation(done=True), event.reward
         read = tuple(AgentMessage(m.speaker, m.text) for m in event.request.messages)
-        before, handle.messages, handle.asked = handle.messages, read, event
+        previous, handle.messages, handle.asked = handle.messages, read, event
         if not played:
             handle.tools = event.request.offered
             opening = Observation(read, handle.tools)
             return with_tools_shown(opening, self._spec.show_tools), None
         if len(read) == 1 and read[0].role == "user":
             return Observation(read, new_conversation=True), None
-        kept = read[: len(before)] == before and len(read) > len(before)
-        if not kept or read[len(before)].role != "assistant":
+        extended = read[: len(previous)] == previous and len(read) > len(previous)
+        if not extended or read[len(previous)].role != "assistant":
             raise EnvironmentRefusal(
                 "its harness rewrites earlier messages, and a turn's tokens stay as they were "
                 "sampled; use a harness that appends"
             )
-        return Observation(read[len(before) + 1 :]), None
+        return Observation(read[len(previous) + 1 :]), None
 
     def _calls(self, handle: HarnessSession, text: str, played: int) -> tuple[FunctionCall, ...]:
         """Return the tool call that a text makes; none where no tools are offered."""

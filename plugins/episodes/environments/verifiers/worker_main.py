@@ -75,18 +75,18 @@ class WorkerChat(vf.Harness[vf.HarnessConfig]):
                 reply = await client.post(f"{endpoint}/chat/completions", json=body)
                 if reply.is_error:
                     raise RuntimeError(f"the model answered {reply.status_code}: {reply.text}")
-                said = reply.json()["choices"][0]["message"]
-                messages.append(said)
-                if not said.get("tool_calls"):
+                message = reply.json()["choices"][0]["message"]
+                messages.append(message)
+                if not message.get("tool_calls"):
                     return vf.ProgramResult(exit_code=0, stdout="", stderr="")
-                for call in said["tool_calls"]:
+                for call in message["tool_calls"]:
                     try:
                         name = call["function"]["name"]
                         arguments = json.loads(call["function"]["arguments"])
-                        seen = await call_mcp(connections, names, name, arguments)
+                        result = await call_mcp(connections, names, name, arguments)
                     except Exception as error:  # the model reads the error of its call
-                        seen = f"error: {type(error).__name__}: {error}"
-                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": seen})
+                        result = f"error: {type(error).__name__}: {error}"
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 
 
 def offer_harness() -> None:
@@ -126,9 +126,9 @@ def config_of(taskset: str, arguments: Mapping[str, Any]) -> vf.EnvConfig:
     if len(agents) != 1:
         raise ValueError(f"{taskset} has the agents {', '.join(agents)}; only one can be trained")
     ((name, spec),) = agents.items()
-    own = spec.harness.id if spec.harness else vf.default_harness_id(taskset)
-    if own not in ("bash", "null"):  # verifiers' default, and a plain chat
-        raise ValueError(f"{taskset} comes with the harness {own}; only chats are played")
+    harness = spec.harness.id if spec.harness else vf.default_harness_id(taskset)
+    if harness not in ("bash", "null"):  # verifiers' default, and a plain chat
+        raise ValueError(f"{taskset} comes with the harness {harness}; only chats are played")
     played = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
     return vf.resolve_env_config({"taskset": seed, name: played})
 
@@ -158,20 +158,20 @@ class WorkerMain:
                 work.cancel()
             await asyncio.gather(*self._at_work, return_exceptions=True)
 
-    async def _answer(self, asked: Mapping[str, Any]) -> None:
-        reply: dict[str, Any] = {"id": asked["id"]}
+    async def _answer(self, request: Mapping[str, Any]) -> None:
+        reply: dict[str, Any] = {"id": request["id"]}
         try:
-            if asked["ask"] == "ping":
+            if request["ask"] == "ping":
                 reply["result"] = {}
                 self.say(reply)
                 return
-            config = config_of(asked["taskset"], asked["arguments"])
-            if asked["ask"] == "tasks":
-                found = self._first(config, asked["most"])
-                rows = [{"index": t.data.idx, "name": t.data.id or t.data.name} for t in found]
+            config = config_of(request["taskset"], request["arguments"])
+            if request["ask"] == "tasks":
+                tasks = self._first(config, request["most"])
+                rows = [{"index": t.data.idx, "name": t.data.id or t.data.name} for t in tasks]
                 reply["result"] = {"tasks": rows}
             else:
-                reply["result"] = await self._play(config, asked)
+                reply["result"] = await self._play(config, request)
         except BaseException as error:  # verifiers, and code of tasksets, may call sys.exit
             work = asyncio.current_task()
             if work is not None and work.cancelling():  # this process ends
@@ -184,36 +184,36 @@ class WorkerMain:
     def _first(self, config: vf.EnvConfig, most: int) -> list[vf.Task]:
         name = config.taskset.model_dump_json()
         tasks = self._tasks.pop(name, None) or TasksetReader(config.taskset)
-        found = tasks.first(most)
+        first = tasks.first(most)
         self._tasks[name] = tasks  # not after an error: its iterator would look exhausted
-        return found
+        return first
 
-    async def _play(self, config: vf.EnvConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
-        index = asked["index"]
+    async def _play(self, config: vf.EnvConfig, request: Mapping[str, Any]) -> dict[str, Any]:
+        index = request["index"]
         tasks = self._first(config, index + 1)
         if not 0 <= index < len(tasks):
-            raise IndexError(f"{asked['taskset']} has {len(tasks)} tasks, none of index {index}")
-        client = vf.EvalClientConfig(base_url=asked["url"], api_key_var=KEY)
+            raise IndexError(f"{request['taskset']} has {len(tasks)} tasks, none of index {index}")
+        client = vf.EvalClientConfig(base_url=request["url"], api_key_var=KEY)
         # One environment a rollout: it keeps a client open for every address.
         env = vf.load_environment(config)
-        begun: list[vf.Trace] = []
+        traces: list[vf.Trace] = []
         try:
-            async with asyncio.timeout(asked["timeout_s"]) as deadline, env.serving():
+            async with asyncio.timeout(request["timeout_s"]) as deadline, env.serving():
                 context = vf.ModelContext("student", client)
-                played = await env.run_episode(tasks[index], context, on_trace=begun.append)
+                played = await env.run_episode(tasks[index], context, on_trace=traces.append)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise RolloutFailure(f"no end within {asked['timeout_s']:g} s", late=True) from error
+            raise RolloutFailure(f"no end within {request['timeout_s']:g} s", late=True) from error
         if len(played.traces) > 1:
-            raise ValueError(f"{asked['taskset']} ran its agent {len(played.traces)} times; once")
-        return outcome_of(played, begun)
+            raise ValueError(f"{request['taskset']} ran its agent {len(played.traces)} times; once")
+        return outcome_of(played, traces)
 
 
-def outcome_of(played: vf.Episode, begun: Sequence[vf.Trace]) -> dict[str, Any]:
+def outcome_of(played: vf.Episode, traces: Sequence[vf.Trace]) -> dict[str, Any]:
     if not played.ok:
         # An agent's first error says more than later ones in the environment's hooks.
-        first = next((e for t in begun for e in t.errors), None) or next(iter(played.errors), None)
+        first = next((e for t in traces for e in t.errors), None) or next(iter(played.errors), None)
         raise RolloutFailure(
             f"{first.type}: {first.message}" if first else "verifiers gave no reason"
         )

@@ -246,8 +246,8 @@ class VerifiersWorker:
         return self._home / "worker.log"
 
     def _last_words(self) -> str:
-        said = self._log.read_bytes()[-LAST_WORDS_BYTES:].decode(errors="replace")
-        return said.strip().rpartition("\n")[2] or "no last words"
+        output = self._log.read_bytes()[-LAST_WORDS_BYTES:].decode(errors="replace")
+        return output.strip().rpartition("\n")[2] or "no last words"
 
 
 class WorkerDied(Exception):

@@ -26,8 +26,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Serve the clinic desk.")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    given = parser.parse_args()
-    uvicorn.run(app, host=given.host, port=given.port)
+    options = parser.parse_args()
+    uvicorn.run(app, host=options.host, port=options.port)
 
 
 if __name__ == "__main__":

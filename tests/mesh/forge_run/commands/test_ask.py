@@ -15,7 +15,7 @@ from format_setup import checkpoint_of
 from serving_setup import READER, Served, add_cartridge, cartridge, serving
 
 from cartridge_forge.forge_run.cli import forge
-from cartridge_forge.forge_run.commands.ask import told
+from cartridge_forge.forge_run.commands.ask import choice_text
 from cartridge_forge.learning.checkpoint import write_checkpoint
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice, count_terms
 from cartridge_forge.plugins.library.formats.base_model import read_base
@@ -129,7 +129,7 @@ def test_refusals_say_whose_they_are(
 
 
 def test_the_runner_up_is_told() -> None:
-    assert told(Choice("a", 4.216, "b", 1.0)) == "score 4.22, then b with 1.00"
+    assert choice_text(Choice("a", 4.216, "b", 1.0)) == "score 4.22, then b with 1.00"
 
 
 def test_a_chat_keeps_what_was_said(

@@ -22,7 +22,7 @@ from cartridge_forge.plugins.library.starting import (
     read_start,
     record_of,
     require_fit_of,
-    told,
+    start_lines,
 )
 from cartridge_forge.plugins.library.store import CartridgeStore
 from cartridge_forge.protocols.errors import CheckpointError, DataError
@@ -171,7 +171,7 @@ def test_a_start_is_recorded_and_other_numbers_are_refused_later(tmp_path: Path)
         },
         "q": {"init": "random_text"},
     }  # fmt: skip
-    assert list(told(record)) == [
+    assert list(start_lines(record)) == [
         "from x.pt (step 7, 12 tokens, 2 frozen, 4 tokens added by attention_matching): p",
         "by random_text: q",
     ]

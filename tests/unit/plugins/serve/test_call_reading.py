@@ -16,7 +16,7 @@ from cartridge_forge.plugins.serve.structured.call_formats import (
     HERMES,
     LLAMA3_JSON,
     CallFormat,
-    written,
+    text_with_calls,
 )
 from cartridge_forge.plugins.serve.structured.call_reading import CalledTools, with_calls
 from cartridge_forge.plugins.serve.tokenization import Tokenization
@@ -167,12 +167,12 @@ def test_earlier_calls_are_written_as_the_template_writes_them() -> None:
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         rendered = one.tokenizer.apply_chat_template(chat, tokenize=False)
-        assert written(one.calls, "", [("f", '{"a": [1, "é"]}')]) in rendered
-    assert written(HERMES, "so", [("f", "{}"), ("g", "{}")]) == (
+        assert text_with_calls(one.calls, "", [("f", '{"a": [1, "é"]}')]) in rendered
+    assert text_with_calls(HERMES, "so", [("f", "{}"), ("g", "{}")]) == (
         'so\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
         '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
     )
-    assert written(DESK, "", [("read", '{"note": 17}')]) == "read note 17."
+    assert text_with_calls(DESK, "", [("read", '{"note": 17}')]) == "read note 17."
 
 
 def test_marks_that_are_special_tokens_are_read() -> None:

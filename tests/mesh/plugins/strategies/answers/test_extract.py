@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from cartridge_forge.plugins.strategies.answers.extract import clusters, same
+from cartridge_forge.plugins.strategies.answers.extract import clusters, same_answer
 
 
 # These need math-verify: one process, about a second to start.
@@ -33,7 +33,7 @@ from cartridge_forge.plugins.strategies.answers.extract import clusters, same
     ],
 )
 def test_same_by_math_verify(a: str, b: str, equal: bool) -> None:
-    assert same(a, b, "math") is same(b, a, "math") is equal
+    assert same_answer(a, b, "math") is same_answer(b, a, "math") is equal
 
 
 def test_what_never_ends_ends_outside_the_main_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +41,9 @@ def test_what_never_ends_ends_outside_the_main_thread_too(monkeypatch: pytest.Mo
     found: list[bool] = []
 
     def ask() -> None:
-        found.append(same(tower, "2", "math"))
-        found.append(same(tower, r"\sqrt{3}", "math"))  # known by now: no second wait
-        found.append(same(tower, tower, "math"))
+        found.append(same_answer(tower, "2", "math"))
+        found.append(same_answer(tower, r"\sqrt{3}", "math"))  # known by now: no second wait
+        found.append(same_answer(tower, tower, "math"))
 
     with monkeypatch.context() as patched:
         patched.setattr("cartridge_forge.plugins.strategies.answers.equivalence.SECONDS", 0.3)
@@ -52,7 +52,7 @@ def test_what_never_ends_ends_outside_the_main_thread_too(monkeypatch: pytest.Mo
         thread.join(60)
     assert found == [False, False, True]
     # The judge that the tower ended has a successor.
-    assert same(r"\sqrt{12}", r"2\sqrt 3", "math")
+    assert same_answer(r"\sqrt{12}", r"2\sqrt 3", "math")
 
 
 def test_clusters_of_expressions_do_not_depend_on_the_order() -> None:

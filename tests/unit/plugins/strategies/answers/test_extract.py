@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cartridge_forge.plugins.strategies.answers.equivalence import end_judge, need_judge
-from cartridge_forge.plugins.strategies.answers.extract import FORMS, Form, clusters, extract, same
+from cartridge_forge.plugins.strategies.answers.extract import (
+    FORMS,
+    Form,
+    clusters,
+    extract,
+    same_answer,
+)
 from cartridge_forge.protocols.errors import DataError, RunError
 
 
@@ -109,14 +115,14 @@ def test_an_unknown_form_is_named() -> None:
     ],
 )
 def test_same(form: Form, a: str, b: str, equal: bool) -> None:
-    assert same(a, b, form) is same(b, a, form) is equal
+    assert same_answer(a, b, form) is same_answer(b, a, form) is equal
 
 
 def test_a_judge_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     end_judge()
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(RunError, match=r"math_judge:judge did not start.*make install"):
-        same(r"\sqrt{20}", r"2\sqrt{5}", "math")
+        same_answer(r"\sqrt{20}", r"2\sqrt{5}", "math")
 
 
 def test_answers_that_need_no_judge() -> None:
@@ -147,7 +153,7 @@ PIECES = [
 def test_any_text_has_an_answer_or_none(text: str, form: Form) -> None:
     answer = extract(text, form)
     assert answer is None or answer == answer.strip() != ""
-    assert answer is None or same(answer, answer, form)
+    assert answer is None or same_answer(answer, answer, form)
 
 
 @given(st.lists(st.sampled_from(["1/2", "0.5", ".50", "2", "2.0", "3", None]), max_size=9))
@@ -191,9 +197,11 @@ def test_clusters_do_not_depend_on_the_order(answers: list[str]) -> None:
 
 @given(*(st.sampled_from(NUMBERS) for _ in range(3)))
 def test_equality_of_numbers_is_an_equivalence(a: str, b: str, c: str) -> None:
-    assert same(a, a, "math")
-    assert same(a, b, "math") == same(b, a, "math")
-    assert same(a, c, "math") or not (same(a, b, "math") and same(b, c, "math"))
+    assert same_answer(a, a, "math")
+    assert same_answer(a, b, "math") == same_answer(b, a, "math")
+    assert same_answer(a, c, "math") or not (
+        same_answer(a, b, "math") and same_answer(b, c, "math")
+    )
 
 
 def test_clusters_in_order_of_appearance() -> None:
