@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from cartridge_forge.actors.generator import GeneratorActor
 from monarch.actor import this_host
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,6 +42,7 @@ from benchmarks.meters import Laps, processor_seconds
 from benchmarks.record import ROOT, benchmark
 from cartridge_forge.actors.base import ModelSource, bootstrap
 from cartridge_forge.actors.engine_generator import EngineGeneratorActor
+from cartridge_forge.actors.generator import GeneratorActor
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.step import (
     CartridgeSnapshot,

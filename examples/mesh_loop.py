@@ -19,17 +19,18 @@ import tempfile
 from monarch.actor import this_host
 
 from cartridge_forge.actors.base import ModelSource
-from cartridge_forge.actors.model_actors import DocTeacherActor, GeneratorActor
+from cartridge_forge.actors.doc_teacher import DocTeacherActor
+from cartridge_forge.actors.generator import GeneratorActor
 from cartridge_forge.actors.trainer import TrainerActor
 from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.plugins.documents.study.longhealth import measure
-from cartridge_forge.plugins.documents.study.longhealth_prompts import (
+from cartridge_forge.plugins.documents.study.longhealth import (
     LongHealthPrompts,
+    measure,
     open_prompts,
 )
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.train_batch import TeacherScores, TrainBatch
+from cartridge_forge.protocols.step import TeacherScores, TrainBatch
 from cartridge_forge.services.clients import (
     DocTeacherClient,
     GeneratorClient,
@@ -38,7 +39,7 @@ from cartridge_forge.services.clients import (
 )
 from cartridge_forge.services.planes.open import open_plane
 from cartridge_forge.services.pool.service import Service
-from cartridge_forge.training.rollouts import as_rollout
+from cartridge_forge.training.records import as_rollout
 
 TOP = 20  # entries of the teacher's distribution at each token
 QUESTIONS = 48  # held-out ones, asked of every version
@@ -64,7 +65,7 @@ async def train(learn: LearnSpec, prompts: LongHealthPrompts, folder: str) -> No
         for step in range(learn.train.steps + 1):
             # Trainer -> plane -> every generator: the cartridges that changed.
             published = await trainer.publish(version, published)
-            await load_cartridges(readers, published, keep=2)
+            await load_cartridges([readers], published, keep=2)
 
             questions = prompts.exams[:QUESTIONS]
             answers = await generator.generate(

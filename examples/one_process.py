@@ -20,10 +20,15 @@ from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, score_kept
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.seeds import stream_seed
 from cartridge_forge.protocols.spec.sections import TrainSpec
-from cartridge_forge.protocols.train_batch import TrainBatch
-from cartridge_forge.protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
+from cartridge_forge.protocols.step import (
+    GenerateRequest,
+    PrefixRef,
+    Sample,
+    Sampling,
+    TrainBatch,
+    stream_seed,
+)
 
 MODEL = str(REPOSITORY / "models" / "clinic-reader")
 CHART = """chart of oscar brandt, born 14 february, diagnosis asthma.

@@ -402,7 +402,7 @@ class ToolEpisodesRecipe(Recipe):
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         if saved:
-            self._asking().stand(saved)
+            self._asking().restore(saved)
 
     async def close(self) -> None:
         await self._player.close()

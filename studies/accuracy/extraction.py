@@ -19,7 +19,7 @@ from cartridge_forge.protocols.step import (
 )
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.training.records import with_title
-from studies.accuracy.study import RightCount, StudyBench, share, told
+from studies.accuracy.study import RightCount, StudyBench, share, table_row
 
 
 def note_prompts(study: StudyBench, patient: str) -> list[str]:
@@ -61,7 +61,9 @@ def extraction(options: argparse.Namespace) -> Iterator[Any]:
     """Print and yield a row for each prefix: facts and sentences that are given back."""
     learn = load_spec(options.mesh, sets=options.set).spec.learn
     study = StudyBench(learn)
-    told("prefix", "asked by field", "notes, greedy", "notes, 8 draws", "sentences word for word")
+    table_row(
+        "prefix", "asked by field", "notes, greedy", "notes, 8 draws", "sentences word for word"
+    )
     print("|---|---|---|---|---|")
     kinds = {"none": "none", "untrained": "cartridge", "trained": "cartridge", "whole": "document"}
     for name, kind in kinds.items():
@@ -90,5 +92,5 @@ def extraction(options: argparse.Namespace) -> Iterator[Any]:
             counts = [
                 RightCount(a.right + b.right, a.n + b.n) for a, b in zip(counts, found, strict=True)
             ]
-        told(name, *(share([count]) for count in counts))
+        table_row(name, *(share([count]) for count in counts))
         yield {"prefix": name, "counts": [vars(count) for count in counts]}

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from cartridge_forge.actors.generator import GeneratorActor
 from monarch.actor import endpoint
 from torch import Tensor
 
+from cartridge_forge.actors.generator import GeneratorActor
 from cartridge_forge.learning.cartridge import since_of
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.protocols.step import (

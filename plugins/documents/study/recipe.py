@@ -28,6 +28,7 @@ from cartridge_forge.plugins.documents.study.material import read_material, row_
 from cartridge_forge.plugins.documents.study.prompts import context_choice, texts_of
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.plugins.documents.study.rows import (
+    completion_of_row,
     context_titles,
     gains,
     note_documents,
@@ -35,7 +36,6 @@ from cartridge_forge.plugins.documents.study.rows import (
     require_scores,
     require_study,
     row_question,
-    said,
     studied_of,
     user_question,
     weighed,
@@ -288,7 +288,7 @@ class DocumentsRecipe(Recipe):
         unsaid = [p.request for s, p in prompts if not s.answer_ids]
         made = await generate(unsaid) if unsaid else []
         fresh = {c.request_id: c for c in made}
-        completions = [fresh.get(p.request.id) or said(s, p) for s, p in prompts]
+        completions = [fresh.get(p.request.id) or completion_of_row(s, p) for s, p in prompts]
         asked = [p for _, p in prompts]
         return [as_rollout(first, asked, completions, True)]
 

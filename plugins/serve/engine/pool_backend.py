@@ -86,7 +86,7 @@ async def cartridge_pool(
     cartridges; they stop at the end of the block. `documents` (name -> token ids) and `cartridges`
     (version -> name and KV [L, 2, H_kv, P, D]) are loaded."""
     mesh = spec.mesh
-    role = mesh.roles.generator.model_copy(update={"max_ongoing": ONGOING})
+    role = mesh.roles["generator"].model_copy(update={"max_ongoing": ONGOING})
     service, pool = await open_generators(
         spec.learn.model, spec.learn.generator, role, documents, end_ids,
         health=mesh.health, spawn_timeout_s=mesh.spawn_timeout_s,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cartridge_forge.actors.generator import GeneratorActor
 from loop_setup import run_with, small_spec
 from monarch.actor import endpoint
 
+from cartridge_forge.actors.generator import GeneratorActor
 from cartridge_forge.learning.cartridge import since_of
 from cartridge_forge.protocols.errors import PublishError, StaleTokenError
 from cartridge_forge.protocols.plugins import CORE

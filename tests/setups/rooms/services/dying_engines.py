@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cartridge_forge.actors.doc_teacher import DocTeacherActor
-from cartridge_forge.actors.generator import GeneratorActor
 
 from cartridge_forge.actors.base import ModelSource
+from cartridge_forge.actors.doc_teacher import DocTeacherActor
 from cartridge_forge.actors.engine_generator import EngineGeneratorActor
+from cartridge_forge.actors.generator import GeneratorActor
 from cartridge_forge.protocols.step import PrefixRef
 
 POISON = (1313, 1313, 1313)  # in a prompt; nothing samples it
