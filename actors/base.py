@@ -71,8 +71,8 @@ class ModelSource:
         one that is not computed right, SpecError without a GPU."""
         from cartridge_forge.learning.model.loading import claim_device, load_model
 
-        there = claim_device(self.device) if device is None else device
-        return load_model(self.path, self.dtype, there, self.verdict)
+        target = claim_device(self.device) if device is None else device
+        return load_model(self.path, self.dtype, target, self.verdict)
 
     def document_cache(
         self, read: Callable[[tuple[int, ...]], torch.Tensor], spill: HostCache | None = None
@@ -112,10 +112,10 @@ class RankPlace:
     @classmethod
     def here(cls) -> RankPlace:
         """Return this process's place, as `bootstrap` left it in the environment."""
-        told = os.environ.get(PLACE)
-        if told is None:
+        text = os.environ.get(PLACE)
+        if text is None:
             return cls()
-        rank, world, meeting = told.split("/")
+        rank, world, meeting = text.split("/")
         return cls(int(rank), int(world), f"file://{tempfile.gettempdir()}/{meeting}")
 
     def left(self) -> None:
@@ -172,14 +172,14 @@ def bootstrap(
 
 def named(devices: Sequence[int]) -> list[str]:
     """Return these devices as CUDA_VISIBLE_DEVICES names them: with "4,7" device 1 is "7"."""
-    left = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return [left[i] if i < len(left) else str(i) for i in devices]
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return [visible[i] if i < len(visible) else str(i) for i in devices]
 
 
 def share(gpus: Sequence[int], rank: int, world: int) -> Sequence[int]:
     """Return one rank's share of the devices: of (4, 5, 6, 7) rank 1 of 2 has (6, 7)."""
-    each = len(gpus) // world
-    return gpus[rank * each : (rank + 1) * each]
+    count = len(gpus) // world
+    return gpus[rank * count : (rank + 1) * count]
 
 
 def keep_freed_memory() -> None:

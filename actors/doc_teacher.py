@@ -47,19 +47,22 @@ class DocTeacherActor(ModelActor):
     ) -> None:
         """Send `keep_top` entries a token, or all logits for None. With `keep_sampled` also send
         the sampled token's own log-probability. A rank waits at most `silent_s` for another."""
-        place = RankPlace.here()
-        device = claim_device(base.device, place.rank)
-        whole = device if place.world == 1 else "cpu"  # divided before it moves to the device
-        super().__init__(base, partial(base.load, whole))
+        rank_place = RankPlace.here()
+        device = claim_device(base.device, rank_place.rank)
+        load_device = (
+            device if rank_place.world == 1 else "cpu"
+        )  # divided before it moves to the device
+        super().__init__(base, partial(base.load, load_device))
         self._ranks = join(
-            place.rank, place.world, place.rendezvous, device=device.type, timeout_s=silent_s,
-            tensor=place.world,
+            rank_place.rank, rank_place.world, rank_place.rendezvous,
+            device=device.type, timeout_s=silent_s,
+            tensor=rank_place.world,
         )  # fmt: skip
         divide_base(self._model, self._ranks)
         self._model.to(device)
         self._ranks.gather({})
         if self._ranks.leads:
-            place.left()
+            rank_place.left()
         self._row_tokens = row_tokens
         self._keep_top, self._keep_sampled = keep_top, keep_sampled
         self._documents = base.document_cache(
@@ -70,17 +73,17 @@ class DocTeacherActor(ModelActor):
     @endpoint
     async def score(self, stem: str, samples: Sequence[Sample]) -> ScoreOutput:
         """Put the teacher's distributions over every response token under a key of this stem."""
-        begun, before = time.perf_counter(), self._documents.counts
+        start, counts_before = time.perf_counter(), self._documents.counts
         with engine_errors(), self._ranks.abreast():
             prefixes = contexts_of(samples, self._documents)
             tensors = score_kept(
                 self._model, samples, prefixes, self._row_tokens, self._keep_top,
                 keep_sampled=self._keep_sampled, prefix=context_of,
             )  # fmt: skip
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         self._freed.give_back()
         if not self._ranks.leads:
             return ScoreOutput(seconds)
         packet = await self._plane.put(unique_key(stem), tensors)
-        looked_up = self._documents.counts.since(before)
+        looked_up = self._documents.counts.since(counts_before)
         return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), looked_up)

@@ -97,8 +97,8 @@ class EngineGeneratorActor(Actor):
         """Load one cartridge, "kv" [L, 2, H_kv, P, D] of a safetensors file, as a version of its
         own. Raises PublishError for a file without one, or one that does not fit the model."""
         kv = await asyncio.to_thread(read_cartridge, path)
-        held = self._engine.hold(version, {name: version}, {name: kv})
-        return await asyncio.wrap_future(held)
+        loading = self._engine.hold(version, {name: version}, {name: kv})
+        return await asyncio.wrap_future(loading)
 
     @concurrent_endpoint
     async def drop(self, version: int) -> None:
@@ -114,16 +114,16 @@ class EngineGeneratorActor(Actor):
         `stream` gets lists of `TokenChunk` during sampling. The last tokens of a request may come
         with its completion alone.
         """
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with self._told(requests, stream) as add:
             futures = [asyncio.wrap_future(self._engine.submit(r, add)) for r in requests]
             results = await asyncio.gather(*futures, return_exceptions=True)
-        done: list[Completion] = []
+        completions: list[Completion] = []
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-            done.append(result)
-        return GenerateOutput(time.perf_counter() - begun, tuple(done))
+            completions.append(result)
+        return GenerateOutput(time.perf_counter() - start, tuple(completions))
 
     @concurrent_endpoint
     async def cancel(self, ids: Collection[str]) -> None:
@@ -180,15 +180,15 @@ class StreamBuffer:
         self._due = False  # the event loop is to send them
         self._sent = 0.0
 
-    def add(self, came: Sequence[TokenChunk]) -> None:
+    def add(self, chunks: Sequence[TokenChunk]) -> None:
         """Add a step's chunks; called from the engine's thread."""
         with self._lock:
-            for chunk in came:
-                before = self._gathered.get(chunk.request_id)
-                whole = chunk if before is None else before.followed_by(chunk)
-                self._gathered[chunk.request_id] = whole
+            for chunk in chunks:
+                previous = self._gathered.get(chunk.request_id)
+                merged = chunk if previous is None else previous.followed_by(chunk)
+                self._gathered[chunk.request_id] = merged
             late = self._loop.time() >= self._sent + TELL_SECONDS
-            if self._due or not (late or any(not chunk.first for chunk in came)):
+            if self._due or not (late or any(not chunk.first for chunk in chunks)):
                 return
             self._due = True
         self._loop.call_soon_threadsafe(self._send)

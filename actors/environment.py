@@ -49,9 +49,9 @@ class EnvironmentActor(Actor):
         """Return the environment's observation for each request, in their order, within the spec's
         `timeout_s`; a failure is reported in `error`."""
         assert self._environments is not None, "the service asks `ready` first"
-        begun = time.perf_counter()
-        seen = await asyncio.gather(*map(self._environments.move, moves))
-        return EnvironmentReply(time.perf_counter() - begun, tuple(seen))
+        start = time.perf_counter()
+        observations = await asyncio.gather(*map(self._environments.move, moves))
+        return EnvironmentReply(time.perf_counter() - start, tuple(observations))
 
     async def __cleanup__(self, _: Exception | None) -> None:
         if self._environments is not None:

@@ -72,18 +72,18 @@ class GeneratorActor(ModelActor):
 
     @endpoint
     async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         grammars = self._grammars() if any(r.grammar is not None for r in requests) else None
         with engine_errors():
-            done = generate(
+            completions = generate(
                 self._model, requests,
                 lambda ref: composed(self._model, [self._single(part) for part in ref.parts]),
                 self._end_ids, self._text,
                 lambda ref, kv: self._fingerprints.served(ref, kv, self._single), grammars,
             )  # fmt: skip
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         self._freed.give_back()
-        return GenerateOutput(seconds, tuple(done))
+        return GenerateOutput(seconds, tuple(completions))
 
     def _single(self, ref: PrefixRef) -> Tensor:
         kind, _, name = ref.name.partition("/")

@@ -43,9 +43,9 @@ class RewardActor(Actor):
     async def outcomes(self, views: Sequence[EpisodeView]) -> RewardReply:
         """Return what each reward gives each episode, by name, in order."""
         assert self._workers is not None, "the service asks `ready` first"
-        begun = time.perf_counter()
-        given = await self._workers.outcomes(views, self._budget)
-        return RewardReply(time.perf_counter() - begun, tuple(given))
+        start = time.perf_counter()
+        outcomes = await self._workers.outcomes(views, self._budget)
+        return RewardReply(time.perf_counter() - start, tuple(outcomes))
 
     async def __cleanup__(self, _: Exception | None) -> None:
         if self._workers is not None:

@@ -58,12 +58,12 @@ class SDPOTeacherActor(ModelActor):
         """Put the distributions over every response token of hinted turns under a key of this stem:
         with the cartridges that read hints at `version`, each sample's context before its own
         tokens."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         prefixes = self._prefixes(self._reads_hints, [s.cartridge for s in samples], version)
         with engine_errors():
             tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
         served = {name: self._fingerprints.fingerprint(kv) for name, kv in prefixes.items()}
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         self._freed.give_back()
         packet = await self._plane.put(unique_key(stem), tensors)
         return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), served=served)
@@ -71,13 +71,13 @@ class SDPOTeacherActor(ModelActor):
     @endpoint
     async def references(self, pairs: Sequence[PreferencePair], version: int) -> ReferenceOutput:
         """Return the pairs with reference log-probabilities of `version`."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         prefixes = self._prefixes(self._cartridges, [p.cartridge for p in pairs], version)
         with engine_errors():
             referred = with_references(self._model, pairs, prefixes, self._row_tokens, version, 0)
-        return ReferenceOutput(time.perf_counter() - begun, tuple(referred))
+        return ReferenceOutput(time.perf_counter() - start, tuple(referred))
 
     def _prefixes(
-        self, held: CartridgeVersions, documents: Sequence[str], version: int
+        self, versions: CartridgeVersions, documents: Sequence[str], version: int
     ) -> dict[str, Tensor]:
-        return {name: held.get(name, version) for name in sorted(set(documents))}
+        return {name: versions.get(name, version) for name in sorted(set(documents))}

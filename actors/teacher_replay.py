@@ -67,15 +67,15 @@ class TeacherReplayActor(Actor):
 
     @concurrent_endpoint
     async def hint(
-        self, teacher: str, state: ReplayState, asked: str, timeout_s: float
+        self, teacher: str, state: ReplayState, request: str, timeout_s: float
     ) -> tuple[str, str]:
         """Return (hint, "") by the named teacher within `timeout_s`, or ("", why). The last message
         of the state reports a failure; `asked` ends the prompt."""
         named = next(t for t in self._spec.teachers if t.name == teacher)
         deadline = time.monotonic() + timeout_s
-        told = await hint_of_teacher(self._at_desk(), named, state, asked, deadline)
+        hint = await hint_of_teacher(self._at_desk(), named, state, request, deadline)
         await self._keep()
-        return told
+        return hint
 
     @concurrent_endpoint
     async def score(
@@ -85,9 +85,9 @@ class TeacherReplayActor(Actor):
         within `timeout_s`, or (None, why)."""
         named = next(t for t in self._spec.teachers if t.name == teacher)
         deadline = time.monotonic() + timeout_s
-        told = await score_of_teacher(self._at_desk(), named, state, rubric, reference, deadline)
+        score = await score_of_teacher(self._at_desk(), named, state, rubric, reference, deadline)
         await self._keep()
-        return told
+        return score
 
     @concurrent_endpoint
     async def totals(self) -> dict[str, SpendTotals]:

@@ -76,26 +76,27 @@ class TrainerActor(ModelActor):
         every token's score. `stored`: where the run is in an object store, for a host that shares
         no directory with the controller's. With `apart` each rank holds every N-th cartridge.
         Raises DataError for more such ranks than cartridges."""
-        place = RankPlace.here()
-        device = claim_device(base.device, place.rank)
+        rank_place = RankPlace.here()
+        device = claim_device(base.device, rank_place.rank)
         # A base that is to be divided is first loaded whole on the host.
         tensor = learn.train.tensor_parallel
-        shard = shard and place.world > tensor
-        whole = "cpu" if shard or tensor > 1 else device
-        super().__init__(base, partial(base.load, whole))
+        shard = shard and rank_place.world > tensor
+        load_device = "cpu" if shard or tensor > 1 else device
+        super().__init__(base, partial(base.load, load_device))
         model = self._model
         names = sorted(base.cartridges)
-        if apart and place.world > len(names):
+        if apart and rank_place.world > len(names):
             raise DataError(
-                f"{place.world} trainers cannot divide {len(names)} cartridges: set "
+                f"{rank_place.world} trainers cannot divide {len(names)} cartridges: set "
                 f"roles.trainer.replicas to at most {len(names)}"
             )
         start = None
         if learn.cartridge.start is not None:
             start = resolve("hooks", "start")(learn, names, model)
-        given: Mapping[str, Start] = {} if start is None else start.given
+        starts: Mapping[str, Start] = {} if start is None else start.given
         self._ranks = join(
-            place.rank, place.world, place.rendezvous, device=device.type, timeout_s=silent_s,
+            rank_place.rank, rank_place.world, rank_place.rendezvous,
+            device=device.type, timeout_s=silent_s,
             tensor=tensor, apart=apart,
         )  # fmt: skip
         divide_base(model, self._ranks)
@@ -103,9 +104,11 @@ class TrainerActor(ModelActor):
             shard_base(model, self._ranks)
         else:
             model.to(device)
-        own = self._ranks.cartridges(names)
-        part = replace(base, cartridges={name: base.cartridges[name] for name in own})
-        bank = bank_of(model, part, learn, {name: given[name] for name in own if name in given})
+        own_names = self._ranks.cartridges(names)
+        part = replace(base, cartridges={name: base.cartridges[name] for name in own_names})
+        bank = bank_of(
+            model, part, learn, {name: starts[name] for name in own_names if name in starts}
+        )
         self._files = None
         if stored is not None and self._ranks.leads:
             self._files = resolve("hooks", "trainer_files")(stored, Path(start_record).parent)
@@ -133,7 +136,7 @@ class TrainerActor(ModelActor):
         give_back_now()  # what made the cartridges
         self._ranks.gather({})
         if self._ranks.leads:
-            place.left()
+            rank_place.left()
 
     @endpoint
     async def recover(self) -> int:
@@ -164,7 +167,7 @@ class TrainerActor(ModelActor):
         """
         read = batch.read_by
         stored = {"doc_teacher": batch.doc_stored}
-        found = await self._scores(
+        teacher_scores = await self._scores(
             *(
                 (
                     batch.scores.get(role, ()),
@@ -175,7 +178,9 @@ class TrainerActor(ModelActor):
             )
         )
         scores: dict[str, Any] = {
-            role: told for role, told in zip(read, found, strict=True) if told is not None
+            role: distribution
+            for role, distribution in zip(read, teacher_scores, strict=True)
+            if distribution is not None
         }
         if self._asks_document and "doc_teacher" in scores:
             scores["document"] = document_logprobs(batch, scores["doc_teacher"])
@@ -183,13 +188,13 @@ class TrainerActor(ModelActor):
             marks = torch.tensor([m for marks in batch.doc_trained for m in marks])
             scores["doc_teacher"] = scores["doc_teacher"].rows(marks.nonzero().flatten())
         batch = replace(batch, scores=scores)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         output = self._trainer.step(batch, version)
         self._freed.give_back()
         self._keep_last_state()
         output = replace(
             output,
-            compute_seconds=time.perf_counter() - begun,
+            compute_seconds=time.perf_counter() - start,
             token_scores=self._trainer.token_scores,
         )
         if there is not None and self._ranks.leads and not self._ranks.apart:
@@ -206,7 +211,7 @@ class TrainerActor(ModelActor):
         broadcast would only follow the same transfer. All ranks get a read error, or they would
         wait in the step.
         """
-        found: list[TeacherDistribution | None] = []
+        distributions: list[TeacherDistribution | None] = []
         fault = ""
         with self._ranks.abreast():
             try:
@@ -215,14 +220,14 @@ class TrainerActor(ModelActor):
                 for parts, stored, lengths in scored:
                     read = [(p.samples, TeacherDistribution(**next(tensors))) for p in parts]
                     read += [((s.sample,), of_stored(s)) for s in stored]
-                    found.append(joined(read, lengths) if read else None)
+                    distributions.append(joined(read, lengths) if read else None)
             except PlaneError as error:
                 fault = str(error)
-            told = self._ranks.gather({"fault": fault})
-        for one in told:
+            faults = self._ranks.gather({"fault": fault})
+        for one in faults:
             if one["fault"]:
                 raise PlaneError(one["fault"])
-        return found
+        return distributions
 
     @endpoint
     async def read_ahead(self, packet: TensorRef) -> None:
@@ -236,9 +241,9 @@ class TrainerActor(ModelActor):
     @endpoint
     async def references(self, pairs: Sequence[PreferencePair]) -> ReferenceOutput:
         """Return the pairs with reference log-probabilities under the untrained cartridges."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         referred = tuple(self._trainer.references(pairs))
-        return ReferenceOutput(time.perf_counter() - begun, referred)
+        return ReferenceOutput(time.perf_counter() - start, referred)
 
     @endpoint
     async def publish(
@@ -251,32 +256,32 @@ class TrainerActor(ModelActor):
         there = before or CartridgeSnapshot(version, ())
         if not self._ranks.apart:
             return await self._put_own(version, there)
-        told: dict[str, Any] = {}
+        reply: dict[str, Any] = {}
         try:
-            told["put"] = SNAPSHOT.dump_python(await self._put_own(version, there), mode="json")
+            reply["put"] = SNAPSHOT.dump_python(await self._put_own(version, there), mode="json")
         except (PlaneError, PublishError) as error:
-            told["fault"], told["of_plane"] = str(error), isinstance(error, PlaneError)
+            reply["fault"], reply["of_plane"] = str(error), isinstance(error, PlaneError)
         with self._ranks.abreast():
-            all_told = self._ranks.gather(told)
+            all_told = self._ranks.gather(reply)
         for one in all_told:
             if "fault" in one:
                 raise (PlaneError if one["of_plane"] else PublishError)(one["fault"])
         parts = [SNAPSHOT.validate_python(one["put"]) for one in all_told]
-        whole = sorted((c for part in parts for c in part.cartridges), key=lambda c: c.name)
+        cartridges = sorted((c for part in parts for c in part.cartridges), key=lambda c: c.name)
         hinted = sorted((c for part in parts for c in part.hinted), key=lambda c: c.name)
-        return CartridgeSnapshot(version, tuple(whole), tuple(hinted))
+        return CartridgeSnapshot(version, tuple(cartridges), tuple(hinted))
 
     async def _put_own(self, version: int, there: CartridgeSnapshot) -> CartridgeSnapshot:
         """Put this rank's cartridges of `version` that differ from those `there`."""
         snapshot = self._trainer.snapshot(version)
-        stem, of = f"{PUBLISHED}{version}", self._fingerprints.fingerprint
+        stem, fingerprint = f"{PUBLISHED}{version}", self._fingerprints.fingerprint
         cartridges = await put_changed(
             lambda tensors: self._plane.put(unique_key(stem), tensors),
-            snapshot.since, snapshot.kv, of, there.cartridges,
+            snapshot.since, snapshot.kv, fingerprint, there.cartridges,
         )  # fmt: skip
         hinted = await put_changed(
             lambda tensors: self._plane.put(unique_key(f"{stem}/hinted"), tensors),
-            snapshot.since, snapshot.hinted or {}, of, there.hinted,
+            snapshot.since, snapshot.hinted or {}, fingerprint, there.hinted,
         )  # fmt: skip
         return CartridgeSnapshot(version, cartridges, hinted)
 
@@ -320,25 +325,25 @@ def bank_of(
     model: LanguageModel,
     base: ModelSource,
     learn: LearnSpec,
-    given: Mapping[str, Start],
+    starts: Mapping[str, Start],
 ) -> CartridgeBank:
     """Return the bank of `base.cartridges`, untrained but for the `given` ones. A document is read
     only where its cartridge needs it. Raises DataError as `initial_bank` does."""
     once = replace(base, max_kv_bytes=0)  # each document is asked for once, and none is held
     cache = once.document_cache(partial(document_kv, model))
-    of = learn.cartridge
+    spec = learn.cartridge
     lacking = {
         name: contexts
         for name, contexts in base.cartridges.items()
-        if name not in given or given[name][0].shape[3] < of.tokens
+        if name not in starts or starts[name][0].shape[3] < spec.tokens
     }
     vocabulary = partial(text_ids, base.path)
     sources = init_sources(lacking, base.documents, cache, model.longest, vocabulary)
     start = CartridgeInit(
-        of.fresh or "first_tokens",  # of no cartridge, where every one is given
-        of.tokens,
-        of.frozen_tokens,
+        spec.fresh or "first_tokens",  # of no cartridge, where every one is given
+        spec.tokens,
+        spec.frozen_tokens,
         learn.train.seed,
-        of.start.pad if of.start is not None else None,
+        spec.start.pad if spec.start is not None else None,
     )
-    return initial_bank(model, sources, start, given)
+    return initial_bank(model, sources, start, starts)

@@ -36,7 +36,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig | None:
     """Return the facts of a config.json; None for a model that the decoder does not know."""
     family = config.get("model_type")
     rope = rope_of(config)
-    known = (
+    is_known = (
         family in FAMILIES
         and config.get("hidden_act", "silu") == "silu"
         and not config.get("mlp_bias")
@@ -47,7 +47,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig | None:
         and (family == "llama" or config.get("num_key_value_heads"))
         and (family != "mistral" or "sliding_window" in config)
     )
-    if not known:
+    if not is_known:
         return None
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     bias = bool(config.get("attention_bias"))

@@ -85,7 +85,7 @@ def initial_cartridges(
     model: LanguageModel,
     sources: Iterable[InitSource],
     start: CartridgeInit,
-    given: Mapping[str, Start],
+    starts: Mapping[str, Start],
 ) -> dict[str, Start]:
     """Return every cartridge at its start, by name: the `given` ones and those of `sources`. A
     given cartridge of fewer than P tokens is padded from the source of its name.
@@ -93,37 +93,37 @@ def initial_cartridges(
     Raises DataError for a document that is not longer than a cartridge made of it.
     """
     by_name = {source.name: source for source in sources}
-    made = {}
-    for name in sorted({*by_name, *given}):
+    cartridges = {}
+    for name in sorted({*by_name, *starts}):
         source = by_name.get(name)
         if source is not None:
             check_longer(name, len(source.ids), start.tokens)
-        if name in given:
-            kv, frozen = given[name]
-            made[name] = resized(model, source, start, kv, frozen), frozen
+        if name in starts:
+            kv, frozen = starts[name]
+            cartridges[name] = resized(model, source, start, kv, frozen), frozen
         else:
             assert source is not None
-            made[name] = INITS[start.init](model, source, start).float(), start.frozen
-    return made
+            cartridges[name] = INITS[start.init](model, source, start).float(), start.frozen
+    return cartridges
 
 
 def initial_bank(
     model: LanguageModel,
     sources: Iterable[InitSource],
     start: CartridgeInit,
-    given: Mapping[str, Start] | None = None,
+    starts: Mapping[str, Start] | None = None,
 ) -> CartridgeBank:
     """Return a bank of `initial_cartridges`. Raises DataError as that does, and where cartridges
     differ in frozen tokens."""
-    made = initial_cartridges(model, sources, start, given or {})
-    counts = {frozen: name for name, (_, frozen) in made.items()}
+    cartridges = initial_cartridges(model, sources, start, starts or {})
+    counts = {frozen: name for name, (_, frozen) in cartridges.items()}
     if len(counts) > 1:
-        shown = ", ".join(f"{name} {frozen}" for frozen, name in sorted(counts.items()))
+        listing = ", ".join(f"{name} {frozen}" for frozen, name in sorted(counts.items()))
         raise DataError(
-            f"the cartridges of a run have equally many frozen tokens: got {shown}; start from "
+            f"the cartridges of a run have equally many frozen tokens: got {listing}; start from "
             "files that agree, and set cartridge.frozen to their number"
         )
-    return CartridgeBank(list(made), [kv for kv, _ in made.values()], *counts)
+    return CartridgeBank(list(cartridges), [kv for kv, _ in cartridges.values()], *counts)
 
 
 def resized(
@@ -139,12 +139,12 @@ def resized(
     if (missing := start.tokens - kv.shape[3]) == 0:
         return kv
     sink, learned = kv[:, :, :, : start.tokens].tensor_split([frozen], dim=3)
-    own = torch.cat([sink, shifted(learned, missing, model.frequencies())], dim=3)
+    joined = torch.cat([sink, shifted(learned, missing, model.frequencies())], dim=3)
     if missing < 0:
-        return own
+        return joined
     assert start.pad is not None, "refused before the cartridge was read"
     assert source is not None, "a padded cartridge has its document"
-    return torch.cat([own, PADS[start.pad](model, source, start, own).float()], dim=3)
+    return torch.cat([joined, PADS[start.pad](model, source, start, joined).float()], dim=3)
 
 
 def beginning(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
@@ -167,12 +167,12 @@ def shares(lengths: Sequence[int], tokens: int) -> list[int]:
     tokens than the texts have."""
     if tokens > sum(lengths):
         raise ValueError(f"texts of {sum(lengths)} tokens have no first {tokens}")
-    found, left = [0] * len(lengths), tokens
+    counts, remaining = [0] * len(lengths), tokens
     shortest = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
-    for place, i in enumerate(shortest):
-        found[i] = min(lengths[i], left // (len(lengths) - place))
-        left -= found[i]
-    return found
+    for rank, i in enumerate(shortest):
+        counts[i] = min(lengths[i], remaining // (len(lengths) - rank))
+        remaining -= counts[i]
+    return counts
 
 
 def random_text(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
@@ -186,21 +186,21 @@ def random_vectors(model: LanguageModel, source: InitSource, start: CartridgeIni
     """Return independent normal numbers after the frozen tokens. Mean and standard deviation are
     those of the document's tokens after the frozen ones, for each layer, head and channel, keys and
     values apart."""
-    whole = source.whole()
-    drawn = _drawn(source, whole, start, start.frozen, "random_vectors")
-    return torch.cat([whole[:, :, :, : start.frozen], drawn], dim=3)
+    kv = source.whole()
+    drawn = _drawn(source, kv, start, start.frozen, "random_vectors")
+    return torch.cat([kv[:, :, :, : start.frozen], drawn], dim=3)
 
 
 def _drawn(
-    source: InitSource, whole: Tensor, start: CartridgeInit, beside: int, stream: str
+    source: InitSource, source_kv: Tensor, start: CartridgeInit, sinks: int, stream: str
 ) -> Tensor:
     """Draw P - `beside` vectors like those of the document, `whole`, behind its frozen tokens."""
-    kv = whole[:, :, :, start.frozen :].float()
-    size = (*kv.shape[:3], start.tokens - beside, kv.shape[4])
+    kv = source_kv[:, :, :, start.frozen :].float()
+    size = (*kv.shape[:3], start.tokens - sinks, kv.shape[4])
     draws = torch.Generator().manual_seed(stream_seed(f"init/{stream}/{start.seed}/{source.name}"))
     noise = torch.randn(size, generator=draws).to(kv.device)
     drawn = kv.mean(3, keepdim=True) + kv.std(3, keepdim=True) * noise
-    return drawn.to(whole.dtype)
+    return drawn.to(source_kv.dtype)
 
 
 def sampled_chunks(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
@@ -221,8 +221,8 @@ def chunks(length: int, tokens: int, rng: random.Random) -> list[range]:
     # The slots are gap tokens and chunks, in order: draw which of them are chunks.
     places = sorted(rng.sample(range(left_out + count), count))
     spans, used = [], 0
-    for i, (place, size) in enumerate(zip(places, sizes, strict=True)):
-        first = place - i + used
+    for i, (start, size) in enumerate(zip(places, sizes, strict=True)):
+        first = start - i + used
         spans.append(range(first, first + size))
         used += size
     return spans
@@ -231,8 +231,8 @@ def chunks(length: int, tokens: int, rng: random.Random) -> list[range]:
 def matched(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """Return the document's KV compacted to P entries by attention matching."""
     attention_matched = resolve("hooks", "attention_matching")
-    whole = source.whole()
-    compacted: Tensor = attention_matched(model, source.ids, whole, start.tokens, start.frozen)
+    kv = source.whole()
+    compacted: Tensor = attention_matched(model, source.ids, kv, start.tokens, start.frozen)
     return compacted
 
 

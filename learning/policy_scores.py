@@ -50,7 +50,7 @@ def shared_logprobs(
     begins = [0]
     for s in samples:
         begins.append(begins[-1] + len(s.response_ids))
-    found = torch.zeros(begins[-1], dtype=torch.float32, device=model.device)
+    values = torch.zeros(begins[-1], dtype=torch.float32, device=model.device)
     mine = [i for i, s in enumerate(samples) if s.cartridge in prefixes]
     parts = [[mine[n] for n in part] for part in _parts([samples[i] for i in mine], micro_tokens)]
     if not ranks.apart:
@@ -63,11 +63,11 @@ def shared_logprobs(
         logprobs = response_logprobs(model, [samples[i] for i in part], prefixes, row_tokens)
         at = [t for i in part for t in range(begins[i], begins[i + 1])]
         if part:
-            found[at] = logprobs
+            values[at] = logprobs
     if ranks.rank % ranks.tensor:  # ranks of one copy have the same numbers: one adds them
-        found.zero_()
-    ranks.add(found)
-    return found
+        values.zero_()
+    ranks.add(values)
+    return values
 
 
 def document_logprobs(batch: TrainBatch, teacher: TeacherDistribution) -> Tensor:
@@ -117,11 +117,11 @@ def check_policy(
             f"RL sample {s.id} was drawn at temperature {drawn.temperature}, top_p {drawn.top_p}, "
             f"top_k {drawn.top_k}, which biases the policy's ratio; sample at 1, 1 and 0"
         )
-    own = {v for v, trained in zip(s.versions, r.trained, strict=True) if trained}
-    if not recorded and batch.scores.get("old") is None and own != {version}:
+    versions = {v for v, trained in zip(s.versions, r.trained, strict=True) if trained}
+    if not recorded and batch.scores.get("old") is None and versions != {version}:
         raise StaleTokenError(
-            f"RL sample {s.id} was sampled by versions {sorted(own)}, and version {version} is "
-            "being trained: give scores of old, the log-probabilities under the versions that "
+            f"RL sample {s.id} was sampled by versions {sorted(versions)}, and version {version} "
+            "is being trained: give scores of old, the log-probabilities under the versions that "
             "sampled it (learning.teacher.response_logprobs); nothing was trained on it"
         )
 

@@ -37,11 +37,11 @@ class TokenText:
     def add(self, token: int) -> str:
         """Return the text that the token adds."""
         self._ids.append(token)
-        known = self._decode(self._ids[self._from : self._read])
-        whole = self._decode(self._ids[self._from :])
+        known_text = self._decode(self._ids[self._from : self._read])
+        text = self._decode(self._ids[self._from :])
         new = ""
-        if len(whole) > len(known) and not whole.endswith(UNFINISHED):
-            new = whole[len(known) :]
+        if len(text) > len(known_text) and not text.endswith(UNFINISHED):
+            new = text[len(known_text) :]
             self._from, self._read = self._read, len(self._ids)
         self.text += new
         self.ends.append(len(self.text))
@@ -50,8 +50,8 @@ class TokenText:
     def rest(self) -> str:
         """Return the text held back at the end of a response, even if it is unfinished, and add it
         to `text`."""
-        known = self._decode(self._ids[self._from : self._read])
-        new = self._decode(self._ids[self._from :])[len(known) :]
+        known_text = self._decode(self._ids[self._from : self._read])
+        new = self._decode(self._ids[self._from :])[len(known_text) :]
         self._from = self._read = len(self._ids)
         self.text += new
         return new
@@ -101,8 +101,8 @@ class StopChecker:
                     return cut
                 at = self._said.text.find(string, at + 1)
         for pattern in self._patterns:
-            for found in pattern.finditer(self._said.text):
-                if cut := self._cut(found.start(), pattern.pattern):
+            for match in pattern.finditer(self._said.text):
+                if cut := self._cut(match.start(), pattern.pattern):
                     return cut
         return None
 

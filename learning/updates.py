@@ -45,7 +45,7 @@ def run_updates(
     """
     learning = {_cartridge(s) for s in (*batch.doc, *(r.sample for r in batch.rl), *batch.pairs)}
     learning |= {_cartridge(item) for items in batch.extra.values() for item in items}
-    held = {name: own.hold() for name, own in progress.items() if name in learning}
+    saved = {name: part.hold() for name, part in progress.items() if name in learning}
     outputs: list[TrainStepOutput] = []
 
     def draws(cartridge: str, n: int) -> random.Random:
@@ -57,8 +57,8 @@ def run_updates(
             for part in divide(batch, minibatches, partial(draws, n=n)):
                 outputs.append(update(part, not outputs))
     except BaseException:
-        for name, before in held.items():
-            progress[name].take_back(before)
+        for name, state in saved.items():
+            progress[name].take_back(state)
         raise
     return joined_output(outputs, passes)
 
@@ -91,9 +91,9 @@ def divide(
         return [batch]
     shares = [Share() for _ in range(parts)]
     for cartridge, kinds in _units(batch).items():
-        own, dealt = draws(cartridge), 0
+        drawn, dealt = draws(cartridge), 0
         for units in kinds:
-            own.shuffle(units)
+            drawn.shuffle(units)
             for unit in units:
                 shares[dealt % parts].add(unit)
                 dealt += 1
@@ -128,30 +128,30 @@ def joined_output(outputs: Sequence[TrainStepOutput], passes: int) -> TrainStepO
 def _joined_cartridges(
     parts: Sequence[Mapping[str, Mapping[str, float]]], passes: int
 ) -> dict[str, dict[str, float]]:
-    found = {}
+    joined = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        own = [part[name] for part in parts if name in part]
-        norm = sum(update["grad_norm"] for update in own) / len(own)
-        tokens = sum(int(update["tokens"]) for update in own) // passes
-        found[name] = {**own[0], "grad_norm": norm, "tokens": tokens}
-    return found
+        updates = [part[name] for part in parts if name in part]
+        norm = sum(update["grad_norm"] for update in updates) / len(updates)
+        tokens = sum(int(update["tokens"]) for update in updates) // passes
+        joined[name] = {**updates[0], "grad_norm": norm, "tokens": tokens}
+    return joined
 
 
 def _joined_term(parts: Sequence[Mapping[str, float]], passes: int) -> dict[str, float]:
-    found: dict[str, float] = {}
+    facts: dict[str, float] = {}
     for fact in dict.fromkeys(fact for part in parts for fact in part):
-        held = [(part[fact], part["count"]) for part in parts if fact in part]
+        values = [(part[fact], part["count"]) for part in parts if fact in part]
         if fact in ("weight", "grad_norm"):
-            found[fact] = held[0][0]
-        elif isinstance(held[0][0], int):
-            found[fact] = sum(int(value) for value, _ in held) // passes
+            facts[fact] = values[0][0]
+        elif isinstance(values[0][0], int):
+            facts[fact] = sum(int(value) for value, _ in values) // passes
         else:
-            whole = sum(count for _, count in held)
-            found[fact] = sum(value * count for value, count in held) / max(whole, 1)
+            total = sum(count for _, count in values)
+            facts[fact] = sum(value * count for value, count in values) / max(total, 1)
     with_data = [part for part in parts if part["count"]]
     if with_data:
-        found |= {f"{fact}_last": with_data[-1][fact] for fact in LAST if fact in with_data[-1]}
-    return {**found, "updates": len(parts)}
+        facts |= {f"{fact}_last": with_data[-1][fact] for fact in LAST if fact in with_data[-1]}
+    return {**facts, "updates": len(parts)}
 
 
 def _units(batch: TrainBatch) -> dict[str, list[list[Share]]]:
@@ -194,7 +194,7 @@ def _cartridge(item: Any) -> str:
 def part_of(batch: TrainBatch, share: Share) -> TrainBatch:
     """Return what a share holds of a batch, with its scores."""
     doc, rl, turns = sorted(share.doc), sorted(share.rl), sorted(share.turns)
-    place = {i: n for n, i in enumerate(doc)}
+    index_of = {i: n for n, i in enumerate(doc)}
     marks = batch.doc_trained
     scores: dict[str, Any] = dict(batch.scores)
     for name in OF_EPISODES:
@@ -209,7 +209,7 @@ def part_of(batch: TrainBatch, share: Share) -> TrainBatch:
         doc=[batch.doc[i] for i in doc],
         doc_trained=None if marks is None else [marks[i] for i in doc],
         doc_stored=[
-            replace(s, sample=place[s.sample]) for s in batch.doc_stored if s.sample in place
+            replace(s, sample=index_of[s.sample]) for s in batch.doc_stored if s.sample in index_of
         ],
         rl=[batch.rl[i] for i in rl],
         turns=[batch.turns[i] for i in turns],

@@ -96,8 +96,8 @@ class EngineDied(RunError):
     def of(cls, error: BaseException, suspect: bool = True) -> EngineDied:
         """Return the report of an engine's error, with the place that raised it."""
         raised = traceback.extract_tb(error.__traceback__)[-1:]
-        place = "".join(f" ({Path(at.filename).name}:{at.lineno})" for at in raised)
-        died = cls(f"the engine died: {type(error).__name__}: {error}{place}", suspect)
+        locations = "".join(f" ({Path(at.filename).name}:{at.lineno})" for at in raised)
+        died = cls(f"the engine died: {type(error).__name__}: {error}{locations}", suspect)
         died.__cause__ = error
         return died
 

@@ -87,13 +87,13 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, create: bool =
 def _append(path: Path, data: bytes, flags: int) -> None:
     file = os.open(path, flags, 0o666)
     try:
-        before, written = os.fstat(file).st_size, 0
+        size, count = os.fstat(file).st_size, 0
         try:
-            while written < len(data):
-                written += os.write(file, data[written:])
+            while count < len(data):
+                count += os.write(file, data[count:])
         except OSError:  # the next row would follow a part of this one
             with suppress(OSError):
-                os.ftruncate(file, before)
+                os.ftruncate(file, size)
             raise
     finally:
         os.close(file)
@@ -135,8 +135,8 @@ def salvage(
     file. A missing file has none of them."""
 
     def read(line: bytes) -> dict[str, Any] | None:
-        found = _object(line)
-        return found if found is not None and is_row(found) else None
+        row = _object(line)
+        return row if row is not None and is_row(row) else None
 
     rows: list[dict[str, Any]] = []
     damaged = []
@@ -151,10 +151,10 @@ def salvage(
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):  # torn JSON, or a character cut in two
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:

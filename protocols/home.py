@@ -32,5 +32,5 @@ def _home() -> Path:
 def model_names() -> list[str]:
     """Return the names of the models that are kept, in order."""
     folder = models_folder()
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(p.name for p in found if (p / "config.json").is_file())
+    folders = folder.iterdir() if folder.is_dir() else ()
+    return sorted(p.name for p in folders if (p / "config.json").is_file())

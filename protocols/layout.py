@@ -62,9 +62,9 @@ def length_warning(tokens: int, texts: Mapping[str, int]) -> str | None:
     if not long:
         return None
     name, size = min(long.items(), key=lambda item: item[1])
-    others = f" and {len(long) - 1} more" if len(long) > 1 else ""
+    more = f" and {len(long) - 1} more" if len(long) > 1 else ""
     return (
-        f"cartridge.tokens ({tokens:,}) is no fewer than the {size:,} tokens of {name}{others}: "
+        f"cartridge.tokens ({tokens:,}) is no fewer than the {size:,} tokens of {name}{more}: "
         "such a cartridge saves nothing; lower it, for example "
         f"--set cartridge.tokens={max(2, size // 8)}"
     )
@@ -79,14 +79,14 @@ def layout_of(spec: CartridgeSpec, documents: Mapping[str, str]) -> CartridgeLay
     if spec.per == "corpus":
         return CartridgeLayout(documents, {CORPUS: tuple(names)})
     assert spec.groups is not None
-    found = {group: _members(group, p, names) for group, p in spec.groups.items()}
-    grouped = {name for members in found.values() for name in members}
+    groups = {group: _members(group, p, names) for group, p in spec.groups.items()}
+    grouped = {name for members in groups.values() for name in members}
     if lacking := [name for name in names if name not in grouped]:
         raise DataError(
             f"cartridge.groups has no group for {', '.join(lacking)}; add a pattern that matches, "
             "such as '*', or give other data"
         )
-    return CartridgeLayout(documents, found)
+    return CartridgeLayout(documents, groups)
 
 
 def _members(group: str, patterns: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:

@@ -62,14 +62,14 @@ class Plugin:
 
     def place(self, kind: Kind, name: str) -> str:
         """Return the place of an object, "module:attribute"."""
-        place: str = getattr(self, kind)[name]
-        return place
+        target: str = getattr(self, kind)[name]
+        return target
 
     def entries(self) -> Iterator[tuple[Kind, str, str]]:
         """Yield the kind, name and place of every object."""
         for kind in NOUNS:
-            for name, place in getattr(self, kind).items():
-                yield kind, name, place
+            for name, target in getattr(self, kind).items():
+                yield kind, name, target
 
 
 def resolve(kind: Kind, name: str) -> Any:
@@ -111,8 +111,8 @@ def module_of(kind: Kind, name: str) -> str:
 
 def load(plugin: Plugin, kind: Kind, name: str) -> Any:
     """Import and return a plug-in's object. Raises SpecError that names what is missing."""
-    place = plugin.place(kind, name)
-    module, _, attribute = place.partition(":")
+    target = plugin.place(kind, name)
+    module, _, attribute = target.partition(":")
     what = f"{NOUNS[kind]} {name} of the plug-in {plugin.name}"
     try:
         imported = import_module(module)
@@ -120,10 +120,10 @@ def load(plugin: Plugin, kind: Kind, name: str) -> Any:
         missing = error.name or module
         if not isinstance(error, ModuleNotFoundError):
             remedy = f"install a version of {plugin.name} that fits this one of Cartridge Forge"
-            raise SpecError(f"{what} at {place} does not import ({error}); {remedy}") from error
+            raise SpecError(f"{what} at {target} does not import ({error}); {remedy}") from error
         if f"{module}.".startswith(f"{missing}."):
             raise MissingPluginError(
-                f"{what} is at {place}, which is not installed: install the plug-in "
+                f"{what} is at {target}, which is not installed: install the plug-in "
                 f"{plugin.name}, or leave {name} out"
             ) from error
         raise SpecError(
@@ -132,7 +132,7 @@ def load(plugin: Plugin, kind: Kind, name: str) -> Any:
         ) from error
     if not hasattr(imported, attribute):
         raise SpecError(
-            f"{what} is at {place}, and that module has no {attribute}; install a version of "
+            f"{what} is at {target}, and that module has no {attribute}; install a version of "
             f"{plugin.name} that fits this one of Cartridge Forge"
         )
     return getattr(imported, attribute)

@@ -100,14 +100,14 @@ def read_secret(who: str, name: str, what: str, remedy: str = "") -> SecretStr:
     text = secret_text(name)
     if not re.fullmatch(r"[!-~]+", text):
         path = name.removeprefix(FILE)
-        place, act = (
+        source, act = (
             (f"the environment variable {name}", "export it")
             if path == name
             else (f"the file {path}", "write it there")
         )
         got = "something with blanks or beyond ASCII" if text else "none"
         raise SpecError(
-            f"{who}: {place} must hold {what}, got {got}; {act}{', ' if remedy else ''}{remedy}"
+            f"{who}: {source} must hold {what}, got {got}; {act}{', ' if remedy else ''}{remedy}"
         )
     return SecretStr(text)
 

@@ -60,8 +60,8 @@ BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
 
 def composed_ref(parts: Sequence[PrefixRef]) -> PrefixRef:
     """Return the composition of single prefixes, at least one, in this order."""
-    first, *others = parts
-    return PrefixRef(first.name, first.version, tuple(others))
+    first, *later = parts
+    return PrefixRef(first.name, first.version, tuple(later))
 
 
 @dataclass(frozen=True)
@@ -277,13 +277,13 @@ class CacheStats:
             self.evictions + other.evictions,
         )
 
-    def since(self, before: CacheStats) -> CacheStats:
+    def since(self, earlier: CacheStats) -> CacheStats:
         """Return the counts added after `before`, an earlier state of the same counts."""
         return CacheStats(
-            self.hits - before.hits,
-            self.host_hits - before.host_hits,
-            self.misses - before.misses,
-            self.evictions - before.evictions,
+            self.hits - earlier.hits,
+            self.host_hits - earlier.host_hits,
+            self.misses - earlier.misses,
+            self.evictions - earlier.evictions,
         )
 
 
@@ -348,7 +348,7 @@ class TrainStepOutput(TimedReply):
     published: CartridgeSnapshot | None = None
 
 
-def require_ids(ids: Sequence[int], vocabulary: int, place: str) -> None:
+def require_ids(ids: Sequence[int], vocabulary: int, source: str) -> None:
     """Raise DataError for an id that a model of `vocabulary` embeddings does not have: they raise
     for an unknown one, on a GPU for good. `place` says what the ids are of: "the prompt of request
     r1"."""
@@ -356,7 +356,7 @@ def require_ids(ids: Sequence[int], vocabulary: int, place: str) -> None:
         return
     at, wrong = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocabulary)
     raise DataError(
-        f"{place} has the token id {wrong} at {at}, and the model has ids from 0 to "
+        f"{source} has the token id {wrong} at {at}, and the model has ids from 0 to "
         f"{vocabulary - 1}; tokenise with the tokenizer that belongs to the model, and leave the "
         "text of tokens out that it has beyond the model's"
     )
@@ -414,8 +414,8 @@ class PolicySample:
                 "episode that could not be judged"
             )
         unsampled = [
-            t for t, (own, v) in enumerate(zip(self.trained, s.versions, strict=False))
-            if own and v < 0
+            t for t, (is_trained, v) in enumerate(zip(self.trained, s.versions, strict=False))
+            if is_trained and v < 0
         ]  # fmt: skip
         if unsampled:
             raise DataError(
@@ -522,7 +522,7 @@ class PrecomputedScores:
     logprobs: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
-        shapes = [[len(at) for at in told] for told in (self.ids, self.logprobs)]
+        shapes = [[len(at) for at in rows] for rows in (self.ids, self.logprobs)]
         if shapes[0] != shapes[1] or len(set(shapes[0])) != 1 or not shapes[0][0]:
             raise DataError(
                 f"stored scores have {shapes[0]} ids and {shapes[1]} log-probabilities at their "
@@ -579,15 +579,15 @@ def hinted(items: Sequence[HintedTurn], samples: Sequence[PolicySample]) -> list
     Raises DataError for a turn whose sample is missing, or whose span is not wholly the student's
     own tokens.
     """
-    known = {r.sample.id: r for r in samples}
-    found = []
+    by_id = {r.sample.id: r for r in samples}
+    hint_items = []
     for item in items:
-        if item.sample not in known:
+        if item.sample not in by_id:
             raise DataError(
                 f"a hinted turn points to sample {item.sample}, which is not in the batch; "
                 "send a turn together with its RL sample"
             )
-        r = known[item.sample]
+        r = by_id[item.sample]
         if item.stop > len(r.trained) or not all(r.trained[item.start : item.stop]):
             raise DataError(
                 f"the hinted turn of {item.sample} spans response tokens [{item.start}, "
@@ -595,7 +595,7 @@ def hinted(items: Sequence[HintedTurn], samples: Sequence[PolicySample]) -> list
                 "answers"
             )
         turn = slice(item.start, item.stop)
-        found.append(
+        hint_items.append(
             replace(
                 r.sample,
                 id=f"{item.sample}[{item.start}:{item.stop}]",
@@ -605,7 +605,7 @@ def hinted(items: Sequence[HintedTurn], samples: Sequence[PolicySample]) -> list
                 versions=r.sample.versions[turn],
             )
         )
-    return found
+    return hint_items
 
 
 def completions(pairs: Sequence[PreferencePair]) -> list[Sample]:

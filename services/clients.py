@@ -79,9 +79,9 @@ class RoleClient:
         return self._pools[self.role]
 
 
-async def use_plane(pool: Pool, told: int, plane: TensorPlane) -> None:
+async def use_plane(pool: Pool, life: int, plane: TensorPlane) -> None:
     """Make every replica pass tensors over `plane`; `told` rises with every call."""
-    pool.remember(PLANE_TOPIC, [PoolUpdate(PLANE_TOPIC, told, "use_plane", (plane,))])
+    pool.remember(PLANE_TOPIC, [PoolUpdate(PLANE_TOPIC, life, "use_plane", (plane,))])
     if CARTRIDGE_TOPIC in pool.updates:  # a new replica reads them over this plane
         pool.remember(CARTRIDGE_TOPIC, pool.updates[CARTRIDGE_TOPIC])
     await pool.tell()
@@ -145,17 +145,17 @@ class GeneratorClient(RoleClient):
         """
 
         async def share(items: Sequence[GenerateRequest]) -> list[Completion]:
-            done: GenerateOutput
-            replica, done = await self.pool.route_named("generate", Packed(tuple(items)))
-            for completion in done.completions:
+            output: GenerateOutput
+            replica, output = await self.pool.route_named("generate", Packed(tuple(items)))
+            for completion in output.completions:
                 if completion.error:
                     raise PublishError(f"{completion.request_id}: {completion.error}")
             self._sampled |= dict.fromkeys((r.id for r in items), replica)
             if self._published is not None:
-                self._published.check(replica, items, done.completions)
+                self._published.check(replica, items, output.completions)
             if replied is not None:
-                replied(done.completions)
-            return list(done.completions)
+                replied(output.completions)
+            return list(output.completions)
 
         most = None if replied is None else self._chunk
         completions = (
@@ -215,9 +215,9 @@ class GeneratorClient(RoleClient):
             if told is not None:
                 await self._end(requests)
 
-    def _listen(self, told: Mapping[str, Callable[[TokenChunk], None]]) -> TokenPort:
+    def _listen(self, listeners: Mapping[str, Callable[[TokenChunk], None]]) -> TokenPort:
         """Return the port whose tokens of these requests are passed on, until `_end`."""
-        self._told |= told
+        self._told |= listeners
         if self._hearing is None:
             port, receiver = Channel[Any].open()
             task = asyncio.create_task(_hear(receiver, self._told))
@@ -363,11 +363,11 @@ class TrainerClient(RoleClient):
         await ask(replica, "recover", (), deadline)
 
 
-async def _hear(receiver: Any, told: Mapping[str, Callable[[TokenChunk], None]]) -> None:
+async def _hear(receiver: Any, listeners: Mapping[str, Callable[[TokenChunk], None]]) -> None:
     while True:
-        for came in await receiver.recv():
-            if came.request_id in told:  # else its call has ended
-                told[came.request_id](came)
+        for chunk in await receiver.recv():
+            if chunk.request_id in listeners:  # else its call has ended
+                listeners[chunk.request_id](chunk)
 
 
 class PublishedCartridges:
@@ -411,22 +411,28 @@ class PublishedCartridges:
             for part, got in zip(parts, served, strict=True):
                 if part.name.startswith(CARTRIDGE):
                     name = part.name.removeprefix(CARTRIDGE)
-                    of = self._known.get(part.version, {})
-                    self._compare(replica, request.id, name, part.version, got, of)
+                    fingerprints = self._known.get(part.version, {})
+                    self._compare(replica, request.id, name, part.version, got, fingerprints)
 
     def check_served(
         self, replica: str, what: str, version: int, served: Mapping[str, str]
     ) -> None:
         """Raise StaleTokenError unless `replica`, which reads hints, read for `what` the numbers
         that were published for hints with `version`."""
-        of = self._hinted.get(version, self._known.get(version, {}))
+        fingerprints = self._hinted.get(version, self._known.get(version, {}))
         for name, got in served.items():
-            self._compare(replica, what, name, version, got, of)
+            self._compare(replica, what, name, version, got, fingerprints)
 
     def _compare(
-        self, replica: str, what: str, name: str, version: int, got: str, of: Mapping[str, str]
+        self,
+        replica: str,
+        what: str,
+        name: str,
+        version: int,
+        got: str,
+        fingerprints: Mapping[str, str],
     ) -> None:
-        published = of.get(name)
+        published = fingerprints.get(name)
         if published is None or got == published:
             return
         raise StaleTokenError(
@@ -439,7 +445,12 @@ class PublishedCartridges:
 
     def _whose(self, got: str, name: str) -> str:
         """Return which published cartridge has this fingerprint, one of this name if any."""
-        holders = [(n, v) for v, of in self._known.items() for n in of if of[n] == got]
+        holders = [
+            (n, v)
+            for v, fingerprints in self._known.items()
+            for n in fingerprints
+            if fingerprints[n] == got
+        ]
         if not holders:
             return f"which no published cartridge has (versions {sorted(self._known)})"
         one, version = min(holders, key=lambda holder: (holder[0] != name, holder))

@@ -12,17 +12,17 @@ def listen(address: str, key: str) -> socket.socket:
     taken."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    made = socket.socket(family)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Connections inherit it. Without, a token waits 40 ms for the receipt of what was sent before:
     # asyncio sets it only where a socket names its protocol.
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        made.bind((host.strip("[]"), int(port)))
+        listener.bind((host.strip("[]"), int(port)))
     except OSError as error:
-        made.close()
+        listener.close()
         raise SpecError(
             f"{key}: cannot listen on {address}: {error.strerror}; choose another port, or "
             "127.0.0.1:0 for any free one"
         ) from error
-    return made
+    return listener

@@ -82,7 +82,7 @@ class Mesh:
     async def open_plane(self, store: Replica | None = None) -> None:
         """Open the plane in the store's process (TorchStore), and replace an earlier plane."""
         procs = store.process.procs if store is not None and store.process is not None else None
-        before, life = self._store_plane, next(self._lives)
+        previous, life = self._store_plane, next(self._lives)
         plane = await open_plane(self._spec.carrier, procs, self._timeout_s)
         if self.relays is not None and procs is not None:
             await self.relays.open_store(procs, self._spec.hosts)
@@ -90,10 +90,10 @@ class Mesh:
         await self._tell_plane()
         # Set last: a caller that fails with this `plane_life` already uses this plane.
         self.plane_life = life
-        if before is None:
+        if previous is None:
             return
         with contextlib.suppress(PlaneError):  # its storage is gone; remove its list of keys
-            await before.stop()
+            await previous.stop()
         if self.refill is not None:
             await self.refill()
 
@@ -216,9 +216,9 @@ async def open_generators(
         note=note,
     )
     service.warm([role.threads] * role.replicas)
-    held = (model.path, model.dtype, role.threads, documents, SERVED_KV_BYTES, NoPlane())
+    arguments = (model.path, model.dtype, role.threads, documents, SERVED_KV_BYTES, NoPlane())
     verdict = kept_verdict(model.path)
-    base = ModelSource(*held, device=device_of(role), verdict=verdict)
+    base = ModelSource(*arguments, device=device_of(role), verdict=verdict)
     args = (base, end_ids, EVERY_VERSION, generator)
     return service, service.spawn(
         actor_class(ENGINE_GENERATOR), args=args, role="generator", spec=role
@@ -238,12 +238,12 @@ async def spawn_roles(
     Raises RunError that names the role and replica, and DataError for a document with a token that
     the model does not have.
     """
-    if (known := vocabulary_of(Path(spec.learn.model.path))) is not None:
+    if (vocabulary := vocabulary_of(Path(spec.learn.model.path))) is not None:
         for name, ids in documents.items():
-            require_ids(ids, known, f"document {name}")
+            require_ids(ids, vocabulary, f"document {name}")
     store = spec.mesh.carrier == "torchstore"
     local = spec.mesh.hosts.kind == "local"
-    here = () if local else roles_here(spec)
+    local_roles = () if local else roles_here(spec)
     variables = role_variables(spec)
     # A spare is one process, on no device, with the variables of most roles.
     roles = [
@@ -251,7 +251,7 @@ async def spawn_roles(
         for name, role in spec.roles
         if not role.gpus
         and role.procs == 1
-        and name not in here
+        and name not in local_roles
         and variables.get(name) == variables.get("")
     ]
     mesh.service.warm(
@@ -288,7 +288,7 @@ async def spawn_roles(
             role=name,
             spec=with_room(name, role, spec.learn),
             prepare=_recover if name == "trainer" else None,
-            check=None if local or name in here else _check(name, spec, directory),
+            check=None if local or name in local_roles else _check(name, spec, directory),
         )
     await mesh.service.ready()
     mesh.service.keep_spares()
@@ -308,7 +308,9 @@ def _check(name: str, spec: RunSpec, directory: RunDirectory) -> Check | None:
         same_files,
         role=name,
         read=read,
-        written=[str(directory.spec)] if name in WRITERS and not spec.mesh.records.store else [],
+        writable_paths=[str(directory.spec)]
+        if name in WRITERS and not spec.mesh.records.store
+        else [],
     )
 
 

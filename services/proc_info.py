@@ -18,8 +18,8 @@ class CpuSeconds:
     chosen: float
     all: float
 
-    def since(self, before: CpuSeconds) -> CpuSeconds:
-        return CpuSeconds(self.chosen - before.chosen, self.all - before.all)
+    def since(self, earlier: CpuSeconds) -> CpuSeconds:
+        return CpuSeconds(self.chosen - earlier.chosen, self.all - earlier.all)
 
     @property
     def share(self) -> float:
@@ -39,15 +39,15 @@ def gpus_of_host() -> int:
 def cpu_seconds(pid: int, chosen: Collection[int]) -> CpuSeconds:
     """Return user and system seconds of the `chosen` processes, and of the process `pid` with all
     its descendants, the dead ones included that their parents have waited for."""
-    own, waited = {}, {}
+    own_seconds, waited = {}, {}
     for member in (pid, *descendants(pid)):
         with contextlib.suppress(OSError):  # gone meanwhile
             fields = _fields(Path(f"/proc/{member}/stat").read_text())
             user, system, children_user, children_system = map(int, fields[11:15])
-            own[member] = (user + system) / TICKS
+            own_seconds[member] = (user + system) / TICKS
             waited[member] = (children_user + children_system) / TICKS
-    total = sum(own.values()) + sum(waited.values())
-    return CpuSeconds(sum(seconds for p, seconds in own.items() if p in chosen), total)
+    total = sum(own_seconds.values()) + sum(waited.values())
+    return CpuSeconds(sum(seconds for p, seconds in own_seconds.items() if p in chosen), total)
 
 
 def has_ended(pid: int) -> bool:

@@ -21,17 +21,17 @@ WRITERS = ("trainer", "teacher_replay")  # roles that write into the run directo
 def role_variables(spec: RunSpec) -> dict[str, tuple[str, ...]]:
     """Return the environment variables that processes need beyond ordinary ones, by role, "" for
     spares: those of the hub where the model is one of the hub's, and of the external teachers."""
-    replay, found = spec.learn.replay, dict[str, tuple[str, ...]]()
+    replay, variables = spec.learn.replay, dict[str, tuple[str, ...]]()
     if not Path(spec.learn.model.path).is_dir():
-        found = dict.fromkeys(("", *MODEL_ROLES), (*HUB, *PROXIES))
+        variables = dict.fromkeys(("", *MODEL_ROLES), (*HUB, *PROXIES))
     if replay is not None:
         names = {name for teacher in replay.teachers for name in teacher.secrets}
-        own = [LOCAL_KEY] if replay.local is not None else []
-        found["teacher_replay"] = (*sorted(names), *own, *PROXIES)
+        local_keys = [LOCAL_KEY] if replay.local is not None else []
+        variables["teacher_replay"] = (*sorted(names), *local_keys, *PROXIES)
     if spec.mesh.records.store is not None:
         for role in writers_apart(spec):
-            found[role] = (*found.get(role, PROXIES), *resolve("hooks", "store_variables"))
-    return found
+            variables[role] = (*variables.get(role, PROXIES), *resolve("hooks", "store_variables"))
+    return variables
 
 
 def writers_apart(spec: RunSpec) -> tuple[str, ...]:
@@ -40,8 +40,8 @@ def writers_apart(spec: RunSpec) -> tuple[str, ...]:
     if spec.mesh.hosts.kind == "local":
         return ()
     replay = spec.learn.replay
-    here = replay is not None and replay.local is not None  # the provider is on this host
-    return tuple(name for name in WRITERS if not (here and name == "teacher_replay"))
+    is_local = replay is not None and replay.local is not None  # the provider is on this host
+    return tuple(name for name in WRITERS if not (is_local and name == "teacher_replay"))
 
 
 def last_state_here(spec: RunSpec) -> bool:

@@ -65,14 +65,14 @@ def role_arguments(
         stored = StoredPlace(url, f"{spec.mesh.name}/{directory.id}")
     if name == "generator":
         # The version being sampled, and the versions that earlier rollouts are pinned to.
-        held = (base, end_ids, learn.train.staleness + 2)
+        reader_arguments = (base, end_ids, learn.train.staleness + 2)
         if learn.generator.backend != "vllm":
-            return held
-        return (*held, resolve("hooks", "engine_share")(spec))
+            return reader_arguments
+        return (*reader_arguments, resolve("hooks", "engine_share")(spec))
     top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
     if name == "doc_teacher":
-        own = learn.objective.grpo.asks_document
-        return (base, learn.train.row_tokens, top, own, spec.mesh.call_timeout_s)
+        asks_document = learn.objective.grpo.asks_document
+        return (base, learn.train.row_tokens, top, asks_document, spec.mesh.call_timeout_s)
     if name == HINTED_TEACHER:
         return (base, learn.train.row_tokens, top, learn.train.staleness + 2)
     if name == "environment":
@@ -90,6 +90,6 @@ def role_arguments(
     assert name == "trainer", name
     # The heartbeat finds a silent rank; the call's timeout bounds a rank that hangs but answers.
     ranks = (learn.train.shard_base, spec.mesh.call_timeout_s)
-    kept = spec.mesh.records.token_scores
+    keeps_scores = spec.mesh.records.token_scores
     files = (str(directory.last_state), str(directory.start))
-    return (base, learn, *files, *ranks, kept, stored, spec.divides_cartridges)
+    return (base, learn, *files, *ranks, keeps_scores, stored, spec.divides_cartridges)

@@ -210,7 +210,7 @@ class RunDirectory:
         where the file has `most_bytes`: it exceeds them by less than one step's rows."""
         if self.token_scores.exists() and self.token_scores.stat().st_size >= most_bytes:
             return False
-        rows = [TokenScoreRow(arm=arm, step=step, id=id, **of) for id, of in scores.items()]
+        rows = [TokenScoreRow(arm=arm, step=step, id=id, **fields) for id, fields in scores.items()]
         append_rows(self.token_scores, rows)
         return True
 
@@ -268,35 +268,37 @@ class RunDirectory:
         them, and a line on each file that was repaired. A torn last line leaves no doubt about the
         rows before it; a damaged line before the last makes the step before it doubtful.
         """
-        whole: Position | None = None
-        told = []
+        position: Position | None = None
+        messages = []
         of_steps = (self.metrics, self.rollouts, self.episodes, self.votes)
         for file in (self.events, *of_steps, self.token_scores, self.answers):
             if not file.is_file():
                 if file not in (self.events, self.metrics, self.rollouts):
                     continue
                 file.touch()
-                told.append(f"{file.name} was missing and has no rows now")
-                whole = (0, 0) if file in of_steps else whole
+                messages.append(f"{file.name} was missing and has no rows now")
+                position = (0, 0) if file in of_steps else position
             rows, damaged, torn = salvage(file, _is_event if file == self.events else _is_of_arm)
             if not damaged and not torn:
                 continue
             write_atomically(file, json_lines(rows))
             if torn:
-                told.append(f"{file.name}: removed a torn last line")
+                messages.append(f"{file.name}: removed a torn last line")
             if damaged:
-                told.append(f"{file.name}: removed damaged lines ({', '.join(map(str, damaged))})")
+                messages.append(
+                    f"{file.name}: removed damaged lines ({', '.join(map(str, damaged))})"
+                )
             if damaged and file in of_steps:
                 arm, step = 0, 1  # of the first row
                 if damaged[0] > 1:
                     last = rows[damaged[0] - 2]
                     arm, step = _position(last["arm"], last["step"])
-                whole = min(whole or (arm, step), (arm, step - 1))
-        return whole, told
+                position = min(position or (arm, step), (arm, step - 1))
+        return position, messages
 
-    def stands(self, state: Mapping[str, Any], whole: Position | None) -> bool:
+    def stands(self, state: Mapping[str, Any], position: Position | None) -> bool:
         """Return whether the rows up to a checkpoint's run state are whole, as `heal` found."""
-        return whole is None or _position(state["arm"], state["step"]) <= whole
+        return position is None or _position(state["arm"], state["step"]) <= position
 
     def truncate_after(self, arm: str, step: int, measured: Collection[str] = ()) -> dict[str, int]:
         """Cut the files back to a checkpoint and return how many whole rows each lost.
@@ -311,14 +313,14 @@ class RunDirectory:
         dropped: dict[str, int] = {}
         for file in (f for f in self.of_steps if f.exists() or f in (self.metrics, self.rollouts)):
             rows = list(iter_rows(file))
-            kept = [row for row in rows if _position(row["arm"], row["step"]) <= end]
-            write_atomically(file, json_lines(kept))
-            dropped[file.name] = len(rows) - len(kept)
+            kept_rows = [row for row in rows if _position(row["arm"], row["step"]) <= end]
+            write_atomically(file, json_lines(kept_rows))
+            dropped[file.name] = len(rows) - len(kept_rows)
         if self.answers.exists():
             rows = list(iter_rows(self.answers))
-            kept = [row for row in rows if row["arm"] in measured]
-            write_atomically(self.answers, json_lines(kept))
-            dropped[self.answers.name] = len(rows) - len(kept)
+            kept_rows = [row for row in rows if row["arm"] in measured]
+            write_atomically(self.answers, json_lines(kept_rows))
+            dropped[self.answers.name] = len(rows) - len(kept_rows)
         self.results.unlink(missing_ok=True)
         return dropped
 
@@ -360,7 +362,7 @@ def _runs(home: Path) -> list[Path]:
     return sorted(p for p in home.glob("*/spec.yaml") if p.parent.name != LATEST)
 
 
-def storage_error(error: OSError, run: Path, kept: str = "") -> RunError:
+def storage_error(error: OSError, run: Path, kept_text: str = "") -> RunError:
     """Return the error that ends a run whose directory cannot be read or written, with the remedy
     and what is `kept` of the run."""
     at = f" ({error.filename})" if error.filename else ""
@@ -371,5 +373,5 @@ def storage_error(error: OSError, run: Path, kept: str = "") -> RunError:
         remedy = "nothing was written in its place; put it back"
     elif error.errno in FULL:
         what, remedy = f"no room on the disk of {run}: {error.strerror}{at}", "make room"
-    kept = f"; kept: {kept}" if kept else ""
-    return RunError(f"{what}{kept}; {remedy}, then go on with --resume {run.name}")
+    kept_text = f"; kept: {kept_text}" if kept_text else ""
+    return RunError(f"{what}{kept_text}; {remedy}, then go on with --resume {run.name}")

@@ -63,31 +63,33 @@ def write_run_state(directory: RunDirectory, state: Mapping[str, Any], version: 
 
     def write() -> None:
         file = os.open(directory.run_state, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with open(file, "wb") as over:
-            over.write(summed.ljust(os.fstat(file).st_size))
+        with open(file, "wb") as stream:
+            stream.write(summed.ljust(os.fstat(file).st_size))
 
     with_room(directory.run_state, write)
 
 
 def resume_point(
-    directory: RunDirectory, checkpoint: Path | None, whole: Position | None = None
+    directory: RunDirectory, checkpoint: Path | None, position: Position | None = None
 ) -> ResumePoint:
     """Return where a run goes on whose newest whole checkpoint is `checkpoint`; its rows are whole
     up to `whole`, None for all of them."""
     try:
-        before = -1 if checkpoint is None else int(checkpoint.name.removeprefix(VERSION))
-        told = json.loads(_summed(directory.run_state.read_bytes()))
-        version, state = int(told["version"]), dict(told["state"])
-        there = all((directory.path / n).stat().st_size >= size for n, size in told["rows"].items())
-        usable = there and version > before and directory.stands(state, whole)
+        version_before = -1 if checkpoint is None else int(checkpoint.name.removeprefix(VERSION))
+        saved = json.loads(_summed(directory.run_state.read_bytes()))
+        version, state = int(saved["version"]), dict(saved["state"])
+        is_complete = all(
+            (directory.path / n).stat().st_size >= size for n, size in saved["rows"].items()
+        )
+        usable = is_complete and version > version_before and directory.stands(state, position)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ResumePoint(checkpoint)
     if not usable:
         return ResumePoint(checkpoint)
     from cartridge_forge.learning.checkpoint import last_version  # imports torch
 
-    same = last_version(directory.last_state) == version
-    return ResumePoint(checkpoint, state if same else None)
+    is_same = last_version(directory.last_state) == version
+    return ResumePoint(checkpoint, state if is_same else None)
 
 
 def _summed(text: bytes) -> bytes:

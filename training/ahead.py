@@ -63,20 +63,20 @@ class GroupsAhead(Generic[T]):
         it has, in at most `rounds` rounds. Raises what a group raised."""
         started, dropped = self._start(step, 0, wanted), 0
         async with self._turns:
-            taken: list[T] = []
+            groups: list[T] = []
             while True:
-                while len(taken) < wanted:
+                while len(groups) < wanted:
                     group = await self._complete.get()
                     if isinstance(group, BaseException):
                         raise group
                     if self._oldest(group) >= floor:
-                        taken.append(group)
+                        groups.append(group)
                     else:
                         dropped += 1
                         started += self._start(step, started, 1)
-                further = missing(taken) if rounds > 0 else 0
+                further = missing(groups) if rounds > 0 else 0
                 if further <= 0:
-                    return TakenGroups(taken, started, dropped)
+                    return TakenGroups(groups, started, dropped)
                 rounds, wanted = rounds - 1, wanted + further
                 started += self._start(step, started, further)
 
@@ -155,11 +155,11 @@ class JoinedGenerate:
                 if not waiting.reply.done():
                     waiting.reply.set_exception(error)
             return
-        found = iter(completions)
+        results = iter(completions)
         for waiting in joined:
-            own = [next(found) for _ in waiting.requests]
+            completions_own = [next(results) for _ in waiting.requests]
             if not waiting.reply.done():  # its caller was cancelled
-                waiting.reply.set_result(own)
+                waiting.reply.set_result(completions_own)
 
 
 def joined_generate(spec: LearnSpec, generate: GenerateCall) -> JoinedGenerate:

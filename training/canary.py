@@ -56,16 +56,17 @@ class Canary:
             for name in snapshot.names
         ]
         replies = await self._generator.ask_each(requests)
-        said = {
+        probes = {
             (name, c.token_ids)
-            for done in replies.values()
-            for name, c in zip(snapshot.names, done, strict=True)
+            for completions in replies.values()
+            for name, c in zip(snapshot.names, completions, strict=True)
         }
         samples = [
-            Sample(f"canary/{name}", name, prompts[name], ids, (), ()) for name, ids in sorted(said)
+            Sample(f"canary/{name}", name, prompts[name], ids, (), ())
+            for name, ids in sorted(probes)
         ]
         deficits = dict(
-            zip(sorted(said), await self._trainer.greedy_deficit(samples, version), strict=True)
+            zip(sorted(probes), await self._trainer.greedy_deficit(samples, version), strict=True)
         )
         for replica, done in replies.items():
             for name, c in zip(snapshot.names, done, strict=True):

@@ -101,7 +101,7 @@ class ControllerActor(Actor):
     @concurrent_endpoint
     async def run(self) -> str:
         """Drive the run; return "finished" or "stopped". Raises a ForgeError when the run fails."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self._loop = asyncio.get_running_loop()
         outcome: RunOutcome = "failed"
         fault: BaseException | None = None
@@ -109,7 +109,7 @@ class ControllerActor(Actor):
             recorder = self._open_records()
             mesh = self._mesh = await self._open(recorder)
             await self._start_observer(recorder, mesh)
-            await self._or_failure(self._drive(recorder, mesh, begun), mesh)
+            await self._or_failure(self._drive(recorder, mesh, start), mesh)
             outcome = "finished"
         except StopRequested:
             outcome = "stopped"
@@ -118,7 +118,7 @@ class ControllerActor(Actor):
             if self._recorder is not None:
                 failure = self._failure(error)
                 self._recorder.event("failed", error=type(error).__name__, message=str(failure))
-        fault = await self._end(outcome, begun) or fault
+        fault = await self._end(outcome, start) or fault
         failed = None if fault is None else self._failure(fault)
         stage = outcome if failed is None else "failed"
         self._show(stage=stage, error=failed and str(failed), done=True, phase="")
@@ -169,8 +169,8 @@ class ControllerActor(Actor):
         """Return the error that a user reads."""
         if isinstance(error, OSError):
             checkpoints = sorted(self._directory.checkpoints.glob("version-*"))
-            kept = f"checkpoint {checkpoints[-1].name}" if checkpoints else "no checkpoint"
-            return storage_error(error, self._directory.path, kept)
+            kept_text = f"checkpoint {checkpoints[-1].name}" if checkpoints else "no checkpoint"
+            return storage_error(error, self._directory.path, kept_text)
         if isinstance(error, ForgeError):
             lacking = () if self._mesh is None else self._mesh.service.lacking()
             if not lacking or not isinstance(error, RunError):
@@ -179,7 +179,7 @@ class ControllerActor(Actor):
         what = "no hosts:" if self._mesh is None else "the run failed on"
         return RunError(f"{what} {error!r}")
 
-    async def _end(self, outcome: RunOutcome, begun: float) -> BaseException | None:
+    async def _end(self, outcome: RunOutcome, start: float) -> BaseException | None:
         """Take down everything that was opened, and record how the run ended. Returns the error of
         results that could not be written."""
         recorder, mesh, run = self._recorder, self._mesh, self._run
@@ -190,7 +190,7 @@ class ControllerActor(Actor):
         if run is not None:
             if outcome != "finished":
                 await ending.do("last checkpoint", run.checkpoint)
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             results = partial(run.write_results, outcome, seconds, self._cpu())
             unwritten = await ending.do("results", results)
         if self._observer is not None:
@@ -202,7 +202,7 @@ class ControllerActor(Actor):
                 await ending.do("processes", mesh.stop, MESH_STOP_SECONDS)
             for message in ending.failures:
                 recorder.event("failed", error="ending", message=message)
-            seconds = round(time.perf_counter() - begun, 3)
+            seconds = round(time.perf_counter() - start, 3)
             recorder.event("finished", status=outcome, seconds=seconds)
         await ending.do("reserve", self._directory.free_room)
         for name, close in self._observer.closings() if self._observer is not None else ():
@@ -225,15 +225,15 @@ class ControllerActor(Actor):
         except asyncio.CancelledError:
             raise StopRequested from None
 
-    async def _drive(self, recorder: RunLog, mesh: Mesh, begun: float) -> None:
+    async def _drive(self, recorder: RunLog, mesh: Mesh, start: float) -> None:
         replay = self._spec.learn.replay
         if replay is None or replay.local is None:
-            await self._drive_with(self._spec, recorder, mesh, begun)
+            await self._drive_with(self._spec, recorder, mesh, start)
             return
         with resolve("hooks", "local_teachers")(self._spec) as spec:
-            await self._drive_with(spec, recorder, mesh, begun)
+            await self._drive_with(spec, recorder, mesh, start)
 
-    async def _drive_with(self, spec: RunSpec, recorder: RunLog, mesh: Mesh, begun: float) -> None:
+    async def _drive_with(self, spec: RunSpec, recorder: RunLog, mesh: Mesh, start: float) -> None:
         from cartridge_forge.services.mesh import spawn_roles
         from cartridge_forge.training.recipe import open_recipe
         from cartridge_forge.training.training_run import TrainingRun
@@ -244,7 +244,7 @@ class ControllerActor(Actor):
         if recipe.note:
             self._warn(recipe.note)
         documents, contexts = recipe.documents, recipe.layout.contexts
-        sizes = {c: sum(len(documents[name]) for name in of) for c, of in contexts.items()}
+        sizes = {c: sum(len(documents[name]) for name in names) for c, names in contexts.items()}
         if warning := length_warning(spec.learn.cartridge.tokens, sizes):
             self._warn(warning)
         point = self._point(recorder) if self._resume else ResumePoint()
@@ -262,7 +262,7 @@ class ControllerActor(Actor):
                 role=role,
                 replicas=len(pool),
                 pids=[pid for r in pool.replicas if r.process for pid in r.process.pids],
-                seconds=round(time.perf_counter() - begun, 3),
+                seconds=round(time.perf_counter() - start, 3),
             )
         self._run = TrainingRun(
             spec, recipe, mesh, self._directory, recorder, self._show, self._warn,
@@ -279,8 +279,8 @@ class ControllerActor(Actor):
 
     def _cpu(self) -> CpuSeconds | None:
         """Return the processor seconds since all roles stood; None where some are remote."""
-        before = self._cpu_before
-        return None if before is None else self._cpu_so_far().since(before)
+        previous = self._cpu_before
+        return None if previous is None else self._cpu_so_far().since(previous)
 
     def _point(self, recorder: RunLog) -> ResumePoint:
         """Return where the run goes on: at the trainer's last state, or at the newest checkpoint
@@ -288,12 +288,16 @@ class ControllerActor(Actor):
         from cartridge_forge.learning.checkpoint import newest_whole
         from cartridge_forge.services.role_processes import last_state_here
 
-        usable = partial(self._directory.stands, whole=self._whole)
-        found, passed = newest_whole(self._directory.checkpoints, usable)
+        usable = partial(self._directory.stands, position=self._whole)
+        checkpoint, passed = newest_whole(self._directory.checkpoints, usable)
         for line in passed:
             recorder.event("healed", message=line)
-        here = last_state_here(self._spec)
-        point = resume_point(self._directory, found, self._whole) if here else ResumePoint(found)
+        has_state = last_state_here(self._spec)
+        point = (
+            resume_point(self._directory, checkpoint, self._whole)
+            if has_state
+            else ResumePoint(checkpoint)
+        )
         self._notes += [*passed, f"going on {point}"]
         return point
 
@@ -341,8 +345,8 @@ class ControllerActor(Actor):
         if self._mesh is None:
             return self._status
         pools = tuple(pool.status() for pool in self._mesh.pools.values())
-        told = filter(None, [self._status.message, *self._mesh.service.lacking()])
-        return replace(self._status, pools=pools, message="; ".join(told))
+        messages = filter(None, [self._status.message, *self._mesh.service.lacking()])
+        return replace(self._status, pools=pools, message="; ".join(messages))
 
     def _show(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)

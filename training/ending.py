@@ -22,9 +22,9 @@ class RunEnding:
         no coroutine is not interrupted."""
         try:
             async with asyncio.timeout(limit_s):
-                made = step()
-                if inspect.isawaitable(made):
-                    await made
+                result = step()
+                if inspect.isawaitable(result):
+                    await result
         except BaseException as error:  # Monarch's own panics are no Exceptions
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise

@@ -113,15 +113,15 @@ class OnPolicyLoop:
 
         with timer("rollout"):
             rollout = await self.rollouts.take(step)
-        with timer("score") as begun:
+        with timer("score") as timing:
             self.validation.begin()  # the generators are idle from here on
             batch = await self.recipe.train_batch(rollout, version)
-            batch, scoring = await self.teachers.score(key, batch, version, rollout.parts, begun)
+            batch, scoring = await self.teachers.score(key, batch, version, rollout.parts, timing)
         with timer("train"):
             if self.validation.row is None:  # an environment may have no room for both
                 self.rollouts.prepare_after(step)
-            there = self.weights.ahead(version + 1)
-            output = await train_scored(self.trainer, self.teachers, key, batch, version, there)
+            snapshot = self.weights.ahead(version + 1)
+            output = await train_scored(self.trainer, self.teachers, key, batch, version, snapshot)
         with timer("publish"):
             await self.validation.settled()  # it still reads the previous version
             await self.weights.publish(version + 1, output.published)
@@ -192,8 +192,8 @@ class Rollouts:
     async def _sample(self, step: int, version: int) -> Rollout:
         if self._is_warm(step):
             if step not in self._written:
-                written = await self._recipe.offline(step, self._generate)
-                self._written = {r.step: r for r in written}
+                rollouts = await self._recipe.offline(step, self._generate)
+                self._written = {r.step: r for r in rollouts}
             return self._written.pop(step)
         key = score_key("on_policy", step)
         complete = partial(self._teachers.completed, key, version)
@@ -220,8 +220,8 @@ def flat(kl: Sequence[float], window: int, gain: float) -> bool:
     the share `gain` below the mean of the `window` before. False for window 0 or too few steps."""
     if not window or len(kl) < 2 * window:
         return False
-    before, last = fmean(kl[-2 * window : -window]), fmean(kl[-window:])
-    return last > (1 - gain) * before
+    previous, last = fmean(kl[-2 * window : -window]), fmean(kl[-window:])
+    return last > (1 - gain) * previous
 
 
 class OverlappedValidation:
@@ -276,19 +276,19 @@ class PhaseTimer:
         now = time.perf_counter()
         self._seconds[phase], self._last = now - self._last, now
 
-    def times(self, written: WritingTime | None = None) -> StepTimes:
+    def times(self, writing: WritingTime | None = None) -> StepTimes:
         """Return the step's times. The rollout took `written` where it was made before the step."""
         work = self._work_times(self._begun, self._last)
         seconds = dict.fromkeys(("rollout", "score", "train", "publish"), 0.0) | self._seconds
-        if written is not None:
-            seconds["rollout"] = written.seconds
+        if writing is not None:
+            seconds["rollout"] = writing.seconds
             work = WorkTime(
-                work.model + written.work.model, work.environment + written.work.environment
+                work.model + writing.work.model, work.environment + writing.work.environment
             )
-        whole = sum(seconds.values())
+        total = sum(seconds.values())
         return StepTimes(
             **seconds, environment=work.environment,
-            orchestration=whole - work.model - work.environment, step=whole,
+            orchestration=total - work.model - work.environment, step=total,
         )  # fmt: skip
 
 

@@ -40,12 +40,12 @@ def own_cartridge(cartridge: str, question: str) -> str:
     return cartridge
 
 
-def drawn_steps(names: Sequence[str], each: int, steps: int) -> dict[str, int]:
+def drawn_steps(names: Sequence[str], per_step: int, steps: int) -> dict[str, int]:
     """Return in how many of `steps` each name is drawn, where names take turns, `each` a step."""
     drawn = Counter(
         name
         for step in range(steps)
-        for name in {names[(step * each + i) % len(names)] for i in range(each)}
+        for name in {names[(step * per_step + i) % len(names)] for i in range(per_step)}
     )
     return {name: drawn[name] for name in names}
 

@@ -58,23 +58,23 @@ class GenerateCall(Protocol):
     ) -> list[Completion]: ...
 
 
-def counted(generate: GenerateCall, told: Callable[[int, int], None]) -> GenerateCall:
+def counted(generate: GenerateCall, show: Callable[[int, int], None]) -> GenerateCall:
     """Return the same, which calls `told` at each reply with the number of completions that have
     come, and of all that were asked for."""
 
     async def counting(
         requests: Sequence[GenerateRequest], replied: Replied = None, *, whole: bool = False
     ) -> list[Completion]:
-        done = 0
+        count = 0
 
-        def came(completions: Sequence[Completion]) -> None:
-            nonlocal done
-            done += len(completions)
-            told(done, len(requests))
+        def on_completions(completions: Sequence[Completion]) -> None:
+            nonlocal count
+            count += len(completions)
+            show(count, len(requests))
             if replied is not None:
                 replied(completions)
 
-        return await generate(requests, came, whole=whole)
+        return await generate(requests, on_completions, whole=whole)
 
     return counting
 
@@ -179,13 +179,13 @@ def as_sample(prompt: StudyPrompt, completion: Completion, offline: bool = False
     )
 
 
-def refill_counts(wanted: int, sampled: int, kept: int) -> dict[str, int]:
+def refill_counts(wanted: int, sampled: int, used: int) -> dict[str, int]:
     """Return what refilling did in a step that wanted so many tasks: tasks dropped, because their
     rewards do not vary; tasks sampled in further rounds; and tasks that are still missing."""
     return {
-        "refill/dropped": sampled - kept,
+        "refill/dropped": sampled - used,
         "refill/sampled": sampled - wanted,
-        "refill/missing": max(0, wanted - kept),
+        "refill/missing": max(0, wanted - used),
     }
 
 
@@ -268,8 +268,8 @@ def _named(sample: dict[str, Any]) -> dict[str, Any]:
     if "document" not in sample:
         return sample
     document = sample["document"]
-    others = {k: v for k, v in sample.items() if k != "document"}
-    return {**others, "cartridge": document, "contexts": [document]}
+    fields = {k: v for k, v in sample.items() if k != "document"}
+    return {**fields, "cartridge": document, "contexts": [document]}
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

@@ -57,9 +57,9 @@ def messages_so_far(opening: Observation, turns: Sequence[Turn]) -> tuple[AgentM
     """Return the messages of the last turn's conversation, up to the end of its observation."""
     messages = opening.messages
     for at, turn in enumerate(turns, start=1):
-        said = (AgentMessage("assistant", turn.text), *turn.observation.messages)
+        messages_said = (AgentMessage("assistant", turn.text), *turn.observation.messages)
         begins = turn.observation.new_conversation and at < len(turns)
-        messages = said[-1:] if begins else (*messages, *said)
+        messages = messages_said[-1:] if begins else (*messages, *messages_said)
     return messages
 
 
@@ -170,47 +170,47 @@ class ChatRenderer:
     @cached_property
     def _place(self) -> DocumentPlace:
         """Return where the template holds a document. Raises DataError where it holds none."""
-        found = self._placed(DocumentPlace(by_system=True)) or self._placed(
+        place_found = self._placed(DocumentPlace(by_system=True)) or self._placed(
             DocumentPlace(by_system=False, apart=self._apart())
         )
-        if found is None:
+        if place_found is None:
             raise DataError(_NO_PLACE)
-        return found
+        return place_found
 
-    def _placed(self, place: DocumentPlace) -> DocumentPlace | None:
+    def _placed(self, where: DocumentPlace) -> DocumentPlace | None:
         """Return the place with its head, None where a document there is not a prefix of every
         conversation."""
-        (text, _), (user, asked) = _STAND_INS, (AgentMessage("user", q) for q in _STAND_INS)
+        (text, _), (user, question) = _STAND_INS, (AgentMessage("user", q) for q in _STAND_INS)
         try:
-            head, between, _ = self._around(place)
+            head, between, _ = self._around(where)
             later = self._render(
-                self._beside(text, (user, AgentMessage("assistant", "x"), asked), place)
+                self._beside(text, (user, AgentMessage("assistant", "x"), question), where)
             )
         except DataError:
             return None
         if not later.startswith(head):
             return None
-        if place.by_system and self._is_block(head):
-            return replace(place, block=True)
+        if where.by_system and self._is_block(head):
+            return replace(where, block=True)
         if marks := [*self._specials.finditer(between)]:
             head = head[: len(head) - len(between) + marks[-1].start()]
         # A blank joins the word after it in most tokenizers.
-        return replace(place, head=head.rstrip(" "))
+        return replace(where, head=head.rstrip(" "))
 
-    def _around(self, place: DocumentPlace) -> tuple[str, str, str]:
+    def _around(self, where: DocumentPlace) -> tuple[str, str, str]:
         """Return a stand-in's text up to the question, what it has between document and question,
         and the text from the question on. Raises DataError where the document is not before it."""
-        (text, other), (user, asked) = _STAND_INS, (AgentMessage("user", q) for q in _STAND_INS)
+        (text, other), (user, second) = _STAND_INS, (AgentMessage("user", q) for q in _STAND_INS)
         one, another, moved = (
-            self._render(self._beside(document, (question,), place))
-            for document, question in ((text, user), (text, asked), (other, user))
+            self._render(self._beside(document, (question,), where))
+            for document, question in ((text, user), (text, second), (other, user))
         )
         head = _shared(one, another)
         question = one[len(head) :]
         if moved.startswith(head) or not moved.endswith(question):
             raise DataError(_NO_PLACE)
-        before = moved.removesuffix(question)
-        return head, _shared(head[::-1], before[::-1])[::-1], question
+        head_text = moved.removesuffix(question)
+        return head, _shared(head[::-1], head_text[::-1])[::-1], question
 
     def _apart(self) -> str:
         """Return what stands between a document and a question in one message: what the template
@@ -227,32 +227,32 @@ class ChatRenderer:
     def _is_block(self, head: str) -> bool:
         """Return whether the system's text alone is rendered as it stands before a question."""
         try:
-            alone, other = (
+            text, other = (
                 self._render([AgentMessage("system", text)], generation=False)
                 for text in _STAND_INS
             )
         except DataError:
             return False
-        return head.startswith(alone) and alone != other
+        return head.startswith(text) and text != other
 
     def _beside(
-        self, text: str, messages: Sequence[AgentMessage], place: DocumentPlace
+        self, text: str, messages: Sequence[AgentMessage], where: DocumentPlace
     ) -> Sequence[AgentMessage]:
         """Return the messages of a conversation with a document."""
-        if place.by_system:
+        if where.by_system:
             return (AgentMessage("system", text), *messages)
         if not messages or messages[0].role != "user":
             raise DataError(
                 "this chat template has no system block, so that a document stands at the head of "
                 "the first message, which must be the user's; put what is before it into that one"
             )
-        first, *rest = messages
-        return (AgentMessage("user", f"{text}{place.apart}{first.content}"), *rest)
+        first, *later = messages
+        return (AgentMessage("user", f"{text}{where.apart}{first.content}"), *later)
 
     def _head_text(self, document: str) -> str:
         """Return a document's text up to the question, in a template without a system block."""
-        place, user = self._place, (AgentMessage("user", _STAND_INS[0]),)
-        question = self._render(self._beside(_STAND_INS[0], user, place))[len(place.head) :]
+        where, user = self._place, (AgentMessage("user", _STAND_INS[0]),)
+        question = self._render(self._beside(_STAND_INS[0], user, where))[len(where.head) :]
         return self._text(document, user).removesuffix(question)
 
     def opening(
@@ -274,11 +274,11 @@ class ChatRenderer:
     ) -> tuple[int, ...]:
         """Return the ids after a document within the first user's turn, which are the same behind
         every document: those behind a stand-in."""
-        place = self._place
-        text = self._render(self._beside(_STAND_INS[0], messages, place), tools)
-        if not text.startswith(place.head):
+        where = self._place
+        text = self._render(self._beside(_STAND_INS[0], messages, where), tools)
+        if not text.startswith(where.head):
             raise self._no_prefix("", bool(tools))
-        return self._tokenise(text, len(place.head))
+        return self._tokenise(text, len(where.head))
 
     def _after_head(self, document: str | None, text: str, has_tools: bool) -> tuple[int, ...]:
         """Return the ids of a conversation's text after its head.
@@ -286,21 +286,27 @@ class ChatRenderer:
         The head, which holds the document, is tokenized in the first call alone, where the template
         begins what follows with a special token and the first call's ids come out the same.
         """
-        stood = self._parts.get(document)
-        if stood is not None and text.startswith(stood) and self._marked(text[len(stood) :]):
-            return self._tokenise(text[len(stood) :])
-        head, whole = self.head(document), self._tokenise(text)
+        head_text = self._parts.get(document)
+        if (
+            head_text is not None
+            and text.startswith(head_text)
+            and self._marked(text[len(head_text) :])
+        ):
+            return self._tokenise(text[len(head_text) :])
+        head, ids = self.head(document), self._tokenise(text)
         start = self._text(document, (), generation=False) if document is not None else ""
-        if whole[: len(head)] != head:
+        if ids[: len(head)] != head:
             if not start or not text.startswith(start):
                 raise self._no_prefix(f" {document}", has_tools)
             return self._tokenise(text[len(start) :])  # a token joins the document and the rest
-        rest = whole[len(head) :]
+        tail_ids = ids[len(head) :]
         if document not in self._parts:
-            after = text[len(start) :]
-            apart = text.startswith(start) and self._marked(after) and self._tokenise(after) == rest
+            tail = text[len(start) :]
+            apart = (
+                text.startswith(start) and self._marked(tail) and self._tokenise(tail) == tail_ids
+            )
             self._parts[document] = start if apart else None
-        return rest
+        return tail_ids
 
     def _no_prefix(self, document: str, has_tools: bool) -> DataError:
         remedy = "Use a template whose system block does not depend on what follows"
@@ -327,17 +333,17 @@ class ChatRenderer:
         if not turns:
             return self.opening(document, messages, opening.tools), 0
         last = turns[-1]
-        before = messages_read(opening, turns[:-1])
-        said = self._parted(AgentMessage("assistant", last.text)).content
-        stood = self._text(document, before, opening.tools) + said
+        earlier = messages_read(opening, turns[:-1])
+        response = self._parted(AgentMessage("assistant", last.text)).content
+        prompt_text = self._text(document, earlier, opening.tools) + response
         stands = self._text(document, messages, opening.tools)
-        if not stands.startswith(stood):
+        if not stands.startswith(prompt_text):
             return self.opening(document, messages, opening.tools), last.branch + 1
-        rest = self._tokenise(stands[len(stood) :])
+        tail_ids = self._tokenise(stands[len(prompt_text) :])
         sampled_end = last.response_ids[-1:]
-        if rest[:1] == sampled_end and set(sampled_end) & set(self._special_ids.values()):
-            rest = rest[1:]  # the student sampled the closing token
-        return (*last.context_ids, *last.response_ids, *rest), last.branch
+        if tail_ids[:1] == sampled_end and set(sampled_end) & set(self._special_ids.values()):
+            tail_ids = tail_ids[1:]  # the student sampled the closing token
+        return (*last.context_ids, *last.response_ids, *tail_ids), last.branch
 
     def with_hint(self, context_ids: Sequence[int], hint: str) -> tuple[int, ...]:
         """Return the context with the hint as one more user message before its generation prompt.
@@ -357,15 +363,15 @@ class ChatRenderer:
     def saying(self, text: str) -> tuple[int, ...]:
         """Return the ids of `text` as a response in the template's form, up to its end token."""
         user = (AgentMessage("user", "x"),)
-        asked = self._text(None, user)
-        whole = self._text(None, (*user, AgentMessage("assistant", text)), generation=False)
-        if not whole.startswith(asked):
+        prompt_text = self._text(None, user)
+        full_text = self._text(None, (*user, AgentMessage("assistant", text)), generation=False)
+        if not full_text.startswith(prompt_text):
             raise DataError(
                 "the chat template does not write a response after its generation prompt: no "
                 "action of a teacher can become a response; leave out what needs it "
                 "(objective.beta)"
             )
-        ids, ends = self._tokenise(whole[len(asked) :]), self.end_ids
+        ids, ends = self._tokenise(full_text[len(prompt_text) :]), self.end_ids
         last = next((i for i, id in enumerate(ids) if id in ends), None)
         if last is not None:
             return ids[: last + 1]
@@ -376,14 +382,14 @@ class ChatRenderer:
     def end_ids(self) -> frozenset[int]:
         """Return the tokens that end a response: those that the model's files list, and the one
         that the template writes after it. Raises DataError where there is none."""
-        written = self._turn_end
-        found = stated_ends(self._tokenizer) | (frozenset() if written is None else {written})
-        if not found:
+        turn_end = self._turn_end
+        ids = stated_ends(self._tokenizer) | (frozenset() if turn_end is None else {turn_end})
+        if not ids:
             raise DataError(
                 "no token ends a response of this model; list it in its generation_config.json "
                 "(eos_token_id)"
             )
-        return found
+        return ids
 
     @cached_property
     def _turn_end(self) -> int | None:
@@ -391,17 +397,17 @@ class ChatRenderer:
         one that the model's files list, else the last; None where it writes none."""
         stated = stated_ends(self._tokenizer)
         user = AgentMessage("user", "x")
-        said = [(user, AgentMessage("assistant", text)) for text in _STAND_INS]
+        conversations = [(user, AgentMessage("assistant", text)) for text in _STAND_INS]
         for later in ((), (user,)):  # some templates write one where another turn follows alone
             try:
-                one, other = (self._render((*m, *later), generation=False) for m in said)
+                one, other = (self._render((*m, *later), generation=False) for m in conversations)
             except DataError:
                 continue
-            after = _shared(one[::-1], other[::-1])[::-1].lstrip()
+            tail = _shared(one[::-1], other[::-1])[::-1].lstrip()
             run = []
-            while token := self._specials.match(after):
+            while token := self._specials.match(tail):
                 run.append(self._special_ids[token[0]])
-                after = after[token.end() :]
+                tail = tail[token.end() :]
             listed = next((id for id in run if id in stated), None)
             if listed is not None or (run and not later):
                 return run[-1] if listed is None else listed
@@ -416,13 +422,13 @@ class ChatRenderer:
         user = (AgentMessage("user", "x"),)
         one = self._text(None, user, generation=False)
         two = self._text(None, (*user, AgentMessage("user", hint)), generation=False)
-        asked = self._text(None, user)
-        if not (two.startswith(one) and asked.startswith(one)):
+        prompt_text = self._text(None, user)
+        if not (two.startswith(one) and prompt_text.startswith(one)):
             raise DataError(
                 "the chat template rewrites what stands before a user message: no hint can be "
                 "inserted; leave out what needs it (objective.alpha)"
             )
-        return self._tokenise(two[len(one) :]), self._tokenise(asked[len(one) :])
+        return self._tokenise(two[len(one) :]), self._tokenise(prompt_text[len(one) :])
 
     def _tokenise(self, text: str, start: int = 0) -> tuple[int, ...]:
         """Return the ids of a text from the character `start` on, without what parts special
@@ -436,8 +442,8 @@ class ChatRenderer:
         read = self._fast.encode(text, add_special_tokens=False)
         if any(first < start < end for first, end in read.offsets):
             return self._tokenise(text[start:])
-        behind = next((i for i, (first, _) in enumerate(read.offsets) if first >= start), None)
-        tokens = zip(read.ids[behind:], read.offsets[behind:], strict=True)
+        index = next((i for i, (first, _) in enumerate(read.offsets) if first >= start), None)
+        tokens = zip(read.ids[index:], read.offsets[index:], strict=True)
         return tuple(id for id, (first, end) in tokens if text[first:end] != _PART)
 
     def _ids(
@@ -466,8 +472,8 @@ class ChatRenderer:
         if not messages:  # the system block alone
             system = (AgentMessage("system", self._documents[document]),)
             return self._render(system, tools, generation)
-        beside = self._beside(self._documents[document], messages, self._place)
-        return self._render(beside, tools, generation)
+        joined = self._beside(self._documents[document], messages, self._place)
+        return self._render(joined, tools, generation)
 
     def _render(
         self,
@@ -499,14 +505,14 @@ class ChatRenderer:
         text = message.content
         if not self._specials.search(text):
             return message
-        kept = self._marks_of_calls if message.role == "assistant" else ()
+        marks = self._marks_of_calls if message.role == "assistant" else ()
 
         def parted(token: re.Match[str]) -> str:
-            return token[0] if token[0] in kept else f"{token[0][0]}{_PART}{token[0][1:]}"
+            return token[0] if token[0] in marks else f"{token[0][0]}{_PART}{token[0][1:]}"
 
-        before = ""
-        while before != text:  # parting one may leave another
-            before, text = text, self._specials.sub(parted, text)
+        previous = ""
+        while previous != text:  # parting one may leave another
+            previous, text = text, self._specials.sub(parted, text)
         return AgentMessage(message.role, text)
 
     def _schema(self, tool: AgentTool) -> dict[str, Any]:

@@ -119,15 +119,15 @@ class TeacherScoring:
         precomputed scores are scored now: document samples in the groups of `parts`, the rest of
         each role together. Raises RunError when a teacher scored too few tokens.
         """
-        asked = time.perf_counter() if begun is None else begun
+        start = time.perf_counter() if begun is None else begun
         texts = batch.read_by
-        there = {s.id for part in self._begun.get(key, []) for s in part.samples}
-        there |= {batch.doc[stored.sample].id for stored in batch.doc_stored}
+        scored_ids = {s.id for part in self._begun.get(key, []) for s in part.samples}
+        scored_ids |= {batch.doc[stored.sample].id for stored in batch.doc_stored}
         groups = []
         for role, samples in texts.items():
-            rest = {s.id: s for s in samples if s.id not in there}
-            groups += [(role, [rest.pop(id) for id in ids if id in rest]) for ids in parts]
-            groups.append((role, list(rest.values())))
+            missing = {s.id: s for s in samples if s.id not in scored_ids}
+            groups += [(role, [missing.pop(id) for id in ids if id in missing]) for ids in parts]
+            groups.append((role, list(missing.values())))
         groups = [(role, group) for role, group in groups if group]
         # A pass that is the only one has no other beside which its scores could be read.
         ahead = len(groups) + len(self._begun.get(key, [])) > 1
@@ -138,12 +138,12 @@ class TeacherScoring:
 
         self._scored_in = min((r.life for r in replies), default=self._mesh.plane_life)
         times = 1 + self._mesh.pools["trainer"].spec.procs  # one put, one get by every rank
-        beside = [(r.came - r.scored.compute_seconds, min(r.came, asked)) for r in replies]
+        spans = [(r.came - r.scored.compute_seconds, min(r.came, start)) for r in replies]
         scored = {role: _in_order(role, texts[role], calls, replies) for role in texts}
         return (
             replace(batch, scores=scored),
             ScoringCost(
-                hidden_seconds=busy(span for span in beside if span[0] < asked),
+                hidden_seconds=busy(span for span in spans if span[0] < start),
                 documents=sum((reply.scored.documents for reply in replies), CacheStats()),
                 moved_bytes=sum(times * packed_bytes(r.scored.packet.layout) for r in replies),
             ),
@@ -197,10 +197,10 @@ class TeacherScoring:
         expected = sum(len(s.response_ids) for s in samples)
         if scored.tokens != expected:
             raise RunError(f"{role} scored {scored.tokens} of {expected} tokens of {key}")
-        came = time.perf_counter()
+        end = time.perf_counter()
         if ahead:  # awaited: after the step it would leave the scores in memory
             await self._trainer.read_ahead(scored.packet)
-        return ScoreReply(scored, life, came)
+        return ScoreReply(scored, life, end)
 
 
 async def train_scored(
@@ -228,10 +228,10 @@ def _in_order(
 ) -> tuple[TeacherScores, ...]:
     """Return a role's scores, sorted by the indices of their samples."""
     places = {s.id: i for i, s in enumerate(texts)}
-    found = []
+    scores = []
     for part, reply in zip(calls, replies, strict=True):
         if part.role == role:
             indices = tuple(places[s.id] for s in part.samples)
             assert all(texts[i] == s for i, s in zip(indices, part.samples, strict=True))
-            found.append(TeacherScores(indices, reply.scored.packet))
-    return tuple(sorted(found, key=lambda part: part.samples))
+            scores.append(TeacherScores(indices, reply.scored.packet))
+    return tuple(sorted(scores, key=lambda part: part.samples))

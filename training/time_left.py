@@ -27,15 +27,15 @@ class TimeLeft:
         if not (offline or mine):
             return None
         arms = [arm for arm in self._evaluate.arms if arm not in state.arms]
-        each = self._seconds / self._answered if self._answered else 0.0
-        left = len(arms) * (1 + self._evaluate.sampled) * self._questions * each
+        per_question = self._seconds / self._answered if self._answered else 0.0
+        remaining = len(arms) * (1 + self._evaluate.sampled) * self._questions * per_question
         if state.arm == "on_policy":
-            left += (self._train.steps - state.step) * mine["step"]
+            remaining += (self._train.steps - state.step) * mine["step"]
         if "offline" not in arms:
-            return left
-        done = state.step if state.arm == "offline" else 0
-        steps = max(0, (self.offline_steps or self._train.steps) - done)
-        known = offline or mine
+            return remaining
+        steps_done = state.step if state.arm == "offline" else 0
+        steps = max(0, (self.offline_steps or self._train.steps) - steps_done)
+        measured = offline or mine
         # Text that is written takes no more time: a step's `rollout` was spent before it.
-        spent = known["rollout"] if self.offline_steps is not None else 0.0
-        return left + steps * (known["step"] - spent)
+        spent = measured["rollout"] if self.offline_steps is not None else 0.0
+        return remaining + steps * (measured["step"] - spent)

@@ -92,7 +92,7 @@ class TrainingRun:
             spec.learn.train.sampler_gap, spec.learn.model.dtype, spec.learn.generator.backend
         )
         if not evidence and bounds is not None:
-            starts = {c: recipe.documents[of[0]] for c, of in recipe.layout.contexts.items()}
+            starts = {c: recipe.documents[names[0]] for c, names in recipe.layout.contexts.items()}
             self._weights.canary = Canary(self._generator, self._trainer, starts, bounds.max)
         self._teachers = TeacherScoring(mesh, self._weights)
         wanted = "routed" in spec.learn.evaluate.arms
@@ -188,19 +188,19 @@ class TrainingRun:
         self._recorder.event(
             "usable", version=version, cartridges=[*self._recipe.layout.cartridges]
         )
-        told = f"ask it: forge ask {name} QUESTION --run {self._directory.path}"
-        self._show(message=f"cartridge version {version} is trained and saved; {told}")
+        hint = f"ask it: forge ask {name} QUESTION --run {self._directory.path}"
+        self._show(message=f"cartridge version {version} is trained and saved; {hint}")
 
     async def _train_offline(self) -> None:
         """Train the baseline: responses by the teacher, as many tokens as on policy."""
         state = self._state
-        begun = state.step if state.arm == "offline" else 0
+        first = state.step if state.arm == "offline" else 0
         self._show(
-            stage="writing offline data", arm="offline", step=begun, steps=0, kl=None,
+            stage="writing offline data", arm="offline", step=first, steps=0, kl=None,
             accuracy=None, tokens_per_second=None, seconds_left=self._left.seconds(state),
         )  # fmt: skip
         self._watch("rollout")
-        rollouts, written = await self._offline_data(state.tokens["on_policy"])
+        rollouts, writing = await self._offline_data(state.tokens["on_policy"])
         self._left.offline_steps = len(rollouts)
         if state.arm != "offline":
             state.arm, state.step, state.pending = "offline", 0, []
@@ -214,11 +214,11 @@ class TrainingRun:
         for rollout in rollouts[state.step :]:
             await self._look_up()
             self._show(stage="training offline", arm="offline", steps=len(rollouts))
-            await self._record(await self._offline_step(rollout, written), len(rollouts))
+            await self._record(await self._offline_step(rollout, writing), len(rollouts))
         await self._weights.publish(state.version)
         await self._evaluate("offline", "cartridge", state.version)
 
-    async def _offline_step(self, rollout: Rollout, written: WritingTime) -> StepRecord:
+    async def _offline_step(self, rollout: Rollout, writing: WritingTime) -> StepRecord:
         """Make one update on a teacher-written rollout; nothing is published."""
         version, key = self._state.version, score_key("offline", rollout.step)
         timer = PhaseTimer(self._work_times, self._watch)
@@ -228,12 +228,12 @@ class TrainingRun:
         with timer("train"):
             output = await train_scored(self._trainer, self._teachers, key, batch, version)
         await self._weights.tidy()
-        return StepRecord(rollout, output, timer.times(written), scoring)
+        return StepRecord(rollout, output, timer.times(writing), scoring)
 
     async def _offline_data(self, budget: int) -> tuple[list[Rollout], WritingTime]:
         """Return teacher-written rollouts that hold at least `budget` tokens, and what one took."""
         rollouts: list[Rollout] = []
-        tokens, begun = 0, time.perf_counter()
+        tokens, start = 0, time.perf_counter()
         while tokens < budget:
             await self._look_up()
             for rollout in await self._recipe.offline(len(rollouts), self._generator.generate):
@@ -241,10 +241,10 @@ class TrainingRun:
                 tokens += sum(len(s.response_ids) for s in rollout.samples)
                 if tokens >= budget:
                     break
-        now, each = time.perf_counter(), max(1, len(rollouts))
-        work = self._work_times(begun, now)
-        mean = WorkTime(work.model / each, work.environment / each)
-        return rollouts, WritingTime((now - begun) / each, mean)
+        now, count = time.perf_counter(), max(1, len(rollouts))
+        work = self._work_times(start, now)
+        mean = WorkTime(work.model / count, work.environment / count)
+        return rollouts, WritingTime((now - start) / count, mean)
 
     # -- records --------------------------------------------------------------------------------
 
@@ -304,8 +304,8 @@ class TrainingRun:
         Rollouts that run ahead are on no disk, so a run that has some keeps none."""
         if not self._learn.train.staleness:
             row = self._validation.row
-            held = None if row is None else asdict(row)
-            state = replace(self._state, course=self._recipe.saved(), held=held)
+            row_fields = None if row is None else asdict(row)
+            state = replace(self._state, course=self._recipe.saved(), held=row_fields)
             write_run_state(self._directory, asdict(state), state.version)
 
     def _keep_token_scores(self, arm: str, step: int, scores: Mapping[str, SampleScores]) -> None:
@@ -362,7 +362,7 @@ class TrainingRun:
         if self._routing is not None:
             routes = {"on_policy": self._routing.own, "routed": self._routing.chosen}
         generate = self._remembered if again else self._generator.generate
-        begun = time.perf_counter()
+        start = time.perf_counter()
         measured = await self._recipe.measure(
             arm, prefix, version, most=most, sampled=sampled,
             generate=generate if most is not None else counted(generate, self._answers_came),
@@ -370,17 +370,17 @@ class TrainingRun:
             route=routes.get(arm, own_cartridge),
         )  # fmt: skip
         failed = measured.get("not_judged", 0)
-        asked = measured["n"] + failed
-        self._left.answered(asked, time.perf_counter() - begun, all_of_them=most is None)
+        questions = measured["n"] + failed
+        self._left.answered(questions, time.perf_counter() - start, all_of_them=most is None)
         if failed:
             self._warn(
-                f"evaluating {arm}: {failed} of {asked} held-out tasks were not judged and are "
+                f"evaluating {arm}: {failed} of {questions} held-out tasks were not judged and are "
                 f"not counted; {measured['why_not']}"
             )
         return measured
 
-    def _answers_came(self, done: int, whole: int) -> None:
-        self._show(phase=f"{done} of {whole} answers")
+    def _answers_came(self, count: int, total: int) -> None:
+        self._show(phase=f"{count} of {total} answers")
 
     # -- checkpoints and results ----------------------------------------------------------------
 
@@ -431,11 +431,11 @@ class TrainingRun:
             self._resumed = True
             self._begun_arm = True
             self._recipe.restore(self._state.course)
-        state, held = self._state, self._state.held
+        state, row = self._state, self._state.held
         self._directory.truncate_after(state.arm, state.step, state.arms)
         state.held = None
-        if held is not None and state.step not in self._steps_with_rows(state.arm):
-            self._validation.hold(MetricRow(**held))
+        if row is not None and state.step not in self._steps_with_rows(state.arm):
+            self._validation.hold(MetricRow(**row))
         self._show(step=self._state.step, arm=self._state.arm)
 
     async def _last_state_stands(self) -> bool:

@@ -92,9 +92,9 @@ class WeightSync:
             life = self._mesh.plane_life
             try:
                 async with self._moving:
-                    before = self._before(life)
+                    previous = self._before(life)
                     there, put = put, None
-                    snapshot = there or await self._trainer.publish(version, before)
+                    snapshot = there or await self._trainer.publish(version, previous)
                     await self._take(snapshot, version)
                     if life == self._mesh.plane_life:
                         self._published.append((life, snapshot))
@@ -110,18 +110,20 @@ class WeightSync:
         self.ended(f"{PUBLISHED}{version}")
         await self.tidy()
         readers = sum(len(pool) for pool in self._readers)
-        self.moved_bytes = _put_bytes(snapshot.cartridges, before) * (1 + readers)
+        self.moved_bytes = _put_bytes(snapshot.cartridges, previous) * (1 + readers)
         if snapshot.hinted:
             hinted = len(self._mesh.pools[HINTED_TEACHER])
-            self.moved_bytes += _put_bytes(snapshot.hinted, before) * (1 + hinted)
+            self.moved_bytes += _put_bytes(snapshot.hinted, previous) * (1 + hinted)
 
     def _evict(self) -> None:
         """Mark the packets that only versions beyond `keep` refer to as no longer needed."""
         evicted = self._published[: -self._keep]
         self._published = self._published[-self._keep :]
         live = {key for _, snapshot in self._published for key in snapshot.packets}
-        gone = {r.key: (life, r) for life, snapshot in evicted for r in snapshot.packets.values()}
-        for key, (life, ref) in gone.items():
+        packets = {
+            r.key: (life, r) for life, snapshot in evicted for r in snapshot.packets.values()
+        }
+        for key, (life, ref) in packets.items():
             if key not in live:
                 self.read(ref, life)
 
@@ -150,23 +152,23 @@ class WeightSync:
         repeats it."""
         async with self._moving:
             life = self._mesh.plane_life
-            there: list[tuple[int, CartridgeSnapshot]] = []
-            for written, snapshot in self._published:
-                if written != life:
-                    before = there[-1][1] if there else None
+            refilled: list[tuple[int, CartridgeSnapshot]] = []
+            for written_life, snapshot in self._published:
+                if written_life != life:
+                    previous = refilled[-1][1] if refilled else None
                     try:
-                        snapshot = await self._trainer.publish(snapshot.version, before)
+                        snapshot = await self._trainer.publish(snapshot.version, previous)
                     except PublishError:  # a recovered trainer has a later version; so do rollouts
                         continue
                     await self._mesh.keep(snapshot)
-                there.append((life, snapshot))
+                refilled.append((life, snapshot))
             # Assigned at once when all are published: if this plane is lost too, the next one
             # must get all of them.
-            self._published = there
+            self._published = refilled
             if self._mesh.relays is not None:  # hosts still have the packets of the lost plane
                 self._sweep.add("")
             for pool in self._readers:
-                remember_cartridges(pool, [snapshot for _, snapshot in there])
+                remember_cartridges(pool, [snapshot for _, snapshot in refilled])
             for pool in self._readers:
                 await pool.tell()
 
@@ -207,13 +209,13 @@ class WeightSync:
         assert plane is not None
         async with self._moving:
             try:
-                found = await plane.keys(prefix)
+                stored_keys = await plane.keys(prefix)
             except PlaneError:  # the plane is being replaced, and its keys are gone
                 return []
             published = {key for _, snapshot in self._published for key in snapshot.packets}
-            known = published | {key for _, key, _ in self._read}
+            known_keys = published | {key for _, key, _ in self._read}
             lost = []
-            for key in (key for key in found if key not in known):
+            for key in (key for key in stored_keys if key not in known_keys):
                 stems = [stem for stem in self._under_way if key.startswith(f"{stem}/")]
                 self._spared.update(stems)
                 if not stems:
@@ -233,14 +235,14 @@ class WeightSync:
         assert plane is not None
         try:
             # Keys of a lost plane are gone already.
-            if there := [key for written, key in keys if written == life]:
-                await plane.delete(*there)
+            if stored := [key for written_life, key in keys if written_life == life]:
+                await plane.delete(*stored)
         except PlaneError as error:
             await self._mesh.replaced(life, error)  # the keys went with the plane
 
 
-def _put_bytes(cartridges: Sequence[PublishedCartridge], before: CartridgeSnapshot | None) -> int:
+def _put_bytes(cartridges: Sequence[PublishedCartridge], previous: CartridgeSnapshot | None) -> int:
     """Return the bytes of the packets of these cartridges that were not in the plane `before`."""
-    there = {} if before is None else before.packets
-    packets = {c.packet.key: c.packet for c in cartridges if c.packet.key not in there}
+    stored = {} if previous is None else previous.packets
+    packets = {c.packet.key: c.packet for c in cartridges if c.packet.key not in stored}
     return sum(packed_bytes(packet.layout) for packet in packets.values())

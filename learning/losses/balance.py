@@ -48,8 +48,8 @@ class GradientBalance:
         """Add the norms of one step; a norm of 0 is left out."""
         for name, norm in norms.items():
             if 0 < norm < math.inf:
-                before = self._sums.get(name, 0.0)
-                self._sums[name] = DECAY * before + (1 - DECAY) * norm
+                average = self._sums.get(name, 0.0)
+                self._sums[name] = DECAY * average + (1 - DECAY) * norm
                 self._counts[name] = self._counts.get(name, 0) + 1
 
     def means(self) -> dict[str, float]:
@@ -58,8 +58,8 @@ class GradientBalance:
 
     def coefficients(self, weights: Mapping[str, float]) -> dict[str, float]:
         """Return each channel's coefficient; `weights` are those of the step, all above 0."""
-        known = self.means()
-        means = {name: known[name] for name in weights if name in known}
+        norms = self.means()
+        means = {name: norms[name] for name in weights if name in norms}
         if len(means) < 2:
             return dict(weights)
         total = sum(weights[name] for name in means)
@@ -82,7 +82,7 @@ class GradientBalance:
 
 def report(
     terms: Mapping[str, Mapping[str, float]],
-    known: Sequence[Mapping[str, float]],
+    coefficients_known: Sequence[Mapping[str, float]],
     coefficients: Mapping[str, Mapping[str, float]],
     norms: Mapping[str, Mapping[str, float]],
 ) -> dict[str, dict[str, float]]:
@@ -93,24 +93,24 @@ def report(
     the mean over the cartridges, with the norm of the running means together (mean_grad_norm), and
     where norms were measured with their share of the sum of coefficient * norm over all cartridges.
     """
-    found = {name: {**term, **_together(name, norms)} for name, term in terms.items()}
-    if not known:
-        return found
+    rows = {name: {**term, **_together(name, norms)} for name, term in terms.items()}
+    if not coefficients_known:
+        return rows
     sizes: dict[str, float] = {}
-    for cartridge, of in norms.items():
-        for name, norm in of.items():
+    for cartridge, of_name in norms.items():
+        for name, norm in of_name.items():
             sizes[name] = sizes.get(name, 0.0) + coefficients[cartridge][name] * norm
-    whole = sum(sizes.values())
-    for name in found:
+    total = sum(sizes.values())
+    for name in rows:
         if coefficients:
-            found[name]["coefficient"] = fmean(of[name] for of in coefficients.values())
-        if means := [of[name] for of in known if name in of]:
-            found[name]["mean_grad_norm"] = math.hypot(*means)
-        if whole and name in sizes:
-            found[name]["share"] = sizes[name] / whole
-    return found
+            rows[name]["coefficient"] = fmean(of[name] for of in coefficients.values())
+        if means := [of[name] for of in coefficients_known if name in of]:
+            rows[name]["mean_grad_norm"] = math.hypot(*means)
+        if total and name in sizes:
+            rows[name]["share"] = sizes[name] / total
+    return rows
 
 
 def _together(name: str, norms: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    own = [of[name] for of in norms.values() if name in of]
-    return {"grad_norm": math.hypot(*own)} if own else {}
+    values = [of_name[name] for of_name in norms.values() if name in of_name]
+    return {"grad_norm": math.hypot(*values)} if values else {}

@@ -31,39 +31,39 @@ class TokenScores:
         if term is None:
             return
         losses, begin = term.losses.detach().float().tolist(), 0
-        own = micro.tokens[DocKL.name]
-        likely = _likeliest(micro.batch.scores["doc_teacher"].rows(own.rows))
-        for index, tokens in own.items:
+        doc_tokens = micro.tokens[DocKL.name]
+        likely = _likeliest(micro.batch.scores["doc_teacher"].rows(doc_tokens.rows))
+        for index, tokens in doc_tokens.items:
             sample = micro.batch.doc[index]
             values: list[float | None] = [None] * len(sample.response_ids)
-            of = slice(begin, begin + len(tokens))
-            for place, value in zip(tokens, losses[of], strict=True):
-                values[place] = value
+            span = slice(begin, begin + len(tokens))
+            for position, value in zip(tokens, losses[span], strict=True):
+                values[position] = value
             begin += len(tokens)
             if sample.id not in self._found:
                 self._found[sample.id] = SampleScores(
-                    kl=encoded(values), top=encoded_top(likely[of])
+                    kl=encoded(values), top=encoded_top(likely[span])
                 )
 
     def of_all(self, ranks: ProcessGroup) -> dict[str, SampleScores]:
         """Return the scores of all ranks' samples by id, as token_scores.jsonl holds them."""
         return {
             id: scores
-            for told in ranks.gather({"scores": self._found})
-            for id, scores in told["scores"].items()
+            for reply in ranks.gather({"scores": self._found})
+            for id, scores in reply["scores"].items()
         }
 
 
 def _likeliest(teacher: TeacherDistribution) -> list[Likely]:
     """Return the teacher's TOP likeliest tokens at each token, or as many as it told."""
-    found: list[Likely] = []
+    likeliest: list[Likely] = []
     width = 1 if teacher.logits is None else teacher.logits.shape[-1]
     chunk = max(1, CHUNK_VALUES // width)
     for begin in range(0, teacher.tokens, chunk):
         indices, logprobs = _top(teacher.rows(slice(begin, begin + chunk)))
         for tokens, values in zip(indices.tolist(), logprobs.tolist(), strict=True):
-            found.append(list(zip(tokens, values, strict=True)))
-    return found
+            likeliest.append(list(zip(tokens, values, strict=True)))
+    return likeliest
 
 
 def _top(teacher: TeacherDistribution) -> tuple[Tensor, Tensor]:

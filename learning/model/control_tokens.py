@@ -43,8 +43,8 @@ def _generation_ends(path: str) -> tuple[int | None, ...]:
     if not path:
         return ()
     if Path(path).is_dir():
-        found = [_eos(Path(path) / name) for name in (GENERATION, CONFIG)]
-        return next(filter(None, found), ())
+        ends = [_eos(Path(path) / name) for name in (GENERATION, CONFIG)]
+        return next(filter(None, ends), ())
     from transformers import GenerationConfig
 
     try:
@@ -62,23 +62,24 @@ def _eos(file: Path) -> tuple[int | None, ...]:
         raise DataError(f"{file} is no JSON of a model ({error}); restore it") from error
 
 
-def _ids(given: int | list[int] | None) -> tuple[int | None, ...]:
-    return tuple(given) if isinstance(given, list) else (given,) if given is not None else ()
+def _ids(ids: int | list[int] | None) -> tuple[int | None, ...]:
+    return tuple(ids) if isinstance(ids, list) else (ids,) if ids is not None else ()
 
 
 def require_text(tokenizer: Any, texts: Iterable[tuple[str, str]], what: str) -> None:
     """Raise DataError where texts, given with their places, would be read as special tokens; it
     says how many. `what` is the plural of what they are."""
     special = special_tokens(tokenizer)
-    held: dict[str, str] = {}
-    for place, text in texts:
+    token_places: dict[str, str] = {}
+    for location, text in texts:
         token = next((token for token in special if token in text), None)
         if token is not None:
-            held.setdefault(place, token)
-    if held:
-        place, token = next(iter(held.items()))
+            token_places.setdefault(location, token)
+    if token_places:
+        location, token = next(iter(token_places.items()))
         raise DataError(
-            f"{len(held)} {what} have one of the model's special tokens: the first is {place}, "
+            f"{len(token_places)} {what} have one of the model's special tokens: "
+            f"the first is {location}, "
             f"with {token}; remove it, or leave them out"
         )
 
@@ -93,16 +94,18 @@ def token_count(path: str) -> int | None:
         return None
     from tokenizers import Tokenizer
 
-    known: dict[str, int] = Tokenizer.from_file(str(files[0])).get_vocab(with_added_tokens=True)
+    vocabulary: dict[str, int] = Tokenizer.from_file(str(files[0])).get_vocab(
+        with_added_tokens=True
+    )
     config = json.loads(files[1].read_bytes()) if files[1].is_file() else {}
     added = (int(id) for id in config.get("added_tokens_decoder", {}))
-    count = 1 + max((*known.values(), *added), default=-1)
+    count = 1 + max((*vocabulary.values(), *added), default=-1)
     # Special tokens that are named there alone get the next ids.
-    given = [config.get("extra_special_tokens"), config.get("additional_special_tokens")]
-    given += [[value] for key, value in config.items() if key.endswith("_token")]
-    named = {_content(token) for tokens in given for token in _listed(tokens)}
+    token_lists = [config.get("extra_special_tokens"), config.get("additional_special_tokens")]
+    token_lists += [[value] for key, value in config.items() if key.endswith("_token")]
+    named = {_content(token) for tokens in token_lists for token in _listed(tokens)}
     decoder = config.get("added_tokens_decoder", {}).values()
-    return count + len(named - {""} - set(known) - {_content(token) for token in decoder})
+    return count + len(named - {""} - set(vocabulary) - {_content(token) for token in decoder})
 
 
 def _listed(tokens: Any) -> Iterable[Any]:

@@ -180,8 +180,8 @@ def tokenizer_of(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(model_files(path))
     except (OSError, ValueError) as error:
-        gone = Path(path).is_absolute() and not Path(path).exists()
-        why = "the folder is gone" if gone else str(error).splitlines()[0]
+        is_missing = Path(path).is_absolute() and not Path(path).exists()
+        why = "the folder is gone" if is_missing else str(error).splitlines()[0]
         raise NoTokenizer(
             f"no tokenizer at {path!r}: {why}; put the model's files back there, or set model.path "
             "to a directory that has them, or to a hub id that this machine can reach"
@@ -227,20 +227,20 @@ def base_hash(model: LanguageModel) -> str:
     return digest.hexdigest()
 
 
-def claim_device(asked: str, rank: int = 0) -> torch.device:
+def claim_device(name: str, rank: int = 0) -> torch.device:
     """Return the device that `asked` names, "cpu" or "cuda", and make it this process's current
     one. A rank that sees several GPUs takes the one of its number, modulo their count. Raises
     SpecError where a GPU is requested and torch sees none."""
-    if asked not in DEVICES:
-        raise SpecError(f"a device is one of {DEVICES}: got {asked!r}")
-    if asked == "cpu":
+    if name not in DEVICES:
+        raise SpecError(f"a device is one of {DEVICES}: got {name!r}")
+    if name == "cpu":
         return torch.device("cpu")
-    there = torch.cuda.device_count()
-    if not there:
+    count = torch.cuda.device_count()
+    if not count:
         raise SpecError(
             f"a GPU is asked for and torch {torch.__version__} sees none: install a torch built "
             "for CUDA, check nvidia-smi and CUDA_VISIBLE_DEVICES, or set the role's gpus to 0"
         )
-    device = torch.device("cuda", rank % there)
+    device = torch.device("cuda", rank % count)
     torch.cuda.set_device(device)  # the default of FSDP and NCCL
     return device

@@ -60,8 +60,8 @@ class TensorGroup:
 
     def share(self, count: int) -> slice:
         """Return this rank's part of `count` rows, which `size` divides."""
-        each = count // self.size
-        return slice(self.rank * each, (self.rank + 1) * each)
+        size = count // self.size
+        return slice(self.rank * size, (self.rank + 1) * size)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return x. In the backward pass the gradients of all ranks are added."""
@@ -204,11 +204,11 @@ def divide_base(model: LanguageModel, ranks: ProcessGroup) -> None:
 
 def _divide_layer(layer: DecoderLayer, tensor: TensorGroup) -> None:
     config, size = layer.config, layer.config.head_dim
-    asked, held = config.heads * size, config.kv_heads * size
-    of_q, of_kv, of_mlp = (tensor.share(n) for n in (asked, held, config.intermediate))
+    query_size, kv_size = config.heads * size, config.kv_heads * size
+    of_q, of_kv, of_mlp = (tensor.share(n) for n in (query_size, kv_size, config.intermediate))
 
     def rows(x: Tensor) -> nn.Parameter:
-        q, k, v = torch.split(x, [asked, held, held])
+        q, k, v = torch.split(x, [query_size, kv_size, kv_size])
         return _kept(torch.cat([q[of_q], k[of_kv], v[of_kv]]))
 
     layer.qkv = rows(layer.qkv)

@@ -69,11 +69,12 @@ def kept_verdict(path: str) -> ModelVerdict | None:
     with suppress(OSError, ValueError, TypeError):
         key = verdict_key(path)
         if key is not None:
-            kept = ModelVerdict(**json.loads((checks_folder() / f"{key}.json").read_bytes()))
+            verdict = ModelVerdict(**json.loads((checks_folder() / f"{key}.json").read_bytes()))
             refusal, unmoved = (
-                text.replace(repr(kept.model), repr(path)) for text in (kept.refusal, kept.unmoved)
+                text.replace(repr(verdict.model), repr(path))
+                for text in (verdict.refusal, verdict.unmoved)
             )
-            return replace(kept, model=path, refusal=refusal, unmoved=unmoved)
+            return replace(verdict, model=path, refusal=refusal, unmoved=unmoved)
     return None
 
 
@@ -89,8 +90,8 @@ def _keep(file: Path, text: str) -> None:
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text + "\n")
-        kept = sorted(file.parent.glob(f"*{file.suffix}"), key=lambda one: one.stat().st_mtime)
-        for old in kept[:-MOST]:
+        files = sorted(file.parent.glob(f"*{file.suffix}"), key=lambda one: one.stat().st_mtime)
+        for old in files[:-MOST]:
             old.unlink()
 
 
@@ -140,11 +141,11 @@ def weights_hash(folder: Path) -> str:
     note = checks_folder() / "weights" / f"{hashlib.sha256(repr(state).encode()).hexdigest()}.txt"
     with suppress(OSError):
         return note.read_text().strip()
-    begun = time.time()
+    start = time.time()
     digest = hashlib.sha256()
     for block in _blocks(folder):
         digest.update(block)
-    if all(at[-1] / 1e9 < begun - SETTLED_SECONDS for at in state):
+    if all(at[-1] / 1e9 < start - SETTLED_SECONDS for at in state):
         _keep(note, digest.hexdigest())
     return digest.hexdigest()
 

@@ -59,13 +59,13 @@ def decoded_top(text: str, scores: Sequence[float | None]) -> list[Likely | None
     Raises ValueError for a text that is not of as many tokens."""
     scored = sum(score is not None for score in scores)
     data = base64.b64decode(text, validate=True)
-    each = len(data) // (scored * _ENTRY.size) if scored else 0
-    if not each or len(data) != scored * each * _ENTRY.size:
+    count = len(data) // (scored * _ENTRY.size) if scored else 0
+    if not count or len(data) != scored * count * _ENTRY.size:
         if data:
             raise ValueError(f"{len(data)} bytes are not the likeliest of {scored} tokens")
         return [None] * len(scores)
     entries: Iterator[tuple[int, int]] = _ENTRY.iter_unpack(data)
-    likely = ([next(entries) for _ in range(each)] for _ in range(scored))
+    likely = ([next(entries) for _ in range(count)] for _ in range(scored))
     return [
         None if score is None else [(token, -(_value(byte) or 0.0)) for token, byte in next(likely)]
         for score in scores

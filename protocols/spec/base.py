@@ -60,8 +60,8 @@ def bounded(key: str, sign: Literal["<", "<=", ">", ">="], other: str, remedy: s
     def check(value: Any, info: ValidationInfo) -> Any:
         bound = info.data.get(other.rpartition(".")[2])
         if value is not None and bound is not None and not holds(value, bound):
-            shown = f"{bound:g}" if isinstance(bound, float) else bound
-            raise broken(f"must be {sign} {other} ({shown})", remedy)
+            bound_text = f"{bound:g}" if isinstance(bound, float) else bound
+            raise broken(f"must be {sign} {other} ({bound_text})", remedy)
         return value
 
     return field_validator(key)(check)

@@ -42,11 +42,11 @@ class SpecProblem:
     text: str
 
 
-def fault(rule: str, got: Any, place: SourceLocation, key: Key, remedy: str) -> SpecProblem:
+def fault(rule: str, got: Any, location: SourceLocation, key: Key, remedy: str) -> SpecProblem:
     """Return a problem from `rule` without its subject: "must be >= 1". `got` is shown as YAML."""
-    shown = got if got == HIDDEN else show(got)
-    text = f"{_leaf(key)} {rule}: got {shown} at {place} ({dotted(key)}); {remedy}"
-    return SpecProblem(place, text)
+    got_text = got if got == HIDDEN else show(got)
+    text = f"{_leaf(key)} {rule}: got {got_text} at {location} ({dotted(key)}); {remedy}"
+    return SpecProblem(location, text)
 
 
 def combined(faults: Sequence[SpecProblem]) -> SpecError:
@@ -85,23 +85,27 @@ def dotted(key: Key) -> str:
     return "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in key).lstrip(".")
 
 
-def unknown_key(key: Key, known: Sequence[str], place: SourceLocation) -> SpecProblem:
+def unknown_key(key: Key, names: Sequence[str], location: SourceLocation) -> SpecProblem:
     """Return the problem of a key that is none of those `known` there."""
     leaf = str(key[-1])
-    near = difflib.get_close_matches(leaf, known, 1) or near_keys(leaf, _run_keys())
-    hint = f"did you mean {near[0]}? " if near else ""
+    matches = difflib.get_close_matches(leaf, names, 1) or near_keys(leaf, _run_keys())
+    hint = f"did you mean {matches[0]}? " if matches else ""
     return SpecProblem(
-        place,
-        f"unknown key {leaf} at {place} ({dotted(key)}); {hint}known here: {', '.join(known)}",
+        location,
+        f"unknown key {leaf} at {location} ({dotted(key)}); {hint}known here: {', '.join(names)}",
     )
 
 
-def unknown_override(key: Key, place: SourceLocation) -> SpecProblem:
+def unknown_override(key: Key, location: SourceLocation) -> SpecProblem:
     """Return the problem of a `--set` whose first name is neither a mesh's nor a config's."""
-    known = dict.fromkeys([*MeshSpec.model_fields, *LearnSpec.model_fields])
-    near = near_keys(dotted(key), _run_keys()) or difflib.get_close_matches(str(key[0]), known, 1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return SpecProblem(place, f"unknown key {key[0]} at {place}; {hint}known: {', '.join(known)}")
+    names = dict.fromkeys([*MeshSpec.model_fields, *LearnSpec.model_fields])
+    matches = near_keys(dotted(key), _run_keys()) or difflib.get_close_matches(
+        str(key[0]), names, 1
+    )
+    hint = f"did you mean {matches[0]}? " if matches else ""
+    return SpecProblem(
+        location, f"unknown key {key[0]} at {location}; {hint}known: {', '.join(names)}"
+    )
 
 
 def _fault_of(
@@ -116,18 +120,19 @@ def _fault_of(
         key = tuple(context["key"].split(".")) if "key" in context else key
         got = context.get("got", got)
         return fault(context["rule"], got, place_of(key, places), key, context["remedy"])
-    place = place_of(key, places)
+    location = place_of(key, places)
     if kind in ("extra_forbidden", UNKNOWN_NAME):
-        return unknown_key(key, known_at(model, key[:-1]), place)
+        return unknown_key(key, known_at(model, key[:-1]), location)
     if kind == "missing":
         leaf, parent = str(key[-1]), section_at(model, key[:-1])
         assert parent is not None, key
         what = parent.model_fields[leaf].description
         return SpecProblem(
-            place, f"{leaf} must be given: missing at {place} ({dotted(key)}); add {leaf}: ({what})"
+            location,
+            f"{leaf} must be given: missing at {location} ({dotted(key)}); add {leaf}: ({what})",
         )
     rule, remedy = _rule_of(kind, context, known_at(model, key), got, error["msg"])
-    return fault(rule, got, place, key, remedy)
+    return fault(rule, got, location, key, remedy)
 
 
 _RULES = {  # pydantic's error kinds -> (rule, remedy); {} is the bound that its context holds
@@ -166,8 +171,8 @@ def _rule_of(
         return f"must have at most {context['max_length']} characters", "shorten it"
     if kind == "literal_error":
         words = re.findall(r"'([^']*)'", context["expected"])
-        near = difflib.get_close_matches(str(got), words, 1)
-        remedy = f"did you mean {near[0]}?" if near else "pick one of them"
+        matches = difflib.get_close_matches(str(got), words, 1)
+        remedy = f"did you mean {matches[0]}?" if matches else "pick one of them"
         return f"must be one of {', '.join(words)}", remedy
     return f"is refused ({message})", "see its description in protocols/"
 

@@ -52,8 +52,10 @@ class FrontierArm(SpecSection):
     @property
     def name(self) -> str:
         """Return the arm's name: `"self_consistency samples=8"`."""
-        told = [f"{key}={value}" for key, value in self.options.items()]
-        return " ".join([self.strategy, *told, *([f"budget={self.budget}"] if self.budget else [])])
+        options = [f"{key}={value}" for key, value in self.options.items()]
+        return " ".join(
+            [self.strategy, *options, *([f"budget={self.budget}"] if self.budget else [])]
+        )
 
 
 class FrontierSpec(SpecSection):
@@ -143,8 +145,8 @@ class SweepSpec(SpecSection):
     @classmethod
     def _values_once(cls, axes: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
         for key, values in axes.items():
-            told = [repr(v) for v in values]
-            if not told or len(told) != len(set(told)):
+            texts = [repr(v) for v in values]
+            if not texts or len(texts) != len(set(texts)):
                 raise broken(
                     f"must list values of {key}, each once", "add one or remove what is there twice"
                 )

@@ -131,8 +131,8 @@ class HostsSpec(SpecSection):
         if kind not in ("addresses", None) and value:
             raise broken("belongs to hosts.kind addresses alone", "remove it or change hosts.kind")
         for address in value:
-            found = ADDRESS.fullmatch(address)
-            if not found or not 1 <= int(found[2]) < 65535:
+            match = ADDRESS.fullmatch(address)
+            if not match or not 1 <= int(match[2]) < 65535:
                 raise broken(
                     "must hold tls://host:port addresses", f"write {address!r} as tls://host:26600"
                 )

@@ -196,10 +196,10 @@ def known_at(model: type[BaseModel], key: tuple[str | int, ...]) -> list[str]:
 def may_hold_secret(model: type[BaseModel], key: tuple[str | int, ...]) -> bool:
     """Return whether what is written at a key may be a secret: the key, or the last one on its way
     that exists, names a secret or is of a section with such a key, or the word is a secret's."""
-    way = list(_way(model, key))
-    known = [field for field in way if field is not None]
-    return (bool(known) and _names_secret(known[-1])) or (
-        None in way and looks_secret(str(key[-1]))
+    fields_on_path = list(_way(model, key))
+    fields = [field for field in fields_on_path if field is not None]
+    return (bool(fields) and _names_secret(fields[-1])) or (
+        None in fields_on_path and looks_secret(str(key[-1]))
     )
 
 
@@ -255,21 +255,23 @@ def near_keys(name: str, keys: typing.Sequence[SpecKey]) -> list[str]:
     """Return the keys that an unknown, perhaps dotted, name may mean, the likeliest first: of the
     same last name, under another trainer's name, spelt alike, or with its words in their meaning.
     """
-    leaf, known = name.rpartition(".")[2], [text for k in keys for text in k.written]
-    if exact := [k for k in known if k == name or k.endswith(f".{name}")]:
+    leaf, names = name.rpartition(".")[2], [text for k in keys for text in k.written]
+    if exact := [k for k in names if k == name or k.endswith(f".{name}")]:
         return exact
-    if OTHER_NAMES.get(leaf) in known:
+    if OTHER_NAMES.get(leaf) in names:
         return [OTHER_NAMES[leaf]]
-    if same := [k for k in known if k.rpartition(".")[2] == leaf]:
-        return same
-    if alike := difflib.get_close_matches(name, known, 3, 0.8):
+    if same_leaf := [k for k in names if k.rpartition(".")[2] == leaf]:
+        return same_leaf
+    if alike := difflib.get_close_matches(name, names, 3, 0.8):
         return alike
-    leaves = {k.rpartition(".")[2]: k for k in reversed(known)}
+    leaves = {k.rpartition(".")[2]: k for k in reversed(names)}
     if alike := difflib.get_close_matches(leaf, leaves, 3, 0.8):
-        return [leaves[found] for found in alike]
+        return [leaves[name_alike] for name_alike in alike]
     words = {word for word in leaf.lower().split("_") if len(word) > 2}
-    meant = [k for k in keys if words and words <= _words(k.field.description)]
-    return [k.written[0] for k in sorted(meant, key=lambda k: len(k.field.description or ""))[:3]]
+    described = [k for k in keys if words and words <= _words(k.field.description)]
+    return [
+        k.written[0] for k in sorted(described, key=lambda k: len(k.field.description or ""))[:3]
+    ]
 
 
 def other_kind(values: Mapping[str, Any], wanted: SpecFile) -> SpecFile | None:
@@ -344,13 +346,13 @@ def named_mesh(text: str) -> tuple[Path, str]:
 def read_of_kind(wanted: SpecFile, path: Path, source: str) -> YamlDocument:
     """Return the file's mapping. Raises SpecError for a file of another kind."""
     document = read_yaml(path, source)
-    found = other_kind(document.values, wanted)
-    if found is not None:
-        use = found.use.format(source)
+    kind = other_kind(document.values, wanted)
+    if kind is not None:
+        use = kind.use.format(source)
         mesh = path.parent.parent / "meshes" / path.name
-        if found is CONFIG_FILE and wanted is MESH_FILE and mesh.is_file():
+        if kind is CONFIG_FILE and wanted is MESH_FILE and mesh.is_file():
             use = f"give {shown_path(mesh)}, or lay it over a mesh's config with --config {source}"
-        raise SpecError(f"{source} is {found.what}, and {wanted.what} belongs here; {use}")
+        raise SpecError(f"{source} is {kind.what}, and {wanted.what} belongs here; {use}")
     return document
 
 

@@ -38,8 +38,8 @@ class LearnSpec(LearnSections):
             return "episodes"
         if self.rsa is not None:
             return "rsa"
-        written = self.self_study is not None or self.data.source in ROW_SOURCES
-        return "documents" if written else "longhealth"
+        is_written = self.self_study is not None or self.data.source in ROW_SOURCES
+        return "documents" if is_written else "longhealth"
 
     def with_start(self, start: StartSpec, frozen: int | None = None) -> LearnSpec:
         """Return the config with another `cartridge.init`, and `cartridge.frozen` if it is
@@ -53,8 +53,8 @@ class LearnSpec(LearnSections):
             if is_broken:
                 key, _, rule = text.partition(" ")
                 got = attrgetter(key)(self)
-                shown = "a section" if isinstance(got, SpecSection) else got
-                raise broken(rule, remedy, key=key, got=shown)
+                got_text = "a section" if isinstance(got, SpecSection) else got
+                raise broken(rule, remedy, key=key, got=got_text)
         return self
 
 
@@ -95,9 +95,9 @@ def _rules(spec: LearnSections) -> Iterator[Rule]:
         "document they are about",
         "remove it",
     )
-    alone = spec.data.patients < 2 or spec.cartridge.per == "corpus" or unnamed
+    is_single = spec.data.patients < 2 or spec.cartridge.per == "corpus" or unnamed
     yield (
-        spec.train.compose > 0 and alone,
+        spec.train.compose > 0 and is_single,
         "train.compose must be 0 with a single cartridge, episodes or rsa",
         "remove it, or train two cartridges or more without them",
     )
@@ -139,17 +139,18 @@ def _of_channels(spec: LearnSections) -> Iterator[Rule]:
             "data.source must be environment with environments of your own",
             "set data.source: environment, or episodes.environment to the desk",
         )
-    asks = objective.hints.asks if objective.alpha > 0 else None
+    hint_teacher = objective.hints.asks if objective.alpha > 0 else None
     judges = [reward.teacher for reward in spec.reward if reward.teacher is not None]
     yield (
-        (objective.beta > 0 or asks is not None or bool(judges)) != (spec.replay is not None),
+        (objective.beta > 0 or hint_teacher is not None or bool(judges))
+        != (spec.replay is not None),
         "objective.beta must be > 0 with the section replay, and only then, unless one of its "
         f"teachers writes the hints ({HINT_WRITER}) or judges (reward.teacher)",
         "set it, or remove the section replay",
     )
     named = () if spec.replay is None else tuple(t.name for t in spec.replay.teachers)
     yield (
-        asks is not None and asks not in named,
+        hint_teacher is not None and hint_teacher not in named,
         f"{HINT_WRITER} must be generator or one of replay.teachers ({', '.join(named)})",
         "correct the name",
     )
@@ -262,9 +263,9 @@ def _of_rows(spec: LearnSections) -> Iterator[Rule]:
             f"data.rows.{name} must be left out but with data.source {owner}",
             "remove it",
         )
-    given = rows.columns or rows.documents or rows.held_out
+    is_set = rows.columns or rows.documents or rows.held_out
     yield (
-        bool(given) and not of_rows,
+        bool(is_set) and not of_rows,
         "data.rows must be left out but with data.source jsonl, parquet, hub or python",
         "remove it",
     )

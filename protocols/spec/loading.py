@@ -89,17 +89,17 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
     document = _config_document(mesh_document, faults)
     if document is not None:
         for overlay in overlays:
-            over = _read(Path(overlay), overlay, faults)
-            if over is not None:
-                _merge(document, over)
+            overlay_document = _read(Path(overlay), overlay, faults)
+            if overlay_document is not None:
+                _merge(document, overlay_document)
         _apply(document, learn_sets, faults, "model", "path")
         learn_spec = _checked(LearnSpec, document, faults)
     if faults or mesh_spec is None or document is None or learn_spec is None:
         raise combined(faults)
     mesh_spec = _with_local_paths(mesh_spec, mesh_document.places)
     learn_spec = _with_local_paths(learn_spec, document.places)
-    here = mesh_spec.hosts.kind == "local"
-    model = settled(learn_spec.model, gpus=mesh_spec.model_on_gpus, here=here)
+    is_local = mesh_spec.hosts.kind == "local"
+    model = settled(learn_spec.model, gpus=mesh_spec.model_on_gpus, here=is_local)
     spec = RunSpec(mesh=mesh_spec, learn=learn_spec.model_copy(update={"model": model}))
     return LoadedSpec(spec, mesh_document.places, document.places)
 
@@ -181,7 +181,7 @@ def _route(
 
 def _overrides(sets: Sequence[str], faults: list[SpecProblem]) -> list[SetOverride]:
     """Parse `--set` texts; one that cannot be parsed becomes a problem."""
-    found = []
+    overrides = []
     for text in sets:
         name, equals, value_text = text.partition("=")
         key = tuple(part.strip() for part in name.split("."))
@@ -191,19 +191,19 @@ def _overrides(sets: Sequence[str], faults: list[SpecProblem]) -> list[SetOverri
         # What a word that is no key stands for is not known; it is shown where it is short.
         unknown = len(value_text) >= SHORTEST and not is_known(owner, key)
         hidden = unknown or may_hold_secret(owner, key)
-        place = SourceLocation(f"--set {name if hidden else text}", 0, Path.cwd())
+        location = SourceLocation(f"--set {name if hidden else text}", 0, Path.cwd())
         if not equals or not all(key):
             faults.append(
                 SpecProblem(
-                    place, f"--set takes key.path=value: got {text!r}; write --set train.lr=0.01"
+                    location, f"--set takes key.path=value: got {text!r}; write --set train.lr=0.01"
                 )
             )
             continue
         try:
-            found.append(SetOverride(key, parse_value(value_text, place.source), place))
+            overrides.append(SetOverride(key, parse_value(value_text, location.source), location))
         except SpecError as error:
-            faults.append(SpecProblem(place, str(error)))
-    return found
+            faults.append(SpecProblem(location, str(error)))
+    return overrides
 
 
 def _apply(
@@ -226,16 +226,16 @@ def _override(document: YamlDocument, override: SetOverride, faults: list[SpecPr
     """Set one key, making the mappings on its path."""
     *parents, leaf = override.key
     section, places = document.values, document.places
-    done: Key = ()
+    path: Key = ()
     for name in parents:
-        done = (*done, name)
+        path = (*path, name)
         below = section.get(name)
         if below is not None and not isinstance(below, dict):
-            rule, remedy = "must be a mapping to set a key in it", f"set {dotted(done)} as a whole"
-            faults.append(fault(rule, below, override.place, done, remedy))
+            rule, remedy = "must be a mapping to set a key in it", f"set {dotted(path)} as a whole"
+            faults.append(fault(rule, below, override.place, path, remedy))
             return
         if below is None:
-            places[done] = override.place
+            places[path] = override.place
         section[name] = dict(below or {})
         section = section[name]
     section[leaf] = override.value
@@ -243,7 +243,7 @@ def _override(document: YamlDocument, override: SetOverride, faults: list[SpecPr
     places[override.key] = override.place
 
 
-def _merge(document: YamlDocument, over: YamlDocument) -> None:
+def _merge(document: YamlDocument, overlay: YamlDocument) -> None:
     """Merge `over` into the document: mappings merge, everything else is replaced."""
 
     def lay(target: dict[str, Any], source: Mapping[str, Any], key: Key) -> None:
@@ -255,10 +255,10 @@ def _merge(document: YamlDocument, over: YamlDocument) -> None:
             target[name] = value
             _forget(document.places, child)
             document.places.update(
-                {k: p for k, p in over.places.items() if k[: len(child)] == child}
+                {k: p for k, p in overlay.places.items() if k[: len(child)] == child}
             )
 
-    lay(document.values, over.values, ())
+    lay(document.values, overlay.values, ())
 
 
 def _forget(places: dict[Key, SourceLocation], key: Key) -> None:
@@ -268,7 +268,7 @@ def _forget(places: dict[Key, SourceLocation], key: Key) -> None:
 
 def _checked(model: type[Model], document: YamlDocument, faults: list[SpecProblem]) -> Model | None:
     try:
-        found = model.model_validate(document.values)
+        value = model.model_validate(document.values)
     except ValidationError as error:
         faults.extend(faults_of(error, model, document.places))
         return None
@@ -276,7 +276,7 @@ def _checked(model: type[Model], document: YamlDocument, faults: list[SpecProble
     for key in wrong:
         rule, remedy = "must be an address without a password", "take it out: it is written down"
         faults.append(fault(rule, HIDDEN, place_of(key, document.places), key, remedy))
-    return None if wrong else found
+    return None if wrong else value
 
 
 def _with_passwords(value: Any, key: Key) -> Iterator[Key]:
@@ -296,12 +296,12 @@ def _config_document(mesh: YamlDocument, faults: list[SpecProblem]) -> YamlDocum
     name = mesh.values.get("config")
     if not isinstance(name, str) or not name:
         return None  # the mesh's validation reports it
-    place = mesh.places[("config",)]
-    path = place.directory / name
+    location = mesh.places[("config",)]
+    path = location.directory / name
     if not path.is_file():
         rule = f"must name a learning config (there is no file {shown_path(path)})"
         remedy = "give its path relative to the mesh file"
-        faults.append(fault(rule, name, place, ("config",), remedy))
+        faults.append(fault(rule, name, location, ("config",), remedy))
         return None
     return _read(path, shown_path(path), faults)
 

@@ -144,12 +144,12 @@ class SdpoSpec(HintSpec):
     @property
     def reader(self) -> str:
         """Return which model reads the hint, for a plan."""
-        over = {
+        readers = {
             "live": "the same model",
             "base": "the model over the untrained cartridge",
             "ema": f"the model over the cartridges' average (decay {self.ema_decay:g})",
         }
-        return over[self.teacher]
+        return readers[self.teacher]
 
     @field_validator("temperature")
     @classmethod

@@ -107,14 +107,14 @@ class GrpoSpec(SpecSection):
     @property
     def terms_text(self) -> str:
         """Return what is learned beside rewards, for a plan; "" for nothing."""
-        found = ""
+        text = ""
         if self.kl:
             whom = {"initial": "the untrained cartridge", "document": "the model with the document",
                     "version": f"the cartridge of every {self.kl_refresh} steps"}  # fmt: skip
-            found += f"; KL to {whom[self.kl_reference]} x {self.kl:g}"
+            text += f"; KL to {whom[self.kl_reference]} x {self.kl:g}"
         if self.distill:
-            found += f"; {self.distill:g} a nat from the model with the document"
-        return found
+            text += f"; {self.distill:g} a nat from the model with the document"
+        return text
 
     @field_validator("kl_refresh")
     @classmethod

@@ -179,7 +179,7 @@ class WatchdogSpec(SpecSection):
 
 def host_and_port(value: str) -> str:
     """Return the address unchanged. Raises a rule error for anything but host:port."""
-    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})", value)
-    if not found or int(found[2]) > 65535:
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})", value)
+    if not match or int(match[2]) > 65535:
         raise broken("must be host:port", "write it as 127.0.0.1:0")
     return value

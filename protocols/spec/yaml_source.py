@@ -187,7 +187,7 @@ def _syntax_message(error: yaml.MarkedYAMLError, source: str, line: int) -> str:
 
 def _build(loader: YamlLoader, node: yaml.Node, key: Key, places: dict[Key, SourceLocation]) -> Any:
     """Return the node's value; adds the location of every key and item below `key` to `places`."""
-    here = places[key]
+    location = places[key]
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -200,14 +200,14 @@ def _build(loader: YamlLoader, node: yaml.Node, key: Key, places: dict[Key, Sour
                 raise _refusal(
                     f"key {name} is given twice, first on line {first}; remove one", key_node
                 )
-            places[child] = replace(here, line=key_node.start_mark.line + 1)
+            places[child] = replace(location, line=key_node.start_mark.line + 1)
             mapping[name] = _build(loader, value_node, child, places)
         return mapping
     if isinstance(node, yaml.SequenceNode):
         items = []
         for index, item in enumerate(node.value):
             child = (*key, index)
-            places[child] = replace(here, line=item.start_mark.line + 1)
+            places[child] = replace(location, line=item.start_mark.line + 1)
             items.append(_build(loader, item, child, places))
         return items
     try:

@@ -107,15 +107,15 @@ def serve(channel: socket.socket) -> Sequence[int] | None:
                 _, received, _, _ = socket.recv_fds(channel, 1, DESCRIPTORS)
                 if not received:
                     return None
-                *given, stand_in = received
+                *descriptors, stand_in = received
                 server, pid = os.getpid(), os.fork()
                 if pid == 0:
                     end_with_parent(server)
                     os.setpgid(0, 0)  # as Monarch does: a terminal's signals are for its owner
                     for inherited in (channel.detach(), stand_in, *by_end, *by_stand_in):
                         os.close(inherited)
-                    return given
-                for descriptor in given:
+                    return descriptors
+                for descriptor in descriptors:
                     os.close(descriptor)
                 forked = ForkedProcess(pid, os.pidfd_open(pid), stand_in)
                 by_end[forked.ended] = by_stand_in[stand_in] = forked
@@ -141,13 +141,13 @@ def _tell(forked: ForkedProcess, message: bytes) -> None:
 
 def _obey(forked: ForkedProcess, poll: select.poll) -> None:
     """Pass on the signal that a stand-in got; kill the process of one that is gone."""
-    told = b""
+    status = b""
     with contextlib.suppress(OSError):
-        told = os.read(forked.stand_in, 1)
-    if not told:
+        status = os.read(forked.stand_in, 1)
+    if not status:
         poll.unregister(forked.stand_in)
     with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(forked.ended, told[0] if told else signal.SIGKILL)
+        signal.pidfd_send_signal(forked.ended, status[0] if status else signal.SIGKILL)
 
 
 def become(stdin: int, stdout: int, stderr: int, request: int) -> None:
@@ -173,10 +173,10 @@ def main() -> None:
     modules, model = json.loads(sys.argv[3])
     preload([*PRELOAD, *modules], model)
     channel.send(READY)
-    given = serve(channel)
-    if given is None:
+    descriptors = serve(channel)
+    if descriptors is None:
         os._exit(0)  # the libraries' own shutdown is for the forked processes
-    become(*given)
+    become(*descriptors)
     multiprocessing.set_start_method("forkserver", force=True)  # as Monarch's own main
     from monarch._src.actor.bootstrap_main import invoke_main
 

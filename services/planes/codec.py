@@ -100,9 +100,9 @@ def _begin_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object
         return tensor.cpu(), lambda: None
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(tensor.device))
-    return copy, done.synchronize
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return copy, event.synchronize
 
 
 def unpack(buffer: torch.Tensor, layout: TensorLayout) -> dict[str, torch.Tensor]:

@@ -42,8 +42,8 @@ def keys_in(root: Path, prefix: str = "") -> list[str]:
     """Return the keys that start with `prefix` and have a file in a directory, sorted. Raises
     FileNotFoundError for a directory that is gone."""
     names = os.listdir(root)
-    found = (unquote(name.removesuffix(SUFFIX)) for name in names if name.endswith(SUFFIX))
-    return sorted(key for key in found if key.startswith(prefix))
+    names_found = (unquote(name.removesuffix(SUFFIX)) for name in names if name.endswith(SUFFIX))
+    return sorted(key for key in names_found if key.startswith(prefix))
 
 
 class MemoryDirectory:

@@ -192,16 +192,16 @@ class StoreController(Controller):
         TorchStore's own client makes three calls for each key, and its caller waits for each.
         """
         self.assert_initialized()
-        there = [key for key in keys if key in self.keys_to_storage_volumes]
+        stored = [key for key in keys if key in self.keys_to_storage_volumes]
         try:
-            await asyncio.gather(*map(self._discard, there))
+            await asyncio.gather(*map(self._discard, stored))
         finally:
             self._claimed.difference_update(keys)
             self._discarded += len(keys)
         if self._discarded >= TRIM_EVERY:
             self._discarded = 0
             _call_libc("malloc_trim", 0)
-        return sorted({*keys} - {*there})
+        return sorted({*keys} - {*stored})
 
     async def _discard(self, key: str) -> None:
         # Unlisted first: a reader is told that the key is missing, and not that its bytes are.
@@ -219,8 +219,8 @@ class TensorClient(LocalClient):
     kind of value it is, and where it is."""
 
     async def put(self, key: str, value: torch.Tensor) -> None:
-        beside: Any = SimpleNamespace(put=self._controller.put)
-        await Pipe(beside).put_to_storage_volume(key, Request.from_any(value))
+        volume: Any = SimpleNamespace(put=self._controller.put)
+        await Pipe(volume).put_to_storage_volume(key, Request.from_any(value))
 
     async def _get_stored_object_type(self, key: str) -> ObjectType:
         return ObjectType.TENSOR
@@ -261,9 +261,9 @@ class VolumeProcess(Actor):
 
 def _call_libc(function: str, *arguments: int) -> None:
     """Call a function of the C library's allocator, if it has that function (glibc)."""
-    found = getattr(ctypes.CDLL(None), function, None)
-    if found is not None:
-        found(*arguments)
+    symbol = getattr(ctypes.CDLL(None), function, None)
+    if symbol is not None:
+        symbol(*arguments)
 
 
 class HeapTrimmer:
@@ -381,8 +381,8 @@ class TorchStorePlane:
         """Return the keys that start with `prefix`, sorted."""
 
         async def keys() -> list[str]:
-            found: list[str] = await (await self._storage()).keys()
-            return found
+            names: list[str] = await (await self._storage()).keys()
+            return names
 
         # Filtered here: TorchStore's own prefix matches whole dot-separated parts only.
         everything = await self._bounded("keys", prefix, keys())

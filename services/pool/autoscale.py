@@ -25,34 +25,34 @@ holds until the next: `((0.0, 4), (2.5, 9))`; empty at first."""
 
 
 def decide(
-    seen: Loads, now_s: float, load: int, replicas: int, spec: AutoscaleSpec
+    loads: Loads, now_s: float, load: int, replicas: int, spec: AutoscaleSpec
 ) -> tuple[Loads, int]:
     """Return the history with this load added, and how many replicas the pool should have now.
 
     `now_s` is of a monotonic clock. `load` counts the pool's ongoing and waiting requests.
     `replicas` is its last target, whether all have started or not.
     """
-    if not seen or seen[-1][1] != load:
-        seen = (*seen, (now_s, load))
+    if not loads or loads[-1][1] != load:
+        loads = (*loads, (now_s, load))
     # The load in force when the longer delay began is the oldest that still counts.
     begin = now_s - max(spec.up_delay_s, spec.down_delay_s)
-    in_force = max((i for i, (since, _) in enumerate(seen) if since <= begin), default=0)
-    seen = seen[in_force:]
+    in_force = max((i for i, (since, _) in enumerate(loads) if since <= begin), default=0)
+    loads = loads[in_force:]
 
     wanted = replicas
     per_size = replicas * spec.target_ongoing
-    least = min(_during(seen, now_s - spec.up_delay_s), default=None)
-    greatest = max(_during(seen, now_s - spec.down_delay_s), default=None)
+    least = min(_during(loads, now_s - spec.up_delay_s), default=None)
+    greatest = max(_during(loads, now_s - spec.down_delay_s), default=None)
     if least is not None and least > per_size * (1 + spec.tolerance):
         wanted = math.ceil(least / spec.target_ongoing)
     elif greatest is not None and greatest < per_size * (1 - spec.tolerance):
         wanted = math.ceil(greatest / spec.target_ongoing)
-    return seen, min(max(wanted, spec.min), spec.max)
+    return loads, min(max(wanted, spec.min), spec.max)
 
 
-def _during(seen: Loads, begin: float) -> Iterable[int]:
+def _during(loads: Loads, begin: float) -> Iterable[int]:
     """Return the loads from `begin` on, or none when the history starts after `begin`."""
-    if seen[0][0] > begin:
+    if loads[0][0] > begin:
         return []
-    ends = [*(since for since, _ in seen[1:]), math.inf]
-    return [load for (_, load), end in zip(seen, ends, strict=True) if end > begin]
+    ends = [*(since for since, _ in loads[1:]), math.inf]
+    return [load for (_, load), end in zip(loads, ends, strict=True) if end > begin]

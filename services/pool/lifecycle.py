@@ -99,13 +99,13 @@ class ReplicaLifecycle:
     def resize(self, pool: Pool) -> None:
         """Start missing replicas and drain surplus ones. Replicas on the last of the role's own
         workers drain first, otherwise those in the highest slots."""
-        kept = _staying(pool)
-        for replica in sorted(kept, key=self._rank)[pool.target :]:
+        staying = _staying(pool)
+        for replica in sorted(staying, key=self._rank)[pool.target :]:
             replica.life = drained(replica.life)
             self.begin(self._drain(pool, replica))
-        taken = {r.slot for r in pool.replicas}
-        slots = (s for s in range(len(taken) + pool.target) if s not in taken)
-        for slot in [next(slots) for _ in range(pool.target - len(kept))]:
+        used_slots = {r.slot for r in pool.replicas}
+        slots = (s for s in range(len(used_slots) + pool.target) if s not in used_slots)
+        for slot in [next(slots) for _ in range(pool.target - len(staying))]:
             replica = Replica(pool.role, slot)
             pool.replicas.append(replica)
             self.begin(self._live(pool, replica))
@@ -162,8 +162,8 @@ class ReplicaLifecycle:
     ) -> None:
         """Start process and actor, call `prepare`, send missed updates, and put it into service."""
         spec = pool.spec
-        each = spec.procs * spec.gpus
-        gpus = range(replica.slot * each, (replica.slot + 1) * each)
+        gpus_each = spec.procs * spec.gpus
+        gpus = range(replica.slot * gpus_each, (replica.slot + 1) * gpus_each)
         name = f"{pool.role.replace('_', '')}{replica.slot}"  # Monarch: letters and digits only
         process = await self._processes.take(
             name, spec.threads, gpus, away_from, pool.role, spec.procs
@@ -245,9 +245,9 @@ class ReplicaLifecycle:
 
     async def _drain(self, pool: Pool, replica: Replica) -> None:
         """End a replica once its requests have ended."""
-        begun = time.monotonic()
+        start = time.monotonic()
         while replica.ongoing and not replica.ended:
-            if time.monotonic() - begun > DRAIN_SECONDS:
+            if time.monotonic() - start > DRAIN_SECONDS:
                 replica.end("it was to be gone, and its requests did not end")
             await asyncio.sleep(0.02)
         pool.forget(replica)

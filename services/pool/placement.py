@@ -35,8 +35,8 @@ def choose(
 def never_fits(hosts: Sequence[ProcessHost], role: str, gpus: int) -> bool:
     """Return whether each worker of the role has too few GPUs for the process, even with no other
     process there."""
-    told = [h.worker.gpus for h in hosts if h.fits(role) and not h.local]
-    return bool(told) and all(have is not None and have < gpus for have in told)
+    gpu_counts = [h.worker.gpus for h in hosts if h.fits(role) and not h.local]
+    return bool(gpu_counts) and all(have is not None and have < gpus for have in gpu_counts)
 
 
 def _has_gpus(host: ProcessHost, gpus: int) -> bool:
@@ -53,9 +53,15 @@ def lack(hosts: Sequence[ProcessHost], role: str, gpus: int = 0) -> str:
     silent = sum(not host.well for host in fit)
     full = sum(host.well and not host.has_room for host in fit)
     workers = "1 worker takes" if len(fit) == 1 else f"{len(fit)} workers take"
-    said = f"{workers} {role or 'spares'}: {full} full, {silent} silent"
-    left = [f"{h.free_gpus} of {h.worker.gpus} on {h.label}" for h in fit if not _has_gpus(h, gpus)]
-    return f"{said}; free GPUs: {', '.join(left)}, and {gpus} wanted" if left else said
+    summary = f"{workers} {role or 'spares'}: {full} full, {silent} silent"
+    free_texts = [
+        f"{h.free_gpus} of {h.worker.gpus} on {h.label}" for h in fit if not _has_gpus(h, gpus)
+    ]
+    return (
+        f"{summary}; free GPUs: {', '.join(free_texts)}, and {gpus} wanted"
+        if free_texts
+        else summary
+    )
 
 
 def crowded(hosts: Sequence[ProcessHost], working: Sequence[int]) -> int | None:

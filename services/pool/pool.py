@@ -390,9 +390,9 @@ class Pool:
         Sending a version again replaces the kept update; replicas that have it do not get it again.
         A silent replica, or the successor of a dead one, gets it when it comes into service.
         """
-        kept = [u for u in self.updates.get(topic, []) if u.version != version]
-        kept.append(PoolUpdate(topic, version, method, args))
-        self.remember(topic, sorted(kept, key=lambda u: u.version)[-keep:])
+        updates = [u for u in self.updates.get(topic, []) if u.version != version]
+        updates.append(PoolUpdate(topic, version, method, args))
+        self.remember(topic, sorted(updates, key=lambda u: u.version)[-keep:])
         await self.tell()
 
     def remember(self, topic: str, updates: Sequence[PoolUpdate]) -> None:
@@ -500,11 +500,11 @@ class Pool:
         for attempt in range(1, self.spec.attempts + 1):
             request.attempt, request.replica = attempt, ""
             suspect = deaths > 0
-            asked = begun = steady_time()
+            arrival = start = steady_time()
             replica = self._free(session, suspect)
             if replica is None:
                 replica = await self._seat(session, deadline, request, limit, suspect)
-                begun = steady_time()
+                start = steady_time()
             request.replica = replica.name
             outcome = "failed"
             replica.ongoing += 1
@@ -535,9 +535,9 @@ class Pool:
                     self.changed()
                 facts: dict[str, str | int | float] = {
                     "request": request.id, "attempt": attempt, "outcome": outcome,
-                    "waited": round(begun - asked, 6), "version": replica.version,
+                    "waited": round(start - arrival, 6), "version": replica.version,
                 }  # fmt: skip
-                self._observe(TraceSpan(replica.name, request.method, begun, steady_time(), facts))
+                self._observe(TraceSpan(replica.name, request.method, start, steady_time(), facts))
         raise RunError(
             f"{self.role}.{request.method} was lost {self.spec.attempts} times with the replica "
             f"that worked on it, last: {why}; if the replicas are well, raise "
@@ -554,8 +554,8 @@ class Pool:
     ) -> Replica:
         """Return a replica that may take a request, waiting for one until the deadline."""
         while (replica := self._free(session, suspect)) is None:
-            over = suspect or all(r.life.over for r in self.replicas)
-            given_up = self.failed is not None and over
+            ended = suspect or all(r.life.over for r in self.replicas)
+            given_up = self.failed is not None and ended
             if why := self.closed or (str(self.failed) if given_up else ""):
                 raise RunError(f"{request.method} found no {self.role}: {why}")
             self._seekers += 1
@@ -594,7 +594,7 @@ class Pool:
 
     async def _tell(self, replica: Replica, method: str, args: tuple[Any, ...]) -> Any:
         """Call one replica outside routing. Raises ReplicaLost, RunError or the actor's error."""
-        begun = steady_time()
+        start = steady_time()
         outcome = "failed"
         try:
             answer = await ask(replica, method, args, time.monotonic() + self._timeout_s)
@@ -613,7 +613,7 @@ class Pool:
             ) from error
         finally:
             self._observe(
-                TraceSpan(replica.name, method, begun, steady_time(), {"outcome": outcome})
+                TraceSpan(replica.name, method, start, steady_time(), {"outcome": outcome})
             )
 
     def _note(self, answer: Any) -> None:

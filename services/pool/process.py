@@ -202,9 +202,9 @@ class ProcessHost:
         """
         used = self._used()
         devices = tuple(d for d in range(len(used) + len(gpus)) if d not in used)[: len(gpus)]
-        if self.local and gpus and (there := gpus_here()):
+        if self.local and gpus and (gpu_count := gpus_here()):
             # With too few GPUs, processes share those that the fewest processes use.
-            devices = tuple(sorted(range(there), key=lambda device: used[device])[: len(gpus)])
+            devices = tuple(sorted(range(gpu_count), key=lambda device: used[device])[: len(gpus)])
         process = self.spawn_beside(name, threads, devices, ranks, alone_s, variables)
         self.processes.append(process)
         return process
@@ -262,33 +262,33 @@ def by_rank(actors: Any, ranks: int) -> list[Any]:
 
 
 async def same_files(
-    process: ReplicaProcess, *, role: str, read: Sequence[str], written: Sequence[str]
+    process: ReplicaProcess, *, role: str, read: Sequence[str], writable_paths: Sequence[str]
 ) -> None:
     """Check that a process on another host has the same files, and can write beside those in
     `written`. Raises RunError otherwise, instead of at the first checkpoint an hour later."""
-    if process.local or not (read or written):
+    if process.local or not (read or writable_paths):
         return
     try:
         async with asyncio.timeout(LOOK_SECONDS):
-            seen = await process.heartbeat.look.call_one((*read, *written))
+            reply = await process.heartbeat.look.call_one((*read, *writable_paths))
     except TimeoutError as error:
         raise RunError(
-            f"{process.host} did not read {', '.join((*read, *written))} within {LOOK_SECONDS:g} s;"
-            " check the file systems that are mounted there"
+            f"{process.host} did not read {', '.join((*read, *writable_paths))} within "
+            f"{LOOK_SECONDS:g} s; check the file systems that are mounted there"
         ) from error
-    for path in (*read, *written):
-        theirs, writable = seen[path]
+    for path in (*read, *writable_paths):
+        theirs, writable = reply[path]
         folder = Path(path).parent
         if theirs != digest(Path(path)):
             what = "is another file" if theirs else "is not there"
             remedy = (
                 f"mount the same file system at {folder} on this host and on every one that may "
                 f"run {role}"
-                if path in written
+                if path in writable_paths
                 else f"have the same model at {folder} on every host, or give a hub id"
             )
             raise RunError(f"on {process.host}, {path} {what}, and {role} needs it; {remedy}")
-        if path in written and not writable:
+        if path in writable_paths and not writable:
             raise RunError(
                 f"on {process.host}, {role} may not write to {folder}; run the worker as a user "
                 "who may"

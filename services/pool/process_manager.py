@@ -97,10 +97,10 @@ class ProcessManager:
         """
         if ranks == 1:
             self._threads.add(threads)
-        own = self.variables(role) != self.variables("") or any(
+        needs_own = self.variables(role) != self.variables("") or any(
             host.worker.role == role for host in self._hosts
         )
-        while not (gpus or own or self._closed or ranks > 1) and away_from is None:
+        while not (gpus or needs_own or self._closed or ranks > 1) and away_from is None:
             # With equal threads: OpenMP reads their number once, and torch's results depend on it.
             fit = (spare for spare, count in self._spares.items() if count == threads)
             warming = next(fit, None)
@@ -134,8 +134,8 @@ class ProcessManager:
         """Keep the wanted number of spares from now on; missing ones start in the background."""
         self._keeping = True
         for threads in sorted(self._threads or {1}):
-            there = list(self._spares.values()).count(threads)
-            self.warm([threads] * (self._wanted_spares - there))
+            count = list(self._spares.values()).count(threads)
+            self.warm([threads] * (self._wanted_spares - count))
 
     def warm(self, threads: Sequence[int]) -> None:
         """Start a spare with so many threads for each entry; none if every worker has one role."""
@@ -202,8 +202,8 @@ class ProcessManager:
 
     def arrange(self, workers: Sequence[str]) -> None:
         """Order the hosts by their workers' names as given; the last are given up first."""
-        place = {name: i for i, name in enumerate(workers)}
-        self._hosts.sort(key=lambda host: place.get(host.label, -1))
+        order = {name: i for i, name in enumerate(workers)}
+        self._hosts.sort(key=lambda host: order.get(host.label, -1))
 
     def leave(self, host: ProcessHost) -> None:
         """Start nothing on a host any more, and end its spares and starting processes. The owner of
@@ -215,8 +215,8 @@ class ProcessManager:
         if host.trial is not None:
             host.trial.cancel()
         host.open_gates()
-        here = {task: p for task, p in self._warm_spares().items() if p in host.processes}
-        for task in here:
+        local_spares = {task: p for task, p in self._warm_spares().items() if p in host.processes}
+        for task in local_spares:
             del self._spares[task]
         for process in host.processes:
             if not process.taken:
@@ -256,12 +256,12 @@ class ProcessManager:
         room."""
         idle = self._warm_spares().values()
         working = [[p for p in host.processes if p not in idle] for host in self._hosts]
-        most = crowded(self._hosts, [len(there) for there in working])
+        most = crowded(self._hosts, [len(replicas) for replicas in working])
         return () if most is None else working[most]
 
     def _warm_spares(self) -> dict[asyncio.Task[ReplicaProcess], ReplicaProcess]:
-        done = (t for t in self._spares if t.done() and not t.cancelled())
-        return {t: t.result() for t in done if t.exception() is None}
+        finished = (t for t in self._spares if t.done() and not t.cancelled())
+        return {t: t.result() for t in finished if t.exception() is None}
 
     # -- starts ---------------------------------------------------------------------------------
 
@@ -361,8 +361,8 @@ class ProcessManager:
         """Return whether another host takes the same role. False for this host, whose processes are
         watched directly."""
         role = host.worker.role
-        others = (h for h in self._hosts if h is not host and h.worker.role in ("", role))
-        return not host.local and any(others)
+        other_hosts = (h for h in self._hosts if h is not host and h.worker.role in ("", role))
+        return not host.local and any(other_hosts)
 
     def _suspect(self, host: ProcessHost) -> None:
         several = self._is_one_of_several(host)

@@ -185,11 +185,11 @@ class Service:
         """
         pool, source = self.pools[role], self._source
         async with self._lifecycle.roles[role].scaling:
-            before = pool.target
-            if replicas > before and source is not None:
+            previous = pool.target
+            if replicas > previous and source is not None:
                 await self._want(source, role, replicas)
             pool.scale(replicas)
-        if replicas < before and source is not None:
+        if replicas < previous and source is not None:
             self._lifecycle.begin(self._give_back(source, pool, replicas))
 
     async def _want(self, source: HostSource, role: str, replicas: int) -> None:
@@ -354,7 +354,7 @@ class Service:
             self._lifecycle.begin(self._follow_load(role, pool, wanted))
 
     async def _follow_load(self, role: PoolTemplate, pool: Pool, wanted: int) -> None:
-        before = pool.target
+        previous = pool.target
         try:
             await self.scale(pool.role, wanted)
         except ForgeError as error:
@@ -364,7 +364,7 @@ class Service:
             role.refused = str(error)
         else:
             role.refused = ""
-            self._note("scaled", role=pool.role, replicas=wanted, before=before, by="load")
+            self._note("scaled", role=pool.role, replicas=wanted, before=previous, by="load")
 
 
 def _require_ready(actor: type[Any]) -> None:

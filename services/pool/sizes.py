@@ -33,34 +33,37 @@ class PoolSize:
 
     def __str__(self) -> str:
         how = {GIVEN: "as given now", "load": f"as its load asked for at {self.at}"}
-        rest = f", not {self.before}" if self.by == GIVEN and self.before != self.replicas else ""
-        told = how.get(self.by, f"as scaled at {self.at}")
-        return f"{self.role}: {self.replicas} replicas, {told}{rest}"
+        suffix = f", not {self.before}" if self.by == GIVEN and self.before != self.replicas else ""
+        reason = how.get(self.by, f"as scaled at {self.at}")
+        return f"{self.role}: {self.replicas} replicas, {reason}{suffix}"
 
 
 def resumed_sizes(
-    began: RunSpec, now: RunSpec, events: Iterable[Mapping[str, Any]], told: Collection[str] = ()
+    began: RunSpec,
+    now: RunSpec,
+    events: Iterable[Mapping[str, Any]],
+    given_roles: Collection[str] = (),
 ) -> tuple[PoolSize, ...]:
     """Return the sizes that are others than those of the spec `now`, or are new. `began` is the
     spec that the run began with; `told` are the roles whose size a person gives with `--set`."""
-    given = {name: role.replicas for name, role in began.roles}
+    given_sizes = {name: role.replicas for name, role in began.roles}
     last: dict[str, Mapping[str, Any]] = {}
     for event in events:
-        if event.get("event") == "scaled" and event["role"] in given:
+        if event.get("event") == "scaled" and event["role"] in given_sizes:
             last[event["role"]] = event
             if event["by"] == GIVEN:
-                given[event["role"]] = event["replicas"]
-    found = []
+                given_sizes[event["role"]] = event["replicas"]
+    sizes = []
     for name, role in now.roles:
-        if name not in given:
+        if name not in given_sizes:
             continue
-        here, scaled = role.replicas, last.get(name)
-        before = given[name] if scaled is None else scaled["replicas"]
-        if here != given[name] or (name in told and here != before):
-            found.append(PoolSize(name, here, before, GIVEN))
-        elif scaled is not None and before != here:
-            found.append(PoolSize(name, before, here, scaled["by"], scaled["time"]))
-    return tuple(found)
+        replicas, scaled = role.replicas, last.get(name)
+        last_size = given_sizes[name] if scaled is None else scaled["replicas"]
+        if replicas != given_sizes[name] or (name in given_roles and replicas != last_size):
+            sizes.append(PoolSize(name, replicas, last_size, GIVEN))
+        elif scaled is not None and last_size != replicas:
+            sizes.append(PoolSize(name, last_size, replicas, scaled["by"], scaled["time"]))
+    return tuple(sizes)
 
 
 def opening(spec: RunSpec, sizes: Sequence[PoolSize]) -> RunSpec:

@@ -110,8 +110,8 @@ class DataSpec(SpecSection):
             raise broken(
                 f"must be given with data.source {source}", "set it to a count of 1 or more"
             )
-        others = ("longhealth", "environment", "primer", "documents", *ROW_SOURCES)
-        without = source in others or (source == "desk" and not needed)
+        other_sources = ("longhealth", "environment", "primer", "documents", *ROW_SOURCES)
+        without = source in other_sources or (source == "desk" and not needed)
         if without and value is not None:
             raise broken(f"must be left out with data.source {source}", "remove it")
         facts = info.data.get("facts")

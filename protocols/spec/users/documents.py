@@ -142,13 +142,13 @@ class SelfStudySpec(SpecSection):
     def kinds(self, count: int) -> list[StudyKind]:
         """Return the kinds of `count` conversations: each next one is of the kind that is furthest
         behind its share, the earlier in `mix` where several are."""
-        whole, made = sum(self.mix.values()), dict.fromkeys(self.mix, 0)
-        found: list[StudyKind] = []
+        total, counts = sum(self.mix.values()), dict.fromkeys(self.mix, 0)
+        kinds: list[StudyKind] = []
         for number in range(count):
-            kind = max(made, key=lambda k: self.mix[k] * (number + 1) / whole - made[k])
-            made[kind] += 1
-            found.append(kind)
-        return found
+            kind = max(counts, key=lambda k: self.mix[k] * (number + 1) / total - counts[k])
+            counts[kind] += 1
+            kinds.append(kind)
+        return kinds
 
     @property
     def prompt_tokens(self) -> int:

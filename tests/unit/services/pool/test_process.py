@@ -30,7 +30,7 @@ def spec(tmp_path: Path) -> str:
 def check(spec: str, theirs: tuple[str, bool], *, written: bool, local: bool = False) -> None:
     read, write = ([], [spec]) if written else ([spec], [])
     asyncio.run(
-        same_files(process({spec: theirs}, local), role="trainer", read=read, written=write)
+        same_files(process({spec: theirs}, local), role="trainer", read=read, writable_paths=write)
     )
 
 

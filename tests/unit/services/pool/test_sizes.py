@@ -60,7 +60,7 @@ def test_a_size_given_now_wins_where_it_is_new() -> None:
 
 def test_a_size_that_a_person_gives_wins_in_any_case() -> None:
     events = [scaled("generator", 4)]
-    [size] = resumed_sizes(BEGAN, BEGAN, events, told=["generator"])
+    [size] = resumed_sizes(BEGAN, BEGAN, events, given_roles=["generator"])
     assert size == PoolSize("generator", 2, 4, "spec")
     assert resumed_sizes(BEGAN, BEGAN, [*events, scaled("generator", 2, "spec")]) == ()
 
