@@ -116,9 +116,10 @@ def test_members_attach_to_a_worker_with_a_certificate_that_listens_on_all(
 
 
 CHILD = """
-import subprocess, sys, cartridge_forge.plugins.cluster.hosts.worker
+import subprocess, sys
+from cartridge_forge.plugins.cluster.hosts import worker
 subprocess.Popen(["sleep", "600"])
-services.hosts.worker.main(sys.argv[1], float(sys.argv[2]))
+worker.main(sys.argv[1], float(sys.argv[2]))
 """
 
 
