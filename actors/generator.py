@@ -76,14 +76,18 @@ class GeneratorActor(ModelActor):
         grammars = self._grammars() if any(r.grammar is not None for r in requests) else None
         with engine_errors():
             completions = generate(
-                self._model, requests,
-                lambda ref: composed(self._model, [self._single(part) for part in ref.parts]),
-                self._end_ids, self._text,
-                lambda ref, kv: self._fingerprints.served(ref, kv, self._single), grammars,
+                self._model, requests, self._lookup, self._end_ids, self._text, self._served,
+                grammars,
             )  # fmt: skip
         seconds = time.perf_counter() - start
         self._freed.give_back()
         return GenerateOutput(seconds, tuple(completions))
+
+    def _lookup(self, ref: PrefixRef) -> Tensor:
+        return composed(self._model, [self._single(part) for part in ref.parts])
+
+    def _served(self, ref: PrefixRef, kv: Tensor) -> tuple[str, ...]:
+        return self._fingerprints.served(ref, kv, self._single)
 
     def _single(self, ref: PrefixRef) -> Tensor:
         kind, _, name = ref.name.partition("/")

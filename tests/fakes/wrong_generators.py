@@ -37,7 +37,9 @@ class WrongGenerator(GeneratorActor):
 
     @endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
-        new = self.filed(await self._missing(self._cartridges, snapshot.cartridges))
+        new = self.filed(
+            await self._cartridges.fetch(self._plane.get, snapshot.cartridges, self._model)
+        )
         self._cartridges.add(snapshot.version, since_of(snapshot.cartridges), new)
         for c in snapshot.cartridges:
             self._told[c.name, snapshot.version] = c.fingerprint

@@ -30,7 +30,7 @@ class Deaf(GeneratorActor):
     @endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
         if snapshot.version == 0:
-            new = await self._missing(self._cartridges, snapshot.cartridges)
+            new = await self._cartridges.fetch(self._plane.get, snapshot.cartridges, self._model)
             self._cartridges.add(0, since_of(snapshot.cartridges), new)
         return snapshot.version
 

@@ -57,7 +57,7 @@ def test_a_step_moves_two_of_twenty_and_every_reader_has_all(tmp_path: Path) -> 
         for pool in (generators, trainers):
             os.kill(await pool.route("ready"), signal.SIGKILL)
             while pool.restarts < 1:
-                await pool._change()
+                await pool._changed.wait()
             await pool.settled(300.0)
         seen["served"] = await served(run)
         seen["published"] = {c.name: c.fingerprint for c in snapshot.cartridges}
