@@ -132,7 +132,7 @@ class StoreWatch:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(0 if self.ended else seconds) as limit:
             waits = self._waits.setdefault(loop, set())
-            if not waits and self._descriptor is not None:
+            if not waits and self._descriptor is not None and not self.ended:
                 loop.add_reader(self._descriptor, self._see, loop)
             waits.add(limit)
             try:
@@ -149,7 +149,8 @@ class StoreWatch:
         self.ended = True
         loop.remove_reader(self._descriptor)  # it stays readable
         for limit in self._waits[loop]:
-            limit.reschedule(loop.time())
+            if not limit.expired():  # its body has yet to notice that it ran out
+                limit.reschedule(loop.time())
 
 
 class HostedVolume(StorageVolume):

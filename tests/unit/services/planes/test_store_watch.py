@@ -88,3 +88,29 @@ def test_a_process_of_another_host_is_not_watched(store: subprocess.Popen[bytes]
     with pytest.raises(TimeoutError):
         asyncio.run(wait(watch, 0.05))
     assert not watch.ended, "its wait ended by its limit"
+
+
+def test_a_wait_that_has_run_out_is_left_alone_when_the_process_ends(
+    store: subprocess.Popen[bytes],
+) -> None:
+    watch = watch_of(store)
+    faults: list[object] = []
+
+    async def wait_out() -> None:
+        async with watch.bounded(0.01):
+            try:
+                await asyncio.sleep(LONG)
+            except asyncio.CancelledError:
+                store.kill()
+                while not watch.ended:  # noqa: ASYNC110  the loop's reader sets it
+                    await asyncio.sleep(0.01)
+                raise
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        for _ in range(2):  # the second begins after the end
+            with pytest.raises(TimeoutError):
+                await wait_out()
+
+    asyncio.run(run())
+    assert not faults
