@@ -24,9 +24,8 @@ from cartridge_forge.plugins.watch.console import shown_path
 from cartridge_forge.plugins.watch.report.evaluation import (
     cells,
     markdown,
-    pair_section,
     plots,
-    section,
+    sections,
     write_page,
 )
 from cartridge_forge.protocols.errors import SpecError
@@ -75,7 +74,7 @@ def command(
 
         write_report(home)
     show(f"written: {shown_path(home / EVALUATION)}, eval.md, eval.html")
-    return (section(result), pair_section(result))
+    return sections(result)
 
 
 def evaluate(

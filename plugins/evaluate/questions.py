@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from cartridge_forge.plugins.clinic.text import (
 )
 from cartridge_forge.plugins.documents.chunks import TokenizedText
 from cartridge_forge.plugins.documents.corpus import read_parts, tokenised
+from cartridge_forge.plugins.documents.filters import normalised
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText
 from cartridge_forge.plugins.documents.seed_prompts import PLAIN, SENTENCE
 from cartridge_forge.plugins.documents.study.agreement import split
@@ -42,6 +43,7 @@ from cartridge_forge.plugins.documents.study.question_files import (
 )
 from cartridge_forge.plugins.documents.study.rows import context_titles, of_parts, studied_of
 from cartridge_forge.plugins.documents.synthesis import model_name, read_rows
+from cartridge_forge.plugins.evaluate.formats import FORMATS, FormatPrompt
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.layout import CartridgeLayout
@@ -111,14 +113,32 @@ class EvalSuite:
     items: tuple[EvalQuestion, ...]
     passages: tuple[QuestionReading, ...]
     probes: tuple[EvalQuestion, ...]
+    formats: tuple[tuple[FormatPrompt, EvalQuestion], ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def abouts(self) -> dict[str, str]:
         """Return everything that a question or reading is about, with its document."""
-        named = [*(i.about for i in (*self.items, *self.probes)), *(r.about for r in self.passages)]
+        questions = (*self.items, *self.probes, *(question for _, question in self.formats))
+        named = [*(i.about for i in questions), *(r.about for r in self.passages)]
         owners = self.about.layout.documents
         return {about: owners[about.split(SEPARATOR)[0]] for about in named}
+
+    @property
+    def ambiguous(self) -> frozenset[tuple[str, str]]:
+        """Return the (document, id) of questions whose words, title included, are asked about
+        several documents of one cartridge that answer otherwise."""
+        groups: dict[tuple[str, str], list[UserQuestion]] = {}
+        for item in self.items:
+            q, context = item.asked, item.about.split(SEPARATOR)[0]
+            text = normalised(with_title(self.about.titles, context, q.fact))
+            groups.setdefault((self.about.layout.cartridge_of(q.document), text), []).append(q)
+        return frozenset(
+            (q.document, q.id)
+            for group in groups.values()
+            if len({q.document for q in group}) > 1 and len({q.expected for q in group}) > 1
+            for q in group
+        )
 
     @property
     def placed(self) -> list[LocatedText]:
@@ -178,6 +198,7 @@ def set_paper(
         items=tuple(_item(q, of, about, known) for q, of in own[: spec.questions]),
         passages=tuple(_passages(spec, learn, about, tokenizer)),
         probes=tuple(_probes(spec, learn, about)),
+        formats=tuple(_formats(about)) if spec.formats and learn.data.source == "documents" else (),
         notes=notes,
     )
 
@@ -362,6 +383,15 @@ def _probes(spec: EvalSpec, learn: LearnSpec, about: EvalSubjects) -> list[EvalQ
         document = about.layout.documents[over]
         found.append(_item(replace(question, document=document), over, plain))
     return found
+
+
+def _formats(about: EvalSubjects) -> Iterator[tuple[FormatPrompt, EvalQuestion]]:
+    """Yield the format prompts; each is asked over the cartridge of one context, in turn."""
+    plain, names = replace(about, titles={}), list(about.texts)
+    for i, prompt in enumerate(FORMATS):
+        context = names[i % len(names)]
+        question = UserQuestion(f"format/{prompt.id}", about.layout.documents[context], prompt.text)
+        yield prompt, _item(question, context, plain, known=False)
 
 
 def _others(learn: LearnSpec) -> list[Patient]:

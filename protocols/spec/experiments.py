@@ -31,8 +31,18 @@ class EvalSpec(SpecSection):
         description="tokens that an arm writes where a passage is asked for, before the teacher "
         "goes on with as many, which the arm then reads; 0: not measured",
     )
+    free_tokens: int = Field(
+        default=48,
+        ge=0,
+        description="tokens that an arm writes where a passage is asked for, greedily and sampled, "
+        "which the teacher reads; every question is then answered by sampling too; 0: not measured",
+    )
     probes: int = Field(
         default=24, ge=0, description="questions that no document answers, to see what is forgotten"
+    )
+    formats: bool = Field(
+        default=True,
+        description="ask for answers in given forms, to see whether they are obeyed; of documents",
     )
     resamples: int = Field(default=10_000, ge=100, description="bootstrap samples of the questions")
     seed: int = Field(default=0, ge=0, description="seed of every draw")

@@ -31,7 +31,9 @@ from cartridge_forge.services.run_directory import RunDirectory
 MESH = Path(__file__).parents[2] / "meshes" / "longhealth.yaml"
 SETS = ("data.patients=2", "data.facts=6", "data.notes=2", "data.held_out=0.7",
         "cartridge.tokens=16", "evaluate.max_tokens=20")  # fmt: skip
-EVAL = EvalSpec(questions=4, passages=1, passage_tokens=8, probes=2, resamples=200)
+EVAL = EvalSpec(
+    questions=4, passages=1, passage_tokens=8, probes=2, resamples=200, free_tokens=0
+)
 
 
 def spec(*sets: str) -> RunSpec:
