@@ -53,7 +53,8 @@ from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import TeacherDistribution, score_kept, top_k
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from cartridge_forge.plugins.episodes.losses.sdpo import sdpo_tokens
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import SdpoSpec
+from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch
 
 DIFFERENCE = 1e-4

@@ -243,7 +243,7 @@ class CartridgeTrainer:
                     check_policy(batch, r, version)
             scores["old"] = self._logprobs(batch, self.bank.trainable)
         if "ref" in wanted and batch.scores.get("ref") is None:
-            refresh = self._objective.grpo.kl_refresh
+            refresh = self._objective.reference_refresh
             reference = self._state.reference
             assert reference is not None, "kept since the arm began"
             for name in self._cartridges_of(r.sample for r in batch.rl):

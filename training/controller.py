@@ -226,8 +226,7 @@ class ControllerActor(Actor):
             raise StopRequested from None
 
     async def _drive(self, recorder: RunLog, mesh: Mesh, start: float) -> None:
-        replay = self._spec.learn.replay
-        if replay is None or replay.local is None:
+        if not self._spec.learn.roles_here:  # no teacher of a plug-in's own
             await self._drive_with(self._spec, recorder, mesh, start)
             return
         with resolve("hooks", "local_teachers")(self._spec) as spec:

@@ -353,7 +353,7 @@ class TrainingRun:
         step = self._state.step if arm in (*TRAINED_ARMS, "routed") else 0
 
         def keep(answers: Sequence[Answer]) -> None:
-            drawn = sampled or self._learn.rsa is not None  # its candidates always are
+            drawn = sampled or self._learn.samples_answers
             rows = [to_row(answer, arm, step, sampled=drawn) for answer in answers]
             self._directory.append_answers(rows)
 

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from cartridge_forge.forge_run.experiments.trials import Trial
+from cartridge_forge.plugins.evaluate.spec import SweepSpec
 from cartridge_forge.plugins.replay.ledger import RunSpending
 from cartridge_forge.plugins.statistics.intervals import mean_interval
 from cartridge_forge.plugins.watch.console import UNKNOWN, percent
@@ -35,7 +36,6 @@ from cartridge_forge.protocols.formatting import (
     markdown_table,
     markdown_text,
 )
-from cartridge_forge.protocols.spec.experiments import SweepSpec
 from cartridge_forge.services.run_directory import RunDirectory, iter_rows
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from cartridge_forge.plugins.episodes.environments.hints import (
     sibling_hint,
     template_hint,
 )
+from cartridge_forge.plugins.episodes.spec.objective import HintSpec
 from cartridge_forge.plugins.replay.client import TeacherReplayClient
 from cartridge_forge.protocols.episodes import Episode, TurnHint
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.spec.objective import HintSpec
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage, ReplayState, TextAction
 from cartridge_forge.services.pool.pool import Pool

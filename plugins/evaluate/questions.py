@@ -31,6 +31,7 @@ from cartridge_forge.plugins.documents.chunks import TokenizedText
 from cartridge_forge.plugins.documents.corpus import read_parts, tokenised
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText
 from cartridge_forge.plugins.documents.seed_prompts import PLAIN, SENTENCE
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.agreement import split
 from cartridge_forge.plugins.documents.study.longhealth import open_prompts, read_patients
 from cartridge_forge.plugins.documents.study.material import require_questions
@@ -42,12 +43,11 @@ from cartridge_forge.plugins.documents.study.question_files import (
 )
 from cartridge_forge.plugins.documents.study.rows import context_titles, of_parts, studied_of
 from cartridge_forge.plugins.documents.synthesis import model_name, read_rows
+from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.records.answers import hash_of
-from cartridge_forge.protocols.spec.experiments import EvalSpec
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import NO_DOCUMENT, SEPARATOR
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.services.run_directory import RunDirectory
@@ -133,7 +133,11 @@ class EvalSuite:
 
 
 def set_paper(
-    spec: EvalSpec, learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
+    spec: EvalSpec,
+    learn: DocumentsLearn,
+    directory: RunDirectory,
+    tokenizer: Any,
+    asked: str | None,
 ) -> EvalSuite:
     """Return the evaluation suite of a run; the file `asked` replaces its own questions.
 
@@ -228,7 +232,7 @@ def _opening(conversation: ChatRenderer, context: str | None, text: str) -> tupl
 
 
 def _patients(
-    learn: LearnSpec, directory: RunDirectory, tokenizer: Any
+    learn: DocumentsLearn, directory: RunDirectory, tokenizer: Any
 ) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]]]:
     prompts = open_prompts(learn, tokenizer, directory.date)
     about = EvalSubjects(
@@ -250,13 +254,13 @@ def _patients(
     return about, interleave(every)
 
 
-def _choice(question: Any, learn: LearnSpec) -> UserQuestion:
+def _choice(question: Any, learn: DocumentsLearn) -> UserQuestion:
     text = option_prompt(question.text, question.options, learn.data.instruction)
     return UserQuestion(question.id, question.patient, text, choice=question)
 
 
 def _documents(
-    learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
+    learn: DocumentsLearn, directory: RunDirectory, tokenizer: Any, asked: str | None
 ) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]] | None]:
     """Return the documents of a run and the self-study questions that it held out; None in place of
     those where a file has questions. Raises DataError where the run read other documents."""
@@ -302,7 +306,7 @@ def require_same_documents(now: Sequence[Mapping[str, Any]], directory: RunDirec
 
 
 def _passages(
-    spec: EvalSpec, learn: LearnSpec, about: EvalSubjects, tokenizer: Any
+    spec: EvalSpec, learn: DocumentsLearn, about: EvalSubjects, tokenizer: Any
 ) -> list[QuestionReading]:
     """Return windows of each context that begin with a sentence, drawn by its name, each as the
     answer to a turn that quotes its first words."""
@@ -339,7 +343,7 @@ def _sentence_starts(text: str, places: Sequence[int]) -> list[int]:
     return [i for i, at in enumerate(words) if at in starts] or [0]
 
 
-def _probes(spec: EvalSpec, learn: LearnSpec, about: EvalSubjects) -> list[EvalQuestion]:
+def _probes(spec: EvalSpec, learn: DocumentsLearn, about: EvalSubjects) -> list[EvalQuestion]:
     """Return the probes; each is asked over the cartridge of one context, in turn."""
     if not spec.probes:
         return []
@@ -364,7 +368,7 @@ def _probes(spec: EvalSpec, learn: LearnSpec, about: EvalSubjects) -> list[EvalQ
     return found
 
 
-def _others(learn: LearnSpec) -> list[Patient]:
+def _others(learn: DocumentsLearn) -> list[Patient]:
     """Return patients outside the run: of another clinic, or later ones of the file."""
     data = learn.data
     if data.path is not None:

@@ -291,16 +291,3 @@ class RunResults(TypedDict):
     aggregation: NotRequired[AggregationGain]
     gold: NotRequired[GoldResults]
     cpu: NotRequired[CpuShare]
-
-
-@dataclass(frozen=True)
-class StoredPlace:
-    """Name a run in a store: the `url` of all runs, `s3://bucket/runs`, and `run`, its place there,
-    `longhealth/20260726T101530Z-3fa9`."""
-
-    url: str
-    run: str
-
-    def within(self, writer: str) -> str:
-        """Return the prefix of a writer's folder."""
-        return f"{self.run}/{writer}"

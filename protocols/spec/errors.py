@@ -15,22 +15,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.kubernetes_names import PATTERN_RULES
 from cartridge_forge.protocols.secrets import HIDDEN
-from cartridge_forge.protocols.spec.base import UNKNOWN_NAME
+from cartridge_forge.protocols.spec.base import PATTERN_RULES, UNKNOWN_NAME
 from cartridge_forge.protocols.spec.cartridge import TAG
 from cartridge_forge.protocols.spec.keys import (
     CONFIG_FILE,
     MESH_FILE,
     SpecKey,
+    keys_of,
     known_at,
     may_hold_secret,
     near_keys,
     section_at,
     spec_keys,
 )
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.mesh import MeshSpec
 from cartridge_forge.protocols.spec.yaml_source import Key, SourceLocation, show
 
 
@@ -98,7 +96,8 @@ def unknown_key(key: Key, names: Sequence[str], location: SourceLocation) -> Spe
 
 def unknown_override(key: Key, location: SourceLocation) -> SpecProblem:
     """Return the problem of a `--set` whose first name is neither a mesh's nor a config's."""
-    names = dict.fromkeys([*MeshSpec.model_fields, *LearnSpec.model_fields])
+    roots = (MESH_FILE.root, CONFIG_FILE.root)
+    names = dict.fromkeys(name for root in roots for name, _ in keys_of(root))
     matches = near_keys(dotted(key), _run_keys()) or difflib.get_close_matches(
         str(key[0]), names, 1
     )

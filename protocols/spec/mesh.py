@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PlainValidator,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+)
 
-from cartridge_forge.protocols.plugins import installed
+from cartridge_forge.protocols.plugins import Kind, installed
 from cartridge_forge.protocols.spec.base import (
+    JoinedSection,
     KnownNames,
     LocalPath,
     SpecSection,
@@ -32,7 +40,6 @@ from cartridge_forge.protocols.spec.services import (
     TelemetrySpec,
     WatchdogSpec,
 )
-from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
 
 
 class RoleSpec(SpecSection):
@@ -139,8 +146,10 @@ RELAYED_KINDS = ("addresses", "kubernetes")  # whose workers have an address of 
 LONGEST_NAME = 57  # of a mesh: its namespace, forge-NAME, is at most 63 characters
 
 
-class MeshSpec(SpecSection):
+class MeshSpec(JoinedSection):
     """Configure a mesh, `meshes/*.yaml`."""
+
+    table: ClassVar[Kind] = "meshes"
 
     name: str = Field(
         max_length=LONGEST_NAME,
@@ -275,26 +284,21 @@ class MeshSpec(SpecSection):
 class RunSpec(SpecSection):
     """Hold one run, resolved: local paths are absolute, every default is filled in, no secrets."""
 
-    mesh: MeshSpec = Field(description="where it runs")
-    learn: LearnSpec = Field(description="what it learns")
+    mesh: Annotated[SerializeAsAny[MeshSpec], PlainValidator(MeshSpec.read)] = Field(
+        description="where it runs"
+    )
+    learn: Annotated[SerializeAsAny[LearnSpec], PlainValidator(LearnSpec.read)] = Field(
+        description="what it learns"
+    )
 
     @property
     def roles(self) -> tuple[tuple[str, RoleSpec], ...]:
         """Return (name, role) of the roles that this run needs, in the order of a step."""
-        learn, objective = self.learn, self.learn.objective
-        needed = {
-            "generator": True,
-            "doc_teacher": objective.reads_document,
-            "sdpo_teacher": objective.alpha > 0
-            or (objective.beta > 0 and objective.dpo.follows_policy),
-            "environment": learn.episodes is not None and learn.data.source not in ROW_SOURCES,
-            "reward": any(r.of_worker for r in learn.reward),
-            "teacher_replay": learn.replay is not None,
-            "rsa_aggregator": learn.rsa is not None,
-            "trainer": True,
-        }
+        needed = self.learn.needed_roles
+        names = [name for name in ROLES if name in needed]
+        names += sorted(needed - ROLES.keys())  # of other packages
         roles = self.mesh.roles | {"trainer": self.trainer}
-        return tuple((name, roles[name]) for name, is_ in needed.items() if is_)
+        return tuple((name, roles.get(name, RoleSpec())) for name in names)
 
     @property
     def trainer(self) -> RoleSpec:
@@ -318,7 +322,3 @@ class RunSpec(SpecSection):
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or YAML; `RunSpec.model_validate` reads them back, equal."""
         return self.model_dump(mode="json")
-
-
-MESH_KEYS = frozenset(MeshSpec.model_fields)
-LEARN_KEYS = frozenset(LearnSpec.model_fields)

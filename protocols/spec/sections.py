@@ -12,17 +12,8 @@ from cartridge_forge.protocols.spec.base import (
     SpecSection,
     bounded,
     broken,
-    repeated,
     unique,
 )
-from cartridge_forge.protocols.spec.cartridge import CartridgeSpec
-from cartridge_forge.protocols.spec.model import ModelSpec
-from cartridge_forge.protocols.spec.objective import EpisodesSpec, LossSpec, ObjectiveSpec
-from cartridge_forge.protocols.spec.rsa import RsaSpec
-from cartridge_forge.protocols.spec.teacher_replay import ReplaySpec
-from cartridge_forge.protocols.spec.users.data import DataSpec
-from cartridge_forge.protocols.spec.users.documents import DocumentsSpec, SelfStudySpec
-from cartridge_forge.protocols.spec.users.rewards import RewardSpec
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy", "routed"]
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
@@ -331,52 +322,4 @@ class EvaluateSpec(SpecSection):
                 "must hold on_policy where it holds routed, which reads the same cartridges",
                 "add on_policy or remove routed",
             )
-        return value
-
-
-class LearnSections(SpecSection):
-    """Hold all sections of a learning config, without the rules between them."""
-
-    model: ModelSpec = Field(description="the frozen base model")
-    data: DataSpec = Field(description="patients, documents and questions")
-    cartridge: CartridgeSpec = Field(description="the trainable KV prefix of one document")
-    rollout: RolloutSpec = Field(description="the student's own sampling")
-    generator: GeneratorSpec = Field(
-        default=GeneratorSpec(), description="what runs the generators"
-    )
-    teacher: TeacherSpec = Field(
-        default=TeacherSpec(), description="the model that has the document"
-    )
-    loss: LossSpec = Field(default=LossSpec(), description="student against teacher")
-    objective: ObjectiveSpec = Field(
-        default=ObjectiveSpec(), description="the channels and their weights"
-    )
-    episodes: EpisodesSpec | None = Field(
-        default=None, description="episodes with an environment; null: self-study prompts"
-    )
-    rsa: RsaSpec | None = Field(
-        default=None, description="runs of recursive self-aggregation; null: single answers"
-    )
-    reward: Annotated[tuple[RewardSpec, ...], AsTuple] = Field(
-        default=(),
-        description="rewards of an episode, summed by weight; held-out episodes count as right by "
-        "the first; none: the environment's own",
-    )
-    replay: ReplaySpec | None = Field(default=None, description="external teachers that vote")
-    documents: DocumentsSpec = Field(
-        default=DocumentsSpec(), description="how files of data.path are read"
-    )
-    self_study: SelfStudySpec | None = Field(
-        default=None, description="questions about the user's documents; null: other data"
-    )
-    train: TrainSpec = Field(description="the optimiser")
-    evaluate: EvaluateSpec = Field(default=EvaluateSpec(), description="held-out questions")
-
-    @field_validator("reward")
-    @classmethod
-    def _rewards_have_names(cls, value: tuple[RewardSpec, ...]) -> tuple[RewardSpec, ...]:
-        if twice := repeated([reward.title for reward in value]):
-            raise broken("must have names of their own", f"give one {twice} another name")
-        if value and not any(reward.weight for reward in value):
-            raise broken("must hold a weight other than 0", "set one, or nothing is learnt")
         return value

@@ -6,14 +6,14 @@ import json
 from typing import Any
 
 from cartridge_forge.protocols.spec.hosts import HostsSpec
-from cartridge_forge.protocols.spec.keys import FILES, SpecFile
+from cartridge_forge.protocols.spec.keys import SpecFile, spec_files
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def schema_files() -> dict[str, str]:
     """Return each schema's file name and text: `{"mesh.schema.json": "{...}"}`."""
-    return {f"{schema_name(file)}.schema.json": _text(file) for file in FILES}
+    return {f"{schema_name(file)}.schema.json": _text(file) for file in spec_files()}
 
 
 def schema_name(file: SpecFile) -> str:

@@ -20,7 +20,7 @@ from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import context_ids, document_kv
 from cartridge_forge.plugins.evaluate.arms import ArmAnswers, EvalArm, sit
 from cartridge_forge.plugins.evaluate.questions import EvalSuite, first_tokens_of, set_paper
-from cartridge_forge.protocols.spec.experiments import EvalSpec
+from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec

@@ -137,7 +137,7 @@ def _of_spec(run: Path, weights: str) -> tuple[Provenance, dict[str, str]]:
     if not spec.is_file():
         return Provenance(weights_sha256=weights), {}
     learn = load_resolved(spec).learn
-    data = json.dumps(learn.data.model_dump(mode="json"), sort_keys=True)
+    data = json.dumps(learn.model_dump(mode="json", include={"data"}).get("data"), sort_keys=True)
     name, dtype = model_name(learn.model.path), learn.model.dtype
     provenance = Provenance(base=name, weights_sha256=weights, weights_dtype=dtype)
     if (Path(learn.model.path) / "config.json").is_file():

@@ -18,8 +18,9 @@ from cartridge_forge.learning.checkpoint import read_checkpoint
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.policy_scores import with_references
 from cartridge_forge.learning.teacher import score_kept
+from cartridge_forge.plugins.episodes.spec.objective import SdpoSpec
 from cartridge_forge.plugins.serve.engine.engine import TorchEngine
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.services.planes.codec import pack, unpack

@@ -25,9 +25,9 @@ from cartridge_forge.learning.batch import (
 )
 from cartridge_forge.learning.losses.objective import active_channels
 from cartridge_forge.learning.teacher import TeacherDistribution
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.step import (
     HintedTurn,
     PolicySample,

@@ -13,9 +13,11 @@ from channel_setup import ALL, bank_of, changed, of_cartridge, prefixes, scene
 
 from cartridge_forge.learning.checkpoint import list_checkpoints, read_checkpoint
 from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.episodes.spec.objective import SdpoSpec
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.replay.spec import DpoSpec
 from cartridge_forge.protocols.errors import PublishError
-from cartridge_forge.protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import TrainBatch
 

@@ -33,8 +33,9 @@ from cartridge_forge.plugins.episodes.environments.training_signals import (
     rl_samples,
     turn_samples,
 )
+from cartridge_forge.plugins.episodes.spec.objective import SdpoSpec
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,

@@ -48,9 +48,11 @@ from cartridge_forge.learning.teacher import (
     score_over,
 )
 from cartridge_forge.plugins.episodes.losses.advantages import group_advantages
+from cartridge_forge.plugins.episodes.spec.objective import SdpoSpec
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.replay.spec import DpoSpec
 from cartridge_forge.protocols.errors import DataError, ForgeError, RunError, StaleTokenError
-from cartridge_forge.protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.step import (
     HintedTurn,
     PolicySample,

@@ -31,9 +31,10 @@ from cartridge_forge.learning.teacher import response_logprobs
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.learning.updates import divide, joined_output
 from cartridge_forge.plugins.episodes.losses.advantages import group_advantages
+from cartridge_forge.plugins.episodes.spec.objective import SdpoSpec
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.errors import RunError, StaleTokenError
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch, TrainStepOutput
 

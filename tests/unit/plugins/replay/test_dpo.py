@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from cartridge_forge.learning.policy_scores import is_stale, summed_by_pair
 from cartridge_forge.plugins.replay.dpo import replay_dpo
+from cartridge_forge.plugins.replay.spec import DpoSpec
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.objective import DpoSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.step import PreferencePair
 
 if TYPE_CHECKING:

@@ -6,17 +6,17 @@ import pytest
 
 from cartridge_forge.protocols.spec.keys import (
     CONFIG_FILE,
-    FILES,
     MESH_FILE,
     OTHER_NAMES,
     near_keys,
     path_rule,
+    spec_files,
     spec_keys,
 )
 
 
 def test_every_other_name_leads_to_a_key() -> None:
-    known = {key.key for file in FILES for key in spec_keys(file)}
+    known = {key.key for file in spec_files() for key in spec_keys(file)}
     assert set(OTHER_NAMES.values()) <= known
     assert not {name for name in OTHER_NAMES if name in {k.rpartition(".")[2] for k in known}}
 
@@ -38,7 +38,7 @@ def test_a_name_leads_to_the_likeliest_keys(name: str, found: list[str]) -> None
 
 
 def test_every_key_has_a_meaning_and_a_type_in_words() -> None:
-    for file in FILES:
+    for file in spec_files():
         for key in spec_keys(file):
             assert key.field.description, key.key
             assert "a value" not in key.type, key.key
@@ -66,7 +66,7 @@ PATHS = [
 def test_a_path_says_so_in_its_type() -> None:
     paths = [
         (file.root.__name__, key.key)
-        for file in FILES
+        for file in spec_files()
         for key in spec_keys(file)
         if path_rule(key.field) is not None
     ]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec, MismatchSpec
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec, MismatchSpec
 
 MESH = str(Path(__file__).resolve().parents[4] / "meshes" / "three_channels.yaml")
 MODEL = "objective.sdpo.hints=model"

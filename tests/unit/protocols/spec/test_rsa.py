@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
+from cartridge_forge.plugins.rsa.spec import RsaSpec
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.spec.rsa import ProblemsSpec, RsaSpec
 
 MESH = str(Path(__file__).parents[4] / "meshes" / "rsagent.yaml")
 PRIMER = 'data={"source": "primer", "patients": 1, "held_out": 1.0}'

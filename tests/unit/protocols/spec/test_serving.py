@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.loading import load_serve
 
 ROOT = Path(__file__).resolve().parents[4]
 SHIPPED = str(ROOT / "meshes/serve.yaml")

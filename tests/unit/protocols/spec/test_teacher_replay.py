@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cartridge_forge.protocols.spec.teacher_replay import PriceSpec, ReplaySpec, ReplayTeacherSpec
+from cartridge_forge.plugins.replay.spec import PriceSpec, ReplaySpec, ReplayTeacherSpec
 
 GOOD: dict[str, Any] = {
     "name": "a",

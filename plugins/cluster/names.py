@@ -8,6 +8,8 @@ distribution/reference.
 
 from __future__ import annotations
 
+from cartridge_forge.protocols.spec.base import PATTERN_RULES
+
 _WORD = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _HOST = r"[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?"
 _PART = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
@@ -31,7 +33,7 @@ DIGEST = rf"^{_DIGEST}$"
 EXTENDED_RESOURCE = rf"^{_SUBDOMAIN}/{_LABEL_NAME}$"  # of a device plugin
 
 # What each asks for: (rule, remedy), as errors of a spec say it.
-PATTERN_RULES = {
+PATTERN_RULES |= {
     LABEL: (
         "must be at most 63 lower-case letters, digits and -, a letter or digit at both ends",
         "rename it",

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from cartridge_forge.plugins.documents.spec.rows import FUNCTION
 from cartridge_forge.protocols.spec.base import LocalPath, SpecSection, broken
-from cartridge_forge.protocols.spec.users.rows import FUNCTION
 
 Verifier = Literal["exact", "math", "regex", "json_schema", "judge", "environment"]
 AnswerForm = Literal["math", "rg", "supergpqa", "clinic", "general"]

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
+from cartridge_forge.plugins.replay.spec import open_url
 from cartridge_forge.protocols.spec.base import Absolute, LocalPath, PathRule, SpecSection, broken
-from cartridge_forge.protocols.spec.teacher_replay import open_url
 
 RowSource = Literal["jsonl", "parquet", "hub", "python"]
 ROW_SOURCES: tuple[str, ...] = get_args(RowSource)

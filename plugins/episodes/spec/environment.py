@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from cartridge_forge.plugins.replay.spec import open_url
 from cartridge_forge.protocols.spec.base import LocalPath, SpecSection, broken
-from cartridge_forge.protocols.spec.teacher_replay import open_url
 
 EnvironmentKind = Literal["desk", "openenv", "verifiers", "python"]
 OF_KIND: dict[str, tuple[EnvironmentKind, ...]] = {

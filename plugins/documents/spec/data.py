@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES, RowSource, RowsSpec
 from cartridge_forge.protocols.spec.base import Absolute, LocalPath, PathRule, SpecSection, broken
-from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES, RowSource, RowsSpec
 
 
 def _join_paths(value: Any) -> Any:

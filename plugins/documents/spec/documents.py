@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from cartridge_forge.plugins.replay.spec import EndpointSpec, PriceSpec
 from cartridge_forge.protocols.spec.base import (
     AsTuple,
     LocalPath,
@@ -15,7 +16,6 @@ from cartridge_forge.protocols.spec.base import (
     broken,
     unique,
 )
-from cartridge_forge.protocols.spec.teacher_replay import EndpointSpec, PriceSpec
 
 StudyKind = Literal[
     "structuring", "summarization", "question", "use_case", "creative",

@@ -1,15 +1,18 @@
-"""Configure the external teachers: endpoints, prices, spending caps, and which states they see;
-and what judges the steps of a strategy."""
+"""Configure the external teachers, `replay`: endpoints, prices, spending caps, and which states
+they see; and the channel that learns from their preferences, `objective.dpo`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cartridge_forge.protocols.secrets import HIDDEN, SecretName
-from cartridge_forge.protocols.spec.base import AsTuple, LocalPath, SpecSection, broken, repeated
+from cartridge_forge.protocols.secrets import HIDDEN, LOCAL_KEY, SecretName
+from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, bounded, broken, repeated
+from cartridge_forge.protocols.spec.learn import LearnSpec, RoleFacts
+from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 
 Provider = Literal["openai", "anthropic"]
 OFFICIAL_URLS: dict[Provider, str] = {
@@ -171,48 +174,121 @@ class ReplaySpec(SpecSection):
         return value
 
 
-class RewardModelSpec(SpecSection):
-    """Configure a process reward model, which runs in a process of its own, on the CPU."""
+class DpoSpec(SpecSection):
+    """Configure training on the preferences of external teachers."""
 
-    path: LocalPath = Field(
-        min_length=1,
-        description="directory of a token or sequence classifier of transformers, relative to the "
-        "file that names it",
+    variant: Literal["dpo_length_normalised", "dpo", "ipo", "simpo", "kto", "regression"] = Field(
+        default="dpo_length_normalised",
+        description="the loss of a pair; dpo and kto sum log-probabilities over a completion, the "
+        "others take their mean",
     )
-    separator: str = Field(
-        default="\n\n", min_length=1, description="text behind the question and behind every step"
+    beta: float | None = Field(
+        default=None,
+        gt=0,
+        description="sharpness of a preference; null: 0.1 of dpo and kto, 0.5 of ipo, else 2",
     )
-    positive: int = Field(default=1, ge=0, description="label of a good step; a model with one: 0")
-    threads: int = Field(default=1, ge=1, description="threads of its process")
-    timeout_s: float = Field(default=60.0, gt=0, description="seconds to score one call's steps")
-
-
-class RewardJudgeSpec(SpecSection):
-    """Configure an external model that judges steps, with its own ledger and spending cap."""
-
-    teacher: ReplayTeacherSpec = Field(description="who judges, and what its tokens cost")
-    cap: float = Field(
-        gt=0, description="most dollars that a server, or a run's frontier, pays it in all"
+    gamma: float = Field(default=1.0, ge=0, description="target margin of simpo, nats times beta")
+    desirable: float = Field(default=1.0, gt=0, description="weight of chosen completions, of kto")
+    undesirable: float = Field(
+        default=1.0, gt=0, description="weight of rejected completions, of kto"
     )
-    ledger: LocalPath = Field(
-        default="judge_calls.jsonl",
-        min_length=1,
-        description="file of calls, answers and costs, relative to the file that names it",
+    smoothing: Literal["none", "votes"] = Field(
+        default="votes",
+        description="exchange a pair's completions with the probability (1 - share of the votes "
+        "for the chosen) / 2",
     )
-    deadline_s: float = Field(
-        default=60.0, gt=0, description="seconds to score one call's steps, retries included"
+    nll: float = Field(
+        default=0.0, ge=0, description="weight of the chosen's negative log-probability a token"
+    )
+    reference: Literal["initial", "first_use"] = Field(
+        default="initial",
+        description="the untrained cartridge, which anchors the run, or that of the version which "
+        "first trains the pair",
+    )
+    max_reference_age: int | None = Field(
+        default=None,
+        ge=0,
+        description="of first_use: versions after which a reference is stale; null: never",
+    )
+    states: int = Field(
+        default=16,
+        ge=1,
+        description="most states of a step that teachers are asked about, least confident first",
+    )
+    pairs: int = Field(default=32, ge=1, description="most pairs of one step")
+    lag: int = Field(
+        default=1, ge=1, description="steps after its rollout in which a pair joins, if it is there"
+    )
+    uses: int = Field(default=4, ge=1, description="steps that one pair is trained on")
+    max_age: int = Field(
+        default=8, ge=1, description="steps after its rollout at which a pair is given up"
     )
 
-
-class ProcessRewardSpec(SpecSection):
-    """Configure what the scorer process_reward asks: a model or a judge."""
-
-    model: RewardModelSpec | None = Field(default=None, description="a process reward model")
-    judge: RewardJudgeSpec | None = Field(default=None, description="a model over an API")
-
-    @field_validator("judge")
+    @field_validator("max_reference_age")
     @classmethod
-    def _is_one(cls, value: RewardJudgeSpec | None, info: ValidationInfo) -> RewardJudgeSpec | None:
-        if "model" in info.data and (value is None) == (info.data["model"] is None):
-            raise broken("must have a model or a judge, and not both", "keep one of them")
+    def _age_is_of_first_use(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("reference") == "initial":
+            raise broken(
+                "belongs to reference first_use alone", "remove it or set reference: first_use"
+            )
         return value
+
+    @property
+    def sharpness(self) -> float:
+        """Return beta, or its default for the variant."""
+        return self.beta or {"dpo": 0.1, "kto": 0.1, "ipo": 0.5}.get(self.variant, 2.0)
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether the variant compares with a reference's log-probabilities."""
+        return self.variant != "simpo"
+
+    @property
+    def follows_policy(self) -> bool:
+        """Return whether references are of a version that was trained, which only readers of
+        published cartridges hold."""
+        return self.has_reference and self.reference == "first_use"
+
+    _outlives_the_lag = bounded("max_age", ">=", "lag", "no pair would ever join: raise it")
+
+
+class ReplayObjective(ObjectiveSpec):
+    """Add the teachers' preferences to `objective`."""
+
+    dpo: DpoSpec = Field(default=DpoSpec(), description="the teachers' preferences")
+
+
+class ReplayLearn(LearnSpec):
+    """Add the external teachers to a learning config."""
+
+    objective: ReplayObjective = Field(
+        default=ReplayObjective(), description="the channels and their weights"
+    )
+    replay: ReplaySpec | None = Field(default=None, description="external teachers that vote")
+
+    @property
+    def needed_roles(self) -> frozenset[str]:
+        references = self.objective.beta > 0 and self.objective.dpo.follows_policy
+        return (
+            super().needed_roles
+            | ({"sdpo_teacher"} if references else set())
+            | ({"teacher_replay"} if self.replay is not None else set())
+        )
+
+    @property
+    def roles_here(self) -> tuple[str, ...]:
+        is_local = self.replay is not None and self.replay.local is not None
+        return (*super().roles_here, *(["teacher_replay"] if is_local else []))
+
+    @property
+    def role_secrets(self) -> Mapping[str, tuple[str, ...]]:
+        if self.replay is None:
+            return super().role_secrets
+        names = {name for teacher in self.replay.teachers for name in teacher.secrets}
+        local_keys = [LOCAL_KEY] if self.replay.local is not None else []
+        return {**super().role_secrets, "teacher_replay": (*sorted(names), *local_keys)}
+
+    def role_arguments(self, name: str, run: RoleFacts) -> tuple[Any, ...]:
+        if name == "teacher_replay":
+            return (self.replay, run.ledger, run.id, False, run.stored)
+        return super().role_arguments(name, run)

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from cartridge_forge.plugins.strategies.spec import ProcessRewardSpec
 from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, broken, repeated
-from cartridge_forge.protocols.spec.teacher_replay import ProcessRewardSpec
+from cartridge_forge.protocols.spec.keys import SpecFile
 
 Sets = dict[str, Any]  # dotted key of the mesh or the config -> value
 
@@ -164,3 +165,9 @@ class SweepSpec(SpecSection):
         return [
             dict(zip(self.axes, values, strict=True)) for values in product(*self.axes.values())
         ]
+
+
+SWEEP_FILE = SpecFile(SweepSpec, "a sweep", "configs/sweep_*.yaml", "run it with forge sweep {}")
+EVAL_FILE = SpecFile(
+    EvalSpec, "an evaluation", "configs/eval.yaml", "use it with forge eval RUN --spec {}"
+)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from cartridge_forge.plugins.replay.spec import open_url
+from cartridge_forge.plugins.strategies.spec import ProcessRewardSpec
+from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.secrets import SecretName
 from cartridge_forge.protocols.spec.base import AsTuple, LocalPath, SpecSection, broken
+from cartridge_forge.protocols.spec.keys import SpecFile
+from cartridge_forge.protocols.spec.loading import LoadedFile, load_sets
 from cartridge_forge.protocols.spec.mesh import RoleSpec
-from cartridge_forge.protocols.spec.model import ModelSpec
+from cartridge_forge.protocols.spec.model import ModelSpec, settled
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.spec.services import LOOPBACK, HealthSpec, host_and_port
-from cartridge_forge.protocols.spec.teacher_replay import ProcessRewardSpec, open_url
 
 Right = Literal["inference", "admin", "metrics"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
@@ -231,4 +237,16 @@ class ServeSpec(SpecSection):
         return self.model_dump(mode="json")
 
 
-SERVE_KEYS = frozenset(ServeSpec.model_fields)
+SERVER_FILE = SpecFile(ServeSpec, "a server", "meshes/serve.yaml", "serve it with forge serve {}")
+
+
+def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedFile[ServeSpec]:
+    """Read and check `meshes/serve.yaml` with `--set` overrides. Raises SpecError as `load_spec`
+    does."""
+    loaded = load_sets(SERVER_FILE, ServeSpec, path, sets)
+    spec, home = loaded.spec, loaded.place("library").directory
+    if home == REPOSITORY / "meshes" and not (REPOSITORY / "pyproject.toml").is_file():
+        # An installed package holds nothing of a user's: the library is where the runs are.
+        spec = spec.model_copy(update={"library": str(Path.cwd() / "library")})
+    model = settled(spec.model, gpus=spec.roles.generator.gpus > 0, here=True)
+    return LoadedFile(spec.model_copy(update={"model": model}), loaded.places)
