@@ -132,7 +132,7 @@ class TrainerActor(ModelActor):
         self._fingerprints = Fingerprints()
         self._ahead: dict[str, asyncio.Task[dict[str, Tensor]]] = {}  # by key
         objective = learn.objective
-        self._asks_document = objective.w_rl > 0 and objective.asks_document
+        self._asks_document = objective.asks_document
         give_back_now()  # what made the cartridges
         self._ranks.gather({})
         if self._ranks.leads:

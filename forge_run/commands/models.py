@@ -10,7 +10,7 @@ from pathlib import Path
 from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.model_check import check_again
 from cartridge_forge.learning.model.verdicts import WAYS, ModelVerdict
-from cartridge_forge.plugins.documents.html_text import html_text
+from cartridge_forge.plugins.documents.readers.html_text import html_text
 from cartridge_forge.plugins.library.base_models.kept import (
     Dtype,
     add_model,

@@ -224,7 +224,7 @@ class ServeProcess:
         from cartridge_forge.plugins.serve.app import create_server
         from cartridge_forge.plugins.serve.backend import RequestLimits, ServerConfig
         from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
-        from cartridge_forge.plugins.serve.strategy_runner import CatalogueStrategies
+        from cartridge_forge.plugins.serve.engine.strategy_runner import CatalogueStrategies
 
         spec, http = self.spec, self.spec.http
         base = read_base(Path(spec.model.path))

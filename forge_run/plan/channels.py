@@ -47,7 +47,7 @@ def sections(learn: RsaLearn) -> list[TableSection]:
             facts("votes", vote_rows(learn, replay))
             if learn.objective.beta
             else facts("hints", hint_rows(learn, replay))
-            if learn.objective.alpha and learn.objective.hints.asks
+            if learn.objective.alpha and learn.objective.hints.hint_teacher
             else facts("judges", judge_rows(learn, replay)),
         ]
     return tables
@@ -96,7 +96,7 @@ def _rsa_channels(learn: RsaLearn, rsa: RsaSpec) -> Rows:
 
 def gradients_text(objective: ObjectiveSpec) -> str:
     """Return how the channels' gradients are joined, and how often they are compared."""
-    weights = (objective.w_doc, objective.w_rl, objective.alpha, objective.beta)
+    weights = objective.weights.values()
     joined, every = "summed by weight", objective.balance_every
     if objective.balance != "none" and sum(weight > 0 for weight in weights) > 1:
         measured = "every step" if every == 1 else f"every {every} steps"

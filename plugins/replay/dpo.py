@@ -65,7 +65,8 @@ class ReplayDPO(LossChannel):
 
     @classmethod
     def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> ReplayDPO:
-        return cls(objective.beta, ReplayObjective.of(objective).dpo)
+        ours = ReplayObjective.of(objective)
+        return cls(ours.beta, ours.dpo)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         return [tuple(completions(pairs)) for pairs in self._groups(batch)]

@@ -4,7 +4,7 @@ they see; and the channel that learns from their preferences, `objective.dpo`.""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from cartridge_forge.protocols.secrets import HIDDEN, LOCAL_KEY, SecretName
 from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, bounded, broken, repeated
 from cartridge_forge.protocols.spec.learn import LearnSpec, RoleFacts
+from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 
 Provider = Literal["openai", "anthropic"]
@@ -255,7 +256,15 @@ class DpoSpec(SpecSection):
 class ReplayObjective(ObjectiveSpec):
     """Add the teachers' preferences to `objective`."""
 
+    weight_keys: ClassVar[Mapping[str, str]] = {**ObjectiveSpec.weight_keys, "replay_dpo": "beta"}
+
+    beta: float = Field(default=0.0, ge=0, description="weight of the teachers' preferences")
+
     dpo: DpoSpec = Field(default=DpoSpec(), description="the teachers' preferences")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {"doc_kl": self.w_doc, "replay_dpo": self.beta, **super().weights}
 
 
 class ReplayLearn(LearnSpec):
@@ -271,7 +280,7 @@ class ReplayLearn(LearnSpec):
         references = self.objective.beta > 0 and self.objective.dpo.follows_policy
         return (
             super().needed_roles
-            | ({"sdpo_teacher"} if references else set())
+            | ({HINTED_TEACHER} if references else set())
             | ({"teacher_replay"} if self.replay is not None else set())
         )
 

@@ -33,7 +33,15 @@ class SpecSection(BaseModel):
         """Return the section with this class's keys: as it is where it has them, else completed
         with their defaults. A plug-in reads its own keys of a core's section by it:
         `EpisodesLearn.of(learn).episodes`."""
-        return section if isinstance(section, cls) else cls.model_validate(section.model_dump())
+        if isinstance(section, cls):
+            return section
+        values = {}
+        for name, field in cls.model_fields.items():
+            if hasattr(section, name):
+                value, kind = getattr(section, name), field.annotation
+                is_section = isinstance(kind, type) and issubclass(kind, SpecSection)
+                values[name] = kind.of(value) if is_section else value
+        return cls.model_validate(values)
 
 
 class JoinedSection(SpecSection):
@@ -46,8 +54,8 @@ class JoinedSection(SpecSection):
     def joined(cls, keys: Iterable[str] = ()) -> type[Self]:
         """Return the class with the keys of the shipped plug-ins that are installed here; of those
         of other packages too, where one of the `keys` is none of them."""
-        shipped: type[Self] = _joined(cls, False)
-        return shipped if set(keys) <= shipped.model_fields.keys() else _joined(cls, True)
+        shipped: type[Self] = joined_class(cls, False)
+        return shipped if set(keys) <= shipped.model_fields.keys() else joined_class(cls, True)
 
     @classmethod
     def read(cls, value: Any) -> Self:
@@ -59,7 +67,8 @@ class JoinedSection(SpecSection):
 
 
 @cache
-def _joined(core: Any, foreign: bool) -> Any:
+def joined_class(core: Any, foreign: bool) -> Any:
+    """Return a core's section with the keys of the shipped plug-ins, and of others if `foreign`."""
     names = known(core.table) if foreign else [
         name for plugin in (CORE, *SHIPPED) for name in getattr(plugin, core.table)
     ]  # fmt: skip
@@ -69,8 +78,8 @@ def _joined(core: Any, foreign: bool) -> Any:
     if len(bases) == 1:
         return bases[0]
     # Made here, and so pickled by its values: no module has it.
-    own = {"__module__": __name__, "__reduce__": lambda s: (core.read, (s.model_dump(),))}
-    return type(core)(core.__name__, tuple(bases), own)
+    attributes = {"__module__": __name__, "__reduce__": lambda s: (core.read, (s.model_dump(),))}
+    return type(core)(core.__name__, tuple(bases), attributes)
 
 
 def broken(rule: str, remedy: str, **context: Any) -> PydanticCustomError:

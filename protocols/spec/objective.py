@@ -1,7 +1,6 @@
 """Configure the combined objective: the weight of each channel, and the form of doc_kl.
 
-    total = w_doc * doc_kl  +  w_rl * grpo  +  alpha * sdpo  +  beta * replay_dpo
-          + the channels of plug-ins, each times its weight in `channels`
+    total = w_doc * doc_kl  +  the channels of plug-ins, each times its weight
 
 With balance gradient_norm the weights are shares of the gradient (`learning.losses.balance`).
 
@@ -11,7 +10,8 @@ module documents what its keys do; those of a plug-in's channel are in the plug-
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -48,15 +48,12 @@ class LossSpec(SpecSection):
 
 
 class ObjectiveSpec(SpecSection):
-    """Configure weights and forms of the channels; the section `loss` has the form of doc_kl."""
+    """Configure weights and forms of the channels; the section `loss` has the form of doc_kl. A
+    plug-in's subclass adds the keys of its channels."""
+
+    weight_keys: ClassVar[Mapping[str, str]] = {"doc_kl": "w_doc"}  # channel -> key of its weight
 
     w_doc: float = Field(default=1.0, ge=0, description="weight of document distillation")
-    w_rl: float = Field(default=0.0, ge=0, description="weight of verifiable rewards")
-    alpha: float = Field(default=0.0, ge=0, description="weight of hint distillation")
-    alpha_warmup_steps: int = Field(
-        default=0, ge=0, description="steps over which alpha rises from 0"
-    )
-    beta: float = Field(default=0.0, ge=0, description="weight of the teachers' preferences")
     channels: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={}, description="weights of the loss channels of installed plug-ins, by name"
     )
@@ -90,18 +87,14 @@ class ObjectiveSpec(SpecSection):
     @property
     def weights(self) -> dict[str, float]:
         """Return the weight of every channel by its name in `protocols.plugins`."""
-        return {
-            "doc_kl": self.w_doc, "grpo": self.w_rl, "sdpo": self.alpha, "replay_dpo": self.beta,
-            **self.channels,
-        }  # fmt: skip
+        return {"doc_kl": self.w_doc, **self.channels}
 
     @field_validator("channels")
     @classmethod
     def _of_plugins(cls, value: dict[str, float]) -> dict[str, float]:
-        keys = {"doc_kl": "w_doc", "grpo": "w_rl", "sdpo": "alpha", "replay_dpo": "beta"}
         for name in value:
-            if name in keys:
-                raise broken(f"must not name {name}", f"set objective.{keys[name]}")
+            if name in cls.weight_keys:
+                raise broken(f"must not name {name}", f"set objective.{cls.weight_keys[name]}")
             if name not in (names := known("channels")):
                 raise broken(
                     f"must name loss channels of plug-ins: got {name}, and there are "
@@ -117,14 +110,14 @@ class ObjectiveSpec(SpecSection):
 
     @property
     def asks_document(self) -> bool:
-        """Return whether a channel of rewards needs the document teacher's probability of each
-        sampled token."""
+        """Return whether a channel needs the document teacher's probability of each sampled
+        token."""
         return False
 
     @property
     def reference_refresh(self) -> int | None:
-        """Return the steps after which the reference of a channel of rewards is renewed; None where
-        it stays."""
+        """Return the steps after which the reference of a channel is renewed; None where it
+        stays."""
         return None
 
     @property
@@ -132,8 +125,3 @@ class ObjectiveSpec(SpecSection):
         """Return the decay of the average of the cartridges that read hints: 1 for the untrained
         ones, None for those in training."""
         return None
-
-    @property
-    def of_episodes(self) -> bool:
-        """Return whether any channel learns from episodes, of an environment or of rsa."""
-        return self.w_rl > 0 or self.alpha > 0 or self.beta > 0

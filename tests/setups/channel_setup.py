@@ -24,7 +24,8 @@ from cartridge_forge.learning.teacher import (
 )
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from cartridge_forge.learning.updates import Share, part_of
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.protocols.spec.objective import LossSpec
 from cartridge_forge.protocols.spec.sections import GapBounds, TrainSpec
 from cartridge_forge.protocols.step import (
     HintedTurn,
@@ -41,10 +42,10 @@ if TYPE_CHECKING:
     from twins import Twin
 
 VOCAB = 97
-ALL = ObjectiveSpec(w_doc=0.7, w_rl=1.3, alpha=0.5, beta=0.9)
+ALL = EpisodesObjective(w_doc=0.7, w_rl=1.3, alpha=0.5, beta=0.9)
 
 
-def changed(like: ObjectiveSpec, **changes: Any) -> ObjectiveSpec:
+def changed(like: EpisodesObjective, **changes: Any) -> EpisodesObjective:
     return like.model_copy(update=changes)
 
 
@@ -214,7 +215,7 @@ class Done:
 def do(
     twin: Twin,
     batch: TrainBatch,
-    objective: ObjectiveSpec,
+    objective: EpisodesObjective,
     loss: LossSpec | None = None,
     *,
     bank: CartridgeBank | None = None,

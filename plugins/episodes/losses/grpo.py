@@ -85,7 +85,8 @@ class GRPO(LossChannel):
 
     @classmethod
     def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> GRPO:
-        return cls(objective.w_rl, EpisodesObjective.of(objective).grpo)
+        ours = EpisodesObjective.of(objective)
+        return cls(ours.w_rl, ours.grpo)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         return episodes_of(batch)

@@ -70,9 +70,8 @@ class SDPO(LossChannel):
 
     @classmethod
     def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> SDPO:
-        return cls(
-            objective.alpha, EpisodesObjective.of(objective).sdpo, objective.alpha_warmup_steps
-        )
+        ours = EpisodesObjective.of(objective)
+        return cls(ours.alpha, ours.sdpo, ours.alpha_warmup_steps)
 
     def at(self, step: int) -> SDPO:
         weight = alpha_at(step, self.weight, self.warmup_steps)

@@ -19,6 +19,7 @@ from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
 from cartridge_forge.plugins.replay.spec import ReplayLearn
 from cartridge_forge.protocols.spec.base import AsTuple, Rule, SpecSection, broken, repeated
 from cartridge_forge.protocols.spec.learn import RoleFacts
+from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 
 OF_EPISODES = ("desk", "environment")
 
@@ -102,7 +103,7 @@ class EpisodesLearn(DocumentsLearn, ReplayLearn):
         plays = self.episodes is not None and self.data.source not in ROW_SOURCES
         return (
             super().needed_roles
-            | ({"sdpo_teacher"} if self.objective.alpha > 0 else set())
+            | ({HINTED_TEACHER} if self.objective.alpha > 0 else set())
             | ({"environment"} if plays else set())
             | ({"reward"} if any(reward.of_worker for reward in self.reward) else set())
         )
@@ -124,6 +125,7 @@ class EpisodesLearn(DocumentsLearn, ReplayLearn):
         return (self.episodes.played, self.episodes.max_turns, at_once)
 
     def rules(self) -> Iterator[Rule]:
+        yield from self._of_judged_rows()
         yield from super().rules()
         objective, episodes = self.objective, self.episodes
         weighted = next((k for k in ("w_rl", "alpha", "beta") if getattr(objective, k)), "w_rl")
@@ -148,7 +150,7 @@ class EpisodesLearn(DocumentsLearn, ReplayLearn):
                 "data.source must be environment with environments of your own",
                 "set data.source: environment, or episodes.environment to the desk",
             )
-        hint_teacher = objective.hints.asks if objective.alpha > 0 else None
+        hint_teacher = objective.hints.hint_teacher if objective.alpha > 0 else None
         judges = [reward.teacher for reward in self.reward if reward.teacher is not None]
         yield (
             (objective.beta > 0 or hint_teacher is not None or bool(judges))
@@ -175,7 +177,6 @@ class EpisodesLearn(DocumentsLearn, ReplayLearn):
             "replay.local must be null with a judge: the local provider knows the desk alone",
             "remove it, and give the teacher its key",
         )
-        yield from self._of_judged_rows()
         yield (
             episodes is not None and episodes.max_context > self.train.row_tokens,
             f"episodes.max_context must be <= train.row_tokens ({self.train.row_tokens})",

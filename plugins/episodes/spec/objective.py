@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -52,15 +53,16 @@ class HintSpec(SpecSection):
         """Return where hints come from, for a plan."""
         if self.hints != "model":
             return self.hints
-        return f"by {self.hint_writer}" + ("" if self.asks else f" with the {self.hint_context}")
+        context = "" if self.hint_teacher else f" with the {self.hint_context}"
+        return f"by {self.hint_writer}{context}"
 
     @property
     def reads_document(self) -> bool:
         """Return whether the generator reads the document to write hints."""
-        return self.hints == "model" and not self.asks and self.hint_context == "document"
+        return self.hints == "model" and not self.hint_teacher and self.hint_context == "document"
 
     @property
-    def asks(self) -> str | None:
+    def hint_teacher(self) -> str | None:
         """Return the external teacher that writes the hints, or None."""
         by_teacher = self.hints == "model" and self.hint_writer != GENERATOR
         return self.hint_writer if by_teacher else None
@@ -138,8 +140,30 @@ class SdpoSpec(HintSpec):
 class EpisodesObjective(ReplayObjective):
     """Add rewards and hints to `objective`."""
 
+    weight_keys: ClassVar[Mapping[str, str]] = {
+        **ReplayObjective.weight_keys,
+        "grpo": "w_rl",
+        "sdpo": "alpha",
+    }
+
+    w_rl: float = Field(default=0.0, ge=0, description="weight of verifiable rewards")
+    alpha: float = Field(default=0.0, ge=0, description="weight of hint distillation")
+    alpha_warmup_steps: int = Field(
+        default=0, ge=0, description="steps over which alpha rises from 0"
+    )
+
     grpo: GrpoSpec = Field(default=GrpoSpec(), description="verifiable rewards")
     sdpo: SdpoSpec = Field(default=SdpoSpec(), description="hint distillation")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        ours = {"doc_kl": self.w_doc, "grpo": self.w_rl, "sdpo": self.alpha}
+        return ours | super().weights
+
+    @property
+    def of_episodes(self) -> bool:
+        """Return whether any channel learns from episodes, of an environment or of rsa."""
+        return self.w_rl > 0 or self.alpha > 0 or self.beta > 0
 
     @property
     def hints(self) -> HintSpec:
@@ -148,11 +172,11 @@ class EpisodesObjective(ReplayObjective):
 
     @property
     def reads_document(self) -> bool:
-        return super().reads_document or (self.w_rl > 0 and self.grpo.asks_document)
+        return super().reads_document or self.asks_document
 
     @property
     def asks_document(self) -> bool:
-        return self.grpo.asks_document
+        return self.w_rl > 0 and self.grpo.asks_document
 
     @property
     def reference_refresh(self) -> int | None:

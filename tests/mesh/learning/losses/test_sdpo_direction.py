@@ -33,9 +33,8 @@ from cartridge_forge.plugins.episodes.environments.training_signals import (
     rl_samples,
     turn_samples,
 )
-from cartridge_forge.plugins.episodes.spec.objective import SdpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
@@ -84,7 +83,7 @@ class DeskScene:
             progress,
             self.batch,
             # doc_kl is compared and hardly trained
-            active_channels(ObjectiveSpec(w_doc=1e-12, alpha=1e6, sdpo=sdpo)),
+            active_channels(EpisodesObjective(w_doc=1e-12, alpha=1e6, sdpo=sdpo)),
             0,
             StepOptions(clip=STEP, row_tokens=ROW_TOKENS, staleness=0, compare_gradients=True),
         )

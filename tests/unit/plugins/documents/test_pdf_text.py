@@ -2,7 +2,7 @@
 
 import pytest
 
-from cartridge_forge.plugins.documents.pdf_text import joined_words
+from cartridge_forge.plugins.documents.readers.pdf_text import joined_words
 
 
 @pytest.mark.parametrize(

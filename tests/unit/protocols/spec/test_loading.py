@@ -261,9 +261,9 @@ BAD_OVERRIDES = [
     ("threads=3",
      "unknown key threads at --set threads=3; did you mean roles.generator.threads? known: name, "
      "config, hosts, plane, publish, roles, gpus, spares, health, watchdog, control, telemetry, "
-     "records, call_timeout_s, spawn_timeout_s, model, data, cartridge, "
-     "rollout, generator, teacher, loss, objective, episodes, rsa, reward, replay, documents, "
-     "self_study, train, evaluate"),
+     "records, call_timeout_s, spawn_timeout_s, model, cartridge, rollout, "
+     "generator, teacher, loss, objective, train, evaluate, replay, data, documents, self_study, "
+     "episodes, reward, rsa"),
     ("generator.block_tokens=40",
      "block_tokens must be a multiple of 32: got 40 at --set generator.block_tokens=40 "
      "(generator.block_tokens); round it to 32, 64, ..."),

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec, MismatchSpec
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 
 MESH = str(Path(__file__).resolve().parents[4] / "meshes" / "three_channels.yaml")
 MODEL = "objective.sdpo.hints=model"
@@ -52,15 +52,15 @@ def test_what_goes_together() -> None:
     assert GrpoSpec().old == "trainer"
     assert GrpoSpec().mismatch == MismatchSpec()
     assert GrpoSpec(baseline="reinforce_pp", zero_variance="keep").refill == 0
-    assert ObjectiveSpec(w_rl=1.0, grpo=GrpoSpec(refill=3)).refills == 3
-    assert ObjectiveSpec(grpo=GrpoSpec(refill=3)).refills == 0  # there is no GRPO
-    assert ObjectiveSpec().reads_document
-    assert not ObjectiveSpec(w_doc=0.0, w_rl=1.0).reads_document
+    assert EpisodesObjective(w_rl=1.0, grpo=GrpoSpec(refill=3)).refills == 3
+    assert EpisodesObjective(grpo=GrpoSpec(refill=3)).refills == 0  # there is no GRPO
+    assert EpisodesObjective().reads_document
+    assert not EpisodesObjective(w_doc=0.0, w_rl=1.0).reads_document
     by_document = GrpoSpec(kl=0.1, kl_reference="document")
-    assert ObjectiveSpec(w_doc=0.0, w_rl=1.0, grpo=by_document).reads_document
+    assert EpisodesObjective(w_doc=0.0, w_rl=1.0, grpo=by_document).reads_document
     assert by_document.terms_text == "; KL to the model with the document x 0.1"
     distilling = GrpoSpec(zero_variance="keep", distill=0.5)
-    assert ObjectiveSpec(w_doc=0.0, w_rl=1.0, grpo=distilling).reads_document
+    assert EpisodesObjective(w_doc=0.0, w_rl=1.0, grpo=distilling).reads_document
     assert distilling.terms_text == "; 0.5 a nat from the model with the document"
     assert GrpoSpec(old="sampler", mismatch=None).mismatch is None
 
@@ -71,9 +71,9 @@ def learn(*sets: str) -> LearnSpec:
 
 def test_hints_are_of_templates_unless_told() -> None:
     sdpo = learn().objective.sdpo
-    assert (sdpo.hints, sdpo.hint_writer, sdpo.asks) == ("template", "generator", None)
-    assert learn(MODEL).objective.sdpo.asks is None
-    assert learn(*BY_OPUS).objective.sdpo.asks == "opus"
+    assert (sdpo.hints, sdpo.hint_writer, sdpo.hint_teacher) == ("template", "generator", None)
+    assert learn(MODEL).objective.sdpo.hint_teacher is None
+    assert learn(*BY_OPUS).objective.sdpo.hint_teacher == "opus"
     assert learn(*BY_OPUS, "objective.beta=0").replay is not None
 
 

@@ -26,7 +26,7 @@ TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object"}}
 
 def spec(source: str, path: str, share: float = 0.5, **rows: Any) -> LearnSpec:
     data = {"source": source, "path": path, "patients": 9, "held_out": share, "rows": rows}
-    return LearnSpec.model_validate({**PLAIN, "data": data})
+    return LearnSpec.read({**PLAIN, "data": data})
 
 
 def lines(path: Path, rows: list[Any]) -> Path:

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote
 from xml.etree.ElementTree import Element, ParseError
 
-from cartridge_forge.plugins.documents.html_text import html_text
+from cartridge_forge.plugins.documents.readers.html_text import html_text
 from cartridge_forge.protocols.errors import DataError
 
 UNPACKED = 256 * 1024**2  # bytes of an archive's files
