@@ -72,7 +72,7 @@ def role_arguments(
     if name == HINTED_TEACHER:
         return (base, learn.train.row_tokens, top, learn.train.staleness + 2)
     if name != "trainer":
-        replicas = spec.mesh.roles[name].replicas
+        replicas = dict(spec.roles)[name].replicas
         ledger = str(directory.ledger)
         facts = RoleFacts(replicas, spec.mesh.call_timeout_s, directory.id, ledger, stored)
         return learn.role_arguments(name, facts)

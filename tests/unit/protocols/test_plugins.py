@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from channel_setup import bank_of, do, scene, trained, whole_kv
 
+from cartridge_forge.actors.base import ModelSource
 from cartridge_forge.forge_run.cli import forge
 from cartridge_forge.learning.losses.objective import active_channels
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
@@ -22,7 +23,8 @@ from cartridge_forge.protocols.spec.base import joined_class
 from cartridge_forge.protocols.spec.loading import load_resolved, load_spec
 from cartridge_forge.protocols.spec.mesh import ROLES
 from cartridge_forge.protocols.spec.yaml_source import dump_yaml
-from cartridge_forge.services.roles import actor_class
+from cartridge_forge.services.roles import actor_class, role_arguments
+from cartridge_forge.services.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from twins import Twin
@@ -256,6 +258,11 @@ class ChoirLearn(LearnSpec):
     def needed_roles(self):
         return super().needed_roles | {"choir"}
 
+    def role_arguments(self, name, run):
+        if name == "choir":
+            return (self.choir.voices, run.replicas)
+        return super().role_arguments(name, run)
+
     def rules(self):
         yield from super().rules()
         yield (
@@ -283,6 +290,8 @@ def test_a_foreign_package_adds_a_section_with_rules_and_a_role_to_a_config(site
     assert (spec.learn.choir.voices, spec.learn.choir.sheet) == (5, str(site / "mass.pdf"))
     assert (spec.learn.recipe, spec.learn.data.facts) == ("longhealth", 2)
     assert [name for name, _ in spec.roles][-1] == "choir"
+    base, directory = ModelSource(".", "float32", 1, {}, {}, 1), RunDirectory(site)
+    assert role_arguments("choir", spec, base, frozenset(), directory) == (5, 2)
     (site / "spec.yaml").write_text(dump_yaml(spec.as_dict()))
     assert load_resolved(site / "spec.yaml") == spec
     # As Monarch sends it to an actor.

@@ -40,14 +40,14 @@ class Scribe:
     abilities: frozenset[Ability] = frozenset({"top_logprobs"})
 
     def __init__(self, fails_at: int = 10**9) -> None:
-        self.hint_teacher: list[SampleRequest] = []
+        self.asks: list[SampleRequest] = []
         self._calls, self._fails_at = 0, fails_at
 
     async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
         self._calls += 1
         if self._calls == self._fails_at:
             raise TimeoutError
-        self.hint_teacher += asks
+        self.asks += asks
         return [self._answer(ask) for ask in asks]
 
     def _answer(self, ask: SampleRequest) -> SampleResult:
@@ -225,12 +225,12 @@ class Talker:
     abilities: frozenset[Ability] = frozenset({"top_logprobs"})
 
     def __init__(self, says: Mapping[str, tuple[str, str]] | None = None) -> None:
-        self.hint_teacher: dict[str, SampleRequest] = {}
+        self.asks: dict[str, SampleRequest] = {}
         self._says = says or {}
 
     async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
         assert asks
-        self.hint_teacher |= {ask.id: ask for ask in asks}
+        self.asks |= {ask.id: ask for ask in asks}
         found = [self._says.get(ask.id, (f"Text of {ask.id} so far.", "stop")) for ask in asks]
         return [
             SampleResult(text, 2, 9, reason, "", (7, 8), (-0.1, -0.1)) for text, reason in found

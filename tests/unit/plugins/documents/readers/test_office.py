@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import openpyxl
 import pytest
 
-from cartridge_forge.plugins.documents import office
+from cartridge_forge.plugins.documents.readers import office
 from cartridge_forge.plugins.documents.formats import READERS, ReadOptions
 from cartridge_forge.protocols.errors import DataError
 
