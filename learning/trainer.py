@@ -227,7 +227,7 @@ class CartridgeTrainer:
             return None
         from cartridge_forge.learning.losses.balance import GradientBalance
 
-        return GradientBalance(spec.balance_every, spec.balance_bound)
+        return GradientBalance(spec.balance_every)
 
     def _completed(
         self, batch: TrainBatch, channels: Sequence[LossChannel], version: int

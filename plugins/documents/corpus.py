@@ -206,8 +206,8 @@ def longest(spec: DocumentsLearn, context: int | None) -> int | None:
             f"({spec.train.row_tokens}): no document longer than cartridge.tokens "
             f"({spec.cartridge.tokens}) is left; lower one of the two"
         )
-    bounds = (spec.teacher.context_tokens, spec.documents.max_tokens)
-    most = min((bound for bound in (room, *bounds) if bound is not None), default=None)
+    bounds = (room, spec.teacher.context_tokens)
+    most = min((bound for bound in bounds if bound is not None), default=None)
     if most is not None and 2 * spec.documents.overlap >= most:
         raise DataError(
             f"documents.overlap must be under half of a part ({most} tokens): got "

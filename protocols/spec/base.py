@@ -14,7 +14,14 @@ from functools import cache
 from operator import ge, gt, le, lt
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from cartridge_forge.protocols.plugins import CORE, SHIPPED, Kind, known, optional
@@ -27,6 +34,17 @@ class SpecSection(BaseModel):
         frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False,
         hide_input_in_errors=True,  # it may be a secret in the wrong place
     )  # fmt: skip
+
+    # Former keys: the default of each, which resolved specs of older runs have, and its remedy.
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not cls.removed.keys() & value.keys():
+            return value
+        defaults = {name: default for name, (default, _) in cls.removed.items()}
+        return {k: v for k, v in value.items() if k not in defaults or v != defaults[k]}
 
     @classmethod
     def of(cls, section: SpecSection) -> Self:

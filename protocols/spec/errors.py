@@ -120,6 +120,10 @@ def _fault_of(
         got = context.get("got", got)
         return fault(context["rule"], got, place_of(key, places), key, context["remedy"])
     location = place_of(key, places)
+    former = getattr(section_at(model, key[:-1]), "removed", {}).get(key[-1]) if key else None
+    if kind == "extra_forbidden" and former is not None:
+        text = f"{key[-1]} is no key any more: got {show(got)} at {location} ({dotted(key)})"
+        return SpecProblem(location, f"{text}; {former[1]}")
     if kind in ("extra_forbidden", UNKNOWN_NAME):
         return unknown_key(key, known_at(model, key[:-1]), location)
     if kind == "missing":

@@ -11,7 +11,7 @@ module documents what its keys do; those of a plug-in's channel are in the plug-
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -51,6 +51,9 @@ class ObjectiveSpec(SpecSection):
     """Configure weights and forms of the channels; the section `loss` has the form of doc_kl. A
     plug-in's subclass adds the keys of its channels."""
 
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "balance_bound": (100.0, "remove it: a weight changes by a factor of at most 100")
+    }
     weight_keys: ClassVar[Mapping[str, str]] = {"doc_kl": "w_doc"}  # channel -> key of its weight
 
     w_doc: float = Field(default=1.0, ge=0, description="weight of document distillation")
@@ -67,9 +70,6 @@ class ObjectiveSpec(SpecSection):
         ge=1,
         description="steps between measurements of the channels' gradient norms, which cost a "
         "backward for each channel",
-    )
-    balance_bound: float = Field(
-        default=100.0, ge=1, description="most that balance changes a weight by, as a factor"
     )
     micro_tokens: int | None = Field(
         default=None,

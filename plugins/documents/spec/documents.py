@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -31,6 +32,10 @@ WRITTEN_KINDS = (*SEED_KINDS, "quiz")  # whose turns the model writes
 class DocumentsSpec(SpecSection):
     """Configure how the files of data.path are read, and how long documents are cut."""
 
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "max_tokens": (None, "give teacher.context_tokens, its present name")
+    }
+
     text_fields: Annotated[tuple[str, ...], AsTuple] = Field(
         default=("text", "content", "body"),
         min_length=1,
@@ -42,11 +47,6 @@ class DocumentsSpec(SpecSection):
     )
     max_file_bytes: int = Field(default=64 * 1024**2, ge=1, description="most bytes of one file")
     max_total_bytes: int = Field(default=256 * 1024**2, ge=1, description="most bytes of all files")
-    max_tokens: int | None = Field(
-        default=None,
-        ge=2,
-        description="the former name of teacher.context_tokens; the lesser of the two holds",
-    )
     long: Literal["split", "chunks", "refuse"] = Field(
         default="split",
         description="a document longer than teacher.context_tokens: parts that each count as a "

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import openpyxl
 import pytest
 
-from cartridge_forge.plugins.documents.readers import office
 from cartridge_forge.plugins.documents.formats import READERS, ReadOptions
+from cartridge_forge.plugins.documents.readers import office
 from cartridge_forge.protocols.errors import DataError
 
 W = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
