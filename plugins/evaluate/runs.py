@@ -135,7 +135,7 @@ def require_comparable(runs: Sequence[FinishedRun]) -> None:
 def _layout(learn: DocumentsLearn) -> tuple[object, ...]:
     """Return what decides the contexts and cartridges of a run."""
     files, of = learn.documents, learn.cartridge
-    read = (learn.teacher.context_tokens, files.max_tokens, files.long, files.overlap)
+    read = (learn.teacher.context_tokens, files.long, files.overlap)
     return (of.per, of.groups, *read)
 
 

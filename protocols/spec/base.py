@@ -57,8 +57,9 @@ class SpecSection(BaseModel):
         for name, field in cls.model_fields.items():
             if hasattr(section, name):
                 value, kind = getattr(section, name), field.annotation
-                is_section = isinstance(kind, type) and issubclass(kind, SpecSection)
-                values[name] = kind.of(value) if is_section else value
+                if isinstance(kind, type) and issubclass(kind, SpecSection):
+                    value = kind.of(value)
+                values[name] = value
         return cls.model_validate(values)
 
 
