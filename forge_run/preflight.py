@@ -15,11 +15,16 @@ from cartridge_forge.plugins.cluster.manifests.sizing import known_size, tensor_
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.replay.spec import ReplayTeacherSpec
 from cartridge_forge.plugins.rsa.spec import RsaLearn
-from cartridge_forge.protocols.formatting import bytes_text
+from cartridge_forge.plugins.statistics.formatting import bytes_text
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.errors import SpecProblem, combined
-from cartridge_forge.protocols.spec.hosts import HostsSpec, is_loopback_host, is_tls
-from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RunSpec
+from cartridge_forge.protocols.spec.mesh import (
+    MODEL_ROLES,
+    HostsSpec,
+    RunSpec,
+    is_loopback_host,
+    is_tls,
+)
 from cartridge_forge.protocols.spec.model import model_shape, multiplies_bfloat16
 from cartridge_forge.protocols.spec.yaml_source import SourceLocation
 

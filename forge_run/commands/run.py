@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cartridge_forge.forge_run.child import in_child
 from cartridge_forge.plugins.rsa.spec import RsaLearn
-from cartridge_forge.protocols.formatting import TableSection
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.protocols.spec.loading import LoadedSpec, load_spec
 from cartridge_forge.services.run_directory import RunDirectory
 
@@ -89,7 +89,7 @@ def plan(
     from cartridge_forge.forge_run.plan import calibration
     from cartridge_forge.forge_run.plan import plan as of
     from cartridge_forge.forge_run.preflight import unmet
-    from cartridge_forge.protocols import formatting
+    from cartridge_forge.plugins.statistics import formatting
 
     loaded, notes = resolved(mesh, overlays, sets, run_dir, continues, alone=alone)
     spec = loaded.spec

@@ -32,12 +32,12 @@ from cartridge_forge.plugins.serve.spec import (
     ServeSpec,
     load_serve,
 )
-from cartridge_forge.protocols.formatting import TableSection, facts, lines
+from cartridge_forge.plugins.statistics.formatting import TableSection, facts, lines
+from cartridge_forge.plugins.wire.listening import listen
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.errors import SpecProblem, combined
 from cartridge_forge.protocols.spec.loading import LoadedFile
 from cartridge_forge.services.forkserver.client import fork_server
-from cartridge_forge.services.listening import listen
 
 if TYPE_CHECKING:
     from cartridge_forge.plugins.serve.access.keys import ApiKey

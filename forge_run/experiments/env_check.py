@@ -19,8 +19,8 @@ from cartridge_forge.plugins.episodes.environments.checking import (
 )
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
+from cartridge_forge.plugins.statistics.formatting import TableSection, facts, render
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.formatting import TableSection, facts, render
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.yaml_source import parse_value
 

@@ -10,8 +10,8 @@ from cartridge_forge.plugins.episodes.spec.learn import EpisodesSpec
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.plugins.replay.spec import PriceSpec, ReplaySpec
 from cartridge_forge.plugins.rsa.spec import RsaLearn, RsaSpec
-from cartridge_forge.protocols.formatting import Rows, TableSection, facts
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.plugins.statistics.formatting import Rows, TableSection, facts
+from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 
 TEACHER_COLUMNS = ("teacher", "model", "dollars a million tokens", "cap", "calls at a time")
 

@@ -26,8 +26,8 @@ from cartridge_forge.plugins.documents.spec.documents import SEED_KINDS, SelfStu
 from cartridge_forge.plugins.documents.synthesis import planned_turns
 from cartridge_forge.plugins.documents.synthesis_rows import few_turns
 from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.statistics.formatting import TableSection, facts, lines
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.formatting import TableSection, facts, lines
 from cartridge_forge.protocols.layout import length_warning
 
 MOST_ROWS = 24

@@ -11,8 +11,8 @@ from cartridge_forge.plugins.documents.rows.records import DatasetRow
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.episodes.spec.problems import OF_DOCUMENTS
 from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.statistics.formatting import TableSection, facts
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.formatting import TableSection, facts
 
 
 def at_hand(learn: RsaLearn) -> bool:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from cartridge_forge.plugins.documents.spec.documents import WRITTEN_KINDS, StudyKind
 from cartridge_forge.plugins.evaluate.calibration import MachineRates
 from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.statistics.formatting import bytes_text
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.formatting import bytes_text
 
 RATIO = 10  # document tokens for each of a cartridge's, where the user says nothing
 LEAST_TOKENS, MOST_TOKENS = 32, 512  # of a cartridge that is chosen

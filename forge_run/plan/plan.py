@@ -39,7 +39,7 @@ from cartridge_forge.plugins.cluster.manifests.sizing import (
 )
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.rsa.spec import RsaLearn
-from cartridge_forge.protocols.formatting import (
+from cartridge_forge.plugins.statistics.formatting import (
     TableSection,
     bytes_text,
     count_text,

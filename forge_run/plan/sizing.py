@@ -17,7 +17,7 @@ from cartridge_forge.plugins.cluster.manifests.sizing import (
     touched_cartridges,
 )
 from cartridge_forge.plugins.rsa.spec import RsaLearn
-from cartridge_forge.protocols.formatting import TableSection, bytes_text, facts
+from cartridge_forge.plugins.statistics.formatting import TableSection, bytes_text, facts
 from cartridge_forge.protocols.spec.mesh import (
     CARTRIDGE_READERS,
     HINTED_TEACHER,

@@ -20,9 +20,8 @@ from cartridge_forge.plugins.cluster.names import (
     SUBDOMAIN_LENGTH,
 )
 from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, broken
-from cartridge_forge.protocols.spec.hosts import HostsSpec
 from cartridge_forge.protocols.spec.keys import SpecFile
-from cartridge_forge.protocols.spec.mesh import MeshSpec
+from cartridge_forge.protocols.spec.mesh import HostsSpec, MeshSpec
 
 ObjectName = Annotated[str, Field(pattern=SUBDOMAIN, max_length=SUBDOMAIN_LENGTH)]
 QueueName = Annotated[str, Field(pattern=SUBDOMAIN, max_length=LABEL_LENGTH)]  # a label's value too

@@ -21,6 +21,12 @@ from functools import partial
 from typing import Any
 
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
+from cartridge_forge.plugins.episodes.ahead import (
+    GroupsAhead,
+    JoinedGenerate,
+    joined_generate,
+    oldest_version,
+)
 from cartridge_forge.plugins.episodes.clients import EnvironmentClient
 from cartridge_forge.plugins.episodes.environments.episode_files import to_row
 from cartridge_forge.plugins.episodes.environments.failures import (
@@ -72,12 +78,6 @@ from cartridge_forge.protocols.step import (
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.ahead import (
-    GroupsAhead,
-    JoinedGenerate,
-    joined_generate,
-    oldest_version,
-)
 from cartridge_forge.training.recipe import Recipe, Route, drawn_steps, own_cartridge
 from cartridge_forge.training.records import (
     GenerateCall,

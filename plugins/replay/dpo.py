@@ -48,7 +48,7 @@ from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, count
 from cartridge_forge.learning.policy_scores import is_stale, summed_by_pair
 from cartridge_forge.plugins.replay.spec import DpoSpec, ReplayObjective
 from cartridge_forge.protocols.errors import StaleTokenError
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import PreferencePair, Sample, TrainBatch, completions
 
 

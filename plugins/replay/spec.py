@@ -13,7 +13,7 @@ from cartridge_forge.protocols.secrets import HIDDEN, LOCAL_KEY, SecretName
 from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, bounded, broken, repeated
 from cartridge_forge.protocols.spec.learn import LearnSpec, RoleFacts
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import ObjectiveSpec
 
 Provider = Literal["openai", "anthropic"]
 OFFICIAL_URLS: dict[Provider, str] = {

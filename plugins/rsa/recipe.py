@@ -17,6 +17,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from cartridge_forge.plugins.episodes.ahead import (
+    GroupsAhead,
+    JoinedGenerate,
+    joined_generate,
+    oldest_version,
+)
 from cartridge_forge.plugins.episodes.environments.episode_files import to_row
 from cartridge_forge.plugins.episodes.environments.failures import all_failed
 from cartridge_forge.plugins.episodes.environments.training_signals import rl_samples, turn_samples
@@ -52,12 +58,6 @@ from cartridge_forge.services.clients import Replied
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.pool.pool import gather
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.ahead import (
-    GroupsAhead,
-    JoinedGenerate,
-    joined_generate,
-    oldest_version,
-)
 from cartridge_forge.training.recipe import Recipe, Route, own_cartridge
 from cartridge_forge.training.records import (
     GenerateCall,

@@ -14,10 +14,11 @@ from cartridge_forge.protocols.plugins import Kind
 from cartridge_forge.protocols.spec.base import JoinedSection, Rule, SpecSection, broken
 from cartridge_forge.protocols.spec.cartridge import CartridgeSpec, StartSpec
 from cartridge_forge.protocols.spec.model import ModelSpec
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.spec.sections import (
     EvaluateSpec,
     GeneratorSpec,
+    LossSpec,
+    ObjectiveSpec,
     RolloutSpec,
     TeacherSpec,
     TrainSpec,

@@ -35,7 +35,7 @@ from cartridge_forge.plugins.episodes.losses.sdpo import alpha_at, sdpo_term, sd
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.plugins.replay.dpo import replay_dpo
 from cartridge_forge.protocols.errors import DataError, SpecError
-from cartridge_forge.protocols.spec.objective import LossSpec
+from cartridge_forge.protocols.spec.sections import LossSpec
 from cartridge_forge.protocols.step import PreferencePair, completions
 from recipes.trl.scoring import response_logits, teacher_logits, unpadded
 

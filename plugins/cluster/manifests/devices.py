@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from cartridge_forge.plugins.cluster.manifests.sizing import ModelSize, known_size, role_needs
 from cartridge_forge.plugins.cluster.spec import ClusterHosts
-from cartridge_forge.protocols.spec.hosts import HostsSpec
-from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.spec.mesh import HostsSpec, RunSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 
 GB = 10**9

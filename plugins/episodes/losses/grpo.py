@@ -63,7 +63,7 @@ from cartridge_forge.plugins.episodes.losses.advantages import (
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec, MismatchSpec
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import PolicySample, Sample, TrainBatch
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: larger ratios carry no information

@@ -51,7 +51,7 @@ from cartridge_forge.plugins.episodes.losses.grpo import (
 )
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch, hinted
 
 RATIO_CAP = 2.0

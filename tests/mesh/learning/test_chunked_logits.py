@@ -12,7 +12,7 @@ from cartridge_forge.learning.batch import LOGIT_BYTES
 from cartridge_forge.learning.teacher import TeacherDistribution, top_k
 from cartridge_forge.plugins.episodes.spec.objective import SdpoSpec
 from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
-from cartridge_forge.protocols.spec.objective import LossSpec
+from cartridge_forge.protocols.spec.sections import LossSpec
 
 VOCAB = 97
 

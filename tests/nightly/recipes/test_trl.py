@@ -14,7 +14,7 @@ from logits_setup import DOCUMENT, READER
 from safetensors.torch import load_file
 
 from cartridge_forge.learning.cartridge import CartridgeBank
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, score_over

@@ -14,7 +14,7 @@ from logits_setup import READER, ours, trained
 from safetensors.torch import load_file
 
 from cartridge_forge.learning.cartridge import CartridgeBank
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import response_logprobs
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule

@@ -15,7 +15,7 @@ from rooms.learning.alignment_setup import ZERO, packed_of, per_token, student
 
 from cartridge_forge.learning.batch import PackedTokens
 from cartridge_forge.learning.cartridge import CartridgeBank
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import (
     DocumentKVCache,

@@ -23,7 +23,7 @@ from cartridge_forge.learning.batch import (
     prepare,
     response_logits,
 )
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.teacher import TeacherDistribution
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec

@@ -23,7 +23,7 @@ from cartridge_forge.learning.cartridge import (
     prefix_name,
     student_prefixes,
 )
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import TeacherDistribution, score
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective

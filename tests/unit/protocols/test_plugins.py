@@ -14,7 +14,7 @@ from channel_setup import bank_of, do, scene, trained, whole_kv
 
 from cartridge_forge.actors.base import ModelSource
 from cartridge_forge.forge_run.cli import forge
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.protocols import plugins
 from cartridge_forge.protocols.errors import SpecError

@@ -16,7 +16,7 @@ from desk_tasks import replayed
 
 from cartridge_forge.learning.cartridge import CartridgeBank, first_tokens
 from cartridge_forge.learning.decode import generate
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import (

@@ -16,8 +16,7 @@ from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.protocols import plugins
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.objective import LossSpec
-from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, TrainSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch
 
 if TYPE_CHECKING:

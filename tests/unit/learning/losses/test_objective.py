@@ -37,8 +37,8 @@ from torch.nn import functional as F
 
 from cartridge_forge.learning.batch import pack, response_logits
 from cartridge_forge.learning.decoder import Decoder
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.losses.doc_kl import doc_kl, jensen_shannon
-from cartridge_forge.learning.losses.objective import active_channels
 from cartridge_forge.learning.model.loading import base_hash, load_model, load_tokenizer
 from cartridge_forge.learning.teacher import (
     TeacherDistribution,

@@ -11,8 +11,7 @@ from cartridge_forge.protocols.spec.keys import CONFIG_FILE, MESH_FILE
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import ROLES, MeshSpec, RunSpec
-from cartridge_forge.protocols.spec.objective import LossSpec
-from cartridge_forge.protocols.spec.sections import EvaluateSpec, TeacherSpec
+from cartridge_forge.protocols.spec.sections import EvaluateSpec, LossSpec, TeacherSpec
 
 
 def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:

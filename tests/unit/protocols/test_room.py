@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from cartridge_forge.protocols.files import append_rows, read_rows, salvage
-from cartridge_forge.protocols.reserve import NAME, hold_room, with_room
+from cartridge_forge.protocols.files import (
+    RESERVE,
+    append_rows,
+    hold_room,
+    read_rows,
+    salvage,
+    with_room,
+)
 
 
 def full(path: Path) -> OSError:
@@ -18,7 +24,7 @@ def full(path: Path) -> OSError:
 
 def test_a_full_disk_frees_the_reserve_and_writes_again(tmp_path: Path) -> None:
     hold_room(tmp_path, 4096)
-    reserve = tmp_path / NAME
+    reserve = tmp_path / RESERVE
     path = tmp_path / "checkpoints" / "last-state" / "manifest.json"
     written = []
 
@@ -45,7 +51,7 @@ def test_other_errors_and_a_disk_without_a_reserve_are_raised(tmp_path: Path, nu
     with pytest.raises(OSError, match=os.strerror(number)):
         with_room(tmp_path / "file", write)
     assert tries == [1]
-    assert (tmp_path / NAME).exists() == (number != errno.ENOSPC)
+    assert (tmp_path / RESERVE).exists() == (number != errno.ENOSPC)
 
 
 def test_rows_that_do_not_fit_leave_no_part_of_them(

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from cartridge_forge.plugins.episodes.ahead import GroupsAhead, JoinedGenerate, TakenGroups
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
-from cartridge_forge.training.ahead import GroupsAhead, JoinedGenerate, TakenGroups
 
 Group = tuple[int, int, int]  # step, number, oldest version
 
