@@ -259,10 +259,10 @@ def published_bytes(learn: RsaLearn, size: ModelSize) -> int:
 def touched_cartridges(learn: RsaLearn) -> int:
     """Return the most cartridges that a step changes: one for each prompt, task or problem."""
     if learn.episodes is not None:
-        asked = learn.episodes.tasks
+        drawn = learn.episodes.tasks
     else:
-        asked = learn.rollout.prompts if learn.rsa is None else learn.rsa.examples
-    return min(learn.cartridges, asked)
+        drawn = learn.rollout.prompts if learn.rsa is None else learn.rsa.examples
+    return min(learn.cartridges, drawn)
 
 
 def touched_bytes(learn: RsaLearn, every: int) -> int:
