@@ -37,6 +37,7 @@ from cartridge_forge.plugins.evaluate.records import (
     PairedDifference,
     Perplexity,
 )
+from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.plugins.statistics.intervals import (
     mean_interval,
     paired_difference,
@@ -46,7 +47,6 @@ from cartridge_forge.plugins.statistics.intervals import (
 from cartridge_forge.protocols.errors import PublishError
 from cartridge_forge.protocols.records.answers import Answer, hash_of, mean_nll, to_row
 from cartridge_forge.protocols.records.run_files import Agreement
-from cartridge_forge.protocols.spec.experiments import EvalSpec
 from cartridge_forge.protocols.step import (
     BARE,
     SEPARATOR,

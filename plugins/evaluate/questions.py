@@ -32,6 +32,7 @@ from cartridge_forge.plugins.documents.corpus import read_parts, tokenised
 from cartridge_forge.plugins.documents.filters import normalised
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText
 from cartridge_forge.plugins.documents.seed_prompts import PLAIN, SENTENCE
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.agreement import split
 from cartridge_forge.plugins.documents.study.longhealth import open_prompts, read_patients
 from cartridge_forge.plugins.documents.study.material import require_questions
@@ -44,12 +45,11 @@ from cartridge_forge.plugins.documents.study.question_files import (
 from cartridge_forge.plugins.documents.study.rows import context_titles, of_parts, studied_of
 from cartridge_forge.plugins.documents.synthesis import model_name, read_rows
 from cartridge_forge.plugins.evaluate.formats import FORMATS, FormatPrompt
+from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.records.answers import hash_of
-from cartridge_forge.protocols.spec.experiments import EvalSpec
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import NO_DOCUMENT, SEPARATOR
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.services.run_directory import RunDirectory
@@ -153,7 +153,11 @@ class EvalSuite:
 
 
 def set_paper(
-    spec: EvalSpec, learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
+    spec: EvalSpec,
+    learn: DocumentsLearn,
+    directory: RunDirectory,
+    tokenizer: Any,
+    asked: str | None,
 ) -> EvalSuite:
     """Return the evaluation suite of a run; the file `asked` replaces its own questions.
 
@@ -249,7 +253,7 @@ def _opening(conversation: ChatRenderer, context: str | None, text: str) -> tupl
 
 
 def _patients(
-    learn: LearnSpec, directory: RunDirectory, tokenizer: Any
+    learn: DocumentsLearn, directory: RunDirectory, tokenizer: Any
 ) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]]]:
     prompts = open_prompts(learn, tokenizer, directory.date)
     about = EvalSubjects(
@@ -271,13 +275,13 @@ def _patients(
     return about, interleave(every)
 
 
-def _choice(question: Any, learn: LearnSpec) -> UserQuestion:
+def _choice(question: Any, learn: DocumentsLearn) -> UserQuestion:
     text = option_prompt(question.text, question.options, learn.data.instruction)
     return UserQuestion(question.id, question.patient, text, choice=question)
 
 
 def _documents(
-    learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
+    learn: DocumentsLearn, directory: RunDirectory, tokenizer: Any, asked: str | None
 ) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]] | None]:
     """Return the documents of a run and the self-study questions that it held out; None in place of
     those where a file has questions. Raises DataError where the run read other documents."""
@@ -323,7 +327,7 @@ def require_same_documents(now: Sequence[Mapping[str, Any]], directory: RunDirec
 
 
 def _passages(
-    spec: EvalSpec, learn: LearnSpec, about: EvalSubjects, tokenizer: Any
+    spec: EvalSpec, learn: DocumentsLearn, about: EvalSubjects, tokenizer: Any
 ) -> list[QuestionReading]:
     """Return windows of each context that begin with a sentence, drawn by its name, each as the
     answer to a turn that quotes its first words."""
@@ -360,7 +364,7 @@ def _sentence_starts(text: str, places: Sequence[int]) -> list[int]:
     return [i for i, at in enumerate(words) if at in starts] or [0]
 
 
-def _probes(spec: EvalSpec, learn: LearnSpec, about: EvalSubjects) -> list[EvalQuestion]:
+def _probes(spec: EvalSpec, learn: DocumentsLearn, about: EvalSubjects) -> list[EvalQuestion]:
     """Return the probes; each is asked over the cartridge of one context, in turn."""
     if not spec.probes:
         return []
@@ -394,7 +398,7 @@ def _formats(about: EvalSubjects) -> Iterator[tuple[FormatPrompt, EvalQuestion]]
         yield prompt, _item(question, context, plain, known=False)
 
 
-def _others(learn: LearnSpec) -> list[Patient]:
+def _others(learn: DocumentsLearn) -> list[Patient]:
     """Return patients outside the run: of another clinic, or later ones of the file."""
     data = learn.data
     if data.path is not None:

@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cartridge_forge.plugins.evaluate.records import EvalRow, Evaluation, OwnText
+from cartridge_forge.plugins.statistics.formatting import (
+    TableSection,
+    count_text,
+    markdown_table,
+    markdown_text,
+)
 from cartridge_forge.plugins.watch.console import UNKNOWN, interval, number, percent
 from cartridge_forge.plugins.watch.report.plots import (
     PAINT,
@@ -20,12 +26,6 @@ from cartridge_forge.plugins.watch.report.plots import (
 )
 from cartridge_forge.plugins.watch.report.template import Block, render
 from cartridge_forge.protocols.files import write_atomically
-from cartridge_forge.protocols.formatting import (
-    TableSection,
-    count_text,
-    markdown_table,
-    markdown_text,
-)
 from cartridge_forge.protocols.records.run_files import ARMS
 from cartridge_forge.services.run_directory import EVALUATION
 
