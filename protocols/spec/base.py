@@ -33,6 +33,7 @@ class SpecSection(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False,
         hide_input_in_errors=True,  # it may be a secret in the wrong place
+        defer_build=True,  # a plug-in subclasses a section, which then is never read itself
     )  # fmt: skip
 
     # Former keys: the default of each, which resolved specs of older runs have, and its remedy.

@@ -282,6 +282,9 @@ def other_kind(values: Mapping[str, Any], wanted: SpecFile) -> SpecFile | None:
     """Return what kind of file has these top keys, where it is not the `wanted` kind; None where it
     may be that."""
 
+    if values.keys() <= {name for name, _ in keys_of(wanted.root)}:
+        return None
+
     def shared(file: SpecFile) -> int:
         return len({name for name, _ in keys_of(file.root)} & values.keys())
 
