@@ -415,8 +415,7 @@ class DecodeBatch:
         """Set the log-probabilities of a prompt's tokens after its first, from the hidden states
         [T - 1, width] before them."""
         ids = torch.tensor(row.request.prompt_ids[1:], dtype=torch.long, device=hidden.device)
-        values: list[float] = []
-        best: list[int] = []
+        values, best = list[float](), list[int]()
         top: list[tuple[tuple[int, float], ...]] = []
         chunk = max(1, PROMPT_LOGITS // self._model.vocabulary)
         for start in range(0, len(ids), chunk):
@@ -472,12 +471,9 @@ class DecodeBatch:
             if sampling.temperature == 0:
                 chosen[members] = part.argmax(-1)
                 continue
-            draws = torch.tensor(
-                [self.rows[b].uniforms[len(self.rows[b].tokens)] for b in members],
-                dtype=torch.float64,
-                device=logits.device,
-            )  # [n]
-            chosen[members] = draw(part, draws, sampling)
+            draws = [self.rows[b].uniforms[len(self.rows[b].tokens)] for b in members]
+            numbers = torch.tensor(draws, dtype=torch.float64, device=logits.device)  # [n]
+            chosen[members] = draw(part, numbers, sampling)
         return chosen
 
 
@@ -496,10 +492,19 @@ def _tokens_left(row: DecodeState) -> int:
 
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
-    """Return inverse-CDF draws [B] from logits [B, V] with one uniform in [0, 1) each. Truncation
-    is top_k first, then the smallest set of mass >= top_p."""
-    probs = (logits.double() / sampling.temperature).softmax(-1)
-    order = None
+    """Return inverse-CDF draws [B] from logits [B, V] with one uniform in [0, 1) each."""
+    probs, order = truncated(logits, sampling)
+    cumulative = probs.cumsum(-1)  # scaled by the last, so that no rounding moves a draw past it
+    picks = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
+    picks = picks.clamp(max=probs.shape[-1] - 1)
+    return (picks if order is None else order.gather(-1, picks))[:, 0]
+
+
+def truncated(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
+    """Return the probabilities [B, V] (float64) to draw from at a temperature > 0, and the token of
+    each column, None for the vocabulary's order. Truncation is top_k first, then the smallest set
+    of mass >= top_p."""
+    probs, order = (logits.double() / sampling.temperature).softmax(-1), None
     if sampling.top_k > 0 or sampling.top_p < 1.0:
         probs, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         if sampling.top_k > 0:
@@ -509,11 +514,7 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
             preceding = probs.cumsum(-1) - probs
             probs = probs.masked_fill(preceding >= sampling.top_p, 0)
             probs = probs / probs.sum(-1, keepdim=True)
-    cumulative = probs.cumsum(-1)
-    # Scaled by the last sum, so that rounding cannot push a draw past the last possible token.
-    picks = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
-    picks = picks.clamp(max=probs.shape[-1] - 1)
-    return (picks if order is None else order.gather(-1, picks))[:, 0]
+    return probs, order
 
 
 def uniforms(seed: int, count: int, first: int = 0) -> Tensor:
