@@ -88,6 +88,7 @@ def generate(
     decode: Decode | None = None,
     served: Served = lambda ref, kv: (),
     grammars: GrammarCompiler | None = None,
+    drawn_from: list[Tensor] | None = None,
 ) -> list[Completion]:
     """Complete every request; return the completions in the order of the requests.
 
@@ -95,7 +96,8 @@ def generate(
     at their positions. If it raises PublishError, only the requests over that prefix are refused.
     `decode` returns the text of ids, for requests with `until`; `served` the fingerprints of a
     prefix from the keys and values that are decoded over; `grammars` compiles those of requests
-    that have one. Raises DataError as `new_row` does.
+    that have one. `drawn_from` takes the logits [n, V] of each request with `logits`. Raises
+    DataError as `new_row` does.
     """
     rows = [new_row(r, model.vocabulary, decode, grammars=grammars) for r in requests]
     groups: dict[PrefixRef, list[DecodeState]] = {}
@@ -117,6 +119,8 @@ def generate(
         batch = DecodeBatch(model, decoded, prefixes, end_ids)
         while batch.live:
             batch.step()
+    if drawn_from is not None:
+        drawn_from += [torch.stack(row.logits) for row in rows if row.logits]
     return [row.completion() for row in rows]
 
 
@@ -141,6 +145,7 @@ class DecodeState:
     dropped: int = 0
     error: str = ""
     served: tuple[str, ...] = ()
+    logits: list[Tensor] = field(default_factory=list)  # [V] of each token, where they are wanted
 
     @property
     def top_wanted(self) -> int:
@@ -447,6 +452,7 @@ class DecodeBatch:
         likeliest = _likeliest(logprobs[:, : self._model.tokens], count)
         for b, row in enumerate(self.rows):
             if not row.reason:
+                row.logits += [logits[b, : self._model.tokens]] * bool(row.request.logits)
                 row.add(ids[b], values[b], likeliest[b], ids[b] in self._end_ids)
         return chosen
 

@@ -81,11 +81,7 @@ def _rules(spec: LearnSections) -> Iterator[Rule]:
         "writes other runs no text, or rows that are read again in any case",
         "remove it",
     )
-    yield (
-        spec.rollout.repair is not None and not templates,
-        "rollout.repair must be null but for patients without self_study or rsa",
-        "remove it",
-    )
+    yield from _of_verification(spec)
     yield from _of_channels(spec)
     yield from _of_documents(spec)
     unnamed = spec.episodes is not None or spec.rsa is not None
@@ -111,6 +107,41 @@ def _rules(spec: LearnSections) -> Iterator[Rule]:
         spec.loss.form == "pairs" and spec.loss.direction != "cross_entropy",
         "loss.form belongs to loss.direction cross_entropy alone, for it is no divergence",
         "use tail, or set loss.direction: cross_entropy",
+    )
+
+
+def _of_verification(spec: LearnSections) -> Iterator[Rule]:
+    """Yield what verified rollouts and mixtures need of other sections."""
+    rollout, mix = spec.rollout, spec.train.mix
+    unfit = spec.episodes is not None or spec.rsa is not None or not spec.objective.w_doc
+    for key, is_set in (
+        ("rollout.verify", rollout.verify is not None),
+        ("rollout.until_refused", rollout.until_refused is not None),
+        ("train.mix", mix is not None),
+    ):
+        yield (
+            is_set and unfit,
+            f"{key} must be null with episodes or rsa, whose turns no document's teacher verifies, "
+            "and without objective.w_doc",
+            "remove it",
+        )
+    exact = rollout.verify is not None and rollout.verify.rule == "exact"
+    yield (
+        exact and spec.generator.backend == "vllm",
+        "rollout.verify.rule must be threshold with generator.backend vllm, which does not return "
+        "the logits that its tokens were drawn from",
+        "set rule: threshold, or generator.backend: torch",
+    )
+    yield (
+        mix is not None and (mix.verified > 0) != (rollout.verify is not None),
+        "train.mix must have a share `verified` with rollout.verify, and only then",
+        "set rollout.verify, or train.mix.verified to 0",
+    )
+    only_verified = rollout.verify is not None and (mix is None or not mix.plain)
+    yield (
+        rollout.until_refused is not None and only_verified,
+        "rollout.until_refused must be null where the student writes no response alone",
+        "remove it, or give train.mix a share `plain`",
     )
 
 

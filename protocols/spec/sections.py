@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cartridge_forge.protocols.spec.base import (
     AsTuple,
@@ -23,6 +23,7 @@ from cartridge_forge.protocols.spec.teacher_replay import ReplaySpec
 from cartridge_forge.protocols.spec.users.data import DataSpec
 from cartridge_forge.protocols.spec.users.documents import DocumentsSpec, SelfStudySpec
 from cartridge_forge.protocols.spec.users.rewards import RewardSpec
+from cartridge_forge.protocols.spec.verification import MixSpec, VerifySpec
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy", "routed"]
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
@@ -56,15 +57,31 @@ class RolloutSpec(SpecSection):
         min_length=1,
         description="self-study prompts to draw from",
     )
-    repair: float | None = Field(
+    verify: VerifySpec | None = Field(
+        default=None,
+        description="the document's teacher verifies what the student proposes; null: the student "
+        "writes alone",
+    )
+    until_refused: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="the first token of a response to which the document's teacher gives less than "
-        "this probability is replaced by its likeliest, and the student continues; null: none",
+        description="of a response that the student wrote alone, the tokens behind the first to "
+        "which the document's teacher gives less than this probability carry no loss; null: all do",
     )
 
     _kinds_once = field_validator("kinds")(unique)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_repair(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "repair" in value:
+            raise broken(
+                "is gone: rollout.verify replaces every refused token, and not only the first",
+                "set rollout.verify: {rule: threshold, below: 0.05} in its place",
+                key="rollout.repair", got=value["repair"],
+            )  # fmt: skip
+        return value
 
 
 class GeneratorSpec(SpecSection):
@@ -288,6 +305,11 @@ class TrainSpec(SpecSection):
     )
     warm_start: WarmStartSpec | None = Field(
         default=None, description="steps on the teacher's own text first; null: none"
+    )
+    mix: MixSpec | None = Field(
+        default=None,
+        description="shares of each step's samples by what writes them; null: the student, "
+        "verified where rollout.verify is set",
     )
 
     _warms_up_in_time = bounded("warmup_steps", "<=", "train.steps", "lower it or train longer")

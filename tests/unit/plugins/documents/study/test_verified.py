@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-
 from cartridge_forge.plugins.documents.study.prefix_repair import repaired
+
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.training.records import StudyPrompt
 
