@@ -570,12 +570,7 @@ class TrainBatch:
         """Return for each sample of `doc` which response tokens carry a loss."""
         if self.doc_trained is not None:
             return self.doc_trained
-        return [
-            tuple(t not in s.masked for t in range(len(s.response_ids)))
-            if s.masked
-            else (True,) * len(s.response_ids)
-            for s in self.doc
-        ]
+        return [(True,) * len(s.response_ids) for s in self.doc]
 
     @property
     def read_by(self) -> dict[str, Sequence[Sample]]:

@@ -49,7 +49,11 @@ from cartridge_forge.plugins.documents.study.prompts import (
     texts_of,
     titles_of,
 )
-from cartridge_forge.plugins.documents.study.verified import VerifiedSampling, opened
+from cartridge_forge.plugins.documents.study.verified import (
+    VerifiedSampling,
+    opened,
+    trained_marks,
+)
 from cartridge_forge.plugins.statistics.gold import gold_results
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
 from cartridge_forge.protocols.errors import DataError
@@ -152,7 +156,7 @@ class LongHealthRecipe(Recipe):
         return measure(exams, texts)
 
     async def train_batch(self, rollout: Rollout, version: int) -> TrainBatch:
-        return TrainBatch(doc=tuple(rollout.samples))
+        return TrainBatch(doc=tuple(rollout.samples), doc_trained=trained_marks(rollout.samples))
 
     def results(self, state: Mapping[str, ArmResult], answers: Iterable[Any]) -> Mapping[str, Any]:
         gold = gold_results(answers)

@@ -40,7 +40,7 @@ from cartridge_forge.plugins.documents.study.rows import (
     user_question,
     weighed,
 )
-from cartridge_forge.plugins.documents.study.verified import opened
+from cartridge_forge.plugins.documents.study.verified import opened, trained_marks
 from cartridge_forge.plugins.documents.synthesis import model_name, read_rows, write_study
 from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
 from cartridge_forge.plugins.statistics.gold import gold_results
@@ -303,7 +303,10 @@ class DocumentsRecipe(Recipe):
             stored = tuple(
                 PrecomputedScores(i, s.teacher_ids, s.teacher_logprobs) for i, (s, _) in asked
             )
-        return TrainBatch(doc=tuple(rollout.samples), doc_stored=stored)
+        return TrainBatch(
+            doc=tuple(rollout.samples), doc_stored=stored,
+            doc_trained=trained_marks(rollout.samples),
+        )  # fmt: skip
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,

@@ -293,6 +293,13 @@ class VerifiedSampling:
         return proposals, iter(reply.verdicts), reply.ratio
 
 
+def trained_marks(samples: Sequence[Sample]) -> tuple[tuple[bool, ...], ...] | None:
+    """Return for each sample which of its tokens carry a loss; None where all do."""
+    if not any(s.masked for s in samples):
+        return None
+    return tuple(tuple(t not in s.masked for t in range(len(s.response_ids))) for s in samples)
+
+
 def _block(verify: VerifySpec, counts: VerifiedCounts, ratio: float) -> int:
     """Return how many tokens the student proposes next."""
     if verify.block != "auto":
