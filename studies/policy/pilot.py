@@ -113,7 +113,7 @@ class OneProcess:
         return await work(items)
 
     async def generate(
-        self, requests: Sequence[GenerateRequest], *_: object, whole: bool = False
+        self, requests: Sequence[GenerateRequest], replied: object = None, *, whole: bool = False
     ) -> list[Completion]:
         def lookup(ref: PrefixRef) -> Tensor:
             return self.document if ref.name.startswith("document/") else self.cartridge

@@ -77,7 +77,7 @@ class Room:
         return [parts[i % self.groups][i // self.groups] for i in range(len(items))]
 
     async def generate(
-        self, requests: Sequence[GenerateRequest], *_: object, whole: bool = False
+        self, requests: Sequence[GenerateRequest], replied: object = None, *, whole: bool = False
     ) -> list[Completion]:
         drawn_from: list[Tensor] = []
         found = generate(
@@ -221,9 +221,9 @@ def test_exact_greedy_text_is_the_teachers_own(twin: Twin) -> None:
 
 
 def test_the_teacher_as_its_own_student_accepts_everything(twin: Twin) -> None:
-    for sets in ({}, {"temperature": 0.7, "top_p": 0.9}):
+    for temperature, top_p in ((1.0, 1.0), (0.7, 0.9)):
         room = Room(twin)
-        asked = prompts(6, DOCUMENT, **sets)
+        asked = prompts(6, DOCUMENT, temperature=temperature, top_p=top_p)
         rollout = sampled(room, asked, rollout__verify={"block": 4, "rule": "exact"})
         assert rollout.verified["share"] == 1.0
         assert rollout.verified["judged"] > 20
