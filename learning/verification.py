@@ -71,7 +71,7 @@ def verify_threshold(
     `teacher` [N, V] are the logits at the places of one block after the other, K of its tokens and
     the one behind them; `draws` [N, 2] are those of the same places (`verification_draws`).
     """
-    places = _Places.of(blocks, teacher, draws)
+    places = _Places.from_blocks(blocks, teacher, draws)
     logprobs = teacher[places.proposed].double().log_softmax(-1)  # [M, V]
     chosen = logprobs.gather(-1, places.tokens[:, None])[:, 0]  # [M]
     accepted = places.accepted((chosen >= math.log(below)).tolist())
@@ -102,7 +102,7 @@ def verify_exact(
     first of equal ones; a place counts as a tie where the second likeliest logit lies within `tie`
     of the first. Raises DataError for a token that the student could not have drawn.
     """
-    places = _Places.of(blocks, teacher, draws)
+    places = _Places.from_blocks(blocks, teacher, draws)
     if student.shape != (len(places.tokens), teacher.shape[-1]):
         raise DataError(
             f"blocks of {len(places.tokens)} tokens were proposed by logits of the shape "
@@ -134,9 +134,11 @@ def verify_exact(
     ]
     if refused:
         rows = torch.tensor(refused, device=p.device)  # [R, 2]
-        rest = (weights[rows[:, 0]] - q[rows[:, 1]]).clamp(min=0)  # [R, V]
+        residual = (weights[rows[:, 0]] - q[rows[:, 1]]).clamp(min=0)  # [R, V]
         # Only rounding refuses a token where p and q are equal.
-        weights[rows[:, 0]] = torch.where(rest.sum(-1, keepdim=True) > 0, rest, weights[rows[:, 0]])
+        weights[rows[:, 0]] = torch.where(
+            residual.sum(-1, keepdim=True) > 0, residual, weights[rows[:, 0]]
+        )
     drawn = _drawn(weights, draws[decided, 1])
     return [Verdict(count, token) for count, token in zip(accepted, drawn, strict=True)]
 
@@ -182,7 +184,9 @@ class _Places:
     tokens: Tensor
 
     @classmethod
-    def of(cls, blocks: Sequence[Sequence[int]], teacher: Tensor, draws: Tensor) -> _Places:
+    def from_blocks(
+        cls, blocks: Sequence[Sequence[int]], teacher: Tensor, draws: Tensor
+    ) -> _Places:
         lengths = [len(block) for block in blocks]
         count = sum(lengths) + len(blocks)
         if len(teacher) != count or len(draws) != count:
@@ -200,11 +204,11 @@ class _Places:
             torch.tensor(ids, dtype=torch.long, device=device),
         )  # fmt: skip
 
-    def accepted(self, kept: Sequence[bool]) -> list[int]:
-        """Return the number of each block's tokens before the first that is not `kept` [M]."""
+    def accepted(self, accepts: Sequence[bool]) -> list[int]:
+        """Return the number of each block's tokens before the first that `accepts` [M] refuses."""
         counts, begin = [], 0
         for length in self.lengths:
-            marks = kept[begin : begin + length]
+            marks = accepts[begin : begin + length]
             counts.append(next((i for i, mark in enumerate(marks) if not mark), length))
             begin += length
         return counts

@@ -134,7 +134,10 @@ class VerifiedRows:
         blocks = [row.block or () for row in rows]
         logits = self._logits(torch.cat([*hidden]))  # [M + B, V]
         draws = torch.cat(
-            [verification_draws(row.seed, row.place, len(row.block or ()) + 1) for row in rows]
+            [
+                verification_draws(row.seed, row.response_tokens, len(row.block or ()) + 1)
+                for row in rows
+            ]
         ).to(logits.device)
         if call.rule == "threshold":
             return verify_threshold(logits, blocks, call.below, call.sampling, draws)
@@ -173,7 +176,7 @@ class VerifiedRows:
         positions = columns + torch.repeat_interleave(prefix, counts).to(device)  # [N]
         attention = RowAttention(
             group, order, row_of, columns, positions, lengths,
-            [(contexts[name], len([*of])) for name, of in groupby(names[b] for b in order)],
+            [(contexts[name], len([*rows_of])) for name, rows_of in groupby(names[b] for b in order)],
         )  # fmt: skip
         hidden: Tensor = self._model(torch.tensor(ids, device=device), positions, attention)
         parts = dict(zip(order, hidden.split(lengths), strict=True))
@@ -210,10 +213,10 @@ class RowAttention:
     def __post_init__(self) -> None:
         most, device = max(self.lengths), self.columns.device
         starts = torch.tensor([0, *self.lengths]).cumsum(0)
-        place = torch.arange(most)
+        columns = torch.arange(most)
         last = torch.tensor(self.lengths)[:, None] - 1
-        self._queries = (starts[:-1, None] + place.minimum(last)).flatten().to(device)  # [B * Q]
-        self._places = (place <= last).flatten().nonzero()[:, 0].to(device)  # [N]
+        self._queries = (starts[:-1, None] + columns.minimum(last)).flatten().to(device)  # [B * Q]
+        self._places = (columns <= last).flatten().nonzero()[:, 0].to(device)  # [N]
         self._most, self._width = most, int(self.columns.max()) + 1
         edges = accumulate((count for _, count in self.contexts), initial=0)
         self._spans = [(int(starts[a]), int(starts[b])) for a, b in pairwise(edges)]

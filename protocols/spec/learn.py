@@ -103,11 +103,13 @@ def _rules(spec: LearnSections) -> Iterator[Rule]:
         "before they are asked",
         "remove routed",
     )
-    yield (
-        spec.loss.form == "pairs" and spec.loss.direction != "cross_entropy",
-        "loss.form belongs to loss.direction cross_entropy alone, for it is no divergence",
-        "use tail, or set loss.direction: cross_entropy",
-    )
+    warm = spec.train.warm_start
+    for key, loss in (("loss", spec.loss), ("train.warm_start.loss", warm and warm.loss)):
+        yield (
+            loss is not None and loss.form == "pairs" and loss.direction != "cross_entropy",
+            f"{key}.form belongs to {key}.direction cross_entropy alone, for it is no divergence",
+            f"use tail, or set {key}.direction: cross_entropy",
+        )
 
 
 def _of_verification(spec: LearnSections) -> Iterator[Rule]:

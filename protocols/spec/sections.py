@@ -23,7 +23,7 @@ from cartridge_forge.protocols.spec.teacher_replay import ReplaySpec
 from cartridge_forge.protocols.spec.users.data import DataSpec
 from cartridge_forge.protocols.spec.users.documents import DocumentsSpec, SelfStudySpec
 from cartridge_forge.protocols.spec.users.rewards import RewardSpec
-from cartridge_forge.protocols.spec.verification import MixSpec, VerifySpec
+from cartridge_forge.protocols.spec.users.verification import MixSpec, VerifySpec
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy", "routed"]
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
@@ -191,6 +191,15 @@ class WarmStartSpec(SpecSection):
     )
     gain: float = Field(
         default=0.02, ge=0, lt=1, description="share by which doc_kl must fall not to be a plateau"
+    )
+    lr: float | None = Field(
+        default=None,
+        gt=0,
+        description="learning rate of these steps in place of train.lr; Adam's moments are carried "
+        "over; null: train.lr",
+    )
+    loss: LossSpec | None = Field(
+        default=None, description="the loss of these steps in place of the section loss; null: that"
     )
 
 

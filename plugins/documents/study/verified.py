@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from cartridge_forge.learning.verification import best_block
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.verification import MixSpec, VerifySpec
+from cartridge_forge.protocols.spec.users.verification import MixSpec, VerifySpec
 from cartridge_forge.protocols.step import Completion, GenerateRequest, Sample
 from cartridge_forge.protocols.verification import VerifiedCounts, VerifyCall, VerifyRow
 from cartridge_forge.services.clients import DocTeacherClient
@@ -130,8 +130,8 @@ class VerifiedSampling:
 
     def __init__(self, spec: LearnSpec, mesh: Mesh, end_ids: frozenset[int]) -> None:
         self._verify, self._until = spec.rollout.verify, spec.rollout.until_refused
-        whole = MixSpec(verified=1.0) if self._verify is not None else MixSpec(plain=1.0)
-        self._mix = spec.train.mix or whole
+        single_kind = MixSpec(verified=1.0) if self._verify is not None else MixSpec(plain=1.0)
+        self._mix = spec.train.mix or single_kind
         self._seed, self._chunk = spec.train.seed, spec.rollout.chunk
         self._mesh, self._end_ids = mesh, end_ids
         self._teacher = DocTeacherClient(mesh.pools)
@@ -165,12 +165,12 @@ class VerifiedSampling:
             for call, indices in calls
             if indices
         )
-        written: dict[str, tuple[StudyPrompt, Completion, Sample]] = {}
+        rows_by_id: dict[str, tuple[StudyPrompt, Completion, Sample]] = {}
         counts = VerifiedCounts()
         for samples, part_counts in parts:
-            written |= {prompt.request.id: (prompt, c, s) for prompt, c, s in samples}
+            rows_by_id |= {prompt.request.id: (prompt, c, s) for prompt, c, s in samples}
             counts += part_counts
-        rows = [written[p.request.id] for p in prompts]
+        rows = [rows_by_id[p.request.id] for p in prompts]
         return Rollout(
             step, tuple(p for p, _, _ in rows), tuple(c for _, c, _ in rows),
             [s for _, _, s in rows], verified=counts.facts,
@@ -179,13 +179,14 @@ class VerifiedSampling:
     async def _by_teacher(
         self, prompts: Sequence[StudyPrompt], generate: GenerateCall, ended: ScoreGroup
     ) -> tuple[list[Written], VerifiedCounts]:
-        asked = [with_prefix(p, context_ref(p.contexts)) for p in prompts]
-        completions = await generate([p.request for p in asked])
-        written = [
-            (p, c, as_sample(p, c, offline=True)) for p, c in zip(asked, completions, strict=True)
+        over_document = [with_prefix(p, context_ref(p.contexts)) for p in prompts]
+        completions = await generate([p.request for p in over_document])
+        rows = [
+            (p, c, as_sample(p, c, offline=True))
+            for p, c in zip(over_document, completions, strict=True)
         ]
-        ended("doc_teacher", [s for _, _, s in written])
-        return written, VerifiedCounts()
+        ended("doc_teacher", [s for _, _, s in rows])
+        return rows, VerifiedCounts()
 
     async def _plain(
         self, prompts: Sequence[StudyPrompt], generate: GenerateCall, ended: ScoreGroup
@@ -227,8 +228,8 @@ class VerifiedSampling:
             ended("doc_teacher", samples)
             return list(zip(members, completions, samples, strict=True))
 
-        written = await self._mesh.pools["generator"].split(prompts, group, self._chunk)
-        return written, total
+        rows = await self._mesh.pools["generator"].split(prompts, group, self._chunk)
+        return rows, total
 
     async def _group(
         self, prompts: Sequence[StudyPrompt], verify: VerifySpec, generate: GenerateCall
@@ -275,9 +276,11 @@ class VerifiedSampling:
         again."""
         first = responses[0].prompt.request
         stem = f"proposals/{first.id}" if verify.rule == "exact" else ""
-        asked = [r for r in responses if not r.reason or r.unread]
-        completions = await generate([r.proposal(number, block, stem) for r in asked], whole=True)
-        proposals = list(zip(asked, completions, strict=True))
+        unfinished = [r for r in responses if not r.reason or r.unread]
+        completions = await generate(
+            [r.proposal(number, block, stem) for r in unfinished], whole=True
+        )
+        proposals = list(zip(unfinished, completions, strict=True))
         blocks = {id(r): c.token_ids for r, c in proposals if not r.reason}
         if not blocks:
             return proposals, iter(()), ratio

@@ -1,6 +1,6 @@
 """Compare verified rollouts with plain on-policy and offline text, over charts of the tiny clinic.
 
-    python -m studies.policy.pilot [--charts 930 931 932 933] [--warm 20] [--steps 24]
+    python -m studies.on_policy.pilot [--charts 930 931 932 933] [--warm 20] [--steps 24]
 
 A pilot, not a registered study: it shows that the machinery does what the first pilots did, on
 charts that no figure uses. Every chart is one cartridge. It learns from the teacher's text first
@@ -66,7 +66,7 @@ from cartridge_forge.protocols.verification import VerifyReply
 from cartridge_forge.training.records import Rollout, as_rollout
 
 MODEL = str(REPOSITORY / "models" / "clinic-reader")
-RECORD = Path("runs") / "policy-pilot.json"
+RECORD = Path("runs") / "on-policy-pilot.json"
 ARMS: dict[str, dict[str, Any]] = {
     "verified": {"verify": {"rule": "threshold", "below": 0.05, "block": 6}},
     "plain": {},
@@ -113,18 +113,18 @@ class OneProcess:
         return await work(items)
 
     async def generate(
-        self, requests: Sequence[GenerateRequest], replied: object = None, *, whole: bool = False
+        self, requests: Sequence[GenerateRequest], replied: object = None, **options: object
     ) -> list[Completion]:
         def lookup(ref: PrefixRef) -> Tensor:
             return self.document if ref.name.startswith("document/") else self.cartridge
 
         logits: list[Tensor] = []
-        found = generate(self.model, requests, lookup, self.ends, drawn_from=logits)
+        completions = generate(self.model, requests, lookup, self.ends, drawn_from=logits)
         if not logits:
-            return found
+            return completions
         self.stored["logits"] = torch.cat(logits)
         ref = TensorRef("logits", TensorLayout(()))
-        return [Completion(**{**vars(c), "logits": ref}) for c in found]
+        return [Completion(**{**vars(c), "logits": ref}) for c in completions]
 
     async def route(self, method: str, packed: Any, *, session: str) -> VerifyReply:
         call = packed.value
@@ -137,7 +137,7 @@ class OneProcess:
         del self.stored[key]
 
 
-class Chart:
+class NoteRecitations:
     """Hold one chart with its document's keys and values, and measure cartridges of it."""
 
     def __init__(self, model: LanguageModel, tokenizer: Any, seed: int) -> None:
@@ -150,8 +150,8 @@ class Chart:
         self.note = sentences(patient.texts[0])
         cue = unique_cue(patient.document, self.note[0])
         assert cue is not None
-        asked = AgentMessage("user", recite_prompt(cue))
-        self.prompt = self.tasks.conversation.opening(self.name, (asked,))
+        message = AgentMessage("user", recite_prompt(cue))
+        self.prompt = self.tasks.conversation.opening(self.name, (message,))
         self.truth = self.tasks.conversation.saying(patient.texts[0])
 
     def measure(self, cartridge: Tensor) -> dict[str, float]:
@@ -177,7 +177,7 @@ class Chart:
 
 
 def trained(
-    chart: Chart, arm: str, steps: int, lr: float, start: Tensor, begin: int
+    chart: NoteRecitations, arm: str, steps: int, lr: float, start: Tensor, begin: int
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the cartridge after `steps` on an arm's text from `start`, with facts of the arm. The
     prompts are those of the steps from `begin` on."""
@@ -190,9 +190,9 @@ def trained(
     shares, seconds, tokens = [], 0.0, 0
     for step in range(begin, begin + steps):
         room.cartridge = bank.kv()[0].detach()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         rollout = _rollout(tasks, room, sampling, arm, step, trainer.version)
-        seconds += time.perf_counter() - begun
+        seconds += time.perf_counter() - started
         if rollout.verified:
             shares.append(rollout.verified["share"])
         samples = list(rollout.samples)
@@ -235,7 +235,7 @@ def main() -> None:
     model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
     rows: list[dict[str, Any]] = []
     for seed in options.charts:
-        chart = Chart(model, tokenizer, seed)
+        chart = NoteRecitations(model, tokenizer, seed)
         start = chart.document[:, :, :, :28]
         warm, _ = trained(chart, "offline", options.warm, WARM_LR, start, 0)
         rows.append({"chart": seed, "arm": "warm start", **chart.measure(warm)})
@@ -244,7 +244,7 @@ def main() -> None:
             rows.append({"chart": seed, "arm": arm, **chart.measure(cartridge), **facts})
             print(json.dumps(rows[-1]), flush=True)
     record = {
-        "study": "policy pilot", "charts": options.charts, "warm_steps": options.warm,
+        "study": "on_policy pilot", "charts": options.charts, "warm_steps": options.warm,
         "steps": options.steps, "warm_lr": WARM_LR, "lr": LR, "torch": torch.__version__,
         "processor": platform.machine(), "threads": 1, "rows": rows,
     }  # fmt: skip
@@ -266,19 +266,19 @@ def table(record: dict[str, Any]) -> list[str]:
     ]
     for arm, rows in by_arm.items():
         means = {k: fmean(r[k] for r in rows) for k in ("sampled", "greedy", "nats")}
-        over = "-"
+        gain = "-"
         if arm not in ("plain", "warm start"):
             pairs = zip(rows, by_arm["plain"], strict=True)
             gains = [a["sampled"] - b["sampled"] for a, b in pairs]
             interval = mean_interval(gains) or (math.nan, math.nan)
-            over = f"{fmean(gains):+.3f} ({interval[0]:+.3f} to {interval[1]:+.3f})"
+            gain = f"{fmean(gains):+.3f} ({interval[0]:+.3f} to {interval[1]:+.3f})"
         accepted = "-"
         if "accepted_last" in rows[0]:
             first, last = (fmean(r[f"accepted_{n}"] for r in rows) for n in ("first", "last"))
             accepted = f"{first:.2f} to {last:.2f}"
         tokens = f"{fmean(r['tokens'] for r in rows):,.0f}" if "tokens" in rows[0] else "-"
         lines.append(
-            f"| {arm} | {means['sampled']:.3f} | {over} | {means['greedy']:.3f} | "
+            f"| {arm} | {means['sampled']:.3f} | {gain} | {means['greedy']:.3f} | "
             f"{means['nats']:.3f} | {accepted} | {tokens} |"
         )
     return lines
