@@ -176,7 +176,7 @@ class VerifiedRows:
         positions = columns + torch.repeat_interleave(prefix, counts).to(device)  # [N]
         attention = RowAttention(
             group, order, row_of, columns, positions, lengths,
-            [(contexts[name], len([*rows_of])) for name, rows_of in groupby(names[b] for b in order)],
+            [(contexts[name], len([*run])) for name, run in groupby(names[b] for b in order)],
         )  # fmt: skip
         hidden: Tensor = self._model(torch.tensor(ids, device=device), positions, attention)
         parts = dict(zip(order, hidden.split(lengths), strict=True))
