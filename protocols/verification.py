@@ -18,9 +18,9 @@ class VerifyRow:
     """Hold one response of a group, and the `block` to be verified; None once it has ended.
 
     `tokens` are the prompt and the response so far, of which `response_tokens` are the response's,
-    and `contexts` what the teacher reads before them. `seed` is that of the response's request. `reads`
-    are the passes in which the teacher read the row: of each the first token, and the one behind
-    the last. `most` is the largest number of tokens that it may come to.
+    and `contexts` what the teacher reads before them. `seed` is that of the response's request.
+    `reads` are the passes in which the teacher read the row: of each the first token, and the one
+    behind the last. `most` is the largest number of tokens that it may come to.
 
     `VerifyRow(("patient_01",), (4, 91, 2, 17), 1, (5, 9), 123, ((0, 7),), 67)`
     """

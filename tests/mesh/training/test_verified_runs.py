@@ -10,10 +10,6 @@ import pytest
 from chaos import HASTY, STAGES, Blow, storm
 from small_run import command, latest, rows, run_to_end, same_outcome
 
-from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
-from cartridge_forge.protocols.spec.loading import load_resolved
-
 ON_POLICY = STAGES.index("on_policy")
 SHORT: dict[str, Any] = {"train.steps": 3, "evaluate.arms": ["on_policy"], "rollout.prompts": 8}
 EXACT: dict[str, Any] = {
@@ -80,24 +76,6 @@ def test_a_mixture_trains_on_samples_of_all_three(tmp_path: Path) -> None:
         trained = sum(len(r["response_ids"]) - len(r.get("masked", ())) for r in own)
         assert row["tokens"] == trained
     assert any(r.get("masked") for r in sampled)
-
-
-def test_a_cartridge_that_is_the_document_accepts_everything(tmp_path: Path) -> None:
-    """With as many tokens as the document has, an untrained cartridge is the document itself."""
-    one = {
-        **SHORT, "train.steps": 1, "train.warmup_steps": 1, "data.patients": 1,
-        "rollout.verify": {"rule": "exact"},
-    }  # fmt: skip
-    short = finished(tmp_path / "short", **one)
-    learn = load_resolved(short / "spec.yaml").learn
-    tasks = LongHealthPrompts(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
-    (name,) = tasks.texts
-    path = finished(tmp_path / "whole", **one, **{"cartridge.tokens": len(tasks.documents[name])})
-    (row,) = rows(path / "metrics.jsonl")
-    assert row["verified"]["share"] == 1.0
-    assert row["verified"]["judged"] > 20
-    (row,) = rows(short / "metrics.jsonl")
-    assert row["verified"]["share"] < 1.0
 
 
 @pytest.mark.timeout(600)
