@@ -24,7 +24,7 @@ def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 def test_every_field_is_described_and_every_section_frozen_and_closed() -> None:
     found = set(sections(RunSpec))
-    assert len(found) == 45
+    assert len(found) == 47
     for model in found:
         assert model.model_config["frozen"] is True
         assert model.model_config["extra"] == "forbid"
