@@ -28,13 +28,14 @@ from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
 from cartridge_forge.plugins.library.names import AUTO, parse_cartridge
 from cartridge_forge.plugins.library.store import CartridgeVersion
+from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest
 from cartridge_forge.plugins.watch.pages.run_documents import document_of
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError
-from cartridge_forge.protocols.home import model_names, models_folder
-from cartridge_forge.protocols.records.chat_date import date_of
+from cartridge_forge.protocols.files import model_names, models_folder
+from cartridge_forge.protocols.records.run_files import date_of
 from cartridge_forge.protocols.secrets import secret_text
-from cartridge_forge.protocols.spec.loading import load_resolved, load_serve
+from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.step import Sampling

@@ -45,11 +45,11 @@ from cartridge_forge.learning.teacher import (
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.learning.verified_rows import VerifiedRows
 from cartridge_forge.plugins.clinic.text import recite_prompt, sentences, unique_cue
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.plugins.documents.study.verified import opened, trained_marks
 from cartridge_forge.plugins.statistics.intervals import mean_interval
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
@@ -78,9 +78,9 @@ RECITATIONS = 12  # sampled ones of a chart
 TOP, ROW_TOKENS = 20, 256
 
 
-def spec_of(chart: int, steps: int, lr: float, rollout: dict[str, Any]) -> LearnSpec:
+def spec_of(chart: int, steps: int, lr: float, rollout: dict[str, Any]) -> DocumentsLearn:
     """Return the config of one arm over one chart."""
-    return LearnSpec.model_validate(
+    return DocumentsLearn.model_validate(
         {
             "model": {"path": MODEL},
             "data": {"seed": chart, "patients": 1, "facts": 8, "notes": 1, "held_out": 0.5},

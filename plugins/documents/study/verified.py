@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from cartridge_forge.learning.verification import best_block
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.users.verification import MixSpec, VerifySpec
+from cartridge_forge.protocols.spec.sections import MixSpec, VerifySpec
 from cartridge_forge.protocols.step import Completion, GenerateRequest, Sample
 from cartridge_forge.protocols.verification import VerifiedCounts, VerifyCall, VerifyRow
 from cartridge_forge.services.clients import DocTeacherClient

