@@ -156,7 +156,8 @@ class LongHealthRecipe(Recipe):
         return measure(exams, texts)
 
     async def train_batch(self, rollout: Rollout, version: int) -> TrainBatch:
-        return TrainBatch(doc=tuple(rollout.samples), doc_trained=trained_marks(rollout.samples))
+        marks = None if self._sampling is None else trained_marks(rollout.samples)
+        return TrainBatch(doc=tuple(rollout.samples), doc_trained=marks)
 
     def results(self, state: Mapping[str, ArmResult], answers: Iterable[Any]) -> Mapping[str, Any]:
         gold = gold_results(answers)

@@ -305,7 +305,7 @@ class DocumentsRecipe(Recipe):
             )
         return TrainBatch(
             doc=tuple(rollout.samples), doc_stored=stored,
-            doc_trained=trained_marks(rollout.samples),
+            doc_trained=None if self._sampling is None else trained_marks(rollout.samples),
         )  # fmt: skip
 
     async def measure(
