@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from cartridge_forge.protocols.spec.objective import LossSpec
 from channel_setup import prefixes, trained
 from rooms.learning.trainer_setup import CONFIG, copied, parts, same, trainer_of
 
@@ -19,7 +18,7 @@ from cartridge_forge.learning.model.loading import base_hash, load_model
 from cartridge_forge.learning.teacher import TeacherDistribution, score
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.protocols.errors import CheckpointError, PublishError, StaleTokenError
-from cartridge_forge.protocols.spec.sections import WarmStartSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, WarmStartSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
