@@ -73,6 +73,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "masked": {"until_refused": 0.05},
     "offline": {},
 }
+WARM = "warm start"
 WARM_LR, LR = 0.4, 0.1  # the rate of the main job, and a quarter of it, by the first pilots
 RECITATIONS = 12  # sampled ones of a chart
 TOP, ROW_TOKENS = 20, 256
@@ -233,23 +234,31 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
-    rows: list[dict[str, Any]] = []
+    record: dict[str, Any] = {
+        "study": "on_policy pilot", "charts": options.charts, "warm_steps": options.warm,
+        "steps": options.steps, "warm_lr": WARM_LR, "lr": LR, "torch": torch.__version__,
+        "processor": platform.machine(), "threads": 1, "rows": [],
+    }  # fmt: skip
+    if RECORD.exists():  # an interrupted pilot goes on
+        record["rows"] = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
+    rows = record["rows"]
     for seed in options.charts:
+        finished = {row["arm"] for row in rows if row["chart"] == seed}
+        if finished >= {WARM, *ARMS}:
+            continue
         chart = NoteRecitations(model, tokenizer, seed)
         start = chart.document[:, :, :, :28]
         warm, _ = trained(chart, "offline", options.warm, WARM_LR, start, 0)
-        rows.append({"chart": seed, "arm": "warm start", **chart.measure(warm)})
-        for arm in ARMS:
-            cartridge, facts = trained(chart, arm, options.steps, LR, warm, options.warm)
+        for arm in (WARM, *ARMS):
+            if arm in finished:
+                continue
+            cartridge, facts = warm, dict[str, Any]()
+            if arm != WARM:
+                cartridge, facts = trained(chart, arm, options.steps, LR, warm, options.warm)
             rows.append({"chart": seed, "arm": arm, **chart.measure(cartridge), **facts})
             print(json.dumps(rows[-1]), flush=True)
-    record = {
-        "study": "on_policy pilot", "charts": options.charts, "warm_steps": options.warm,
-        "steps": options.steps, "warm_lr": WARM_LR, "lr": LR, "torch": torch.__version__,
-        "processor": platform.machine(), "threads": 1, "rows": rows,
-    }  # fmt: skip
-    RECORD.parent.mkdir(exist_ok=True)
-    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            RECORD.parent.mkdir(exist_ok=True)
+            RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print("\n".join(table(record)))
 
 
@@ -257,17 +266,18 @@ def table(record: dict[str, Any]) -> list[str]:
     """Return the arms' means, and their differences from the arm `plain` over charts with Student's
     95% intervals."""
     by_arm: dict[str, list[dict[str, Any]]] = {}
-    for row in record["rows"]:
+    for row in sorted(record["rows"], key=lambda row: row["chart"]):
         by_arm.setdefault(row["arm"], []).append(row)
     lines = [
         "| arm | sampled recitation | over plain | greedy recitation | nats a token of the note | "
         "share accepted | trained tokens |",
         "|---|---|---|---|---|---|---|",
     ]
-    for arm, rows in by_arm.items():
+    for arm in (WARM, *ARMS):
+        rows = by_arm[arm]
         means = {k: fmean(r[k] for r in rows) for k in ("sampled", "greedy", "nats")}
         gain = "-"
-        if arm not in ("plain", "warm start"):
+        if arm not in ("plain", WARM):
             pairs = zip(rows, by_arm["plain"], strict=True)
             gains = [a["sampled"] - b["sampled"] for a, b in pairs]
             interval = mean_interval(gains) or (math.nan, math.nan)
