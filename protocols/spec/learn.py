@@ -135,8 +135,8 @@ class LearnSpec(JoinedSection):
             "divide",
             "set it to 1 or teacher.top_k to full",
         )
-        warm = self.train.warm_start
-        for key, loss in (("loss", self.loss), ("train.warm_start.loss", warm and warm.loss)):
+        warm = None if self.train.warm_start is None else self.train.warm_start.loss
+        for key, loss in (("loss", self.loss), ("train.warm_start.loss", warm)):
             yield (
                 loss is not None and loss.form == "pairs" and loss.direction != "cross_entropy",
                 f"{key}.form belongs to {key}.direction cross_entropy alone, for it is no "
