@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import platform
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -48,7 +47,6 @@ from cartridge_forge.plugins.clinic.text import recite_prompt, sentences, unique
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.plugins.documents.study.verified import opened, trained_marks
-from cartridge_forge.plugins.statistics.intervals import mean_interval
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.step import (
     Completion,
@@ -64,6 +62,8 @@ from cartridge_forge.protocols.step import (
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.protocols.verification import VerifyReply
 from cartridge_forge.training.records import Rollout, as_rollout
+from studies.cells import table
+from studies.on_policy.arms import WARM, arms_of
 
 MODEL = str(REPOSITORY / "models" / "clinic-reader")
 RECORD = Path("runs") / "on-policy-pilot.json"
@@ -73,7 +73,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "masked": {"until_refused": 0.05},
     "offline": {},
 }
-WARM = "warm start"
 WARM_LR, LR = 0.4, 0.1  # the rate of the main job, and a quarter of it, by the first pilots
 RECITATIONS = 12  # sampled ones of a chart
 TOP, ROW_TOKENS = 20, 256
@@ -259,39 +258,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
             RECORD.parent.mkdir(exist_ok=True)
             RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(table(record)))
-
-
-def table(record: dict[str, Any]) -> list[str]:
-    """Return the arms' means, and their differences from the arm `plain` over charts with Student's
-    95% intervals."""
-    by_arm: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(record["rows"], key=lambda row: row["chart"]):
-        by_arm.setdefault(row["arm"], []).append(row)
-    lines = [
-        "| arm | sampled recitation | over plain | greedy recitation | nats a token of the note | "
-        "share accepted | trained tokens |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for arm in (WARM, *ARMS):
-        rows = by_arm[arm]
-        means = {k: fmean(r[k] for r in rows) for k in ("sampled", "greedy", "nats")}
-        gain = "-"
-        if arm not in ("plain", WARM):
-            pairs = zip(rows, by_arm["plain"], strict=True)
-            gains = [a["sampled"] - b["sampled"] for a, b in pairs]
-            interval = mean_interval(gains) or (math.nan, math.nan)
-            gain = f"{fmean(gains):+.3f} ({interval[0]:+.3f} to {interval[1]:+.3f})"
-        accepted = "-"
-        if "accepted_last" in rows[0]:
-            first, last = (fmean(r[f"accepted_{n}"] for r in rows) for n in ("first", "last"))
-            accepted = f"{first:.2f} to {last:.2f}"
-        tokens = f"{fmean(r['tokens'] for r in rows):,.0f}" if "tokens" in rows[0] else "-"
-        lines.append(
-            f"| {arm} | {means['sampled']:.3f} | {gain} | {means['greedy']:.3f} | "
-            f"{means['nats']:.3f} | {accepted} | {tokens} |"
-        )
-    return lines
+    print("\n".join(table(*arms_of(record))))
 
 
 if __name__ == "__main__":
