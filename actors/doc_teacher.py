@@ -22,16 +22,21 @@ from cartridge_forge.learning.teacher import (
     own_document_kv,
     score_kept,
 )
+from cartridge_forge.learning.verified_rows import VerifiedRows
 from cartridge_forge.protocols.step import (
     Sample,
     ScoreOutput,
     unique_key,
 )
+from cartridge_forge.protocols.verification import VerifyCall, VerifyReply
+
+ROWS_SHARE = 8  # responses under verification take at most this part of the documents' bytes
 
 
 class DocTeacherActor(ModelActor):
     """Score the sampled tokens of a call in one pass, samples of one document over one prefix. A
-    document's KV is computed once and reused (bounded LRU, then host memory).
+    document's KV is computed once and reused (bounded LRU, then host memory). Verify the blocks of
+    responses that the student proposes, over the same KV.
 
     Several ranks divide the base and each document's KV. All get the same calls and compute the
     same scores; rank 0 puts them into the plane, and the replies of the others are ignored.
@@ -69,6 +74,7 @@ class DocTeacherActor(ModelActor):
             partial(own_document_kv, self._model),
             host_spill(self._model.device, base.host_kv_bytes),
         )
+        self._rows = VerifiedRows(self._model, base.max_kv_bytes // ROWS_SHARE)
 
     @endpoint
     async def score(self, stem: str, samples: Sequence[Sample]) -> ScoreOutput:
@@ -87,3 +93,18 @@ class DocTeacherActor(ModelActor):
         packet = await self._plane.put(unique_key(stem), tensors)
         looked_up = self._documents.counts.since(counts_before)
         return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), looked_up)
+
+    @endpoint
+    async def verify(self, call: VerifyCall) -> VerifyReply:
+        """Return how many tokens of each block stay, and the teacher's token after them."""
+        student = None
+        if call.student is not None:
+            student = (await self._plane.get(call.student))["logits"]
+        start = time.perf_counter()
+        with engine_errors(), self._ranks.abreast():
+            verdicts, repeated = self._rows.verify(call, self._documents.get, student)
+            ratio = self._rows.ratio(call, self._documents.get)
+        seconds = time.perf_counter() - start
+        self._freed.give_back()
+        counted = tuple((v.accepted, v.token) for v in verdicts)
+        return VerifyReply(seconds, counted, ratio, repeated)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import ClassVar
 
+import torch
 from monarch.actor import endpoint
 from torch import Tensor
 
@@ -36,6 +38,7 @@ from cartridge_forge.protocols.step import (
     GenerateOutput,
     GenerateRequest,
     PrefixRef,
+    unique_key,
 )
 
 
@@ -74,13 +77,18 @@ class GeneratorActor(ModelActor):
     async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
         start = time.perf_counter()
         grammars = self._grammars() if any(r.grammar is not None for r in requests) else None
+        drawn_from: list[Tensor] = []
         with engine_errors():
             completions = generate(
                 self._model, requests, self._lookup, self._end_ids, self._text, self._served,
-                grammars,
+                grammars, drawn_from,
             )  # fmt: skip
         seconds = time.perf_counter() - start
         self._freed.give_back()
+        if drawn_from:
+            stem = next(r.logits for r in requests if r.logits)
+            packet = await self._plane.put(unique_key(stem), {"logits": torch.cat(drawn_from)})
+            completions = [replace(c, logits=packet) for c in completions]
         return GenerateOutput(seconds, tuple(completions))
 
     def _lookup(self, ref: PrefixRef) -> Tensor:

@@ -88,6 +88,7 @@ def generate(
     decode: Decode | None = None,
     served: Served = lambda ref, kv: (),
     grammars: GrammarCompiler | None = None,
+    drawn_from: list[Tensor] | None = None,
 ) -> list[Completion]:
     """Complete every request; return the completions in the order of the requests.
 
@@ -95,7 +96,8 @@ def generate(
     at their positions. If it raises PublishError, only the requests over that prefix are refused.
     `decode` returns the text of ids, for requests with `until`; `served` the fingerprints of a
     prefix from the keys and values that are decoded over; `grammars` compiles those of requests
-    that have one. Raises DataError as `new_row` does.
+    that have one. `drawn_from` takes the logits [n, V] of each request with `logits`. Raises
+    DataError as `new_row` does.
     """
     rows = [new_row(r, model.vocabulary, decode, grammars=grammars) for r in requests]
     groups: dict[PrefixRef, list[DecodeState]] = {}
@@ -117,6 +119,8 @@ def generate(
         batch = DecodeBatch(model, decoded, prefixes, end_ids)
         while batch.live:
             batch.step()
+    if drawn_from is not None:
+        drawn_from += [torch.stack(row.logits) for row in rows if row.logits]
     return [row.completion() for row in rows]
 
 
@@ -141,6 +145,7 @@ class DecodeState:
     dropped: int = 0
     error: str = ""
     served: tuple[str, ...] = ()
+    logits: list[Tensor] = field(default_factory=list)  # [V] of each token, where they are wanted
 
     @property
     def top_wanted(self) -> int:
@@ -415,8 +420,7 @@ class DecodeBatch:
         """Set the log-probabilities of a prompt's tokens after its first, from the hidden states
         [T - 1, width] before them."""
         ids = torch.tensor(row.request.prompt_ids[1:], dtype=torch.long, device=hidden.device)
-        values: list[float] = []
-        best: list[int] = []
+        values, best = list[float](), list[int]()
         top: list[tuple[tuple[int, float], ...]] = []
         chunk = max(1, PROMPT_LOGITS // self._model.vocabulary)
         for start in range(0, len(ids), chunk):
@@ -448,6 +452,7 @@ class DecodeBatch:
         likeliest = _likeliest(logprobs[:, : self._model.tokens], count)
         for b, row in enumerate(self.rows):
             if not row.reason:
+                row.logits += [logits[b, : self._model.tokens]] * bool(row.request.logits)
                 row.add(ids[b], values[b], likeliest[b], ids[b] in self._end_ids)
         return chosen
 
@@ -472,12 +477,9 @@ class DecodeBatch:
             if sampling.temperature == 0:
                 chosen[members] = part.argmax(-1)
                 continue
-            draws = torch.tensor(
-                [self.rows[b].uniforms[len(self.rows[b].tokens)] for b in members],
-                dtype=torch.float64,
-                device=logits.device,
-            )  # [n]
-            chosen[members] = draw(part, draws, sampling)
+            draws = [self.rows[b].uniforms[len(self.rows[b].tokens)] for b in members]
+            numbers = torch.tensor(draws, dtype=torch.float64, device=logits.device)  # [n]
+            chosen[members] = draw(part, numbers, sampling)
         return chosen
 
 
@@ -496,10 +498,19 @@ def _tokens_left(row: DecodeState) -> int:
 
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
-    """Return inverse-CDF draws [B] from logits [B, V] with one uniform in [0, 1) each. Truncation
-    is top_k first, then the smallest set of mass >= top_p."""
-    probs = (logits.double() / sampling.temperature).softmax(-1)
-    order = None
+    """Return inverse-CDF draws [B] from logits [B, V] with one uniform in [0, 1) each."""
+    probs, order = truncated(logits, sampling)
+    cumulative = probs.cumsum(-1)  # scaled by the last, so that no rounding moves a draw past it
+    picks = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
+    picks = picks.clamp(max=probs.shape[-1] - 1)
+    return (picks if order is None else order.gather(-1, picks))[:, 0]
+
+
+def truncated(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
+    """Return the probabilities [B, V] (float64) to draw from at a temperature > 0, and the token of
+    each column, None for the vocabulary's order. Truncation is top_k first, then the smallest set
+    of mass >= top_p."""
+    probs, order = (logits.double() / sampling.temperature).softmax(-1), None
     if sampling.top_k > 0 or sampling.top_p < 1.0:
         probs, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         if sampling.top_k > 0:
@@ -509,11 +520,7 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
             preceding = probs.cumsum(-1) - probs
             probs = probs.masked_fill(preceding >= sampling.top_p, 0)
             probs = probs / probs.sum(-1, keepdim=True)
-    cumulative = probs.cumsum(-1)
-    # Scaled by the last sum, so that rounding cannot push a draw past the last possible token.
-    picks = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
-    picks = picks.clamp(max=probs.shape[-1] - 1)
-    return (picks if order is None else order.gather(-1, picks))[:, 0]
+    return probs, order
 
 
 def uniforms(seed: int, count: int, first: int = 0) -> Tensor:

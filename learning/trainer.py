@@ -31,6 +31,7 @@ from cartridge_forge.learning.updates import run_updates
 from cartridge_forge.protocols.errors import CheckpointError, PublishError, StaleTokenError
 from cartridge_forge.protocols.spec.sections import GapBounds, LossSpec, ObjectiveSpec, TrainSpec
 from cartridge_forge.protocols.step import (
+    OFFLINE_VERSION,
     PreferencePair,
     Sample,
     SampleScores,
@@ -78,7 +79,9 @@ class CartridgeTrainer:
         self.model = model
         self.spec = spec
         self._objective = objective or ObjectiveSpec()
-        self._channels = active_channels(self._objective, loss)
+        self._channels = self._warm_channels = active_channels(self._objective, loss)
+        if spec.warm_start is not None and spec.warm_start.loss is not None:
+            self._warm_channels = active_channels(self._objective, spec.warm_start.loss)
         self._gap_bounds = gap_bounds
         self._keep_token_scores = keep_token_scores
         self.token_scores: Mapping[str, SampleScores] = {}
@@ -173,7 +176,12 @@ class CartridgeTrainer:
         """Make the step's updates; after an error of one of them, none."""
         spec = self.spec
         state = self._state
-        channels = [now for c in self._channels if (now := c.at(state.step)).weight]
+        warm = self._is_warm(batch)
+        of_phase = self._warm_channels if warm else self._channels
+        channels = [now for c in of_phase if (now := c.at(state.step)).weight]
+        warm_lr = spec.warm_start.lr if warm and spec.warm_start is not None else None
+        for learner in state.progress.values():
+            learner.factor = 1.0 if warm_lr is None else warm_lr / spec.lr
         scores = None
         if self._keep_token_scores:
             from cartridge_forge.learning.losses.token_scores import (
@@ -217,6 +225,13 @@ class CartridgeTrainer:
             )
         self.token_scores = {} if scores is None else scores.of_all(self._ranks)
         return result
+
+    def _is_warm(self, batch: TrainBatch) -> bool:
+        """Return whether a batch is of the warm start: of the on-policy arm, on text that the
+        teacher alone wrote."""
+        if self.spec.warm_start is None or self._state.arm != "on_policy":
+            return False
+        return {v for s in batch.doc for v in s.versions} == {OFFLINE_VERSION}
 
     def _balance(self) -> GradientBalance | None:
         """Return a cartridge's balance; one channel alone is trained as its weight says."""

@@ -69,6 +69,7 @@ class CartridgeProgress:
     moments  Adam's tensors by name; none before the first update
     balance  of the channels' gradients; None where the weights are taken as they are
     scale    what the learning rate is multiplied by, broadcast over the parameter; None: nothing
+    factor   what the schedule's learning rate is multiplied by in the present step
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class CartridgeProgress:
         scale: Tensor | None = None,
     ) -> None:
         self.parameter, self.schedule, self.balance = parameter, schedule, balance
-        self._scale = scale
+        self._scale, self.factor = scale, 1.0
         self.since, self.steps = -1, 0
         self.moments: dict[str, Tensor] = {}
 
     @property
     def lr(self) -> float:
         """Return the learning rate of the cartridge's next step."""
-        return self.schedule.at(self.steps)
+        return self.schedule.at(self.steps) * self.factor
 
     def restart(
         self,

@@ -114,7 +114,8 @@ class GenerateRequest:
     over several requests draws as in one if each sets `first_draw`, the number of tokens sampled
     before. The response matches `grammar`, where there is one: no other token is drawn. Without
     `logprobs` the response's tokens come without their log-probabilities, unless `top_logprobs` or
-    the confidence of `until` reads these.
+    the confidence of `until` reads these. With `logits` the generator puts the logits that the
+    tokens were drawn from into the tensor plane, under a key of that stem (`Completion.logits`).
     """
 
     id: str
@@ -128,6 +129,7 @@ class GenerateRequest:
     first_draw: int = 0
     grammar: ResponseGrammar | None = None
     logprobs: bool = True
+    logits: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,10 @@ class Completion:
     `prompt_logprobs[t]`. `dropped` counts sampled tokens that are left out
     because the response ended before them. `served` are the fingerprints
     (`learning.cartridge`) of the cartridges in memory that the prefix's parts were read
-    from, "" for a document.
+    from, "" for a document. `logits`, if requested, refers to the tensor "logits" [n, V] of the
+    tokens of all requests of the call that asked for them, in order. `taught` are the indices of
+    the tokens that the document teacher drew in a verified rollout: their log-probabilities and
+    versions are those of the student that read them.
     """
 
     request_id: str
@@ -162,6 +167,8 @@ class Completion:
     prompt_likeliest: tuple[int, ...] = ()
     served: tuple[str, ...] = ()
     prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    logits: TensorRef | None = None
+    taught: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,9 @@ class Sample:
     `sampler_logprobs` and `versions` are the sampler's own record, one per response token; for a
     response that the document teacher wrote (offline), versions are -1. `composed` are the
     cartridges before the prompt, in order, where there were more than `cartridge`:
-    ("patient_02", "patient_01").
+    ("patient_02", "patient_01"). `taught` are the indices of the tokens that the teacher drew in a
+    verified rollout, as in `Completion`. Those of the indices `masked`
+    carry no loss.
     """
 
     id: str
@@ -186,6 +195,8 @@ class Sample:
     composed: tuple[str, ...] = ()
     contexts: tuple[str, ...] = ()
     prompt: str = ""
+    taught: tuple[int, ...] = ()
+    masked: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,13 @@ def generator_evidence(learn: LearnSpec) -> frozenset[str]:
 
 
 def with_room(name: str, role: RoleSpec, learn: LearnSpec) -> RoleSpec:
-    """Return the role with room for every episode under way, where episodes run ahead of training:
-    each then asks for itself, and must not wait for another's slow reply."""
+    """Return the role as a run needs it. It has room for every episode under way, where episodes
+    run ahead of training: each then asks for itself, and must not wait for another's slow reply.
+    Teachers that verify get the calls of one group of responses each."""
     together = learn.rollouts_together if learn.train.staleness else 0
+    if name == "doc_teacher" and learn.rollout.verify is not None and role.replicas > 1:
+        # The teacher that read a group's responses has their keys and values.
+        return role.model_copy(update={"router": "session"})
     if name not in ("environment", "reward", "rsa_aggregator", "generator"):
         return role
     most = -(-together * (learn.train.staleness + 1) // role.replicas)

@@ -60,8 +60,9 @@ class RunState:
     `step` steps of `arm` are done; `first_version` is the arm's version 0; `arms` holds the results
     so far, `tokens` the tokens trained by each arm, `pending` the rollouts that ran ahead. `course`
     is the recipe's own state, `warm` the doc_kl of every warm-start step. `warm_over` is true once
-    the warm start has ended. `held` is the step's row where it waits for its validation, which no
-    checkpoint has.
+    the warm start has ended. `verified` sums the counts of verified rollouts
+    (`protocols.records.run_files.VerifiedResult`). `held` is the step's row where it waits for its
+    validation, which no checkpoint has.
     """
 
     arm: str = "on_policy"
@@ -77,6 +78,7 @@ class RunState:
     course: dict[str, Any] = field(default_factory=dict)
     warm: list[float] = field(default_factory=list)
     warm_over: bool = False
+    verified: dict[str, float] = field(default_factory=dict)
     held: dict[str, Any] | None = None
 
     @property

@@ -139,9 +139,10 @@ class Recipe(Protocol):
 
     def facts(self, record: StepRecord) -> Mapping[str, Any]:
         """Return further columns of the step's row of metrics.jsonl: here those of its channels,
-        where doc_kl is not the only one."""
-        terms = record.output.terms
-        return {"channels": terms} if terms.keys() - {"doc_kl"} else {}
+        where doc_kl is not the only one, and of verified rollouts."""
+        terms, verified = record.output.terms, record.rollout.verified
+        channels = {"channels": terms} if terms.keys() - {"doc_kl"} else {}
+        return {**channels, "verified": verified} if verified else channels
 
     def warning(self, rollout: Rollout) -> str:
         """Return what is probably wrong with a rollout, "" for nothing."""

@@ -102,6 +102,7 @@ class Rollout:
     With `episodes`, the samples are their turns, and `hints` are those of the failed ones. `parts`
     are groups of sample ids that the document teacher scores together, where that is not all of
     them at once. `dropped` counts groups of episodes that were too old when they were complete.
+    `verified` has the counts of its verified responses (`protocols.verification.VerifiedCounts`).
     """
 
     step: int
@@ -112,6 +113,7 @@ class Rollout:
     hints: Sequence[TurnHint] = ()
     parts: Sequence[tuple[str, ...]] = ()
     dropped: int = 0
+    verified: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ def as_sample(prompt: StudyPrompt, completion: Completion, offline: bool = False
         composed=tuple(p.name.partition("/")[2] for p in prefix.parts) if prefix.then else (),
         contexts=prompt.contexts,
         prompt=prompt.prompt,
+        taught=completion.taught,
     )
 
 
@@ -227,7 +230,7 @@ def as_rows(
             sampler_logprobs=c.logprobs, versions=s.versions,
             sampling=dict(vars(p.request.sampling)), finish_reason=c.finish_reason,
             text=decode(s.response_ids), composed=s.composed, cartridge=s.cartridge,
-            contexts=s.contexts,
+            contexts=s.contexts, taught=s.taught, masked=s.masked,
         )
         for p, c, s in zip(rollout.prompts, rollout.completions, rollout.samples, strict=True)
     ]  # fmt: skip
@@ -256,6 +259,7 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
         tuple(_EPISODE.validate_python(e) for e in saved.get("episodes", ())),
         tuple(TurnHint(**hint) for hint in saved.get("hints", ())),
         tuple(tuple(ids) for ids in saved.get("parts", ())), saved.get("dropped", 0),
+        saved.get("verified", {}),
     )  # fmt: skip
 
 

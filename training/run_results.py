@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any, cast
 
-from cartridge_forge.protocols.records.run_files import CpuShare, RunOutcome, RunResults
+from cartridge_forge.protocols.records.run_files import (
+    CpuShare,
+    RunOutcome,
+    RunResults,
+    VerifiedResult,
+)
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.services.proc_info import CpuSeconds
 from cartridge_forge.training.loop import PhaseTimes, RunState
@@ -49,9 +54,19 @@ def run_results(
     )  # fmt: skip
     if learn.train.warm_start is not None:
         results["warm_steps"] = len(state.warm)
+    if state.verified:
+        results["verified"] = cast(VerifiedResult, dict(state.verified))
     if cpu is not None:
         results["cpu"] = CpuShare(
             orchestration=round(cpu.chosen, 2), all=round(cpu.all, 2), share=round(cpu.share, 4)
         )
     more = cast(RunResults, recipe.results(state.arms, answers))
     return RunResults(**{**results, **more})
+
+
+def add_verified(total: Mapping[str, float], step: Mapping[str, float]) -> dict[str, float]:
+    """Return the sums of the counts of verified rollouts with those of another step; `first` and
+    `last` are the shares accepted in the first step and in this one."""
+    share = step["share"]
+    counts = {name: total.get(name, 0) + n for name, n in step.items() if name != "share"}
+    return {**counts, "first": total.get("first", share), "last": share}

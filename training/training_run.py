@@ -56,7 +56,7 @@ from cartridge_forge.training.records import (
     is_offline,
     work_time,
 )
-from cartridge_forge.training.run_results import run_results
+from cartridge_forge.training.run_results import add_verified, run_results
 from cartridge_forge.training.scoring import TeacherScoring, score_key, train_scored
 from cartridge_forge.training.weight_sync import WeightSync
 
@@ -280,6 +280,8 @@ class TrainingRun:
             state.stale_tokens += output.stale_tokens
             state.kl_first = kl if state.kl_first is None else state.kl_first
             state.kl_last = kl
+            if row.verified:
+                state.verified = add_verified(state.verified, row.verified)
         self._keep_state()
         seconds = asdict(record.times)
         speed = output.tokens / record.times.step

@@ -138,16 +138,20 @@ class ConsoleDisplay:
 
 def arms_table(results: Mapping[str, Any]) -> Table:
     """Return a table of the arms: greedy accuracy with its interval, and sampled accuracy; F1
-    where answers are free text."""
+    where answers are free text, and the share that the teacher accepts of verified rollouts."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("arm", no_wrap=True)
     arms = results.get("arms", {})
     f1 = {name: arm["f1"] for name, arm in arms.items() if arm and arm.get("f1") is not None}
-    for heading in ("accuracy", *HEADS, "sampled", *(["F1"] if f1 else [])):
+    verified = results.get("verified")
+    more = (["F1"] if f1 else []) + (["accepted"] if verified else [])
+    for heading in ("accuracy", *HEADS, "sampled", *more):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, *cells in arm_rows(arms):
         style = ("bold" if name == "on_policy" else None) if arms.get(name) else "dim"
-        last = (percent(f1.get(name)),) if f1 else ()
+        last = [percent(f1.get(name))] if f1 else []
+        if verified:
+            last.append(percent(verified["last"] if name == "on_policy" else None))
         table.add_row(name, *cells[: 2 + len(HEADS)], *last, style=style)
     return table
 
@@ -209,14 +213,26 @@ def routing_text(arms: Mapping[str, Any]) -> str:
     return f"the router finds the cartridge of {share} of {questions}"
 
 
+def verified_text(results: Mapping[str, Any]) -> str:
+    """Return `the teacher accepts 61.0% to 93.0% of the student's tokens` of the first and the last
+    verified rollout, "" where there was none."""
+    verified = results.get("verified")
+    if not verified:
+        return ""
+    shares = f"{percent(verified['first'])} to {percent(verified['last'])}"
+    return f"the teacher accepts {shares} of the student's tokens"
+
+
 def summary(results: Mapping[str, Any]) -> str:
     """Return `finished in 6m12s, KL 2.310 to 0.410, 9.2x fewer KV tokens, orchestration 4.1% of a
-    step and 3.2% of the CPU`."""
+    step and 3.2% of the CPU`; of verified rollouts also what the teacher accepts."""
     parts = [str(results.get("status", "unfinished"))]
     if (wall := results.get("wall_seconds")) is not None:
         parts[0] += f" in {duration(wall)}"
     if kl := kl_text(results):
         parts.append(kl)
+    if verified := verified_text(results):
+        parts.append(verified)
     if compression := results.get("compression"):
         parts.append(f"{compression['ratio']:.1f}x fewer KV tokens")
     if (share := results.get("orchestration_share")) is not None:

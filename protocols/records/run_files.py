@@ -79,7 +79,12 @@ class MetricRow:
 
         {"cartridges": {"patient_01": {"lr": 0.02, "grad_norm": 0.3, "step": 12, "tokens": 212}}}
 
-    Three more fields are left out where they are empty. `channels` holds the value, denominator
+    Four more fields are left out where they are empty. `verified` has the counts of
+    `protocols.verification.VerifiedCounts` and the share of the judged tokens that were accepted:
+
+        {"verified": {"proposed": 320, "judged": 250, "accepted": 210, "taught": 40, "share": 0.84}}
+
+    `channels` holds the value, denominator
     ("count"), weight and facts of every channel with a weight, unless that is doc_kl alone.
     Episodes add `cosines` between channels' gradients, and `episodes`, counts and means over the
     step's episodes:
@@ -102,6 +107,7 @@ class MetricRow:
     sampler_gap: Mapping[str, float] = field(default_factory=dict)
     episodes: Mapping[str, float] = field(default_factory=dict)
     cartridges: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    verified: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +121,8 @@ class RolloutRow:
     "finish_reason": "stop", "text": "metformin", "cartridge": "patient_01",
     "contexts": ["patient_01"]}`
     `document` is what the prompt is about. `text` is the decoded response, for people; the ids are
-    what was trained on. `composed`, `cartridge` and `contexts` are those of
-    `protocols.step.Sample`.
+    what was trained on. `composed`, `cartridge`, `contexts`, `taught` and `masked` are those of
+    `protocols.step.Sample`; the last two are left out where they are empty.
     """
 
     schema: int = 1
@@ -135,6 +141,8 @@ class RolloutRow:
     composed: tuple[str, ...] = ()
     cartridge: str
     contexts: tuple[str, ...]
+    taught: tuple[int, ...] = ()
+    masked: tuple[int, ...] = ()
 
 
 class PopulationMeans(TypedDict):
@@ -218,6 +226,20 @@ class KlResult(TypedDict):
     last: float | None
 
 
+class VerifiedResult(TypedDict):
+    """Hold the counts of all verified rollouts (`protocols.verification.VerifiedCounts`), and the
+    share of the judged tokens that the teacher accepted in the first and in the last step that had
+    some: `{"proposed": 3200, "judged": 2500, "accepted": 2100, "taught": 400, "first": 0.61,
+    "last": 0.93}`."""
+
+    proposed: int
+    judged: int
+    accepted: int
+    taught: int
+    first: float
+    last: float
+
+
 class AggregationGain(TypedDict):
     """Hold what training gained, as on_policy minus untrained: `{"last": 0.2, "first": 0.08,
     "aggregation": 0.12, "share": 0.6}`.
@@ -283,6 +305,7 @@ class RunResults(TypedDict):
     model nor an environment worked, `tokens_trained` the tokens of each trained arm:
     `{"on_policy": 243600, ...}`, `step_seconds` the mean seconds of its steps since the run began
     or was resumed. `warm_steps` of the on-policy arm were on the teacher's text.
+    `verified` is of runs with verified rollouts.
     `gold` is of runs whose questions have right answers. `cpu` is of runs whose processes are all
     on one host.
     """
@@ -301,6 +324,7 @@ class RunResults(TypedDict):
     aggregation: NotRequired[AggregationGain]
     gold: NotRequired[GoldResults]
     cpu: NotRequired[CpuShare]
+    verified: NotRequired[VerifiedResult]
 
 
 CHAT_FILE = "chat.json"  # of a run directory

@@ -135,11 +135,14 @@ class LearnSpec(JoinedSection):
             "divide",
             "set it to 1 or teacher.top_k to full",
         )
-        yield (
-            self.loss.form == "pairs" and self.loss.direction != "cross_entropy",
-            "loss.form belongs to loss.direction cross_entropy alone, for it is no divergence",
-            "use tail, or set loss.direction: cross_entropy",
-        )
+        warm = None if self.train.warm_start is None else self.train.warm_start.loss
+        for key, loss in (("loss", self.loss), ("train.warm_start.loss", warm)):
+            yield (
+                loss is not None and loss.form == "pairs" and loss.direction != "cross_entropy",
+                f"{key}.form belongs to {key}.direction cross_entropy alone, for it is no "
+                "divergence",
+                f"use tail, or set {key}.direction: cross_entropy",
+            )
         yield (
             self.train.warm_start is not None and not self.objective.w_doc,
             "train.warm_start must be left out without objective.w_doc, which alone trains on a "

@@ -8,6 +8,7 @@ step leaves out a channel of weight 0. The keys of a plug-in's channel are in th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -27,8 +28,53 @@ Arm = Literal["none", "document", "untrained", "offline", "on_policy", "routed"]
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
 
 
+LONGEST_BLOCK = 16
+
+
+class VerifySpec(SpecSection):
+    """Configure verified rollouts: the student proposes a block of tokens, the document's teacher
+    reads it in one pass, replaces the first token that it refuses and drops the rest of the block.
+    """
+
+    block: Literal["auto"] | int = Field(
+        default="auto",
+        description="tokens that the student proposes at a time, at most 16; auto: by the share "
+        "that the teacher accepts and the cost of its pass",
+    )
+    rule: Literal["threshold", "exact"] = Field(
+        default="threshold",
+        description="which tokens the teacher accepts: those of at least the probability `below`, "
+        "or by exact speculative sampling, whose text is distributed as the teacher's own",
+    )
+    below: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="with rule threshold, a token is refused that the teacher gives less than this "
+        "probability, at temperature 1",
+    )
+
+    @field_validator("block", mode="before")
+    @classmethod
+    def _count_or_auto(cls, value: Any) -> Any:
+        count = isinstance(value, int) and not isinstance(value, bool)
+        if value != "auto" and not (count and 1 <= value <= LONGEST_BLOCK):
+            raise broken(
+                f"must be auto or a whole number from 1 to {LONGEST_BLOCK}", "16 suits most runs"
+            )
+        return value
+
+
 class RolloutSpec(SpecSection):
     """Configure the student's sampling on self-study prompts."""
+
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "repair": (
+            None,
+            "set rollout.verify: {rule: threshold, below: 0.05}, which replaces every refused "
+            "token, and not only the first",
+        )
+    }
 
     prompts: int = Field(ge=1, description="prompts a step, over all documents")
     max_tokens: int = Field(ge=1, description="most response tokens of a prompt")
@@ -55,12 +101,17 @@ class RolloutSpec(SpecSection):
         min_length=1,
         description="self-study prompts to draw from",
     )
-    repair: float | None = Field(
+    verify: VerifySpec | None = Field(
+        default=None,
+        description="the document's teacher verifies what the student proposes; null: the student "
+        "writes alone",
+    )
+    until_refused: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="the first token of a response to which the document's teacher gives less than "
-        "this probability is replaced by its likeliest, and the student continues; null: none",
+        description="of a response that the student wrote alone, the tokens behind the first to "
+        "which the document's teacher gives less than this probability carry no loss; null: all do",
     )
 
     _kinds_once = field_validator("kinds")(unique)
@@ -282,6 +333,15 @@ class WarmStartSpec(SpecSection):
     gain: float = Field(
         default=0.02, ge=0, lt=1, description="share by which doc_kl must fall not to be a plateau"
     )
+    lr: float | None = Field(
+        default=None,
+        gt=0,
+        description="learning rate of these steps in place of train.lr; Adam's moments are carried "
+        "over; null: train.lr",
+    )
+    loss: LossSpec | None = Field(
+        default=None, description="the loss of these steps in place of the section loss; null: that"
+    )
 
 
 class SamplerGapSpec(SpecSection):
@@ -321,6 +381,30 @@ def gap_bounds(spec: SamplerGapSpec | None, dtype: str, backend: str) -> GapBoun
     return GapBounds(
         mean if spec.mean is None else spec.mean, most if spec.max is None else spec.max
     )
+
+
+class MixSpec(SpecSection):
+    """Configure the shares of each step's samples, by what writes them; their sum is 1. Which
+    samples are of which kind depends on the seed and the step alone."""
+
+    verified: float = Field(
+        default=0.0, ge=0, le=1, description="the student, verified by the teacher (rollout.verify)"
+    )
+    plain: float = Field(default=0.0, ge=0, le=1, description="the student alone")
+    teacher: float = Field(
+        default=0.0, ge=0, le=1, description="the teacher, with the document in context"
+    )
+
+    @field_validator("teacher")
+    @classmethod
+    def _sums_to_one(cls, value: float, info: ValidationInfo) -> float:
+        total = value + info.data.get("verified", 0.0) + info.data.get("plain", 0.0)
+        if not math.isclose(total, 1.0, abs_tol=1e-6):
+            raise broken(
+                f"must come to 1 together with train.mix.verified and train.mix.plain ({total:g})",
+                "correct one of the three",
+            )
+        return value
 
 
 class TrainSpec(SpecSection):
@@ -395,6 +479,11 @@ class TrainSpec(SpecSection):
     )
     warm_start: WarmStartSpec | None = Field(
         default=None, description="steps on the teacher's own text first; null: none"
+    )
+    mix: MixSpec | None = Field(
+        default=None,
+        description="shares of each step's samples by what writes them; null: the student, "
+        "verified where rollout.verify is set",
     )
 
     _warms_up_in_time = bounded("warmup_steps", "<=", "train.steps", "lower it or train longer")

@@ -52,11 +52,7 @@ class DocumentsLearn(LearnSpec):
             "teacher writes other runs no text, or rows that are read again in any case",
             "remove it",
         )
-        yield (
-            self.rollout.repair is not None and not templates,
-            "rollout.repair must be null but for patients without self_study or rsa",
-            "remove it",
-        )
+        yield from self._of_verification()
         yield from self._of_rows()
         yield from self._of_documents()
         unnamed = self.learns_from_rewards
@@ -77,6 +73,39 @@ class DocumentsLearn(LearnSpec):
             "evaluate.arms must not hold routed with episodes or rsa, whose questions are not "
             "known before they are asked",
             "remove routed",
+        )
+
+    def _of_verification(self) -> Iterator[Rule]:
+        """Yield what verified rollouts and mixtures need of other sections."""
+        rollout, mix = self.rollout, self.train.mix
+        for key, is_set in (
+            ("rollout.verify", rollout.verify is not None),
+            ("rollout.until_refused", rollout.until_refused is not None),
+            ("train.mix", mix is not None),
+        ):
+            yield (
+                is_set and (self.learns_from_rewards or not self.objective.w_doc),
+                f"{key} must be null with episodes or rsa, whose turns no document's teacher "
+                "verifies, and without objective.w_doc",
+                "remove it",
+            )
+        exact = rollout.verify is not None and rollout.verify.rule == "exact"
+        yield (
+            exact and self.generator.backend == "vllm",
+            "rollout.verify.rule must be threshold with generator.backend vllm, which does not "
+            "return the logits that its tokens were drawn from",
+            "set rule: threshold, or generator.backend: torch",
+        )
+        yield (
+            mix is not None and (mix.verified > 0) != (rollout.verify is not None),
+            "train.mix must have a share `verified` with rollout.verify, and only then",
+            "set rollout.verify, or train.mix.verified to 0",
+        )
+        only_verified = rollout.verify is not None and (mix is None or not mix.plain)
+        yield (
+            rollout.until_refused is not None and only_verified,
+            "rollout.until_refused must be null where the student writes no response alone",
+            "remove it, or give train.mix a share `plain`",
         )
 
     def _of_rows(self) -> Iterator[Rule]:

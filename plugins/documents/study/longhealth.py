@@ -44,13 +44,17 @@ from cartridge_forge.plugins.documents.corpus import context_tokens, longest, pa
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText, overlaps
 from cartridge_forge.plugins.documents.spec.data import DataSpec
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
-from cartridge_forge.plugins.documents.study.prefix_repair import repaired
 from cartridge_forge.plugins.documents.study.prompts import (
     answered_over,
     context_choice,
     reading,
     texts_of,
     titles_of,
+)
+from cartridge_forge.plugins.documents.study.verified import (
+    VerifiedSampling,
+    opened,
+    trained_marks,
 )
 from cartridge_forge.plugins.statistics.gold import gold_results
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
@@ -93,9 +97,12 @@ OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
 class LongHealthRecipe(Recipe):
     """Train on self-study prompts about patients' charts."""
 
-    def __init__(self, tasks: LongHealthPrompts, *, measured: bool) -> None:
-        """Need no held-out question unless `measured`."""
-        self._tasks = tasks
+    def __init__(
+        self, tasks: LongHealthPrompts, *, measured: bool, sampling: VerifiedSampling | None = None
+    ) -> None:
+        """Need no held-out question unless `measured`. With `sampling` the teacher takes part in
+        what is sampled."""
+        self._tasks, self._sampling = tasks, sampling
         self._exams = tasks.exams if measured else []
         self.documents: Mapping[str, tuple[int, ...]] = tasks.documents
         self.layout = tasks.layout
@@ -112,12 +119,10 @@ class LongHealthRecipe(Recipe):
         self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = no_scoring
     ) -> Rollout:
         prompts = self._tasks.rollout(step, version)
+        if self._sampling is not None:
+            return await self._sampling.rollout(step, prompts, generate, ended)
         requests = [p.request for p in prompts]
-        if (least := self._tasks.repair) is None:
-            completions = await generate(requests, score_callback(prompts, ended))
-        else:
-            drafts = await generate(requests)
-            completions = await repaired(prompts, drafts, least, self.end_ids, generate)
+        completions = await generate(requests, score_callback(prompts, ended))
         return as_rollout(step, prompts, completions, False)
 
     async def offline(self, first: int, generate: GenerateCall) -> list[Rollout]:
@@ -151,7 +156,8 @@ class LongHealthRecipe(Recipe):
         return measure(exams, texts)
 
     async def train_batch(self, rollout: Rollout, version: int) -> TrainBatch:
-        return TrainBatch(doc=tuple(rollout.samples))
+        marks = None if self._sampling is None else trained_marks(rollout.samples)
+        return TrainBatch(doc=tuple(rollout.samples), doc_trained=marks)
 
     def results(self, state: Mapping[str, ArmResult], answers: Iterable[Any]) -> Mapping[str, Any]:
         gold = gold_results(answers)
@@ -182,7 +188,8 @@ def open_recipe(
 ) -> LongHealthRecipe:
     """Return the recipe of a spec without episodes, rsa, self-study and a dataset's rows."""
     prompts = open_prompts(learn, tokenizer, None if directory is None else directory.date)
-    return LongHealthRecipe(prompts, measured=bool(learn.evaluate.arms))
+    sampling = opened(learn, mesh, prompts.end_ids)
+    return LongHealthRecipe(prompts, measured=bool(learn.evaluate.arms), sampling=sampling)
 
 
 @dataclass(frozen=True)
@@ -239,8 +246,6 @@ class LongHealthPrompts:
         """Cut charts into chunks of at most `most` tokens, None: not at all. `date` is the one that
         the chat template may write, None for now."""
         self._spec = spec
-        # The least teacher's probability of a token that is not replaced.
-        self.repair: float | None = spec.rollout.repair
         self._tokenizer = tokenizer
         self.patients = {p.id: p for p in patients}
         overlap = spec.documents.overlap

@@ -43,6 +43,7 @@ from cartridge_forge.plugins.documents.study.rows import (
     user_question,
     weighed,
 )
+from cartridge_forge.plugins.documents.study.verified import opened, trained_marks
 from cartridge_forge.plugins.documents.synthesis import model_name, read_rows, write_study
 from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
 from cartridge_forge.plugins.statistics.gold import gold_results
@@ -86,7 +87,7 @@ class DocumentsRecipe(Recipe):
 
     def __init__(
         self, spec: DocumentsLearn, parts: Corpus, asked: Sequence[UserQuestion], tokenizer: Any,
-        directory: RunDirectory, rows: RowSet | None = None,
+        directory: RunDirectory, rows: RowSet | None = None, mesh: Mesh | None = None,
     ) -> None:  # fmt: skip
         """Take the questions of a dataset's `rows` where they are given, and write none."""
         assert spec.self_study is not None
@@ -102,6 +103,7 @@ class DocumentsRecipe(Recipe):
         self.texts = texts_of(parts.layout, parts.texts)
         self._choose = context_choice(spec, parts.layout, parts.texts, self.documents)
         self.end_ids, self.note = self._conversation.end_ids, self._conversation.note
+        self._sampling = None if mesh is None else opened(spec, mesh, self.end_ids)
         self._rows = rows
         self._exam = StudyExam(spec, parts, self._conversation, self._titles, asked)
         self._getting_ready = asyncio.Lock()
@@ -276,6 +278,8 @@ class DocumentsRecipe(Recipe):
         train, asked = self._spec.train, [p for _, p in self._prompts("on_policy", step)]
         names = sorted(self.layout.cartridges)
         prompts = with_composition(asked, version, names, train.compose, train.seed)
+        if self._sampling is not None:
+            return await self._sampling.rollout(step, prompts, generate, ended)
         requests = [p.request for p in prompts]
         completions = await generate(requests, score_callback(prompts, ended))
         return as_rollout(step, prompts, completions, False)
@@ -299,7 +303,10 @@ class DocumentsRecipe(Recipe):
             stored = tuple(
                 PrecomputedScores(i, s.teacher_ids, s.teacher_logprobs) for i, (s, _) in asked
             )
-        return TrainBatch(doc=tuple(rollout.samples), doc_stored=stored)
+        return TrainBatch(
+            doc=tuple(rollout.samples), doc_stored=stored,
+            doc_trained=None if self._sampling is None else trained_marks(rollout.samples),
+        )  # fmt: skip
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
@@ -328,10 +335,10 @@ def open_recipe(
     assert directory is not None
     if learn.data.source not in ROW_SOURCES:
         parts, questions = read_material(learn, tokenizer)
-        return DocumentsRecipe(learn, parts, questions, tokenizer, directory)
+        return DocumentsRecipe(learn, parts, questions, tokenizer, directory, mesh=mesh)
     rows = read_row_set(learn)
     require_plain(rows, tokenizer)
     note_rows(rows, directory)
     learn = learn.model_copy(update={"self_study": SelfStudySpec()})
     corpus = row_corpus(learn, rows, tokenizer)
-    return DocumentsRecipe(learn, corpus, (), tokenizer, directory, rows)
+    return DocumentsRecipe(learn, corpus, (), tokenizer, directory, rows, mesh)

@@ -100,6 +100,7 @@ def _rollout(view: RunView, row: Mapping[str, Any]) -> dict[str, Any]:
         **_tokens(view, row["response_ids"], scores, 0),
         "logprobs": row["sampler_logprobs"],
         "versions": row["versions"],
+        "taught": row.get("taught", []),
     }
 
 

@@ -94,6 +94,7 @@ def curves(view: RunView, generation: int, since: int) -> dict[str, Any]:
             for name, facts in row.get("channels", {}).items()
         }
         curve_row["reward"] = row.get("episodes", {}).get("reward")
+        curve_row["accepted"] = row.get("verified", {}).get("share")
         if row.get("accuracy") is not None:
             curve_row["ci95"] = probe_interval(row["accuracy"], questions)
         return curve_row

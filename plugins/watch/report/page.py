@@ -252,6 +252,12 @@ def _counters(results: Row) -> list[Block]:
     }
     for arm, tokens in (results.get("tokens_trained") or {}).items():
         facts[f"tokens trained, {arm}"] = number(tokens, ",")
+    if verified := results.get("verified"):
+        facts["accepted by the teacher"] = (
+            f"{percent(verified['first'])} of the first verified rollout, "
+            f"{percent(verified['last'])} of the last"
+        )
+        facts["tokens by the teacher"] = number(verified["taught"], ",")
     if cpu := results.get("cpu"):
         facts["CPU of controller and client"] = (
             f"{number(cpu['orchestration'], '.1f')} of {number(cpu['all'], ',.1f')} s, "
@@ -279,7 +285,8 @@ def _rollout(row: Row) -> Block:
     head = (
         f"{row['arm']}, step {row['step']}: {row['document']}, {row['kind']} "
         f"({len(row['response_ids'])} tokens, {row['finish_reason']}, "
-        f"{'by the teacher' if hi < 0 else f'version {lo}' if lo == hi else f'versions {lo}-{hi}'})"
+        f"{'by the teacher' if hi < 0 else f'version {lo}' if lo == hi else f'versions {lo}-{hi}'}"
+        f"{f', {len(taught)} tokens by the teacher' if (taught := row.get('taught')) else ''})"
     )
     return "talk", (head, [("student", shortened(row["text"]))])
 

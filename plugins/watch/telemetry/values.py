@@ -30,6 +30,7 @@ def row_values(row: MetricRow) -> dict[str, float]:
     values |= {f"cosine/{pair}": cosine for pair, cosine in row.cosines.items()}
     values |= {f"episodes/{name}": count for name, count in row.episodes.items()}
     values |= {f"sampler_gap/{name}": value for name, value in row.sampler_gap.items()}
+    values |= {f"verified/{name}": value for name, value in row.verified.items()}
     values |= {
         "optimizer/grad_norm": row.grad_norm,
         "optimizer/learning_rate": row.lr,

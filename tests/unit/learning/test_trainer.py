@@ -18,6 +18,7 @@ from cartridge_forge.learning.model.loading import base_hash, load_model
 from cartridge_forge.learning.teacher import TeacherDistribution, score
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.protocols.errors import CheckpointError, PublishError, StaleTokenError
+from cartridge_forge.protocols.spec.sections import LossSpec, WarmStartSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,6 +128,34 @@ def test_rates_follow_the_arm_own_schedule(llama: Twin, make_samples: MakeSample
     trainer.begin("offline", 2)  # too short for two: warm-up takes half of an arm at most
     rates = [r.lr for r in advance(trainer, llama, make_samples, 2)]
     assert rates == pytest.approx([0.02, 0.02])
+
+
+def test_the_warm_start_has_a_rate_and_a_loss_of_its_own(
+    llama: Twin, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    """Two steps on the teacher's text are those of a trainer with that rate and loss, bit for bit;
+    the step after them is that of a trainer of the other ones that goes on from there: with Adam's
+    moments, on its own schedule."""
+    jsd = LossSpec(direction="jsd", beta=0.5)
+    warm = WarmStartSpec(steps=2, lr=CONFIG.lr / 4, loss=jsd)
+    both = trainer_of(llama, config=CONFIG.model_copy(update={"warm_start": warm}))
+    slow = trainer_of(llama, config=CONFIG.model_copy(update={"lr": CONFIG.lr / 4}), loss=jsd)
+    own, _ = batch(llama, make_samples, 2)
+    teachers = [replace(s, versions=(-1,) * len(s.versions)) for s in own]
+    scores = TeacherDistribution(logits=score(llama.model, own, llama.cached(), 64))
+    for trainer in (both, slow):
+        trainer.begin("on_policy", 6)
+    for _ in range(2):
+        expected = slow.step(doc_batch(teachers, scores), slow.version)
+        assert both.step(doc_batch(teachers, scores), both.version) == expected
+    same(parts(both), parts(slow))
+    after = trainer_of(llama)
+    after.restore(read_checkpoint(slow.save(tmp_path, {}, slow.version)))
+    expected = after.step(doc_batch(own, scores), after.version)
+    assert both.step(doc_batch(own, scores), both.version) == expected
+    assert expected.lr == pytest.approx(CONFIG.lr)  # the peak, after two steps of warm-up
+    assert float(parts(both)["a/adam.step"]) == 3
+    same(parts(both), parts(after))
 
 
 def test_every_arm_starts_untrained_and_no_version_comes_twice(

@@ -21,7 +21,7 @@ function facts(pairs) {
 const likely = (top) => top.map(([text, p]) => `${JSON.stringify(text)} ${percent(p)}`).join(", ");
 
 /** Colour tokens by the teacher's KL where it was recorded, else by how unlikely the sampler held them. */
-export function tokens(pieces, { kl = null, teacher = null, logprobs = [], versions = [] }) {
+export function tokens(pieces, { kl = null, teacher = null, logprobs = [], versions = [], taught = [] }) {
   let before = versions[0];
   return h("p.tokens", {}, ...pieces.map((piece, i) => {
     const surprise = logprobs[i] === undefined ? null : -logprobs[i];
@@ -29,6 +29,7 @@ export function tokens(pieces, { kl = null, teacher = null, logprobs = [], versi
     const heat = value === null ? 0 : HEAT.filter((bound) => value >= bound).length;
     const told = [`token ${i + 1}`, kl ? `KL ${number(kl[i])} nats` : null, surprise === null ? null : `sampled at -log p ${number(surprise)}`,
       versions[i] === undefined ? null : versions[i] < 0 ? "by the teacher" : `version ${versions[i]}`,
+      taught.includes(i) ? "drawn by the teacher in place of a refused token" : null,
       teacher?.[i] ? `the teacher held likeliest ${likely(teacher[i])}` : null].filter(Boolean).join(", ");
     const change = versions[i] !== before ? ".version-change" : "";
     before = versions[i];
@@ -58,7 +59,7 @@ function values(row) {
   return h("details", {}, h("summary", {}, "Every token's numbers"), h("div.scroll", { tabindex: "0", role: "group", "aria-label": "Tokens" },
     h("table", {}, h("thead", {}, h("tr", {}, ...["token", "-log p", "KL", "version", ...(row.teacher ? ["the teacher's likeliest"] : [])].map((head) => h("th", { scope: "col" }, head)))),
       h("tbody", {}, ...row.pieces.map((piece, i) => h("tr", {}, h("th", { scope: "row" }, JSON.stringify(piece)), h("td", {}, number(row.logprobs[i] === undefined ? null : -row.logprobs[i])),
-        h("td", {}, number(row.kl?.[i])), h("td", {}, row.versions[i] < 0 ? "teacher" : String(row.versions[i] ?? "-")),
+        h("td", {}, number(row.kl?.[i])), h("td", {}, row.versions[i] < 0 || row.taught?.includes(i) ? "teacher" : String(row.versions[i] ?? "-")),
         row.teacher ? h("td", {}, row.teacher[i] ? likely(row.teacher[i]) : "-") : null))))));
 }
 

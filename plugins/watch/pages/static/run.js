@@ -72,6 +72,7 @@ function tiles(found) {
       percent(shown?.accuracy), interval(shown?.ci95),
       ["document", "none"].filter((a) => arms[a]).map((a) => `${a === "none" ? "no" : "whole"} document ${percent(arms[a].accuracy)}`).join(", ")),
     tile("KL to the teacher, nats a token", number(last?.kl), first && first.kl !== null ? `started at ${number(first.kl)}` : null),
+    ...(last?.accepted != null ? [tile("Accepted by the teacher", percent(last.accepted), `of the student's tokens; ${percent(first.accepted)} at first`)] : []),
     tile("Compression", size.ratio ? times(size.ratio) : `${size.cartridge_tokens ?? "-"} tokens`,
       size.ratio ? `${Math.round(size.document_tokens)} document tokens to ${size.cartridge_tokens}` : "of each cartridge"),
     tile("Trained tokens", count(tokens), held.curves.stride > 1 ? `of every ${held.curves.stride}th step` : `${count(stale)} of an older version`,

@@ -20,6 +20,7 @@ from cartridge_forge.plugins.watch.console import (
     print_results,
     shown_path,
     sparkline,
+    summary,
 )
 from cartridge_forge.protocols.records.status import RunStatus
 
@@ -246,6 +247,18 @@ def test_the_table_of_arms() -> None:
     assert rows["on_policy"] == ["88.5%", "83.3-92.2%", "200", "3", "86.0%"]
     order = [name for name in rows if name in ("none", "document", "untrained", "offline")]
     assert order == ["none", "document", "untrained", "offline"]
+
+
+def test_what_the_teacher_accepts_stands_beside_the_arm_and_in_the_summary() -> None:
+    verified = {"proposed": 9, "judged": 8, "accepted": 6, "taught": 2, "first": 0.61, "last": 0.93}
+    found = {**RESULTS, "verified": verified}
+    console = plain_console()
+    console.print(arms_table(found))
+    rows = table_rows(console)
+    assert rows["arm"][-2:] == ["sampled", "accepted"]
+    assert (rows["on_policy"][-1], rows["none"][-1]) == ("93.0%", "-")
+    assert "the teacher accepts 61.0% to 93.0% of the student's tokens" in summary(found)
+    assert "accepts" not in summary(RESULTS)
 
 
 def test_free_text_has_f1_and_its_loss_stands_first() -> None:

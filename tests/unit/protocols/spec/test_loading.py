@@ -271,7 +271,7 @@ BAD_OVERRIDES = [
      "unknown key stpes at --set train.stpes=3 (train.stpes); did you mean steps? known here: "
      "steps, lr, lr_scale, warmup_steps, clip, updates_per_rollout, minibatches, staleness, seed, "
      "row_tokens, logit_chunk_mb, recompute_layers, shard_base, tensor_parallel, "
-     "checkpoint_every, offline_texts, keep_checkpoints, compose, sampler_gap, warm_start"),
+     "checkpoint_every, offline_texts, keep_checkpoints, compose, sampler_gap, warm_start, mix"),
     ("rollout.kinds=[recite",
      "the text must be valid YAML: expected ',' or ']', but got '<stream end>' at "
      "--set rollout.kinds=[recite:1; check indentation, colons, quotes and brackets"),

@@ -1,0 +1,265 @@
+"""Compare verified rollouts with plain on-policy and offline text, over charts of the tiny clinic.
+
+    python -m studies.on_policy.pilot [--charts 930 931 932 933] [--warm 20] [--steps 24]
+
+A pilot, not a registered study: it shows that the machinery does what the first pilots did, on
+charts that no figure uses. Every chart is one cartridge. It learns from the teacher's text first
+(the warm start), and from there each arm goes on with text of its own, equally many steps:
+
+    verified   the student proposes, the document's teacher replaces what it gives less than 0.05
+    plain      the student alone
+    masked     the student alone, without a loss behind the first refused token
+    offline    the teacher alone
+
+Outcomes, on the chart's note: the share of its sentences in sampled and in greedy recitations, and
+nats a token of the true note. The generator, the teacher and the trainer are the learning modules
+themselves, in this process; the sampling is that of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from cartridge_forge.learning.cartridge import CartridgeBank
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.model.loading import load_model, load_tokenizer
+from cartridge_forge.learning.teacher import (
+    TeacherDistribution,
+    document_kv,
+    response_logprobs,
+    score_kept,
+)
+from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.learning.verified_rows import VerifiedRows
+from cartridge_forge.plugins.clinic.text import recite_prompt, sentences, unique_cue
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
+from cartridge_forge.plugins.documents.study.verified import opened, trained_marks
+from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.step import (
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    Sample,
+    Sampling,
+    TensorLayout,
+    TensorRef,
+    TrainBatch,
+    stream_seed,
+)
+from cartridge_forge.protocols.teacher_replay import AgentMessage
+from cartridge_forge.protocols.verification import VerifyReply
+from cartridge_forge.training.records import Rollout, as_rollout
+from studies.cells import table
+from studies.on_policy.arms import WARM, arms_of
+
+MODEL = str(REPOSITORY / "models" / "clinic-reader")
+RECORD = Path("runs") / "on-policy-pilot.json"
+ARMS: dict[str, dict[str, Any]] = {
+    "verified": {"verify": {"rule": "threshold", "below": 0.05, "block": 6}},
+    "plain": {},
+    "masked": {"until_refused": 0.05},
+    "offline": {},
+}
+WARM_LR, LR = 0.4, 0.1  # the rate of the main job, and a quarter of it, by the first pilots
+RECITATIONS = 12  # sampled ones of a chart
+TOP, ROW_TOKENS = 20, 256
+
+
+def spec_of(chart: int, steps: int, lr: float, rollout: dict[str, Any]) -> DocumentsLearn:
+    """Return the config of one arm over one chart."""
+    return DocumentsLearn.model_validate(
+        {
+            "model": {"path": MODEL},
+            "data": {"seed": chart, "patients": 1, "facts": 8, "notes": 1, "held_out": 0.5},
+            "cartridge": {"tokens": 28},
+            "rollout": {
+                "prompts": 8, "max_tokens": 80, **rollout,
+                "kinds": ("recite_note", "question", "choice"),
+            },
+            "train": {"steps": steps, "lr": lr, "row_tokens": ROW_TOKENS, "seed": chart},
+        }
+    )  # fmt: skip
+
+
+class OneProcess:
+    """Answer the calls of `VerifiedSampling` with one model: as generator, teacher and plane."""
+
+    plane_life = 0
+
+    def __init__(self, model: LanguageModel, document: Tensor, ends: frozenset[int]) -> None:
+        self.model, self.document, self.ends = model, document, ends
+        self.cartridge = document
+        self.rows = VerifiedRows(model, 2**28)
+        self.pools = {"generator": self, "doc_teacher": self}
+        self.plane, self.stored = self, dict[str, Tensor]()
+
+    async def split(
+        self, items: Sequence[Any], work: Callable[[Sequence[Any]], Awaitable[list[Any]]],
+        most: int | None = None,
+    ) -> list[Any]:  # fmt: skip
+        return await work(items)
+
+    async def generate(
+        self, requests: Sequence[GenerateRequest], replied: object = None, **options: object
+    ) -> list[Completion]:
+        def lookup(ref: PrefixRef) -> Tensor:
+            return self.document if ref.name.startswith("document/") else self.cartridge
+
+        logits: list[Tensor] = []
+        completions = generate(self.model, requests, lookup, self.ends, drawn_from=logits)
+        if not logits:
+            return completions
+        self.stored["logits"] = torch.cat(logits)
+        ref = TensorRef("logits", TensorLayout(()))
+        return [Completion(**{**vars(c), "logits": ref}) for c in completions]
+
+    async def route(self, method: str, packed: Any, *, session: str) -> VerifyReply:
+        call = packed.value
+        student = None if call.student is None else self.stored[call.student.key]
+        verdicts, repeated = self.rows.verify(call, lambda name: self.document, student)
+        counted = tuple((v.accepted, v.token) for v in verdicts)
+        return VerifyReply(0.0, counted, self.rows.ratio(call, lambda n: self.document), repeated)
+
+    async def delete(self, key: str) -> None:
+        del self.stored[key]
+
+
+class NoteRecitations:
+    """Hold one chart with its document's keys and values, and measure cartridges of it."""
+
+    def __init__(self, model: LanguageModel, tokenizer: Any, seed: int) -> None:
+        self.model, self.seed = model, seed
+        spec = spec_of(seed, 1, LR, {})
+        self.tokenizer = tokenizer
+        self.tasks = LongHealthPrompts(spec, read_patients(spec.data), tokenizer)
+        ((self.name, patient),) = self.tasks.patients.items()
+        self.document = document_kv(model, self.tasks.documents[self.name])
+        self.note = sentences(patient.texts[0])
+        cue = unique_cue(patient.document, self.note[0])
+        assert cue is not None
+        message = AgentMessage("user", recite_prompt(cue))
+        self.prompt = self.tasks.conversation.opening(self.name, (message,))
+        self.truth = self.tasks.conversation.saying(patient.texts[0])
+
+    def measure(self, cartridge: Tensor) -> dict[str, float]:
+        """Return the outcomes of a cartridge [L, 2, H_kv, P, D]."""
+        requests = [
+            GenerateRequest(
+                f"recite/{i}", self.prompt, PrefixRef(f"cartridge/{self.name}", 0),
+                Sampling(1.0 if i else 0.0, max_tokens=80), stream_seed(f"recite/{self.seed}/{i}"),
+            )
+            for i in range(RECITATIONS + 1)
+        ]  # fmt: skip
+        ends = self.tasks.end_ids
+        answers = generate(self.model, requests, lambda ref: cartridge, ends)
+        shares = [self._recited(self.tasks.decode(a.token_ids)) for a in answers]
+        sample = Sample("truth", self.name, self.prompt, self.truth, (), ())
+        nats = -response_logprobs(self.model, [sample], {self.name: cartridge}, 1024).mean()
+        return {"sampled": fmean(shares[1:]), "greedy": shares[0], "nats": float(nats)}
+
+    def _recited(self, text: str) -> float:
+        """Return the share of the note's sentences that a text has."""
+        spoken = {" ".join(s.split()) for s in sentences(text)}
+        return fmean(" ".join(s.split()) in spoken for s in self.note)
+
+
+def trained(
+    chart: NoteRecitations, arm: str, steps: int, lr: float, start: Tensor, begin: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return the cartridge after `steps` on an arm's text from `start`, with facts of the arm. The
+    prompts are those of the steps from `begin` on."""
+    spec = spec_of(chart.seed, steps, lr, ARMS[arm])
+    tasks, room = chart.tasks, OneProcess(chart.model, chart.document, chart.tasks.end_ids)
+    sampling = opened(spec, cast("Any", room), tasks.end_ids)
+    bank = CartridgeBank([chart.name], [start], frozen=1)
+    trainer = CartridgeTrainer(chart.model, bank, spec.train)
+    trainer.begin("on_policy", steps)
+    shares, seconds, tokens = [], 0.0, 0
+    for step in range(begin, begin + steps):
+        room.cartridge = bank.kv()[0].detach()
+        started = time.perf_counter()
+        rollout = _rollout(tasks, room, sampling, arm, step, trainer.version)
+        seconds += time.perf_counter() - started
+        if rollout.verified:
+            shares.append(rollout.verified["share"])
+        samples = list(rollout.samples)
+        scored = score_kept(chart.model, samples, {chart.name: chart.document}, ROW_TOKENS, TOP)
+        teacher, marks = TeacherDistribution(**scored), trained_marks(samples)
+        if marks is not None:
+            teacher = teacher.rows(torch.tensor([m for of_one in marks for m in of_one]))
+        batch = TrainBatch(doc=samples, doc_trained=marks, scores={"doc_teacher": teacher})
+        tokens += trainer.step(batch, trainer.version).tokens
+    facts: dict[str, Any] = {"tokens": tokens, "sampling_seconds": round(seconds, 2)}
+    if shares:
+        facts |= {"accepted_first": shares[0], "accepted_last": shares[-1]}
+    return bank.kv()[0].detach().clone(), facts
+
+
+def _rollout(
+    tasks: LongHealthPrompts, room: OneProcess, sampling: Any, arm: str, step: int, version: int
+) -> Rollout:
+    if arm == "offline":
+        prompts = tasks.offline(step)
+        return as_rollout(
+            step, prompts, asyncio.run(room.generate([p.request for p in prompts])), True
+        )
+    prompts = tasks.rollout(step, version)
+    if sampling is not None:
+        return cast("Rollout", asyncio.run(sampling.rollout(step, prompts, room.generate)))
+    return as_rollout(
+        step, prompts, asyncio.run(room.generate([p.request for p in prompts])), False
+    )
+
+
+def main() -> None:
+    """Run every arm over every chart; write the record and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--charts", type=int, nargs="+", default=[930, 931, 932, 933])
+    parser.add_argument("--warm", type=int, default=24, help="steps on the teacher's text first")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each arm")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
+    record: dict[str, Any] = {
+        "study": "on_policy pilot", "charts": options.charts, "warm_steps": options.warm,
+        "steps": options.steps, "warm_lr": WARM_LR, "lr": LR, "torch": torch.__version__,
+        "processor": platform.machine(), "threads": 1, "rows": [],
+    }  # fmt: skip
+    if RECORD.exists():  # an interrupted pilot goes on
+        record["rows"] = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
+    rows = record["rows"]
+    for seed in options.charts:
+        finished = {row["arm"] for row in rows if row["chart"] == seed}
+        if finished >= {WARM, *ARMS}:
+            continue
+        chart = NoteRecitations(model, tokenizer, seed)
+        start = chart.document[:, :, :, :28]
+        warm, _ = trained(chart, "offline", options.warm, WARM_LR, start, 0)
+        for arm in (WARM, *ARMS):
+            if arm in finished:
+                continue
+            cartridge, facts = warm, dict[str, Any]()
+            if arm != WARM:
+                cartridge, facts = trained(chart, arm, options.steps, LR, warm, options.warm)
+            rows.append({"chart": seed, "arm": arm, **chart.measure(cartridge), **facts})
+            print(json.dumps(rows[-1]), flush=True)
+            RECORD.parent.mkdir(exist_ok=True)
+            RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(table(*arms_of(record))))
+
+
+if __name__ == "__main__":
+    main()

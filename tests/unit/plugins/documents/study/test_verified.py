@@ -1,0 +1,362 @@
+"""Verified sampling with real models in this process: who wrote which token, and mixtures."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from rooms.training.longhealth_setup import learn
+from torch import Tensor
+from twins import NEAR, Twin, build
+
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.learning.verified_rows import VerifiedRows
+from cartridge_forge.plugins.documents.study.verified import (
+    VerifiedSampling,
+    opened,
+    trained_marks,
+)
+from cartridge_forge.protocols.errors import PlaneError
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.step import (
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    Sample,
+    Sampling,
+    TensorLayout,
+    TensorRef,
+)
+from cartridge_forge.protocols.verification import VerifyCall, VerifyReply
+from cartridge_forge.training.records import Rollout, StudyPrompt, rollout_from
+
+END = frozenset({2})
+CARTRIDGE, DOCUMENT = PrefixRef("cartridge/a", 3), PrefixRef("document/a", 0)
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    return build("llama", tmp_path_factory.mktemp("llama"))
+
+
+class Room:
+    """One generator and one teacher over a twin model in this process, with the calls of a mesh.
+    `losses` are the calls to the teacher, by number, before which the plane loses its tensors."""
+
+    plane_life = 0
+
+    def __init__(self, twin: Twin, losses: Sequence[int] = ()) -> None:
+        self.twin, self.losses = twin, losses
+        random = torch.Generator().manual_seed(3)
+        document = document_kv(twin.model, twin.documents["a"])
+        noise = torch.randn(document.shape, generator=random)
+        # A student that is mostly right: the document's own keys and values, a little off.
+        self.prefixes = {CARTRIDGE: document + 0.3 * noise, DOCUMENT: document}
+        self.rows = VerifiedRows(twin.model, 2**24)
+        self.plane, self.stored = self, dict[str, Tensor]()
+        self.pools = {"generator": self, "doc_teacher": self}
+        self.numbers = itertools.count()
+        self.calls: list[VerifyCall] = []
+        self.groups = 1
+
+    async def split(
+        self, items: Sequence[Any], work: Callable[[Sequence[Any]], Awaitable[list[Any]]],
+        most: int | None = None,
+    ) -> list[Any]:  # fmt: skip
+        parts = [await work(items[i :: self.groups]) for i in range(self.groups)]
+        return [parts[i % self.groups][i // self.groups] for i in range(len(items))]
+
+    async def generate(
+        self, requests: Sequence[GenerateRequest], replied: object = None, *, whole: bool = False
+    ) -> list[Completion]:
+        drawn_from: list[Tensor] = []
+        found = generate(
+            self.twin.model, requests, self.prefixes.__getitem__, END, drawn_from=drawn_from
+        )
+        if not drawn_from:
+            return found
+        key = f"{requests[0].logits}/{next(self.numbers)}"
+        self.stored[key] = torch.cat(drawn_from)
+        ref = TensorRef(key, TensorLayout(()))
+        return [Completion(**{**vars(c), "logits": ref}) for c in found]
+
+    async def route(self, method: str, packed: Any, *, session: str) -> VerifyReply:
+        call: VerifyCall = packed.value
+        assert (method, session) == ("verify", call.group)
+        if len(self.calls) in self.losses:
+            self.stored.clear()
+            self.calls.append(call)
+            self.rows = VerifiedRows(self.twin.model, 2**24)
+            raise PlaneError("the tensors are lost")
+        self.calls.append(call)
+        student = None if call.student is None else self.stored[call.student.key]
+        found, repeated = self.rows.verify(call, lambda name: self.prefixes[DOCUMENT], student)
+        return VerifyReply(0.0, tuple((v.accepted, v.token) for v in found), 2.0, repeated)
+
+    async def delete(self, key: str) -> None:
+        del self.stored[key]
+
+    async def replaced(self, life: int, error: PlaneError) -> None:
+        return
+
+
+def prompts(
+    count: int, prefix: PrefixRef = CARTRIDGE, most: int = 12, **drawn: float
+) -> list[StudyPrompt]:
+    return [
+        StudyPrompt(
+            "a", "recite",
+            GenerateRequest(
+                f"on_policy/1/{i}", (5 + i, 9, 11), prefix,
+                Sampling(max_tokens=most, **cast("dict[str, Any]", drawn)), 100 + i,
+            ),
+            "a", ("a",), f"p{i}",
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def spec(**sets: Any) -> LearnSpec:
+    """A small spec with some keys set: `rollout__verify={"block": 5}`."""
+    plain: dict[str, Any] = learn().model_dump(exclude_defaults=True)
+    for name, value in sets.items():
+        section, _, key = name.partition("__")
+        plain.setdefault(section, {})[key] = value
+    return type(learn()).model_validate(plain)
+
+
+def sampled(room: Room, asked: Sequence[StudyPrompt], ended: Any = None, **sets: Any) -> Rollout:
+    sampling = opened(spec(**sets), cast("Any", room), END)
+    assert sampling is not None
+    ended = ended or (lambda role, samples: None)
+    return asyncio.run(sampling.rollout(0, asked, room.generate, ended))
+
+
+def logprobs(twin: Twin, kv: Tensor, sample: Sample) -> Tensor:
+    """Plain transformers' log-probabilities [T, V] at the places of a response."""
+    return twin.response_logits(sample, kv).log_softmax(-1)
+
+
+def test_by_the_threshold_every_token_is_the_teachers_or_likely_to_it(twin: Twin) -> None:
+    """The student's tokens have at least 0.05 by the teacher; each of the teacher's stands where
+    the student's draw, which its seed decides, had less; and the sampler's log-probabilities are
+    the student's of both."""
+    room = Room(twin)
+    done: list[Sample] = []
+    rollout = sampled(
+        room, prompts(6), lambda role, samples: done.extend(samples),
+        rollout__verify={"block": 5, "rule": "threshold", "below": 0.05},
+    )  # fmt: skip
+    assert sorted(done, key=lambda s: s.id) == rollout.samples
+    taught = 0
+    for sample, completion in zip(rollout.samples, rollout.completions, strict=True):
+        tokens = torch.tensor(sample.response_ids)[:, None]
+        teacher = logprobs(twin, room.prefixes[DOCUMENT], sample).gather(-1, tokens)[:, 0]
+        student = logprobs(twin, room.prefixes[CARTRIDGE], sample).gather(-1, tokens)[:, 0]
+        assert (student - torch.tensor(sample.sampler_logprobs)).abs().max() < NEAR
+        assert set(sample.versions) == {3}
+        assert sample.taught == completion.taught
+        for place, logprob in enumerate(teacher.tolist()):
+            if place not in sample.taught:
+                assert logprob > math.log(0.05) - NEAR
+                continue
+            taught += 1
+            (draft,) = generate(
+                twin.model,
+                [
+                    GenerateRequest(
+                        "again", (*sample.prompt_ids, *sample.response_ids[:place]), CARTRIDGE,
+                        Sampling(max_tokens=1), 100 + int(sample.id.rsplit("/", 1)[1]),
+                        first_draw=place,
+                    )
+                ],
+                room.prefixes.__getitem__, END,
+            )  # fmt: skip
+            row = logprobs(twin, room.prefixes[DOCUMENT], sample)[place]
+            assert row[draft.token_ids[0]] < math.log(0.05) + NEAR
+        ended = sample.response_ids[-1] == 2
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert ended or len(sample.response_ids) == 12
+    assert taught == rollout.verified["taught"] > 0
+    assert rollout.verified["judged"] == rollout.verified["accepted"] + taught
+    assert rollout.verified["share"] == rollout.verified["accepted"] / rollout.verified["judged"]
+
+
+@pytest.mark.parametrize("rule", ["threshold", "exact"])
+def test_one_group_or_two_and_a_lost_plane_write_the_same_text(twin: Twin, rule: str) -> None:
+    verify = {"rollout__verify": {"block": 4, "rule": rule}}
+    reference = sampled(Room(twin), prompts(6), **verify)
+    room = Room(twin)
+    room.groups = 2
+    two = sampled(room, prompts(6), **verify)
+    assert [s.response_ids for s in two.samples] == [s.response_ids for s in reference.samples]
+    assert [s.taught for s in two.samples] == [s.taught for s in reference.samples]
+    assert room.stored == {}
+    for losses in ((0,), (1, 3)):
+        lossy = Room(twin, losses)
+        again = sampled(lossy, prompts(6), **verify)
+        assert again == reference
+        assert lossy.stored == {}
+
+
+def test_exact_greedy_text_is_the_teachers_own(twin: Twin) -> None:
+    room = Room(twin)
+    rollout = sampled(
+        room, prompts(5, temperature=0.0), rollout__verify={"block": 3, "rule": "exact"}
+    )
+    own = [p.request for p in prompts(5, DOCUMENT, temperature=0.0)]
+    alone = generate(twin.model, own, room.prefixes.__getitem__, END)
+    assert [s.response_ids for s in rollout.samples] == [c.token_ids for c in alone]
+    assert rollout.verified["taught"] > 0
+
+
+def test_the_teacher_as_its_own_student_accepts_everything(twin: Twin) -> None:
+    for temperature, top_p in ((1.0, 1.0), (0.7, 0.9)):
+        room = Room(twin)
+        asked = prompts(6, DOCUMENT, temperature=temperature, top_p=top_p)
+        rollout = sampled(room, asked, rollout__verify={"block": 4, "rule": "exact"})
+        assert rollout.verified["share"] == 1.0
+        assert rollout.verified["judged"] > 20
+
+
+def test_the_first_token_by_the_exact_rule_is_drawn_as_by_the_teacher(twin: Twin) -> None:
+    """Two tokens of 3,000 responses to one prompt: the first by a block of one, against the
+    teacher's probabilities, p > 0.01."""
+    count = 3000
+    room = Room(twin)
+    one = prompts(1, most=2)[0]
+    asked = [
+        StudyPrompt(
+            "a", "recite",
+            GenerateRequest(f"on_policy/1/{i}", one.request.prompt_ids, CARTRIDGE,
+                            one.request.sampling, i),
+            "a", ("a",), f"p{i}",
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    rollout = sampled(room, asked, rollout__verify={"block": 1, "rule": "exact"})
+    counts = Counter(s.response_ids[0] for s in rollout.samples)
+    probs = logprobs(twin, room.prefixes[DOCUMENT], rollout.samples[0])[0].exp().double()
+    common = [t for t, p in enumerate(probs.tolist()) if p * count >= 5]
+    expected = torch.tensor([*(probs[t] * count for t in common), 0.0], dtype=torch.float64)
+    expected[-1] = count - expected.sum()
+    observed = torch.tensor([*(counts[t] for t in common), 0.0], dtype=torch.float64)
+    observed[-1] = count - observed.sum()
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(len(common) / 2, dtype=torch.float64)
+    assert float(torch.special.gammaincc(freedom, statistic / 2)) > 0.01
+    assert 0.1 < rollout.verified["share"] < 0.95
+
+
+def test_an_automatic_block_follows_the_share_that_is_accepted(twin: Twin) -> None:
+    """The first block has 8 tokens. By a pass that costs 2 tokens (`Room.route`): with all
+    accepted, 16; with few, fewer than 8."""
+    sure, unsure = Room(twin), Room(twin)
+    sampled(sure, prompts(4, DOCUMENT, most=80), rollout__verify={"below": 1e-9})
+    unsure.prefixes[CARTRIDGE] = torch.zeros_like(unsure.prefixes[CARTRIDGE])
+    sampled(unsure, prompts(4, most=80), rollout__verify={"below": 0.5})
+    longest = [
+        [max(len(r.block or ()) for r in c.rows) for c in room.calls] for room in (sure, unsure)
+    ]
+    assert longest[0][0] == longest[1][0] == 8
+    assert max(longest[0]) == 16
+    assert min(longest[1][1:3]) < 8
+
+
+def test_shares_of_a_mixture_by_hand(twin: Twin) -> None:
+    """Of 10 samples 0.5, 0.25, 0.25: 5, 2.5, 2.5, the first of the halves is rounded up."""
+    mix = {"verified": 0.5, "plain": 0.25, "teacher": 0.25}
+    sampling = opened(spec(train__mix=mix, rollout__verify={}), cast("Any", Room(twin)), END)
+    assert isinstance(sampling, VerifiedSampling)
+    assert Counter(sampling.kinds(0, 10)) == {"verified": 5, "plain": 3, "teacher": 2}
+    assert Counter(sampling.kinds(7, 8)) == {"verified": 4, "plain": 2, "teacher": 2}
+    assert Counter(sampling.kinds(7, 1)) == {"verified": 1}
+    assert sampling.kinds(3, 40) == sampling.kinds(3, 40) != sampling.kinds(4, 40)
+
+
+def test_a_mixtures_samples_are_whose_they_should_be(twin: Twin) -> None:
+    """The plain ones are what the student writes alone, the teacher's what the teacher writes; both
+    by their own seeds."""
+    room, asked = Room(twin), prompts(8)
+    mix = {"verified": 0.5, "plain": 0.25, "teacher": 0.25}
+    rollout = sampled(room, asked, train__mix=mix, rollout__verify={"block": 4})
+    plain = generate(twin.model, [p.request for p in asked], room.prefixes.__getitem__, END)
+    own = [p.request for p in prompts(8, DOCUMENT)]
+    teacher = generate(twin.model, own, room.prefixes.__getitem__, END)
+    found = Counter[str]()
+    for i, sample in enumerate(rollout.samples):
+        assert sample.id == asked[i].request.id
+        if sample.versions[0] < 0:
+            assert sample.response_ids == teacher[i].token_ids
+            assert rollout.prompts[i].request.prefix == DOCUMENT
+            found["teacher"] += 1
+        elif sample.response_ids == plain[i].token_ids and not sample.taught:
+            found["plain"] += 1
+        else:
+            found["verified"] += 1
+    assert found["teacher"] == 2
+    assert found["plain"] >= 2
+    assert rollout_from_json(rollout) == rollout
+
+
+def rollout_from_json(rollout: Rollout) -> Rollout:
+    """As a checkpoint saves it and a resumed run reads it."""
+    return rollout_from(json.loads(json.dumps(asdict(rollout))))
+
+
+def test_what_lies_behind_the_first_refused_token_carries_no_loss(twin: Twin) -> None:
+    room, asked = Room(twin), prompts(6)
+    rollout = sampled(room, asked, rollout__until_refused=0.05)
+    plain = generate(twin.model, [p.request for p in asked], room.prefixes.__getitem__, END)
+    assert [s.response_ids for s in rollout.samples] == [c.token_ids for c in plain]
+    marks = trained_marks(rollout.samples)
+    assert marks is not None
+    for sample, trained in zip(rollout.samples, marks, strict=True):
+        tokens = torch.tensor(sample.response_ids)[:, None]
+        teacher = logprobs(twin, room.prefixes[DOCUMENT], sample).gather(-1, tokens)[:, 0]
+        refused = (teacher < math.log(0.05)).nonzero()
+        first = int(refused[0]) if len(refused) else len(tokens)
+        assert trained == tuple(t <= first for t in range(len(tokens)))
+    assert rollout.verified == {}
+    assert trained_marks(sampled(Room(twin), asked, rollout__verify={}).samples) is None
+
+
+def test_a_student_alone_needs_no_sampling_with_the_teacher() -> None:
+    assert opened(learn(), cast("Any", SimpleNamespace()), END) is None
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ({"rollout__verify": {"block": 17}}, "must be auto or a whole number from 1 to 16"),
+        ({"rollout__verify": {"block": True}}, "must be auto or a whole number from 1 to 16"),
+        ({"rollout__repair": 0.1}, "repair"),
+        (
+            {"rollout__verify": {"rule": "exact"}, "generator__backend": "vllm"},
+            "must be threshold with generator.backend vllm",
+        ),
+        ({"train__mix": {"verified": 0.5, "plain": 0.4}}, r"must come to 1 together .*\(0.9\)"),
+        ({"train__mix": {"verified": 1.0}}, "must have a share `verified` with rollout.verify"),
+        (
+            {"train__mix": {"plain": 1.0}, "rollout__verify": {}},
+            "must have a share `verified` with rollout.verify",
+        ),
+        (
+            {"rollout__verify": {}, "rollout__until_refused": 0.1},
+            "must be null where the student writes no response alone",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(sets: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        spec(**sets)
