@@ -64,6 +64,12 @@ def composed_ref(parts: Sequence[PrefixRef]) -> PrefixRef:
     return PrefixRef(first.name, first.version, tuple(later))
 
 
+def document_ref(token_ids: Sequence[int]) -> PrefixRef:
+    """Return the prefix of a document by its tokens, for a request that carries them."""
+    digest = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
+    return PrefixRef(f"document/sha256-{digest[:32]}", 0)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Set how tokens are drawn. Temperature 0 is greedy; top_p 1 and top_k 0 truncate nothing.
@@ -103,6 +109,16 @@ class StopCondition:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """Propose the tokens of a response over `prefix`, a cartridge, `block` at a time. The model
+    over the request's own prefix verifies each block in one forward pass, so that the response is
+    distributed as without a draft (`learning.verified_decode`)."""
+
+    prefix: PrefixRef
+    block: int
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """Request one completion of a prompt. Token ids in: text is never re-tokenised on the way.
 
@@ -114,7 +130,9 @@ class GenerateRequest:
     over several requests draws as in one if each sets `first_draw`, the number of tokens sampled
     before. The response matches `grammar`, where there is one: no other token is drawn. Without
     `logprobs` the response's tokens come without their log-probabilities, unless `top_logprobs` or
-    the confidence of `until` reads these.
+    the confidence of `until` reads these. `document_ids` are the tokens of the document that
+    `prefix` names, where the generator was not started with it (`document_ref`). `draft` proposes
+    the tokens.
     """
 
     id: str
@@ -128,6 +146,8 @@ class GenerateRequest:
     first_draw: int = 0
     grammar: ResponseGrammar | None = None
     logprobs: bool = True
+    document_ids: tuple[int, ...] = ()
+    draft: Draft | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +166,8 @@ class Completion:
     `prompt_logprobs[t]`. `dropped` counts sampled tokens that are left out
     because the response ended before them. `served` are the fingerprints
     (`learning.cartridge`) of the cartridges in memory that the prefix's parts were read
-    from, "" for a document.
+    from, "" for a document. `proposed` counts the tokens of a draft that were verified, `accepted`
+    those that stayed, `verifications` the forward passes.
     """
 
     request_id: str
@@ -162,6 +183,9 @@ class Completion:
     prompt_likeliest: tuple[int, ...] = ()
     served: tuple[str, ...] = ()
     prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    proposed: int = 0
+    accepted: int = 0
+    verifications: int = 0
 
 
 @dataclass(frozen=True)
