@@ -148,6 +148,11 @@ CARTRIDGES = {
         *LIBRARY, CARTRIDGE,
         _option("files", "FILE", "texts, PDFs or folders of them", type=Path, nargs="+"),
     )),
+    "document": Command("give a version the text that it replaces, to verify its answers by",
+                        "cartridges:document", (
+        *LIBRARY, CARTRIDGE,
+        _option("file", "FILE", "a text or PDF", type=Path),
+    )),
     "diff": Command("how far two cartridges are apart, layer by layer", "cartridges:diff", (
         *LIBRARY,
         *(_option(which, which.upper(), f"{NAMED}, or a path of any format") for which in "ab"),

@@ -34,7 +34,12 @@ from cartridge_forge.learning.attention import (
 )
 from cartridge_forge.learning.decode import DecodeState, draw
 from cartridge_forge.learning.decoder import LanguageModel, linear
-from cartridge_forge.learning.verification import LONGEST_BLOCK, verification_draws, verify_exact
+from cartridge_forge.learning.verification import (
+    LONGEST_BLOCK,
+    Verdict,
+    verification_draws,
+    verify_exact,
+)
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import Completion, GenerateRequest, Sampling
 
@@ -79,7 +84,7 @@ class VerifiedRow:
     def __post_init__(self) -> None:
         request = self.state.request
         # The longest block of the rows beside it may reach behind the response's last place.
-        count = request.sampling.max_tokens + LONGEST_BLOCK
+        count = request.sampling.max_tokens + LONGEST_BLOCK + 1
         self.draws = verification_draws(request.seed, request.first_draw, count)
 
     @property
@@ -145,14 +150,12 @@ class VerifiedBatch:
         kept = any(row.state.keeps_logprobs for row in self.rows)
         logprobs = logits.log_softmax(-1) if kept else None
         added, pending = list[int](), list[int]()
-        for b, (row, tokens) in enumerate(zip(self.rows, ids[:, 1:].tolist(), strict=True)):
-            place = len(row.state.tokens)
-            verdict = verify_exact(
-                teacher[b], student[b], tokens, row.state.request.sampling,
-                row.draws[place : place + block],
-            )  # fmt: skip
-            new = tokens[: verdict.accepted]
-            if verdict.token is not None:
+        proposed = ids[:, 1:].tolist()
+        for b, verdict in self._verdicts(proposed, teacher, student).items():
+            row = self.rows[b]
+            new = proposed[b][: verdict.accepted]
+            if verdict.accepted < block:  # what would follow a whole block is left to the next one
+                assert verdict.token is not None
                 new.append(verdict.token)
             row.verifications += 1
             row.proposed += min(block, row.remaining)
@@ -162,6 +165,37 @@ class VerifiedBatch:
             self._say(row, new, None if logprobs is None else logprobs[b])
         self._lengths = self._lengths + torch.tensor(added, device=self._lengths.device)
         self._pending = torch.tensor(pending, device=self._pending.device)
+
+    def _verdicts(
+        self, blocks: Sequence[Sequence[int]], teacher: Tensor, student: Tensor
+    ) -> dict[int, Verdict]:
+        """Return the verdict on each row's block, in the order of the rows, from logits
+        [B, K, V]."""
+        verdicts: dict[int, Verdict] = {}
+        count = teacher.shape[1]
+        for sampling, members in self._samplings().items():
+            at = torch.tensor(members, device=teacher.device)
+            # `verify_exact` reads the place behind a block too; its token is not used here.
+            read = torch.cat([teacher[at], teacher[at, -1:]], 1)  # [n, K + 1, V]
+            places = [len(self.rows[b].state.tokens) for b in members]
+            draws = [
+                self.rows[b].draws[place : place + count + 1]
+                for b, place in zip(members, places, strict=True)
+            ]
+            judged = verify_exact(
+                read.flatten(0, 1), student[at].flatten(0, 1), [blocks[b] for b in members],
+                sampling, torch.cat(draws).to(teacher.device),
+            )  # fmt: skip
+            verdicts |= dict(zip(members, judged, strict=True))
+        return dict(sorted(verdicts.items()))
+
+    def _samplings(self) -> dict[Sampling, list[int]]:
+        """Return the rows by how their tokens are drawn."""
+        groups: dict[Sampling, list[int]] = {}
+        for b, row in enumerate(self.rows):
+            key = replace(row.state.request.sampling, max_tokens=0)
+            groups.setdefault(key, []).append(b)
+        return groups
 
     def _propose(self, block: int) -> tuple[Tensor, Tensor]:
         """Return each row's pending token with the tokens proposed behind it, [B, K + 1], and the
@@ -176,13 +210,8 @@ class VerifiedBatch:
     def _choose(self, logits: Tensor, at: int) -> Tensor:
         """Return the token [B] that each row's draft draws from logits [B, V], `at` places behind
         its response; rows with the same sampling draw together."""
-        groups: dict[Sampling, list[int]] = {}
-        for b, row in enumerate(self.rows):
-            sampling = row.state.request.sampling
-            key = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, 0)
-            groups.setdefault(key, []).append(b)
         chosen = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-        for sampling, members in groups.items():
+        for sampling, members in self._samplings().items():
             part = logits if len(members) == len(logits) else logits[members]  # [n, V]
             if sampling.temperature == 0:
                 chosen[members] = part.argmax(-1)

@@ -25,11 +25,11 @@ from typing import Any
 from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice
+from cartridge_forge.plugins.documents.run_documents import document_of_source
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
 from cartridge_forge.plugins.library.names import AUTO, parse_cartridge
 from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest
-from cartridge_forge.plugins.watch.pages.run_documents import document_of
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError
 from cartridge_forge.protocols.home import model_names, models_folder
 from cartridge_forge.protocols.records.chat_date import date_of
@@ -306,14 +306,10 @@ def _print_sides(answers: Sequence[ArmAnswer], as_json: bool) -> None:
 def _document_of(cartridge: AskedCartridge) -> str:
     """Return the text that a cartridge replaces. Raises DataError where its run or that run's
     documents are not there any more, or are others."""
-    run = Path(cartridge.run)
-    runs = [run] if run.is_absolute() else sorted(Path("runs").glob(f"*/{cartridge.run}"))
-    if not cartridge.run or not runs or not (runs[0] / "spec.yaml").is_file():
-        raise DataError(
-            f"the run of {cartridge.shown} is not under runs: --beside reads the document of a "
-            "run; name it by --run RUN"
-        )
-    return document_of(runs[0], cartridge.name)
+    try:
+        return document_of_source({"run": cartridge.run, "name": cartridge.name}, cartridge.shown)
+    except DataError as error:
+        raise DataError(f"{error}; name a run that has the document by --run RUN") from error
 
 
 def _by_server(

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,12 @@ from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.launch import kill_mesh, monarch_environment
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.forge_run.preflight import EMBEDDED, ON_VLLM, Fault, located, vllm_faults
+from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.formatting import TableSection, facts, lines
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.errors import SpecProblem, combined
 from cartridge_forge.protocols.spec.loading import LoadedServeSpec, load_serve
+from cartridge_forge.protocols.spec.model import VALUE_BYTES, model_shape
 from cartridge_forge.protocols.spec.serving import RIGHTS, ApiKeySpec, HttpSpec, HubSpec, ServeSpec
 from cartridge_forge.services.forkserver.client import fork_server
 from cartridge_forge.services.listening import listen
@@ -35,8 +38,14 @@ from cartridge_forge.services.listening import listen
 if TYPE_CHECKING:
     from cartridge_forge.plugins.serve.access.keys import ApiKey
     from cartridge_forge.plugins.serve.metrics import ServingMetrics
+    from cartridge_forge.plugins.serve.verification_cost import (
+        DraftGain,
+        MachinePeaks,
+        ServedLoad,
+    )
 
 STOP_SECONDS = 8.0
+LAYER_SECONDS = 4e-4  # of a layer's pass on a CPU beyond FLOPs and bytes (studies/verified)
 NO_SECRET = "is not in the environment, and the server reads it there"
 EVERYTHING = "key_env"  # the name of that key in the audit log
 
@@ -161,6 +170,34 @@ def hub_token(hub: HubSpec | None) -> str | None:
     return secret_text(hub.token_env) if hub and hub.token_env else None
 
 
+def draft_gain(spec: ServeSpec) -> Callable[[ServedLoad, float], DraftGain] | None:
+    """Return what a draft gains on this machine, whose ceilings are measured at the first call;
+    None for a model of another shape than Llama's."""
+    from cartridge_forge.plugins.serve.verification_cost import best_draft
+
+    try:
+        shape = model_shape(spec.model)
+    except SpecError:
+        return None
+    if shape is None:
+        return None
+    measured = cache(partial(machine_peaks, shape.layers))
+
+    def gain(load: ServedLoad, accepted: float) -> DraftGain:
+        return best_draft(shape, VALUE_BYTES[spec.model.dtype], measured(), load, accepted)
+
+    return gain
+
+
+def machine_peaks(layers: int) -> MachinePeaks:
+    """Return the ceilings of this machine's processor for a model of so many layers."""
+    from cartridge_forge.forge_run.plan.calibration import host_peaks
+    from cartridge_forge.plugins.serve.verification_cost import MachinePeaks
+
+    peaks = host_peaks()
+    return MachinePeaks(peaks.name, peaks.flops, peaks.bandwidth, LAYER_SECONDS * layers)
+
+
 class ServeProcess:
     """Run one server. `signal` is the signal that ended it; `cut_off` is set when the generators
     did not end in time. `ready` returns once processes can start."""
@@ -194,6 +231,7 @@ class ServeProcess:
                 spec.model, spec.generator, spec.roles.generator, texts.documents, end_ids,
                 health=spec.health, spawn_timeout_s=spec.spawn_timeout_s,
                 call_timeout_s=spec.http.deadline_s, spares=spec.spares, note=self._note,
+                max_kv_bytes=spec.verify.max_kv_bytes,
             )  # fmt: skip
             try:
                 if await self._first(service.ready()):
@@ -233,7 +271,8 @@ class ServeProcess:
                 http=http, held_cartridges=spec.held_cartridges,
                 api_keys=api_keys(http),
                 draining=self._signalled.is_set, hub=spec.hub,
-                hub_token=hub_token(spec.hub),
+                hub_token=hub_token(spec.hub), verify=spec.verify,
+                drafts=spec.generator.backend == "torch", draft_gain=draft_gain(spec),
             )
         )  # fmt: skip
         self._metrics = built.handler.metrics
