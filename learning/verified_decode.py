@@ -87,10 +87,6 @@ class VerifiedRow:
         count = request.sampling.max_tokens + LONGEST_BLOCK + 1
         self.draws = verification_draws(request.seed, request.first_draw, count)
 
-    @property
-    def remaining(self) -> int:
-        return self.state.request.sampling.max_tokens - len(self.state.tokens)
-
     def completion(self) -> Completion:
         """Return the response, with the counts of its draft."""
         return replace(
@@ -142,13 +138,15 @@ class VerifiedBatch:
             self._keep(live)
         if not live:
             return
-        block = min(max(row.block for row in self.rows), max(row.remaining for row in self.rows))
+        states = [row.state for row in self.rows]
+        left = max(s.request.sampling.max_tokens - len(s.tokens) for s in states)
+        block = min(max(row.block for row in self.rows), left)
         ids, student = self._propose(block)  # [B, K + 1], [B, K, V]
         hidden = self._pass(self._document, ids[:, :block], 0)  # [B * K, width]
         logits = self._logits(hidden).view(len(self.rows), block, -1)  # [B, K, V]
         teacher = logits[..., : self._model.tokens]
-        kept = any(row.state.keeps_logprobs for row in self.rows)
-        logprobs = logits.log_softmax(-1) if kept else None
+        keeps = any(row.state.keeps_logprobs for row in self.rows)
+        logprobs = logits.log_softmax(-1) if keeps else None
         added, pending = list[int](), list[int]()
         proposed = ids[:, 1:].tolist()
         for b, verdict in self._verdicts(proposed, teacher, student).items():
@@ -157,12 +155,14 @@ class VerifiedBatch:
             if verdict.accepted < block:  # what would follow a whole block is left to the next one
                 assert verdict.token is not None
                 new.append(verdict.token)
-            row.verifications += 1
-            row.proposed += min(block, row.remaining)
-            row.accepted += min(verdict.accepted, row.remaining)
             added.append(len(new))
             pending.append(new[-1])
+            before = len(row.state.tokens)
             self._say(row, new, None if logprobs is None else logprobs[b])
+            kept = len(row.state.tokens) + row.state.dropped - before
+            row.verifications += 1
+            row.proposed += kept if row.state.reason else block  # none is behind the end
+            row.accepted += min(verdict.accepted, kept)
         self._lengths = self._lengths + torch.tensor(added, device=self._lengths.device)
         self._pending = torch.tensor(pending, device=self._pending.device)
 

@@ -14,7 +14,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cartridge_forge.learning.stopping import TokenText
@@ -25,6 +25,8 @@ from cartridge_forge.plugins.serve.errors import bad_request
 from cartridge_forge.plugins.serve.request import ServingRequest, chat_date
 from cartridge_forge.plugins.serve.tokenization import Tokenization
 from cartridge_forge.plugins.serve.verification_cost import DraftGain, ServedLoad
+from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
+from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 from cartridge_forge.plugins.wire.openai_chat import (
     ChangedToken,
     CheckedChoice,
@@ -119,6 +121,35 @@ def scoring_request(
         prefix=document.ref, sampling=Sampling(temperature=0.0, max_tokens=1), seed=0,
         prompt_logprobs=True, top_logprobs=1, logprobs=False, document_ids=document.ids,
     )  # fmt: skip
+
+
+async def verified_answer(
+    sampler: TokenSampler, ask: SampleRequest, document: ServedDocument, exact: bool, below: float
+) -> tuple[SampleResult, VerifyInfo]:
+    """Return a cartridge's answer with its document's word on it, or with `exact` the document's
+    own answer, which the cartridge drafts. Raises as the sampler does."""
+    call, tokens = sampler.request(ask), len(document.ids)
+    if exact:
+        call = replace(
+            call, prefix=document.ref, document_ids=document.ids,
+            draft=Draft(call.prefix, EXACT_BLOCK),
+        )  # fmt: skip
+    (completion,) = await sampler.generate([call])
+    result = sampler.answer(call, completion)
+    if exact:
+        draft = DraftInfo(
+            block=EXACT_BLOCK, proposed=completion.proposed, accepted=completion.accepted,
+            verifications=completion.verifications,
+        )  # fmt: skip
+        return result, VerifyInfo(mode="exact", document_tokens=tokens, draft=draft)
+    scored = completion
+    if completion.token_ids:
+        scoring = scoring_request(call, completion.token_ids, document)
+        (scored,) = await sampler.generate([scoring])
+        sampler.answer(scoring, scored)  # raises where it was refused
+    decode = sampler.conversation.decode
+    choice = checked(0, completion.token_ids, scored, below, decode, lambda id: decode((id,)))
+    return result, VerifyInfo(mode="after", document_tokens=tokens, below=below, choices=[choice])
 
 
 def checked(
