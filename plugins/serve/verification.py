@@ -188,7 +188,8 @@ def checked(
                 refused=refused,
             ))  # fmt: skip
     return CheckedChoice(
-        index=index, tokens=count, accepted=1 - len(refused_places) / count, agreed=agreed / count,
+        index=index, tokens=count, accepted=(count - len(refused_places)) / count,
+        agreed=agreed / count,
         first_refused=refused_places[0] if refused_places else None, changed=changed,
     )  # fmt: skip
 
