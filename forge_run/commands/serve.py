@@ -26,16 +26,17 @@ from cartridge_forge.forge_run.launch import kill_mesh, monarch_environment
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.forge_run.preflight import EMBEDDED, ON_VLLM, Fault, located, vllm_faults
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.formatting import TableSection, facts, lines
+from cartridge_forge.protocols.formatting import TableSection, bytes_text, facts, lines
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.errors import SpecProblem, combined
 from cartridge_forge.protocols.spec.loading import LoadedServeSpec, load_serve
-from cartridge_forge.protocols.spec.model import VALUE_BYTES, model_shape
+from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
 from cartridge_forge.protocols.spec.serving import RIGHTS, ApiKeySpec, HttpSpec, HubSpec, ServeSpec
 from cartridge_forge.services.forkserver.client import fork_server
 from cartridge_forge.services.listening import listen
 
 if TYPE_CHECKING:
+    from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
     from cartridge_forge.plugins.serve.access.keys import ApiKey
     from cartridge_forge.plugins.serve.metrics import ServingMetrics
     from cartridge_forge.plugins.serve.verification_cost import (
@@ -112,8 +113,11 @@ def plan(loaded: LoadedServeSpec) -> list[TableSection]:
             f"{http.deadline_s:g} s each at most",
         ),
         ("library", spec.library),
+        ("verification", _verification(spec, base)),
     ]
     sections = [facts(f"serve {spec.name}", rows)]
+    if (gains := gain_table(spec)) is not None:
+        sections.append(gains)
     if Path(spec.library).is_dir():
         library = CartridgeStore(Path(spec.library), base)
         entries = tuple((n, ", ".join(map(str, library.versions(n)))) for n in library.names())
@@ -122,6 +126,61 @@ def plan(loaded: LoadedServeSpec) -> list[TableSection]:
     if faults := unmet(loaded):
         sections.append(lines("cannot serve here yet", (fault.text for fault in faults)))
     return sections
+
+
+def _verification(spec: ServeSpec, base: BaseModelInfo) -> str:
+    """Return what is configured of it, and how many tokens of documents a generator keeps."""
+    verify = spec.verify
+    mode = {True: "true", False: "where a request asks for it"}.get(verify.mode) or verify.mode
+    if spec.generator.backend != "torch":
+        return f"{mode}; documents' KV is in the paged memory (generator.kv_gib)"
+    token = 2 * base.layers * base.kv_heads * base.head_dim * VALUE_BYTES[spec.model.dtype]
+    return (
+        f"{mode}; {bytes_text(verify.max_kv_bytes)} of documents' KV in each generator, "
+        f"{bytes_text(token)} a token: {verify.max_kv_bytes // token:,} tokens"
+    )
+
+
+PLANNED = (2_000, 8_000, 32_000)  # tokens of documents
+STREAMS = (1, 16, 64)
+ACCEPTED = (0.7, 0.9)  # shares of the proposed tokens
+PLANNED_CARTRIDGE, PLANNED_OWN = 512, 256  # tokens
+
+
+def gain_table(spec: ServeSpec) -> TableSection | None:
+    """Return how many times as fast as the document alone a drafted answer is by the cost model, on
+    this machine and on an H200: streams each over a document of its own. None for a model of
+    another shape."""
+    from cartridge_forge.plugins.serve.verification_cost import H200, ServedLoad, best_draft
+
+    shape = _shape_of(spec)
+    if shape is None:
+        return None
+    here = machine_peaks(shape.layers)
+    rows = []
+    for document in PLANNED:
+        for streams in STREAMS:
+            load = ServedLoad(streams, streams, document, PLANNED_CARTRIDGE, PLANNED_OWN)
+            gains = [
+                best_draft(shape, size, peaks, load, accepted)
+                for peaks, size in ((here, VALUE_BYTES[spec.model.dtype]), (H200, 2))
+                for accepted in ACCEPTED
+            ]
+            cells = [f"{one.gain:.2f}x{'' if one.pays else ', does not pay'}" for one in gains]
+            rows.append((f"{document:,}", str(streams), *cells))
+    heads = ("document", "streams", *(
+        f"{peaks}, {accepted:.0%} accepted" for peaks in (here.name, H200.name)
+        for accepted in ACCEPTED
+    ))  # fmt: skip
+    title = f"where verify: true pays, cartridges of {PLANNED_CARTRIDGE} tokens"
+    return TableSection(title, heads, tuple(rows))
+
+
+def _shape_of(spec: ServeSpec) -> ShapeSpec | None:
+    try:
+        return model_shape(spec.model)
+    except SpecError:
+        return None
 
 
 def unmet(loaded: LoadedServeSpec) -> list[SpecProblem]:
@@ -175,10 +234,7 @@ def draft_gain(spec: ServeSpec) -> Callable[[ServedLoad, float], DraftGain] | No
     None for a model of another shape than Llama's."""
     from cartridge_forge.plugins.serve.verification_cost import best_draft
 
-    try:
-        shape = model_shape(spec.model)
-    except SpecError:
-        return None
+    shape = _shape_of(spec)
     if shape is None:
         return None
     measured = cache(partial(machine_peaks, shape.layers))

@@ -313,9 +313,9 @@ class VerifyInfo(ResponsePart):
 
     mode: Literal["after", "exact", "document"]
     document_tokens: int = Field(description="of the document, with the template around it")
-    below: float | None = Field(None, description="the threshold of after")
-    choices: list[CheckedChoice] | None = Field(None, description="of after")
-    draft: DraftInfo | None = Field(None, description="of exact")
+    below: float | None = Field(default=None, description="the threshold of after")
+    choices: list[CheckedChoice] | None = Field(default=None, description="of after")
+    draft: DraftInfo | None = Field(default=None, description="of exact")
 
 
 class ForgeExtension(ResponsePart):
@@ -327,7 +327,9 @@ class ForgeExtension(ResponsePart):
     routed: RoutedInfo | None = Field(None, description="why `cartridge`, where `auto` was asked")
     cartridge_tokens: int = Field(description="KV positions before each prompt, 0 for none")
     strategy: StrategyInfo | None = None
-    verify: VerifyInfo | None = Field(None, description="where a document verified the answer")
+    verify: VerifyInfo | None = Field(
+        default=None, description="where a document verified the answer"
+    )
 
 
 class CompletionHead(ResponsePart):

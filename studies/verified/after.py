@@ -36,16 +36,18 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[st
     model.pack()
     text = "\n".join(Path(page).read_text(encoding="utf-8") for page in PAGES)
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    ratios, results = {}, []
+    ratios: dict[str, float] = {}
+    results: list[dict[str, Any]] = []
     for tokens in options.documents:
-        renderer = ChatRenderer(tokenizer, {"document": tokenizer.decode(ids[:tokens])})
+        part: str = tokenizer.decode(ids[:tokens])
+        renderer = ChatRenderer(tokenizer, {"document": part})
         head = renderer.head("document")
         begin = time.process_time()
         kv = document_kv(model, head)
         reading = time.process_time() - begin
         cartridge = kv[..., : options.cartridge, :].contiguous()
         document = ServedDocument(head, document_ref(head))
-        answers, words = [], []
+        answers, words = list[float](), list[float]()
         for question in QUESTIONS[: options.rounds]:
             opening = renderer.opening("document", (AgentMessage("user", question),))
             request = GenerateRequest(
@@ -53,11 +55,12 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[st
                 Sampling(temperature=0.0, max_tokens=options.answer), 0, logprobs=False,
             )  # fmt: skip
             begin = time.process_time()
-            (completion,) = generate(model, [request], lambda ref, kv=cartridge: kv, frozenset())
+            over = {request.prefix: cartridge, document.ref: kv}
+            (completion,) = generate(model, [request], over.__getitem__, frozenset())
             answers.append(time.process_time() - begin)
             scoring = scoring_request(request, completion.token_ids, document)
             begin = time.process_time()
-            generate(model, [scoring], lambda ref, kv=kv: kv, frozenset())
+            generate(model, [scoring], over.__getitem__, frozenset())
             words.append(time.process_time() - begin)
             print(tokens, question, f"{answers[-1]:.2f} {words[-1]:.2f}", flush=True)
         share = statistics.median(w / a for w, a in zip(words, answers, strict=True))

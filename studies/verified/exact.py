@@ -15,6 +15,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -154,12 +155,12 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[st
             if batch * options.rows + number < options.questions
         ]  # fmt: skip
         arms: dict[str, Callable[[], tuple[list[list[int]], dict[str, float]]]] = {
-            "alone": lambda r=requests: _alone(model, r, asked, end_ids),
-            "lookup": lambda r=requests: _lookup(model, r, asked, end_ids, options.block),
+            "alone": partial(_alone, model, requests, asked, end_ids),
+            "lookup": partial(_lookup, model, requests, asked, end_ids, options.block),
         }
         for size, kvs in drafts.items():
-            arms[f"cartridge {size}"] = lambda r=requests, kvs=kvs: _drafted(
-                model, r, asked, kvs, end_ids, options.block
+            arms[f"cartridge {size}"] = partial(
+                _drafted, model, requests, asked, kvs, end_ids, options.block
             )
         names = [*arms]
         answers = {}
@@ -181,14 +182,14 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[st
                 same.setdefault(name, [0, 0, 0])[verdict] += 1
         print(batch, {name: round(total["cpu_s"], 2) for name, total in totals.items()}, flush=True)
     alone = totals["alone"]
-    results = []
+    results: list[dict[str, Any]] = []
     for name, total in totals.items():
         equal, ties, wrong = same.get(name, [int(alone["answers"]), 0, 0])
         results.append(
             {"arm": name, **total, "equal": equal, "ties": ties, "wrong": wrong,
              "times": alone["cpu_s"] / total["cpu_s"]}
         )  # fmt: skip
-    ratios = {f"{row['arm']}, times as fast": row["times"] for row in results[1:]}
+    ratios = {f"{row['arm']}, times as fast": float(row["times"]) for row in results[1:]}
     return ratios, results
 
 

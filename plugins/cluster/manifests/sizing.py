@@ -409,6 +409,8 @@ def server_resources(spec: ServeSpec, size: ModelSize, cartridge_tokens: int) ->
     """Return resources of a server and its generators, which are processes of the same pod."""
     role = spec.roles.generator
     held = size.weights + spec.held_cartridges * cartridge_tokens * size.kv_token
+    if spec.verify.mode and spec.generator.backend == "torch":
+        held += spec.verify.max_kv_bytes
     if spec.generator.backend == "vllm":
         held += round(spec.generator.kv_gib * GIB)
     processes = 2 + role.replicas + spec.spares  # and the server's and Monarch's
