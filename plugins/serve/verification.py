@@ -44,7 +44,7 @@ from cartridge_forge.protocols.step import (
 )
 
 VERIFY_HEADER = "x-forge-verify"
-EXACT_BLOCK = 8  # tokens proposed at a time where nothing is known of the machine
+EXACT_BLOCK = 4  # tokens proposed at a time where nothing is known of the machine
 DOCUMENTS = 64  # whose token ids are kept
 PRIOR, PRIOR_TOKENS = 0.7, 32.0  # the share accepted of a cartridge that has verified nothing yet
 REMEMBERED_TOKENS = 2048.0  # later ones count as much as all before
