@@ -59,8 +59,8 @@ def check_draft(request: GenerateRequest) -> None:
             f"request {request.id} has draft.block {draft.block}; give it a number from 1 to "
             f"{LONGEST_BLOCK}"
         )
-    for name, given in (("grammar", request.grammar), ("prompt_logprobs", request.prompt_logprobs)):
-        if given:
+    for name, value in (("grammar", request.grammar), ("prompt_logprobs", request.prompt_logprobs)):
+        if value:
             raise DataError(
                 f"request {request.id} has {name} and a draft, which are not served together; "
                 "leave the draft out"
@@ -139,8 +139,8 @@ class VerifiedBatch:
         if not live:
             return
         states = [row.state for row in self.rows]
-        left = max(s.request.sampling.max_tokens - len(s.tokens) for s in states)
-        block = min(max(row.block for row in self.rows), left)
+        remaining = max(s.request.sampling.max_tokens - len(s.tokens) for s in states)
+        block = min(max(row.block for row in self.rows), remaining)
         ids, student = self._propose(block)  # [B, K + 1], [B, K, V]
         hidden = self._pass(self._document, ids[:, :block], 0)  # [B * K, width]
         logits = self._logits(hidden).view(len(self.rows), block, -1)  # [B, K, V]
@@ -157,12 +157,12 @@ class VerifiedBatch:
                 new.append(verdict.token)
             added.append(len(new))
             pending.append(new[-1])
-            before = len(row.state.tokens)
+            length = len(row.state.tokens)
             self._say(row, new, None if logprobs is None else logprobs[b])
-            kept = len(row.state.tokens) + row.state.dropped - before
+            count = len(row.state.tokens) + row.state.dropped - length
             row.verifications += 1
-            row.proposed += kept if row.state.reason else block  # none is behind the end
-            row.accepted += min(verdict.accepted, kept)
+            row.proposed += count if row.state.reason else block  # none is behind the end
+            row.accepted += min(verdict.accepted, count)
         self._lengths = self._lengths + torch.tensor(added, device=self._lengths.device)
         self._pending = torch.tensor(pending, device=self._pending.device)
 
@@ -179,8 +179,8 @@ class VerifiedBatch:
             read = torch.cat([teacher[at], teacher[at, -1:]], 1)  # [n, K + 1, V]
             places = [len(self.rows[b].state.tokens) for b in members]
             draws = [
-                self.rows[b].draws[place : place + count + 1]
-                for b, place in zip(members, places, strict=True)
+                self.rows[b].draws[first : first + count + 1]
+                for b, first in zip(members, places, strict=True)
             ]
             judged = verify_exact(
                 read.flatten(0, 1), student[at].flatten(0, 1), [blocks[b] for b in members],
@@ -219,7 +219,7 @@ class VerifiedBatch:
             states = [self.rows[b].state for b in members]
             # Behind the last token nothing is used: any number will do.
             places = [min(len(s.tokens) + at, len(s.uniforms) - 1) for s in states]
-            numbers = [s.uniforms[place] for s, place in zip(states, places, strict=True)]
+            numbers = [s.uniforms[at] for s, at in zip(states, places, strict=True)]
             uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)  # [n]
             chosen[members] = draw(part, uniforms, sampling)
         return chosen
@@ -309,18 +309,18 @@ class RowCache:
         self.spans: list[tuple[int, int]] = []
         self.layers: list[tuple[Tensor, ...]] = []  # of each span's prefix, layer by layer
 
-    def add(self, prefixes: Sequence[Tensor], own: int) -> None:
-        """Add rows over these prefixes with room for `own` tokens of each."""
+    def add(self, prefixes: Sequence[Tensor], columns: int) -> None:
+        """Add rows over these prefixes with room for so many `columns` of tokens behind them."""
         device = self._model.device
         tokens = [kv.shape[3] for kv in prefixes]
         begins = [count if count <= self._copied else 0 for count in tokens]
-        before = len(self.prefixes)
+        first = len(self.prefixes)
         self.prefixes += prefixes
         self.begins = torch.cat([self.begins, torch.tensor(begins, device=device)])
         self.prefix_tokens = torch.cat([self.prefix_tokens, torch.tensor(tokens, device=device)])
-        columns = max(self.keys.shape[3], max(begins) + own + SPARE_COLUMNS)
-        self._resize(len(self.prefixes), columns)
-        for b, (kv, begin) in enumerate(zip(prefixes, begins, strict=True), before):
+        needed = max(begins) + columns + SPARE_COLUMNS
+        self._resize(len(self.prefixes), max(self.keys.shape[3], needed))
+        for b, (kv, begin) in enumerate(zip(prefixes, begins, strict=True), first):
             if begin:
                 keys, values = kv.to(self.keys.dtype).unbind(1)  # [L, H_kv, P, D] each
                 self.keys[:, b, :, :begin], self.values[:, b, :, :begin] = keys, values
@@ -363,9 +363,9 @@ class RowCache:
 
     def _resize(self, rows: int, columns: int) -> None:
         for name in ("keys", "values"):
-            before: Tensor = getattr(self, name)
+            stored: Tensor = getattr(self, name)
             fresh = self._empty(rows, columns)
-            fresh[:, : before.shape[1], :, : before.shape[3]] = before
+            fresh[:, : stored.shape[1], :, : stored.shape[3]] = stored
             setattr(self, name, fresh)
 
     def _empty(self, rows: int, columns: int) -> Tensor:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice
-from cartridge_forge.plugins.documents.run_documents import document_of_source
+from cartridge_forge.plugins.documents.study.run_documents import document_of_source
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
 from cartridge_forge.plugins.library.names import AUTO, parse_cartridge
 from cartridge_forge.plugins.library.store import CartridgeVersion
@@ -195,11 +195,11 @@ def marked(answer: str, changed: Sequence[Mapping[str, Any]], colours: bool) -> 
             continue
         blank = token[: len(token) - len(token.lstrip())]
         if colours:
-            shown = f"\x1b[{31 if one['refused'] else 33}m{token}\x1b[0m"
+            mark = f"\x1b[{31 if one['refused'] else 33}m{token}\x1b[0m"
         else:
             arrow = "->" if one["refused"] else "?->"
-            shown = f"{blank}[{token.strip()} {arrow} {one['document_token'].strip() or 'the end'}]"
-        text += answer[at:begin] + shown
+            mark = f"{blank}[{token.strip()} {arrow} {one['document_token'].strip() or 'the end'}]"
+        text += answer[at:begin] + mark
         at = begin + len(token)
     return text + answer[at:]
 
@@ -318,8 +318,8 @@ def _sampled(
     sampler: TokenSampler, request: SampleRequest, verify: str | None
 ) -> tuple[SampleResult, dict[str, Any] | None]:
     """Return the answer of a cartridge's sampler, and how its document verified it."""
+    from cartridge_forge.plugins.serve.answers.verification import ServedDocument, verified_answer
     from cartridge_forge.plugins.serve.engine.in_process import DOCUMENT
-    from cartridge_forge.plugins.serve.verification import ServedDocument, verified_answer
 
     if verify is None:
         (result,) = asyncio.run(sampler([request]))

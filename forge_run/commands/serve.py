@@ -156,20 +156,20 @@ def gain_table(spec: ServeSpec) -> TableSection | None:
     shape = _shape_of(spec)
     if shape is None:
         return None
-    here = machine_peaks(shape.layers)
+    machine = machine_peaks(shape.layers)
     rows = []
     for document in PLANNED:
         for streams in STREAMS:
             load = ServedLoad(streams, streams, document, PLANNED_CARTRIDGE, PLANNED_OWN)
             gains = [
                 best_draft(shape, size, peaks, load, accepted)
-                for peaks, size in ((here, VALUE_BYTES[spec.model.dtype]), (H200, 2))
+                for peaks, size in ((machine, VALUE_BYTES[spec.model.dtype]), (H200, 2))
                 for accepted in ACCEPTED
             ]
             cells = [f"{one.gain:.2f}x{'' if one.pays else ', does not pay'}" for one in gains]
             rows.append((f"{document:,}", str(streams), *cells))
     heads = ("document", "streams", *(
-        f"{peaks}, {accepted:.0%} accepted" for peaks in (here.name, H200.name)
+        f"{peaks}, {accepted:.0%} accepted" for peaks in (machine.name, H200.name)
         for accepted in ACCEPTED
     ))  # fmt: skip
     title = f"where verify: true pays, cartridges of {PLANNED_CARTRIDGE} tokens"
@@ -308,10 +308,10 @@ class ServeProcess:
         from cartridge_forge.plugins.library.formats.base_model import read_base
         from cartridge_forge.plugins.library.store import CartridgeStore
         from cartridge_forge.plugins.serve.access.connections import LimitedServer, limited
+        from cartridge_forge.plugins.serve.answers.strategy_runner import CatalogueStrategies
         from cartridge_forge.plugins.serve.app import create_server
         from cartridge_forge.plugins.serve.backend import RequestLimits, ServerConfig
         from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
-        from cartridge_forge.plugins.serve.strategy_runner import CatalogueStrategies
 
         spec, http = self.spec, self.spec.http
         base = read_base(Path(spec.model.path))

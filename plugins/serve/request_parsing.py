@@ -375,7 +375,7 @@ class RequestParser:
     def _with_verify(self, request: ServingRequest, forge: ForgeOptions) -> ServingRequest:
         """Attach how the document verifies. Raises for requests that it cannot verify; where the
         request does not ask for it these are served as without it."""
-        asked = forge.verify is not None
+        explicit = forge.verify is not None
         mode = _MODES[forge.verify if forge.verify is not None else self._verify.mode]
         why = ""
         if mode is None:
@@ -396,7 +396,7 @@ class RequestParser:
                 "true needs the embedded engine, which verifies drafts, and generator.backend is "
                 "vllm; ask for auto (the document's answer without a draft) or after"
             )
-        if why and asked:
+        if why and explicit:
             raise bad_request(f"forge.verify {why}", "forge.verify", "not_verifiable")
         return request if why else replace(request, verify=mode)
 

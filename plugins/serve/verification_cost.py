@@ -47,7 +47,7 @@ class ServedLoad:
     documents: int
     document: int
     cartridge: int
-    own: int
+    row_tokens: int
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def pass_seconds(
     """Return the seconds of one forward pass of `tokens` a row, each row over a prefix of so many
     tokens; a number takes `value_bytes`."""
     count, weights = load.rows * tokens, matmul_parameters(shape)
-    scores = shape.layers * shape.heads * shape.head_dim * (prefix + load.own)
+    scores = shape.layers * shape.heads * shape.head_dim * (prefix + load.row_tokens)
     flops = count * (2.0 * weights + 4.0 * scores)
-    kv_tokens = load.documents * prefix + load.rows * load.own
+    kv_tokens = load.documents * prefix + load.rows * load.row_tokens
     read = (weights + kv_values_per_token(shape) * kv_tokens) * value_bytes
     return max(flops / peaks.flops, read / peaks.bandwidth) + peaks.pass_seconds
 
@@ -80,7 +80,7 @@ def pass_seconds(
 def kept_tokens(block: int, accepted: float) -> float:
     """Return the mean number of tokens that a round of `block` proposed ones adds to a response,
     where each is accepted with this probability: a refused one is replaced."""
-    return sum(accepted**place for place in range(block))
+    return sum(accepted**index for index in range(block))
 
 
 def best_draft(
@@ -88,12 +88,12 @@ def best_draft(
 ) -> DraftGain:
     """Return the block, 1 to LONGEST_BLOCK, that yields most tokens a second, and its gain over the
     document alone."""
-    alone = pass_seconds(shape, value_bytes, peaks, load, 1, load.document)
+    document_step = pass_seconds(shape, value_bytes, peaks, load, 1, load.document)
     drafting = pass_seconds(shape, value_bytes, peaks, load, 1, load.cartridge)
 
     def gain(block: int) -> float:
         verifying = pass_seconds(shape, value_bytes, peaks, load, block, load.document)
-        return alone * kept_tokens(block, accepted) / (block * drafting + verifying)
+        return document_step * kept_tokens(block, accepted) / (block * drafting + verifying)
 
     best = max(range(1, LONGEST_BLOCK + 1), key=gain)
     return DraftGain(best, gain(best))

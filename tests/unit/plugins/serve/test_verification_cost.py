@@ -26,7 +26,7 @@ THREE_B = ShapeSpec(
 
 
 def test_a_pass_takes_the_longer_of_its_flops_and_its_bytes() -> None:
-    load = ServedLoad(rows=3, documents=2, document=100, cartridge=10, own=20)
+    load = ServedLoad(rows=3, documents=2, document=100, cartridge=10, row_tokens=20)
     # 3 x 4 tokens, each 2 x 44 + 4 x 1 x 2 x (100 + 20) = 1048 FLOPs: 12,576.
     flops_bound = MachinePeaks("slow", flops=1.0, bandwidth=1e9)
     assert pass_seconds(TINY, 2, flops_bound, load, 4, 100) == 12_576
@@ -47,7 +47,7 @@ def test_the_best_draft_by_hand() -> None:
     # By bytes alone: the document's pass reads 44 + 4 x 1,000 = 4,044 numbers, the draft's
     # 44 + 4 x 10 = 84. With everything accepted 16 tokens take 16 x 84 + 4,044 = 5,388 for 64,704.
     peaks = MachinePeaks("far", flops=1e18, bandwidth=1.0)
-    load = ServedLoad(rows=1, documents=1, document=1000, cartridge=10, own=0)
+    load = ServedLoad(rows=1, documents=1, document=1000, cartridge=10, row_tokens=0)
     sure = best_draft(TINY, 1, peaks, load, 1.0)
     assert (sure.block, sure.gain) == (16, pytest.approx(64_704 / 5_388))
     # Nothing accepted: a round of one costs 84 more than the document alone.

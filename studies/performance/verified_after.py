@@ -1,6 +1,6 @@
 """Time the document's word on a cartridge's answer against the answer itself.
 
-    python -m studies.verified.after --model ~/.cache/cartridge-forge/models/smollm2-135m
+    python -m studies.performance.verified_after --model DIR
 
 SmolLM2-135M-Instruct in float32, one process of one thread: greedy answers of 64 tokens over the
 first 512 tokens of a document, and one pass of prompt and answer over the document's cached KV. The
@@ -20,7 +20,7 @@ from benchmarks.record import benchmark
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.plugins.serve.verification import ServedDocument, scoring_request
+from cartridge_forge.plugins.serve.answers.verification import ServedDocument, scoring_request
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling, document_ref
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.training.renderer import ChatRenderer
@@ -55,12 +55,12 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[st
                 Sampling(temperature=0.0, max_tokens=options.answer), 0, logprobs=False,
             )  # fmt: skip
             begin = time.process_time()
-            over = {request.prefix: cartridge, document.ref: kv}
-            (completion,) = generate(model, [request], over.__getitem__, frozenset())
+            prefixes = {request.prefix: cartridge, document.ref: kv}
+            (completion,) = generate(model, [request], prefixes.__getitem__, frozenset())
             answers.append(time.process_time() - begin)
             scoring = scoring_request(request, completion.token_ids, document)
             begin = time.process_time()
-            generate(model, [scoring], over.__getitem__, frozenset())
+            generate(model, [scoring], prefixes.__getitem__, frozenset())
             words.append(time.process_time() - begin)
             print(tokens, question, f"{answers[-1]:.2f} {words[-1]:.2f}", flush=True)
         share = statistics.median(w / a for w, a in zip(words, answers, strict=True))

@@ -14,14 +14,14 @@ from cartridge_forge.services.run_directory import RunDirectory
 RUNS = Path("runs")
 
 
-def document_of_source(source: Mapping[str, Any], shown: str) -> str:
-    """Return the text that the stored cartridge `shown` replaces, by what its manifest keeps of its
+def document_of_source(source: Mapping[str, Any], label: str) -> str:
+    """Return the text that the stored cartridge `label` replaces, by what its manifest keeps of its
     run: {"run": "20260726T101542-7f3a", "name": "patient_01"}, or the run's path. Raises DataError
     where the run is not under `runs` any more, and as `document_of` does."""
     run, name = Path(str(source.get("run", ""))), str(source.get("name", ""))
     runs = [run] if run.is_absolute() else sorted(RUNS.glob(f"*/{run}"))
     if not run.name or not name or not runs or not (runs[0] / "spec.yaml").is_file():
-        raise DataError(f"the run of {shown} is not under {RUNS}")
+        raise DataError(f"the run of {label} is not under {RUNS}")
     return document_of(runs[0], name)
 
 

@@ -1,6 +1,6 @@
 """Time answers that a cartridge drafts and its document verifies, against the document alone.
 
-    python -m studies.verified.exact
+    python -m studies.performance.verified_exact
 
 The tiny reader, one process of one thread: rows each over a document of its own of some 3,500
 tokens (charts of a clinic, one behind the other), greedy answers in float32. The arms take turns
@@ -57,12 +57,12 @@ class AskedDocument:
     index: NgramIndex
 
 
-def documents(
+def asked_documents(
     model: LanguageModel, count: int, tokens: int, prompts: int, charts: int
 ) -> list[AskedDocument]:
     """Return documents of about so many tokens, each of up to `charts` charts of its own seed, with
     so many prompts to recite from a cue that stands in it once."""
-    tokenizer, asked = load_tokenizer(READER), []
+    tokenizer, texts_read = load_tokenizer(READER), []
     for number in range(count):
         clinic = parse_patients(generate_clinic(9_000 + number, charts, 16, 4), "study")
         texts = [patient.document for patient in clinic]
@@ -77,8 +77,8 @@ def documents(
             renderer.opening("document", (AgentMessage("user", recite_prompt(cue)),))
             for cue in islice(_cues(clinic[: len(texts)], text), prompts)
         )
-        asked.append(AskedDocument(ids, document_kv(model, ids), openings, NgramIndex(ids)))
-    return asked
+        texts_read.append(AskedDocument(ids, document_kv(model, ids), openings, NgramIndex(ids)))
+    return texts_read
 
 
 def _cues(clinic: Sequence[Patient], text: str) -> Iterator[str]:
@@ -86,8 +86,8 @@ def _cues(clinic: Sequence[Patient], text: str) -> Iterator[str]:
     next."""
     for number in range(16):
         for patient in clinic:
-            said = [one for note in patient.texts for one in sentences(note)]
-            cue = unique_cue(text, said[(5 * number + 1) % len(said)])
+            texts_said = [one for note in patient.texts for one in sentences(note)]
+            cue = unique_cue(text, texts_said[(5 * number + 1) % len(texts_said)])
             if cue:
                 yield cue
 
@@ -126,8 +126,8 @@ class NgramIndex:
         for length in range(NGRAM, 0, -1):
             at = self._ends.get(tuple(text[-length:]))
             if at is not None:
-                after = list(self._document[at : at + count])
-                return after + [after[-1]] * (count - len(after))
+                following = list(self._document[at : at + count])
+                return following + [following[-1]] * (count - len(following))
         return [text[-1]] * count
 
 
@@ -136,31 +136,31 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[st
     model = load_model(READER)
     model.pack()
     end_ids = ChatRenderer(load_tokenizer(READER), {}).end_ids
-    each = -(-options.questions // options.rows)
-    asked = documents(model, options.rows, options.tokens, each, options.charts)
+    batches = -(-options.questions // options.rows)
+    texts_read = asked_documents(model, options.rows, options.tokens, batches, options.charts)
     drafts = {
-        size: [attention_matched(model, one.ids, one.kv, size, 1) for one in asked]
+        size: [attention_matched(model, one.ids, one.kv, size, 1) for one in texts_read]
         for size in options.cartridges
     }
-    print("documents of", [len(one.ids) for one in asked], flush=True)
+    print("documents of", [len(one.ids) for one in texts_read], flush=True)
     totals: dict[str, dict[str, float]] = {}
-    same: dict[str, list[int]] = {}
-    for batch in range(each):
+    agreement: dict[str, list[int]] = {}
+    for batch in range(batches):
         requests = [
             GenerateRequest(
                 f"{batch}/{number}", one.prompts[batch], PrefixRef(f"document/{number}", 0),
                 Sampling(temperature=0.0, max_tokens=options.answer), 0, logprobs=False,
             )
-            for number, one in enumerate(asked)
+            for number, one in enumerate(texts_read)
             if batch * options.rows + number < options.questions
         ]  # fmt: skip
         arms: dict[str, Callable[[], tuple[list[list[int]], dict[str, float]]]] = {
-            "alone": partial(_alone, model, requests, asked, end_ids),
-            "lookup": partial(_lookup, model, requests, asked, end_ids, options.block),
+            "alone": partial(_alone, model, requests, texts_read, end_ids),
+            "lookup": partial(_lookup, model, requests, texts_read, end_ids, options.block),
         }
         for size, kvs in drafts.items():
             arms[f"cartridge {size}"] = partial(
-                _drafted, model, requests, asked, kvs, end_ids, options.block
+                _drafted, model, requests, texts_read, kvs, end_ids, options.block
             )
         names = [*arms]
         answers = {}
@@ -177,17 +177,17 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[st
         for name in names[1:]:
             for b, request in enumerate(requests):
                 verdict = _difference(
-                    model, asked[b], request, answers["alone"][b], answers[name][b]
+                    model, texts_read[b], request, answers["alone"][b], answers[name][b]
                 )
-                same.setdefault(name, [0, 0, 0])[verdict] += 1
+                agreement.setdefault(name, [0, 0, 0])[verdict] += 1
         print(batch, {name: round(total["cpu_s"], 2) for name, total in totals.items()}, flush=True)
-    alone = totals["alone"]
+    baseline = totals["alone"]
     results: list[dict[str, Any]] = []
     for name, total in totals.items():
-        equal, ties, wrong = same.get(name, [int(alone["answers"]), 0, 0])
+        equal, ties, wrong = agreement.get(name, [int(baseline["answers"]), 0, 0])
         results.append(
             {"arm": name, **total, "equal": equal, "ties": ties, "wrong": wrong,
-             "times": alone["cpu_s"] / total["cpu_s"]}
+             "times": baseline["cpu_s"] / total["cpu_s"]}
         )  # fmt: skip
     ratios = {f"{row['arm']}, times as fast": float(row["times"]) for row in results[1:]}
     return ratios, results
@@ -195,14 +195,14 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[st
 
 def _difference(
     model: LanguageModel, document: AskedDocument, request: GenerateRequest,
-    alone: Sequence[int], other: Sequence[int],
+    first: Sequence[int], other: Sequence[int],
 ) -> int:  # fmt: skip
     """Return 0 for equal answers, 1 where the first difference is between two tokens whose
     log-probabilities over the document lie within TIE, and 2 for any other difference."""
-    if list(alone) == list(other):
+    if list(first) == list(other):
         return 0
-    at = next(i for i, (a, b) in enumerate(zip(alone, other, strict=False)) if a != b)
-    ids = (*request.prompt_ids, *alone[: at + 1])
+    at = next(i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b)
+    ids = (*request.prompt_ids, *first[: at + 1])
     probe = GenerateRequest(
         "tie", ids, request.prefix, Sampling(max_tokens=1), 0, True, top_logprobs=2
     )
@@ -213,11 +213,11 @@ def _difference(
 
 
 def _alone(
-    model: LanguageModel, requests: Sequence[GenerateRequest], asked: Sequence[AskedDocument],
+    model: LanguageModel, requests: Sequence[GenerateRequest], documents: Sequence[AskedDocument],
     end_ids: frozenset[int],
 ) -> tuple[list[list[int]], dict[str, float]]:  # fmt: skip
     rows = [new_row(request, model.vocabulary, None) for request in requests]
-    kvs = {r.prefix: one.kv for r, one in zip(requests, asked, strict=False)}
+    kvs = {r.prefix: one.kv for r, one in zip(requests, documents, strict=False)}
     batch, steps, read = DecodeBatch(model, rows, kvs, end_ids), 0, 0
     processor = time.process_time()
     while batch.live:
@@ -229,29 +229,29 @@ def _alone(
 
 
 def _drafted(
-    model: LanguageModel, requests: Sequence[GenerateRequest], asked: Sequence[AskedDocument],
+    model: LanguageModel, requests: Sequence[GenerateRequest], documents: Sequence[AskedDocument],
     drafts: Sequence[Tensor], end_ids: frozenset[int], block: int,
 ) -> tuple[list[list[int]], dict[str, float]]:  # fmt: skip
-    return _verified(VerifiedBatch(model, end_ids), model, requests, asked, drafts, block)
+    return _verified(VerifiedBatch(model, end_ids), model, requests, documents, drafts, block)
 
 
 def _lookup(
-    model: LanguageModel, requests: Sequence[GenerateRequest], asked: Sequence[AskedDocument],
+    model: LanguageModel, requests: Sequence[GenerateRequest], documents: Sequence[AskedDocument],
     end_ids: frozenset[int], block: int,
 ) -> tuple[list[list[int]], dict[str, float]]:  # fmt: skip
     batch = LookupBatch(model, end_ids)
-    batch.indices = {r.id: one.index for r, one in zip(requests, asked, strict=False)}
-    nothing = [one.kv[..., :0, :] for one in asked]
-    return _verified(batch, model, requests, asked, nothing, block)
+    batch.indices = {r.id: one.index for r, one in zip(requests, documents, strict=False)}
+    nothing = [one.kv[..., :0, :] for one in documents]
+    return _verified(batch, model, requests, documents, nothing, block)
 
 
 def _verified(
     batch: VerifiedBatch, model: LanguageModel, requests: Sequence[GenerateRequest],
-    asked: Sequence[AskedDocument], drafts: Sequence[Tensor], block: int,
+    documents: Sequence[AskedDocument], drafts: Sequence[Tensor], block: int,
 ) -> tuple[list[list[int]], dict[str, float]]:  # fmt: skip
     rows = [
         VerifiedRow(new_row(request, model.vocabulary, None), block, one.kv, draft)
-        for request, one, draft in zip(requests, asked, drafts, strict=False)
+        for request, one, draft in zip(requests, documents, drafts, strict=False)
     ]
     batch.add(rows)
     passes = 0

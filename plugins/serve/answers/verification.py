@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cartridge_forge.learning.stopping import TokenText
-from cartridge_forge.plugins.documents.run_documents import document_of_source
+from cartridge_forge.plugins.documents.study.run_documents import document_of_source
 from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.backend import ServerConfig
 from cartridge_forge.plugins.serve.errors import bad_request
@@ -107,9 +107,9 @@ class AcceptedShares:
 
     def add(self, key: tuple[str, int], accepted: int, tokens: int) -> None:
         """Count verified tokens; those of long ago count less."""
-        before, of_before = self._counts.get(key, (0.0, 0.0))
-        kept = min(1.0, REMEMBERED_TOKENS / of_before) if of_before else 1.0
-        self._counts[key] = (before * kept + accepted, of_before * kept + tokens)
+        sums = self._counts.get(key, (0.0, 0.0))
+        weight = min(1.0, REMEMBERED_TOKENS / sums[1]) if sums[1] else 1.0
+        self._counts[key] = (sums[0] * weight + accepted, sums[1] * weight + tokens)
 
 
 def scoring_request(
@@ -172,7 +172,7 @@ def checked(
     text, changed = TokenText(decode), list[ChangedToken]()
     refused_places: list[int] = []
     agreed = 0
-    for place, (id, logprob, (other, other_logprob)) in enumerate(
+    for number, (id, logprob, (other, other_logprob)) in enumerate(
         zip(response_ids, logprobs, best, strict=True)
     ):
         offset = len(text.text)
@@ -180,10 +180,10 @@ def checked(
         refused = math.exp(logprob) < below
         agreed += id == other
         if refused:
-            refused_places.append(place)
+            refused_places.append(number)
         if refused or id != other:
             changed.append(ChangedToken(
-                index=place, offset=offset, token=token(id), probability=math.exp(logprob),
+                index=number, offset=offset, token=token(id), probability=math.exp(logprob),
                 document_token=token(other), document_probability=math.exp(other_logprob),
                 refused=refused,
             ))  # fmt: skip
@@ -247,7 +247,7 @@ class AnswerVerifier:
         load = ServedLoad(
             rows=rows, documents=max(1, rows - request.responses + 1), document=len(document.ids),
             cartridge=request.cartridge_tokens,
-            own=max(p.counted for p in request.prompts) + request.sampling.max_tokens // 2,
+            row_tokens=max(p.counted for p in request.prompts) + request.sampling.max_tokens // 2,
         )  # fmt: skip
         return self._config.draft_gain(load, self._shares.get(entry.key))
 
@@ -269,10 +269,10 @@ class AnswerVerifier:
             judged = sum(len(c.token_ids) for c in completions)
             self._shares.add(plan.cartridge, min(counts.accepted, judged), judged)
             return VerifyInfo(mode="exact", document_tokens=tokens, draft=counts)
-        texts, below, rest = self._config.texts, self._config.verify.below, iter(scored)
+        texts, below, scores = self._config.texts, self._config.verify.below, iter(scored)
         choices = [
             checked(
-                index, completion.token_ids, next(rest) if completion.token_ids else completion,
+                index, completion.token_ids, next(scores) if completion.token_ids else completion,
                 below, texts.decode, lambda id: texts.token(id)[0],
             )
             for index, completion in enumerate(completions)
@@ -295,13 +295,8 @@ def header_of(plan: VerifyPlan, info: VerifyInfo | None) -> str:
     tokens = sum(choice.tokens for choice in choices)
     if info.mode == "document" or not tokens:
         return info.mode
-    accepted, agreed = (
-        sum((share or 0.0) * choice.tokens for share, choice in of) / tokens
-        for of in (
-            [(choice.accepted, choice) for choice in choices],
-            [(choice.agreed, choice) for choice in choices],
-        )
-    )
+    accepted = sum((choice.accepted or 0.0) * choice.tokens for choice in choices) / tokens
+    agreed = sum((choice.agreed or 0.0) * choice.tokens for choice in choices) / tokens
     return (
         f"after; below={info.below:g}; tokens={tokens}; accepted={accepted:.3f}; "
         f"agreed={agreed:.3f}"

@@ -1,0 +1,1 @@
+"""Make and verify answers: strategies, and documents that verify."""
