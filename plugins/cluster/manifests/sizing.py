@@ -408,9 +408,9 @@ def controller_resources(spec: RunSpec, size: ModelSize) -> Resources:
 def server_resources(spec: ServeSpec, size: ModelSize, cartridge_tokens: int) -> Resources:
     """Return resources of a server and its generators, which are processes of the same pod."""
     role = spec.roles.generator
-    held = size.weights + spec.held_cartridges * cartridge_tokens * size.kv_token
-    if spec.verify.mode and spec.generator.backend == "torch":
-        held += spec.verify.max_kv_bytes
+    verifies = spec.verify.mode and spec.generator.backend == "torch"
+    documents = spec.verify.max_kv_bytes if verifies else 0
+    held = size.weights + spec.held_cartridges * cartridge_tokens * size.kv_token + documents
     if spec.generator.backend == "vllm":
         held += round(spec.generator.kv_gib * GIB)
     processes = 2 + role.replicas + spec.spares  # and the server's and Monarch's
