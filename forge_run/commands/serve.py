@@ -131,7 +131,7 @@ def plan(loaded: LoadedServeSpec) -> list[TableSection]:
 def _verification(spec: ServeSpec, base: BaseModelInfo) -> str:
     """Return what is configured of it, and how many tokens of documents a generator keeps."""
     verify = spec.verify
-    mode = {True: "true", False: "where a request asks for it"}.get(verify.mode) or verify.mode
+    mode = str(verify.mode).lower() if verify.mode else "where a request asks for it"
     if spec.generator.backend != "torch":
         return f"{mode}; documents' KV is in the paged memory (generator.kv_gib)"
     token = 2 * base.layers * base.kv_heads * base.head_dim * VALUE_BYTES[spec.model.dtype]

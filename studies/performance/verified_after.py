@@ -39,7 +39,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[st
     ratios: dict[str, float] = {}
     results: list[dict[str, Any]] = []
     for tokens in options.documents:
-        part: str = tokenizer.decode(ids[:tokens])
+        part = str(tokenizer.decode(ids[:tokens]))
         renderer = ChatRenderer(tokenizer, {"document": part})
         head = renderer.head("document")
         begin = time.process_time()

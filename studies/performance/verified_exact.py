@@ -208,8 +208,8 @@ def _difference(
     )
     row = new_row(probe, model.vocabulary, None)
     DecodeBatch(model, [row], {request.prefix: document.kv}, frozenset())
-    (_, first), (_, second) = row.prompt_top[-1]
-    return 1 if first - second <= TIE else 2
+    (_, likeliest), (_, next_one) = row.prompt_top[-1]
+    return 1 if likeliest - next_one <= TIE else 2
 
 
 def _alone(
